@@ -1,0 +1,21 @@
+"""The one error a user is meant to see: what went wrong, and the next move."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CpuftError(Exception):
+    """Bad input or a bad situation, said in one line that ends with the next move.
+
+    The command line prints it without a traceback and exits with 2. Any other exception is our bug and keeps
+    its traceback.
+    """
+
+
+def near_names(name: str, known: Iterable[str]) -> str:
+    """The names most like `name`, best first; all of them when none is close. Text for the end of an error."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(names)}"

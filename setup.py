@@ -1,0 +1,5 @@
+"""Settings are in setup.cfg."""
+
+from setuptools import setup
+
+setup()
