@@ -11,6 +11,7 @@ from typing import Any
 
 PRECISIONS = ("auto", "bf16", "fp32")
 PADDINGS = ("dynamic", "max_length")
+TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files")
 BACKENDS = ("gloo",)
 
 
@@ -29,7 +30,9 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), least: flo
 class TrainConfig:
     """What a rank trains. Defaults are the well-known GLUE recipe: length 128, batch 32 a rank, 2e-5, 3 epochs."""
 
-    task: str = option("demo", "GLUE task, or 'demo' (built in), or 'files' with --train-file and --validation-file")
+    task: str = option(
+        "demo", "GLUE task, 'demo' (built in), or 'files' with --train-file and --validation-file", choices=TASKS
+    )
     model: str = option("minilm", "folder or hub name of an encoder; 'minilm' is the one that needs no hub")
     data_dir: str = option("", "folder with the GLUE layout (TASK/train.tsv); without it the hub is asked")
     train_file: str = option("", "your own training rows, CSV, TSV or JSON lines (with --task files)")
@@ -57,6 +60,15 @@ class TrainConfig:
     eval_batch_size: int = option(32, "rows a rank sees in one forward pass of evaluation", least=1)
     seed: int = option(42, "seed of everything random", least=0)
     save_model: bool = option(True, "keep the trained model and tokenizer in the run directory")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What the launcher tells a rank beyond the training options."""
+
+    run_dir: str = option("", "directory of the run: record and model go there (default: nothing is kept)")
+    prepared: str = option("", "tokenised data made by cpuft.train.prepare (default: prepare it now)")
+    progress: str = option("lines", "how rank 0 shows progress", choices=("bar", "lines"))
 
 
 @dataclass(frozen=True)

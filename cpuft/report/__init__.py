@@ -1,0 +1,1 @@
+"""Records -> speedup tables. Reads nothing but records."""

@@ -1,0 +1,108 @@
+"""Configurations <-> command lines (click): flags made from dataclass fields, a YAML file's values under them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import click
+
+from cpuft.config import option_names
+from cpuft.errors import CpuftError, near_names
+
+C = TypeVar("C")
+
+
+class _Name(click.Choice[str]):
+    """One of a few names; a wrong one is answered with those most like it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in self.choices:
+            name = param.opts[0] if param else "this option"
+            raise click.UsageError(f"{name} knows no {value!r}: {near_names(str(value), self.choices)}", ctx)
+        return str(value)
+
+
+def make_options(config: type) -> list[click.Option]:
+    """A click option for each field of a configuration class."""
+    types = get_type_hints(config)
+    return [_make_option(field, types[field.name]) for field in dataclasses.fields(config)]
+
+
+def _make_option(field: dataclasses.Field[Any], kind: type) -> click.Option:
+    flag = "--" + field.name.replace("_", "-")
+    meta = field.metadata
+    click_type: Any = kind
+    if meta["choices"]:
+        click_type = _Name(meta["choices"])
+    elif meta["least"] is not None:
+        click_type = (click.IntRange if kind is int else click.FloatRange)(min=meta["least"])
+    names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
+    return click.Option(
+        [*names, field.name],
+        default=field.default,
+        type=click_type,
+        help=meta["help"],
+        show_default=field.default != "",
+    )
+
+
+def pick(config: type[C], values: dict[str, Any]) -> C:
+    """The configuration whose fields are among `values`; those that are not have their defaults."""
+    return config(**{name: values[name] for name in option_names(config) if name in values})
+
+
+def parse_arguments(config: type[C], words: Sequence[str]) -> C:
+    """What `cpuft.config.format_arguments` wrote. Raises CpuftError for anything else."""
+    command = click.Command("worker", params=list(_value_options(config)))
+    try:
+        with command.make_context("worker", list(words)) as context:
+            return pick(config, context.params)
+    except click.ClickException as error:
+        raise CpuftError(f"worker arguments: {error.format_message()}") from None
+
+
+def _value_options(config: type) -> list[click.Option]:
+    """The same options, where a boolean takes a value as `format_arguments` writes it."""
+    options = []
+    for option in make_options(config):
+        if option.is_flag:
+            flag = "--" + str(option.name).replace("_", "-")
+            option = click.Option([flag, str(option.name)], type=bool, default=option.default)
+        options.append(option)
+    return options
+
+
+def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
+    """Option values from a YAML file, for click's default_map. Dashes and underscores are one in its keys.
+
+    Raises
+    ------
+    CpuftError: no such file, no YAML, no mapping, or a key that is no option.
+    """
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(f"--config {path} cannot be read ({error}): name a YAML file") from None
+    except yaml.YAMLError as error:
+        raise CpuftError(
+            f"--config {path} is no YAML ({' '.join(str(error).split())}): write `option: value` lines"
+        ) from None
+    if not isinstance(values, dict):
+        raise CpuftError(f"--config {path} holds no mapping: write `option: value` lines")
+    values = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for key in values:
+        if key not in known:
+            raise CpuftError(f"--config {path}: no option {key!r}: {near_names(key, known)}")
+    return {key: _as_option(value) for key, value in values.items()}
+
+
+def _as_option(value: Any) -> Any:
+    """What a flag would have taken: a list of ranks is written with commas there."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return value if isinstance(value, (bool, int, float)) else str(value)

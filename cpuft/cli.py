@@ -1,0 +1,206 @@
+"""One short function a verb: parse, call, print. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from cpuft import __version__
+from cpuft.arguments import make_options, pick, read_config
+from cpuft.config import CompareConfig, LaunchConfig, TrainConfig
+from cpuft.errors import CpuftError
+
+_CONFIG_FILE = click.Option(["--config"], help="YAML file with option values; flags win", default="")
+_DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
+
+
+class _Verb(click.Command):
+    """A verb whose options may also come from the YAML file of --config."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = args[: args.index("--")] if "--" in args else args
+        for index, word in enumerate(words):
+            if word.startswith("--config=") or (word == "--config" and index + 1 < len(words)):
+                path = word.partition("=")[2] or words[index + 1]
+                ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
+        return super().parse_args(ctx, args)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="cpuft")
+def cli() -> None:
+    """Fine-tune transformers on a cluster of CPU hosts, and show honestly how much faster N hosts are than one."""
+
+
+def verb(*params: click.Parameter) -> Callable[[Callable[..., None]], _Verb]:
+    """Decorator: make a function a verb with these options and --config and --dry-run."""
+
+    def decorate(function: Callable[..., None]) -> _Verb:
+        made = _Verb(function.__name__, callback=function, params=[*params, _CONFIG_FILE], help=function.__doc__)
+        cli.add_command(made)
+        return made
+
+    return decorate
+
+
+def _launch_options(*without: str) -> list[click.Option]:
+    return [option for option in make_options(LaunchConfig) if option.name not in without]
+
+
+@verb(
+    *_launch_options(),
+    *make_options(TrainConfig),
+    _DRY_RUN,
+    click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT.py ARGS...]"),
+)
+def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
+    """Train --task on --np ranks; or run a script of your own on them: cpuft launch --np 4 -- train.py --lr 1e-4.
+
+    Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
+    """
+    from cpuft.cluster import gather_cluster
+    from cpuft.launch import choose_run_dir, plan_launch, plan_script, plan_training
+
+    config, train = pick(LaunchConfig, values), pick(TrainConfig, values)
+    name = Path(script[0]).stem if script else train.task
+    command = plan_script(script) if script else ()
+    run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
+    cluster = gather_cluster(config)
+    if script:
+        plan = plan_launch(cluster, config, run_dir, command, "gloo", os.environ)
+    else:
+        plan = plan_training(cluster, config, train, run_dir, _progress(), os.environ)
+    if dry_run:
+        _print_plans([plan])
+        return
+    code = _run(plan, run_dir, cluster.rank_hosts, config.time_limit)
+    if not code:
+        click.echo(f"run: {run_dir}")
+    sys.exit(code)
+
+
+@verb(
+    click.Option(["--np", "numbers"], default="1,2", show_default=True, help="numbers of ranks to compare, e.g. 1,2,4"),
+    *make_options(CompareConfig),
+    *_launch_options("np"),
+    *make_options(TrainConfig),
+    _DRY_RUN,
+)
+def compare(numbers: str, dry_run: bool, **values: Any) -> None:
+    """Train --task on each number of ranks in turn, and report how much faster each was than the fewest."""
+    from cpuft.compare import parse_numbers, plan_comparison
+    from cpuft.launch import choose_run_dir
+
+    config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)
+    ranks = parse_numbers(numbers)
+    run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
+    planned = plan_comparison(ranks, config, train, pick(CompareConfig, values), run_dir, _progress(), os.environ)
+    if dry_run:
+        _print_plans([plan for _, _, plan in planned])
+        return
+    for directory, cluster, plan in planned:
+        click.echo(f"np {len(cluster.rank_hosts)}:", err=True)
+        code = _run(plan, directory, cluster.rank_hosts, config.time_limit)
+        if code:
+            sys.exit(code)
+    _report([directory for directory, _, _ in planned], run_dir)
+
+
+@verb(*_launch_options("run_dir", "time_limit"))
+def env(**values: Any) -> None:
+    """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
+    from cpuft.cluster import gather_cluster, read_hosts
+    from cpuft.launch import plan_settings
+    from cpuft.plan import format_export
+
+    config = pick(LaunchConfig, values)
+    config = replace(config, np=max(config.np, len(read_hosts(config))))
+    shared, per_host = plan_settings(gather_cluster(config), config, "gloo", os.environ)
+    for setting in shared + per_host[0]:
+        if not setting.name.startswith("CPUFT_"):
+            click.echo(format_export(setting))
+
+
+@verb(
+    click.Option(["--json", "as_json"], is_flag=True, help="print one JSON object"),
+    click.Option(["--markdown"], is_flag=True, help="print Markdown"),
+    click.Argument(["runs"], nargs=-1, required=True, metavar="RUN..."),
+)
+def report(runs: tuple[str, ...], as_json: bool, markdown: bool, config: str) -> None:
+    """Report on recorded runs: directories of runs, or of a comparison."""
+    from cpuft.record import read_record
+    from cpuft.report.comparison import compare
+    from cpuft.report.files import find_runs
+    from cpuft.report.table import format_markdown, format_text, to_json
+
+    comparison = compare([read_record(run) for run in find_runs(runs)])
+    if as_json:
+        click.echo(json.dumps(to_json(comparison), indent=2))
+    else:
+        click.echo(format_markdown(comparison) if markdown else format_text(comparison), nl=False)
+
+
+def _progress() -> str:
+    return "bar" if sys.stderr.isatty() else "lines"
+
+
+def _print_plans(plans: Sequence[Any]) -> None:
+    from cpuft.plan import Plan, format_plan
+
+    stages = tuple(stage for plan in plans for stage in plan.stages)
+    click.echo(format_plan(Plan(stages, plans[0].notes)), nl=False)
+
+
+def _run(plan: Any, run_dir: str, hosts: tuple[str, ...], seconds: float) -> int:
+    from cpuft.execute import Interrupted
+    from cpuft.supervise import run_plan
+
+    try:
+        return run_plan(plan, run_dir, hosts, os.environ, seconds)
+    except Interrupted as stopped:
+        kept = f"what it recorded is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
+        click.echo(f"cpuft: stopped by {stopped}: all ranks are gone, {kept}", err=True)
+        sys.exit(stopped.exit_code)
+
+
+def _report(runs: list[str], run_dir: str) -> None:
+    from cpuft.record import read_record
+    from cpuft.report.comparison import compare
+    from cpuft.report.files import write_report
+    from cpuft.report.table import format_text
+
+    comparison = compare([read_record(run) for run in runs])
+    path = write_report(comparison, run_dir)
+    click.echo(format_text(comparison), nl=False)
+    click.echo(f"report: {path}")
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Entry point. Bad input: one line, exit code 2."""
+    try:
+        sys.exit(cli.main(args=args, prog_name="cpuft", standalone_mode=False) or 0)
+    except CpuftError as error:
+        message = str(error)
+    except click.ClickException as error:
+        message = _click_message(error)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(141)
+    click.echo(f"cpuft: error: {message}", err=True)
+    sys.exit(2)
+
+
+def _click_message(error: click.ClickException) -> str:
+    """Click's message in one line, with the next move."""
+    context = getattr(error, "ctx", None)
+    name = shlex.join(context.command_path.split()) if context else "cpuft"
+    return f"{' '.join(error.format_message().split())} (see {name} --help)"

@@ -1,0 +1,57 @@
+"""Runs the same job on several numbers of ranks, one after another, for a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from cpuft.cluster import Cluster, gather_cluster
+from cpuft.config import CompareConfig, LaunchConfig, TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.launch import plan_training
+from cpuft.plan import Plan
+
+
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """Rank numbers of `--np 1,2,4`, ascending. Raises CpuftError for anything but different whole numbers from 1."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(map(int, words))) < len(words):
+        raise CpuftError(f"--np {text!r} is no list of different rank numbers: write e.g. --np 1,2,4")
+    return tuple(sorted(map(int, words)))
+
+
+def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
+    """The training options for `ranks` ranks: with strong scaling, the batch of the run with the fewest, in all.
+
+    Raises
+    ------
+    CpuftError: the global batch does not divide evenly.
+    """
+    if scaling == "weak":
+        return train
+    if train.batch_size * fewest % ranks:
+        raise CpuftError(
+            f"a global batch of {train.batch_size * fewest} does not divide among {ranks} ranks: "
+            f"choose a --batch-size that is a multiple of {ranks}"
+        )
+    return replace(train, batch_size=train.batch_size * fewest // ranks)
+
+
+def plan_comparison(
+    numbers: tuple[int, ...],
+    config: LaunchConfig,
+    train: TrainConfig,
+    comparison: CompareConfig,
+    run_dir: str,
+    progress: str,
+    environ: Mapping[str, str],
+) -> list[tuple[str, Cluster, Plan]]:
+    """For each number of ranks its run directory, its hosts and its plan. All are checked before the first starts."""
+    planned = []
+    for ranks in numbers:
+        own = scale_batch(train, ranks, numbers[0], comparison.scaling)
+        launch = replace(config, np=ranks)
+        cluster = gather_cluster(launch)
+        directory = f"{run_dir}/np-{ranks}"
+        planned.append((directory, cluster, plan_training(cluster, launch, own, directory, progress, environ)))
+    return planned

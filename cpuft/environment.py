@@ -1,0 +1,197 @@
+"""Every variable the toolkit sets, each with its value and its reason; and the world read back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cpuft.errors import CpuftError
+from cpuft.plan import Setting
+from cpuft.topology import HostFacts, RankCores, format_mask
+
+USERS_PREFIXES = ("CCL_", "FI_", "GLOO_", "HF_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "TORCH_", "UCX_")
+"""Variables of these families that the user has set are passed on to every rank, whatever mpirun is used."""
+
+_TIED_TO_A_RUN = "CPUFT_"
+_UNSUITABLE = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tailscale", "cni", "flannel", "cali")
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's place among all ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of a host and its IPv4 address."""
+
+    name: str
+    address: str
+    reason: str
+
+
+# rank, size, local rank, local size: what each launcher calls them. mpirun's own come first, because a stale RANK
+# exported in a shell must not win over them; Slurm's last, because its batch step sets them around any launcher.
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+def parse_world(environ: Mapping[str, str]) -> World:
+    """The world of this process from its environment; a world of one where no launcher says anything.
+
+    Raises
+    ------
+    CpuftError: values that are no numbers, or a rank outside its world.
+    """
+    for names in _LAUNCHERS:
+        if names[0] in environ and names[1] in environ:
+            return _parse_ranks(environ, names)
+    return World(0, 1, 0, 1)
+
+
+def _parse_ranks(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> World:
+    texts = [environ.get(name, default) for name, default in zip(names, ("", "", "0", "1"))]
+    if not all(text.isdecimal() for text in texts):
+        said = " ".join(f"{name}={text!r}" for name, text in zip(names, texts))
+        raise CpuftError(f"the launcher's variables are not numbers ({said}): unset them, or start with cpuft launch")
+    world = World(*(int(text) for text in texts))
+    if world.rank >= world.size:
+        raise CpuftError(f"{names[0]}={world.rank} is outside {names[1]}={world.size}: unset one of them")
+    return world
+
+
+def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
+    """The interface of a host by which it reaches `target`, another host's address; `wanted` names one instead.
+
+    Raises
+    ------
+    CpuftError: no such interface, no route, or one that leads nowhere else (loopback, docker, VPN).
+    """
+    if wanted:
+        if wanted not in facts.interfaces:
+            known = ", ".join(sorted(facts.interfaces))
+            raise CpuftError(f"host {facts.hostname} has no interface {wanted} with an address: use one of {known}")
+        return Interface(wanted, facts.interfaces[wanted], "the interface you named")
+    source = facts.routes.get(target, "")
+    name = next((name for name, address in sorted(facts.interfaces.items()) if address == source), "")
+    if not name or name.startswith(_UNSUITABLE):
+        raise CpuftError(
+            f"host {facts.hostname} reaches {target} by {name or 'no interface'}, which other hosts cannot use: "
+            f"write addresses of the cluster's own network into the hostfile, or name --iface"
+        )
+    return Interface(name, source, f"the interface of {facts.hostname} that routes to {target}")
+
+
+def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int) -> tuple[Setting, ...]:
+    """Settings that are equal on every host."""
+    return (
+        Setting("MASTER_ADDR", master.address, f"the master's address: {master.reason}"),
+        Setting("MASTER_PORT", str(port), "a port that is free on the master"),
+        Setting("CPUFT_WORLD_SIZE", str(world_size), "ranks asked for: every rank checks that it finds as many"),
+        _fabrics_setting(hosts),
+        Setting("FI_PROVIDER", "tcp", "works on every network; set it to efa, verbs or psm3 where the hosts have that"),
+        Setting("CCL_ATL_TRANSPORT", "ofi", "oneCCL's own transport over libfabric, as in the recipe"),
+        Setting("CCL_PROCESS_LAUNCHER", "hydra", "oneCCL reads ranks from mpirun"),
+        Setting("KMP_BLOCKTIME", "1", "idle OpenMP threads yield their core after 1 ms"),
+        Setting("KMP_AFFINITY", "granularity=fine,compact,1,0", "one OpenMP thread a core, none moves"),
+        Setting("TOKENIZERS_PARALLELISM", "false", "rows are tokenised before ranks start"),
+    )
+
+
+def _fabrics_setting(hosts: tuple[HostFacts, ...]) -> Setting:
+    if len(hosts) == 1:
+        return Setting("I_MPI_FABRICS", "shm", "one host: ranks meet in shared memory")
+    if len({facts.boot_id for facts in hosts}) < len(hosts):
+        return Setting("I_MPI_FABRICS", "ofi", "some hosts are one machine: shared memory would bypass the network")
+    return Setting("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, the network between hosts")
+
+
+def host_settings(
+    facts: HostFacts, interface: Interface, ranks: tuple[RankCores, ...], pinned_by_mpi: bool, comm_reason: str
+) -> tuple[Setting, ...]:
+    """Settings of one host, from its own topology, for all ranks on it."""
+    threads = min(len(rank.compute) for rank in ranks)
+    domains = ",".join(format_mask(rank.compute) for rank in ranks)
+    cores = ";".join(",".join(map(str, rank.compute)) for rank in ranks)
+    pinning = (
+        (Setting("I_MPI_PIN_DOMAIN", f"[{domains}]", "each rank on cores of its own, comm workers' cores left out"),)
+        if pinned_by_mpi
+        else (
+            Setting("I_MPI_PIN", "off", "mpirun does not pin here: cpuft.rank is the one owner"),
+            Setting("CPUFT_PIN", "rank", "cpuft.rank pins each rank to its CPUFT_CORES"),
+        )
+    )
+    return (
+        Setting("CPUFT_HOSTNAME", facts.hostname, "every rank checks that it is where the plan put it"),
+        Setting("CPUFT_CORES", cores, "hardware threads of each rank of this host, in turn"),
+        Setting("OMP_NUM_THREADS", str(threads), f"one OpenMP thread for each of a rank's {threads} cores"),
+        *pinning,
+        *_comm_settings(ranks, comm_reason),
+        Setting("GLOO_SOCKET_IFNAME", interface.name, interface.reason),
+        Setting("FI_TCP_IFACE", interface.name, interface.reason),
+        Setting("CCL_KVS_IFACE", interface.name, interface.reason),
+        *_memory_settings(facts.libraries),
+    )
+
+
+def _comm_settings(ranks: tuple[RankCores, ...], reason: str) -> tuple[Setting, ...]:
+    """oneCCL's workers: on the cores kept for them, else one on each rank's last core."""
+    workers = [rank.comm or rank.compute[-1:] for rank in ranks]
+    affinity = ",".join(str(cpu) for cpus in workers for cpu in cpus)
+    where = "on cores that compute leaves free" if ranks[0].comm else "on each rank's last core, shared with compute"
+    return (
+        Setting("CCL_WORKER_COUNT", str(len(workers[0])), reason),
+        Setting("CCL_WORKER_AFFINITY", affinity, f"oneCCL's workers {where}"),
+    )
+
+
+def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
+    """Preloaded allocator and OpenMP runtime where found; else glibc told to keep what it has freed."""
+    allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
+    preload = [libraries[name] for name in (allocator, "iomp5") if name in libraries]
+    settings: tuple[Setting, ...] = ()
+    if preload:
+        names = " and ".join(name for name in (allocator, "iomp5") if name in libraries)
+        settings += (Setting("LD_PRELOAD", ":".join(preload), f"{names}: found on this host"),)
+    if not allocator:
+        # glibc's own upper limit of the threshold is 32 MiB (mallopt(3), M_MMAP_THRESHOLD).
+        reason = "glibc keeps freed blocks instead of faulting them in again at each step"
+        settings += (Setting("MALLOC_MMAP_THRESHOLD_", str(32 << 20), reason),)
+        settings += (Setting("MALLOC_TRIM_THRESHOLD_", str(4 << 30), reason),)
+    return settings
+
+
+def keep_users_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
+    """The same settings, with the user's value and a word about it wherever the user has set the variable."""
+    return tuple(_keep(setting, environ) for setting in settings)
+
+
+def _keep(setting: Setting, environ: Mapping[str, str]) -> Setting:
+    theirs = environ.get(setting.name)
+    if theirs is None or theirs == setting.value or setting.name.startswith(_TIED_TO_A_RUN):
+        return setting
+    return Setting(setting.name, theirs, f"kept as you set it; cpuft would say {setting.value}")
+
+
+def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """What the user has set of the families in `USERS_PREFIXES`, beyond our own settings."""
+    known = {setting.name for setting in ours}
+    return tuple(
+        Setting(name, value, "passed on as you set it")
+        for name, value in sorted(environ.items())
+        if name.startswith(USERS_PREFIXES) and name not in known and "TOKEN" not in name
+    )
+
+
+def kept_names(settings: tuple[Setting, ...]) -> list[str]:
+    """Names of the settings whose value is the user's."""
+    return [setting.name for setting in settings if setting.reason.startswith("kept as you set it")]

@@ -1,0 +1,145 @@
+"""The flavours of mpirun: which one it is, the command line each takes, and what each says of exit codes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from cpuft.errors import CpuftError
+from cpuft.plan import Setting
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """An mpirun that was found: its path and whose it is."""
+
+    path: str
+    name: str
+    """intel, mpich or openmpi"""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of one host: how many, and the settings of that host."""
+
+    host: str
+    ranks: int
+    settings: tuple[Setting, ...]
+
+
+def parse_flavour(path: str, version_text: str) -> Flavour:
+    """Whose mpirun this is, from what `mpirun --version` prints. Raises CpuftError for an unknown one."""
+    signs = (("intel", "Intel(R) MPI"), ("openmpi", "Open MPI"), ("openmpi", "OpenRTE"), ("mpich", "HYDRA"))
+    for name, sign in signs:
+        if sign in version_text:
+            return Flavour(path, name)
+    first = (version_text.strip().splitlines() or ["nothing"])[0]
+    raise CpuftError(
+        f"{path} is no mpirun that cpuft knows (it said: {first[:120]}): "
+        f"name Intel MPI's, MPICH's or Open MPI's with --mpirun"
+    )
+
+
+def plan_mpirun(
+    flavour: Flavour,
+    groups: tuple[RankGroup, ...],
+    shared: tuple[Setting, ...],
+    command: tuple[str, ...],
+    logs: str,
+    iface: str,
+) -> tuple[str, ...]:
+    """The command line: one argument set a host, so that the number of ranks on each is explicit.
+
+    `logs` is the directory that gets each rank's output in files of its own; `iface` the interface that mpirun's
+    own connections use.
+    """
+    build = _plan_openmpi if flavour.name == "openmpi" else _plan_hydra
+    return build(flavour, groups, shared, command, logs, iface)
+
+
+def _plan_hydra(
+    flavour: Flavour,
+    groups: tuple[RankGroup, ...],
+    shared: tuple[Setting, ...],
+    command: tuple[str, ...],
+    logs: str,
+    iface: str,
+) -> tuple[str, ...]:
+    words = [flavour.path, "-print-all-exitcodes", "-iface", iface]
+    words += ["-silent-abort"] if flavour.name == "intel" else []
+    words += ["-outfile-pattern", f"{logs}/rank-%r.out", "-errfile-pattern", f"{logs}/rank-%r.err"]
+    for setting in shared:
+        words += ["-genv", setting.name, setting.value]
+    for index, group in enumerate(groups):
+        words += [":"] if index else []
+        words += ["-host", group.host, "-n", str(group.ranks)]
+        for setting in group.settings:
+            words += ["-env", setting.name, setting.value]
+        words += command
+    return tuple(words)
+
+
+def _plan_openmpi(
+    flavour: Flavour,
+    groups: tuple[RankGroup, ...],
+    shared: tuple[Setting, ...],
+    command: tuple[str, ...],
+    logs: str,
+    iface: str,
+) -> tuple[str, ...]:
+    """Settings travel as `env NAME=value`: Open MPI's -x is one for all argument sets, and drops empty values."""
+    words = [flavour.path, "--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--output-filename", logs]
+    words += ["--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
+    for index, group in enumerate(groups):
+        words += [":"] if index else []
+        words += ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env"]
+        words += [f"{setting.name}={setting.value}" for setting in shared + group.settings]
+        words += command
+    return tuple(words)
+
+
+def step_settings(flavour: Flavour, ssh_options: tuple[str, ...], as_root: bool) -> tuple[Setting, ...]:
+    """What mpirun itself needs in its environment: how it calls ssh, and leave to run as root."""
+    names = {
+        "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
+        "mpich": "HYDRA_LAUNCHER_EXTRA_ARGS",
+        "openmpi": "OMPI_MCA_plm_rsh_args",
+    }
+    settings: tuple[Setting, ...] = ()
+    if ssh_options:
+        settings += (Setting(names[flavour.name], " ".join(ssh_options), "how mpirun's ssh reaches the other hosts"),)
+    if flavour.name == "openmpi" and as_root:
+        settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT", "1", "you run cpuft as root"),)
+        settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", "Open MPI wants to hear it twice"),)
+    return settings
+
+
+_EXIT_LINE = re.compile(r"Exit codes: (.*)")
+_HOST_CODES = re.compile(r"\[([^\]:]+):\d+\] ([\d,]+)")
+_HYDRA_BANNER = re.compile(r"RANK (\d+) PID \d+ RUNNING AT (\S+)\s*\n=\s+KILLED BY SIGNAL: (\d+)")
+_OPENMPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s*\n\s*Exit code:\s+(\d+)")
+_OPENMPI_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+
+
+def parse_exit_codes(text: str) -> dict[int, int]:
+    """Exit code of each rank that mpirun spoke of, in shell's terms: 128 + N for a rank killed by signal N.
+
+    Hydra prints wait(2) statuses, host by host in the order of ranks; Open MPI names the rank that failed first.
+    """
+    codes: dict[int, int] = {}
+    line = _EXIT_LINE.search(text)
+    if line:
+        statuses = [int(s) for _, group in _HOST_CODES.findall(line[1]) for s in group.split(",") if s]
+        codes = {
+            rank: status >> 8 if status & 127 == 0 else 128 + (status & 127) for rank, status in enumerate(statuses)
+        }
+    codes |= {int(rank): 128 + int(signal) for rank, _, signal in _HYDRA_BANNER.findall(text)}
+    codes |= {int(rank): int(code) for rank, code in _OPENMPI_EXIT.findall(text)}
+    codes |= {int(rank): 128 + int(signal) for rank, signal in _OPENMPI_SIGNAL.findall(text)}
+    return codes
+
+
+def worst_exit_code(codes: dict[int, int], fallback: int) -> int:
+    """The exit code of the run. What a rank chose itself outweighs the signals that then ended the others."""
+    own = [code for code in codes.values() if 0 < code < 128]
+    return max(own or codes.values(), default=0) or fallback

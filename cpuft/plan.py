@@ -1,0 +1,84 @@
+"""What is about to be done, as data; prints as a shell script that does the same."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An environment variable, its value and why it has it."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command for one host."""
+
+    why: str
+    command: tuple[str, ...]
+    settings: tuple[Setting, ...] = ()
+    host: str = ""
+    """Where it runs; empty for this machine."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages run one after another, the steps of a stage side by side."""
+
+    stages: tuple[tuple[Step, ...], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    """What the user should know of how the plan came about."""
+
+
+def format_export(setting: Setting) -> str:
+    """One shell line, its reason as comments above: `# why` and `export NAME=value`."""
+    return f"{format_comment(setting.reason)}\nexport {setting.name}={shlex.quote(setting.value)}"
+
+
+def format_comment(text: str) -> str:
+    """Shell comment lines: a newline in `text` cannot end the comment and begin a command."""
+    return "\n".join(f"# {line}" for line in text.splitlines() or [""])
+
+
+def format_plan(plan: Plan) -> str:
+    """A shell script that does what the plan does, with the reason of each step and setting.
+
+    Settings of a step are set in a subshell of its own; a step's failure ends the script with its exit code.
+    """
+    parts = ["#!/usr/bin/env bash", "set -euo pipefail"]
+    parts += [format_comment(note) for note in plan.notes]
+    for stage in plan.stages:
+        scripts = [_format_step(step) for step in stage]
+        if len(scripts) == 1:
+            parts.append(scripts[0])
+        else:
+            parts += [f"{script} &" for script in scripts] + ["wait"]
+    return "\n".join(parts) + "\n"
+
+
+def _format_step(step: Step) -> str:
+    command = _format_command(step.command)
+    if step.host:
+        remote = " ".join([f"{s.name}={shlex.quote(s.value)}" for s in step.settings] + [command])
+        return f"{format_comment(step.why)}\nssh -o BatchMode=yes {shlex.quote(step.host)} {shlex.quote(remote)}"
+    if not step.settings:
+        return f"{format_comment(step.why)}\n{command}"
+    exports = "\n".join(format_export(setting) for setting in step.settings)
+    return f"{format_comment(step.why)}\n(\n{exports}\n{command}\n)"
+
+
+def _format_command(command: tuple[str, ...]) -> str:
+    """The command, a line for each argument group so that a person can read it: breaks before flags and `:`."""
+    text, width = "", 0
+    for word in map(shlex.quote, command):
+        if text and width + len(word) > 100 and (word.startswith("-") or word == ":"):
+            text, width = text + " \\\n    ", 4
+        elif text:
+            text += " "
+        text, width = text + word, width + len(word) + 1
+    return text

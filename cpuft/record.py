@@ -1,0 +1,211 @@
+"""The run record: one versioned JSON-lines format; writer and reader.
+
+The first line is the header, then a line a step, evaluation lines, and a footer when the run came to its end. Each
+line is an object with its `kind`. A last line cut short by a crash is forgiven.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from cpuft.errors import CpuftError
+
+FORMAT = 1
+FILE_NAME = "record.jsonl"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank ran."""
+
+    rank: int
+    host: str
+    cpus: list[int]
+    """Hardware threads it was bound to."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What was run, where and with what."""
+
+    task: str
+    model: str
+    data: str
+    """Checksum of the rows, before they were tokenised."""
+    options: dict[str, Any]
+    world_size: int
+    ranks: list[RankPlace]
+    backend: str
+    precision: str
+    cpu_model: str
+    cpu_flags: list[str]
+    """Only those that decide how fast a product is."""
+    versions: dict[str, str]
+    global_batch: int
+    """Rows of one update, all ranks together."""
+    parameters: int
+    started: str
+    """UTC, ISO 8601."""
+    format: int = FORMAT
+
+    @property
+    def hosts(self) -> list[str]:
+        """Host names in the order of ranks, each once."""
+        return list(dict.fromkeys(place.host for place in self.ranks))
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One update. Seconds are of rank 0; samples and tokens of all ranks."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    samples: int
+    tokens: int
+    """Without padding."""
+    data_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    communication_seconds: float
+    """What communication added after the last gradient was ready; the rest is hidden behind backward."""
+    update_seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class EvaluationLine:
+    """Metrics of one validation split."""
+
+    step: int
+    metrics: dict[str, float]
+    rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Footer:
+    """How the run ended."""
+
+    train_seconds: float
+    """From the first step's begin to the last one's end, without evaluation, tokenising or saving."""
+    samples: int
+    samples_per_second: float
+    steady_samples_per_second: float
+    """Without the first tenth of the steps, which warm caches and kernels up."""
+    tokens_per_second: float
+    peak_memory_bytes: int
+    """Largest resident set of any rank."""
+    total_seconds: float
+    """From the start of rank 0's Python to the saved model."""
+    checksum: str
+    """Of the parameters, equal on all ranks."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record as read back; `footer` is None when the run did not come to its end."""
+
+    path: str
+    header: Header
+    steps: list[StepLine] = field(default_factory=list)
+    evaluations: list[EvaluationLine] = field(default_factory=list)
+    footer: Footer | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last evaluation's metrics; empty without one."""
+        return self.evaluations[-1].metrics if self.evaluations else {}
+
+
+Line = Header | StepLine | EvaluationLine | Footer
+_KINDS: dict[str, type[Header] | type[StepLine] | type[EvaluationLine] | type[Footer]] = {
+    "header": Header,
+    "step": StepLine,
+    "evaluation": EvaluationLine,
+    "footer": Footer,
+}
+_NAMES = {cls: kind for kind, cls in _KINDS.items()}
+
+
+def format_line(line: Line) -> str:
+    """One JSON object with the line's kind first, no newline inside."""
+    return json.dumps({"kind": _NAMES[type(line)]} | dataclasses.asdict(line), allow_nan=True)
+
+
+class Writer:
+    """Writes a record line by line, each one flushed, so that a killed run leaves all it had."""
+
+    def __init__(self, run_dir: str) -> None:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = open(Path(run_dir) / FILE_NAME, "x", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, line: Line) -> None:
+        """Append a line."""
+        self._file.write(format_line(line) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def parse_record(text: str, path: str = "record") -> Record:
+    """A record from its text.
+
+    Raises
+    ------
+    CpuftError: no header, another format, or a broken line that is not the last.
+    """
+    lines = text.split("\n")
+    parsed: list[Line] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            parsed.append(_parse_line(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(lines):
+                break
+            raise CpuftError(
+                f"{path}, line {number} is not a record line ({error}): name a run made by this version of cpuft"
+            ) from None
+    if not parsed or not isinstance(parsed[0], Header):
+        raise CpuftError(f"{path} has no header: the run ended before its first step; look into its logs")
+    return Record(
+        path,
+        parsed[0],
+        [line for line in parsed if isinstance(line, StepLine)],
+        [line for line in parsed if isinstance(line, EvaluationLine)],
+        next((line for line in parsed if isinstance(line, Footer)), None),
+    )
+
+
+def _parse_line(text: str) -> Line:
+    values: dict[str, Any] = json.loads(text)
+    cls = _KINDS[values.pop("kind")]
+    if cls is Header:
+        if values.get("format") != FORMAT:
+            raise ValueError(f"format {values.get('format')}, this version reads {FORMAT}")
+        values["ranks"] = [RankPlace(**place) for place in values["ranks"]]
+    return cls(**values)
+
+
+def read_record(run_dir: str) -> Record:
+    """The record of a run directory (or of a record file itself). Raises CpuftError when there is none."""
+    path = Path(run_dir)
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        raise CpuftError(f"{run_dir} holds no {FILE_NAME}: name the directory of a run") from None
+    return parse_record(text, str(path))

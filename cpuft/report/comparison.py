@@ -1,0 +1,155 @@
+"""Records -> how much faster N ranks were than the fewest: speedup, scaling efficiency, each with its baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpuft.errors import CpuftError
+from cpuft.record import Record
+
+_MUST_BE_EQUAL = ("task", "model", "data", "precision")
+_EQUAL_OPTIONS = ("epochs", "max_steps", "max_length", "padding", "learning_rate", "accumulation", "seed", "dropout")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run in a comparison."""
+
+    np: int
+    hosts: int
+    cores: int
+    """Different hardware threads that its ranks were bound to, all hosts together."""
+    global_batch: int
+    train_seconds: float
+    samples_per_second: float
+    samples_per_second_per_rank: float
+    speedup: float
+    """Seconds of training of the baseline over those of this run."""
+    efficiency: float
+    """Speedup over (ranks / the baseline's ranks)."""
+    metrics: dict[str, float]
+    path: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of the same job on different numbers of ranks, the fewest ranks first: the baseline."""
+
+    task: str
+    model: str
+    precision: str
+    epochs: float
+    scaling: str
+    """weak: the batch a rank is fixed; strong: the global batch is; mixed: neither; single: one run only."""
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    """What a reader must know to read the numbers right."""
+
+
+def compare(records: list[Record]) -> Comparison:
+    """Compare finished runs.
+
+    Raises
+    ------
+    CpuftError: no run, one that did not finish, or runs that differ in what must be equal (named).
+    """
+    if not records:
+        raise CpuftError("there is no run to report on: name run directories")
+    for record in records:
+        if record.footer is None:
+            raise CpuftError(
+                f"{record.path} did not finish ({len(record.steps)} steps): run it again, or leave it out of the report"
+            )
+    records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
+    refuse_differences(records)
+    baseline = records[0]
+    rows = tuple(_make_row(record, baseline) for record in records)
+    header = baseline.header
+    scaling = find_scaling(records)
+    return Comparison(
+        header.task,
+        header.model,
+        header.precision,
+        float(header.options["epochs"]),
+        scaling,
+        rows,
+        tuple(make_notes(rows, scaling, records)),
+    )
+
+
+def refuse_differences(records: list[Record]) -> None:
+    """Raises CpuftError naming what differs and between which runs."""
+    first = records[0]
+    for record in records[1:]:
+        pairs = [(n, getattr(first.header, n), getattr(record.header, n)) for n in _MUST_BE_EQUAL]
+        pairs += [(n, first.header.options.get(n), record.header.options.get(n)) for n in _EQUAL_OPTIONS]
+        differing = [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]
+        if differing:
+            raise CpuftError(
+                f"{first.path} and {record.path} are not the same job: they differ in {', '.join(differing)}; "
+                f"compare runs that differ in ranks and hosts only"
+            )
+
+
+def find_scaling(records: list[Record]) -> str:
+    """Which of the two kinds of scaling these runs show."""
+    per_rank = {record.header.global_batch / record.header.world_size for record in records}
+    in_all = {record.header.global_batch for record in records}
+    if len({record.header.world_size for record in records}) == 1:
+        return "single"
+    if len(per_rank) == 1:
+        return "weak"
+    return "strong" if len(in_all) == 1 else "mixed"
+
+
+def count_cores(record: Record) -> int:
+    """Different hardware threads of all ranks."""
+    return len({(place.host, cpu) for place in record.header.ranks for cpu in place.cpus})
+
+
+def _make_row(record: Record, baseline: Record) -> Row:
+    assert record.footer is not None
+    assert baseline.footer is not None
+    header, footer = record.header, record.footer
+    # Epochs are equal and steps are whole: the last batch makes the rows trained on equal, too.
+    speedup = baseline.footer.train_seconds / footer.train_seconds
+    return Row(
+        header.world_size,
+        len(header.hosts),
+        count_cores(record),
+        header.global_batch,
+        footer.train_seconds,
+        footer.samples_per_second,
+        footer.samples_per_second / header.world_size,
+        speedup,
+        speedup / (header.world_size / baseline.header.world_size),
+        record.metrics,
+        record.path,
+    )
+
+
+def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
+    """Baseline, kind of scaling, and whatever makes the numbers mean less than they seem to."""
+    base = rows[0]
+    notes = [f"speedup and efficiency are relative to np {base.np} ({base.hosts} host{'s' * (base.hosts > 1)})."]
+    if scaling == "weak":
+        notes.append(
+            "weak scaling: the batch a rank is fixed, so the global batch grows with the ranks, and updates get fewer; "
+            "compare the metrics."
+        )
+    if scaling == "strong":
+        notes.append("strong scaling: the global batch is fixed, so every run makes the same updates.")
+    if scaling == "mixed":
+        notes.append("neither the batch a rank nor the global batch is the same in all runs.")
+    same_cores = [row.np for row in rows[1:] if row.cores <= base.cores and row.np > base.np]
+    if same_cores:
+        listed = ", ".join(map(str, same_cores))
+        notes.append(
+            f"np {listed} ran on no more cores than np {base.np} ({base.cores}): its speedup shows what "
+            f"splitting costs, not what more hosts bring."
+        )
+    if len({(record.header.cpu_model, tuple(record.header.cpu_flags)) for record in records}) > 1:
+        notes.append("the runs' master hosts have different CPUs.")
+    if len({tuple(sorted(record.header.versions.items())) for record in records}) > 1:
+        notes.append("the runs used different software versions.")
+    return notes

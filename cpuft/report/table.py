@@ -1,0 +1,84 @@
+"""A comparison as text, Markdown and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cpuft.report.comparison import Comparison
+
+_WIDTH = 200
+
+
+def table_columns(comparison: Comparison) -> list[str]:
+    """Headings, each with its unit or what it is relative to."""
+    base = comparison.rows[0].np
+    fixed = ["np", "hosts", "cores", "global batch", "train s", "samples/s", "samples/s/rank"]
+    metrics = [name.replace("_", " ") for name in _metric_names(comparison)]
+    return [*fixed, f"speedup (np {base} = 1)", f"efficiency (np {base} = 100 %)", *metrics]
+
+
+def table_rows(comparison: Comparison) -> list[list[str]]:
+    """Cells, as texts."""
+    names = _metric_names(comparison)
+    return [
+        [
+            str(row.np),
+            str(row.hosts),
+            str(row.cores),
+            str(row.global_batch),
+            f"{row.train_seconds:.1f}",
+            f"{row.samples_per_second:.1f}",
+            f"{row.samples_per_second_per_rank:.1f}",
+            f"{row.speedup:.2f}x",
+            f"{row.efficiency * 100:.0f} %",
+            *(f"{row.metrics[name]:.4f}" if name in row.metrics else "-" for name in names),
+        ]
+        for row in comparison.rows
+    ]
+
+
+def _metric_names(comparison: Comparison) -> list[str]:
+    return list(dict.fromkeys(name for row in comparison.rows for name in row.metrics))
+
+
+def format_title(comparison: Comparison) -> str:
+    """What was run."""
+    c = comparison
+    kind = "" if c.scaling == "single" else f", {c.scaling} scaling"
+    return f"{c.task} with {c.model}, {c.epochs:g} epochs, {c.precision}{kind}"
+
+
+def format_text(comparison: Comparison) -> str:
+    """For a terminal."""
+    table = Table(title=format_title(comparison), title_justify="left")
+    for column in table_columns(comparison):
+        table.add_column(column, justify="right")
+    for row in table_rows(comparison):
+        table.add_row(*row)
+    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
+    console.print(table)
+    for note in comparison.notes:
+        console.print(f"* {note}", markup=False, highlight=False)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+
+
+def format_markdown(comparison: Comparison) -> str:
+    """For a README or an issue."""
+    columns = table_columns(comparison)
+    lines = [f"## {format_title(comparison)}", "", "| " + " | ".join(columns) + " |", "|" + " ---: |" * len(columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in table_rows(comparison)]
+    return "\n".join([*lines, "", *(f"- {note}" for note in comparison.notes)]) + "\n"
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """One object for programs; its `runs` are the rows."""
+    values = dataclasses.asdict(comparison)
+    values["runs"] = list(values.pop("rows"))
+    values["notes"] = list(values["notes"])
+    return values

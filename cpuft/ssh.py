@@ -1,0 +1,87 @@
+"""The only module that talks ssh (paramiko): run a command on a host whose key is known."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from cpuft.errors import CpuftError
+from cpuft.hostfile import Host
+
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command said, and how it ended."""
+
+    exit_code: int
+    output: str
+    errors: str
+
+
+def run(host: Host, command: str, stdin: str = "", seconds: float = 60.0, config_path: str = "") -> Answer:
+    """Run a shell command on a host, give it `stdin`, wait `seconds` at most.
+
+    Host keys come from the known_hosts files; an unknown or changed key is refused, never learnt here.
+
+    Raises
+    ------
+    CpuftError: the host cannot be reached, its key is unknown or changed, or it does not let us in.
+    """
+    import paramiko  # an eighth of a second: only for those who do have other hosts
+
+    options = _read_config(host, config_path)
+    with paramiko.SSHClient() as client:
+        client.load_system_host_keys()
+        for path in options.get("userknownhostsfile", "").split():
+            if os.path.exists(os.path.expanduser(path)):
+                client.load_host_keys(os.path.expanduser(path))
+        client.set_missing_host_key_policy(paramiko.RejectPolicy())
+        try:
+            client.connect(
+                options["hostname"],
+                port=int(options["port"]),
+                username=options.get("user") or None,
+                key_filename=options.get("identityfile") or None,
+                timeout=_CONNECT_SECONDS,
+                banner_timeout=_CONNECT_SECONDS,
+                auth_timeout=_CONNECT_SECONDS,
+            )
+            stdin_file, stdout_file, stderr_file = client.exec_command(command, timeout=seconds)
+            stdin_file.write(stdin)
+            stdin_file.channel.shutdown_write()
+            output, errors = stdout_file.read().decode(), stderr_file.read().decode()
+            return Answer(stdout_file.channel.recv_exit_status(), output, errors)
+        except (paramiko.SSHException, OSError) as error:
+            raise CpuftError(f"host {host.name} cannot be used over ssh ({_cause(error)})") from None
+
+
+def _cause(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    if "not found in known_hosts" in text:
+        return f"{text}: add its key to known_hosts after you have compared it"
+    if "timed out" in text:
+        return f"no answer in {_CONNECT_SECONDS:.0f} s: is it on, and its port 22 open to this machine?"
+    if "Authentication" in text or "No authentication" in text:
+        return f"{text}: put your public key into its authorized_keys"
+    return f"{text}: check its name, its port and that sshd runs"
+
+
+def _read_config(host: Host, config_path: str) -> dict[str, str]:
+    """hostname, port, user, identityfile and userknownhostsfile of a host; the hostfile wins over ssh's config."""
+    import paramiko
+
+    config = paramiko.SSHConfig()
+    path = os.path.expanduser(config_path or "~/.ssh/config")
+    if os.path.exists(path):
+        config = paramiko.SSHConfig.from_path(path)
+    found = config.lookup(host.name)
+    identity = found.get("identityfile", "")
+    return {
+        "hostname": str(found.get("hostname", host.name)),
+        "port": str(host.port or found.get("port", 22)),
+        "user": host.user or str(found.get("user", "")),
+        "identityfile": identity[0] if isinstance(identity, list) and identity else "",
+        "userknownhostsfile": str(found.get("userknownhostsfile", "")),
+    }

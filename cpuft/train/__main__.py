@@ -1,0 +1,47 @@
+"""One rank of a training run: `python -m cpuft.train --task=mrpc ...`, alone or under any launcher."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+
+from cpuft.arguments import parse_arguments
+from cpuft.config import TrainConfig, WorkerConfig, option_names
+from cpuft.errors import CpuftError
+
+
+def main() -> None:
+    """Train; exit 2 with one line for bad input."""
+    started = time.perf_counter()
+    try:
+        train, worker = parse_worker(sys.argv[1:])
+        from cpuft.train.run import run
+
+        run(train, worker, started)
+    except CpuftError as error:
+        _refuse(str(error))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _refuse(f"the disk is full ({error.filename or 'run directory'}): make room, and start again")
+
+
+def parse_worker(words: list[str]) -> tuple[TrainConfig, WorkerConfig]:
+    """Both configurations from the worker's command line: each takes the options that are its own."""
+    names = {"--" + name.replace("_", "-") for name in option_names(WorkerConfig)}
+    own = [word for word in words if word.partition("=")[0] in names]
+    others = [word for word in words if word.partition("=")[0] not in names]
+    return parse_arguments(TrainConfig, others), parse_arguments(WorkerConfig, own)
+
+
+def _refuse(line: str) -> None:
+    """Say it and end at once: other ranks may hang in a collective, and tearing down would wait for them."""
+    print(f"cpuft: error: {line}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    main()

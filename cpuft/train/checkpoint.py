@@ -1,0 +1,24 @@
+"""The trained model and its tokenizer, as `from_pretrained` loads them; written beside, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from cpuft.train.model import load_tokenizer
+
+MODEL_DIR = "model"
+
+
+def save_model(model: Any, source: str, run_dir: str) -> Path:
+    """Write `run_dir`/model; a save that is cut short leaves none."""
+    target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
+    try:
+        model.save_pretrained(beside)
+        load_tokenizer(source).save_pretrained(beside)
+        beside.rename(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return target

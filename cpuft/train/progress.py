@@ -1,0 +1,73 @@
+"""What rank 0 shows while it trains: a bar on a terminal, plain lines otherwise. Other ranks show nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from cpuft.record import EvaluationLine, Header, StepLine
+
+_LINES = 10
+"""Plain lines of a whole run."""
+
+
+class Progress:
+    """Shows a run's progress on standard error, and its results on standard output."""
+
+    def __init__(self, style: str, rank: int) -> None:
+        self._style, self._shown = style, rank == 0
+        self._bar: Any = None
+        self._start, self._samples = 0.0, 0
+
+    def begin(self, header: Header, precision_reason: str) -> None:
+        """One line that says what is about to be trained, and in what precision."""
+        self._start = time.perf_counter()
+        if self._shown:
+            ranks = f"{header.world_size} rank{'s' if header.world_size > 1 else ''} on {', '.join(header.hosts)}"
+            self._say(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
+
+    def step(self, line: StepLine, updates: int) -> None:
+        """Show a finished step."""
+        if not self._shown:
+            return
+        self._samples += line.samples
+        seconds = time.perf_counter() - self._start
+        if self._style == "bar":
+            self._show_bar(line, updates)
+        elif line.step == updates or line.step % max(1, updates // _LINES) == 0:
+            eta = seconds / line.step * (updates - line.step)
+            rate = self._samples / seconds
+            self._say(f"step {line.step}/{updates}  loss {line.loss:.4f}  {rate:.1f} samples/s  {eta:.0f} s left")
+
+    def _show_bar(self, line: StepLine, updates: int) -> None:
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=updates, unit="step", file=sys.stderr, dynamic_ncols=False, ncols=100)
+        rate = self._samples / (time.perf_counter() - self._start)
+        self._bar.set_postfix_str(f"loss {line.loss:.4f}, {rate:.1f} samples/s", refresh=False)
+        self._bar.update()
+
+    def evaluated(self, line: EvaluationLine) -> None:
+        """Show metrics."""
+        self._close()
+        if self._shown:
+            print("  ".join(f"{name} {value:.4f}" for name, value in line.metrics.items()), flush=True)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close()

@@ -1,0 +1,108 @@
+"""A whole run on one rank: data, model, proof, training, evaluation, model and record."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import resource
+import time
+from contextlib import ExitStack
+
+import torch
+
+from cpuft import facts
+from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.record import Footer, Header, RankPlace, StepLine, Writer
+from cpuft.topology import Precision, choose_precision, effective_flags
+from cpuft.train.checkpoint import save_model
+from cpuft.train.evaluate import evaluate
+from cpuft.train.loop import Loop, train
+from cpuft.train.model import count_parameters, load_model
+from cpuft.train.prepare import Prepared, prepare, read_prepared
+from cpuft.train.progress import Progress
+from cpuft.train.world import gather, process_group, prove_equal_parameters, prove_one_job
+
+_DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+_PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
+
+
+def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
+    """Train as configured; `started` is the perf_counter value at which this process began."""
+    flags = effective_flags(tuple(facts.read_cpu_flags()), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    precision = choose_precision(config.precision, config.emulate_bf16, flags)
+    with ExitStack() as stack:
+        place = stack.enter_context(process_group(config.backend, config.comm_timeout))
+        places = prove_one_job(place)
+        prepared = read_prepared(worker.prepared or str(prepare(config)))
+        torch.manual_seed(config.seed)
+        model = load_model(config, prepared.labels)
+        progress = stack.enter_context(Progress(worker.progress, place.rank))
+        writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and place.rank == 0 else None
+        header = make_header(config, prepared, precision, places, count_parameters(model), flags)
+        progress.begin(header, precision.reason)
+        if writer:
+            writer.write(header)
+        loop = Loop(model, config, prepared, precision.name, place)
+        prove_equal_parameters(model, "before the first step")
+        steps: list[StepLine] = []
+        for line in train(loop):
+            steps.append(line)
+            progress.step(line, loop.updates)
+            if writer:
+                writer.write(line)
+        checksum = prove_equal_parameters(model, "after the last step")
+        evaluation = evaluate(model, prepared, config, precision.name, place, len(steps))
+        progress.evaluated(evaluation)
+        peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+        if writer:
+            writer.write(evaluation)
+            if config.save_model:
+                save_model(model, config.model, worker.run_dir)
+            writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum))
+
+
+def make_header(
+    config: TrainConfig,
+    prepared: Prepared,
+    precision: Precision,
+    places: list[RankPlace],
+    parameters: int,
+    flags: tuple[str, ...],
+) -> Header:
+    """What this run is, for the record."""
+    return Header(
+        task=config.task,
+        model=config.model,
+        data=prepared.checksum,
+        options=dict(vars(config)),
+        world_size=len(places),
+        ranks=places,
+        backend=config.backend,
+        precision=precision.name,
+        cpu_model=facts.read_cpu_model(),
+        cpu_flags=[flag for flag in _DECIDING_FLAGS if flag in flags],
+        versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        global_batch=config.batch_size * config.accumulation * len(places),
+        parameters=parameters,
+        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def make_footer(steps: list[StepLine], peak_memory_bytes: int, total_seconds: float, checksum: str) -> Footer:
+    """Sums over all steps; the steady rate leaves out the first tenth of them."""
+    steady = steps[len(steps) // 10 :]
+    seconds = sum(line.step_seconds for line in steps)
+    steady_seconds = sum(line.step_seconds for line in steady)
+    samples = sum(line.samples for line in steps)
+    return Footer(
+        train_seconds=seconds,
+        samples=samples,
+        samples_per_second=samples / seconds if seconds else 0.0,
+        steady_samples_per_second=sum(line.samples for line in steady) / steady_seconds if steady_seconds else 0.0,
+        tokens_per_second=sum(line.tokens for line in steps) / seconds if seconds else 0.0,
+        peak_memory_bytes=peak_memory_bytes,
+        total_seconds=total_seconds,
+        checksum=checksum,
+    )

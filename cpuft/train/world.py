@@ -1,0 +1,122 @@
+"""The process group of a run, and the proof that its ranks form one job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpuft.errors import CpuftError
+from cpuft.facts import find_free_port
+from cpuft.record import RankPlace
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place among all, under torch's names."""
+
+    rank: int
+    size: int
+
+
+@contextmanager
+def process_group(backend: str, timeout_seconds: float) -> Iterator[Place]:
+    """Join the other ranks for the time of the context. Alone, this is a world of one."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    try:
+        yield Place(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, in the order of ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def own_place(place: Place) -> RankPlace:
+    """Where this process really is."""
+    return RankPlace(place.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
+
+
+def prove_one_job(place: Place) -> list[RankPlace]:
+    """Check, on all ranks alike, that the world is what the plan says; return every rank's place.
+
+    The plan's word comes in CPUFT_WORLD_SIZE, CPUFT_HOSTNAME and CPUFT_CORES; without them only uniqueness is checked.
+
+    Raises
+    ------
+    CpuftError: a wrong number of ranks, a rank twice, or one off its host or cores; the message names the rank.
+    """
+    own = own_place(place)
+    planned = {
+        "size": os.environ.get("CPUFT_WORLD_SIZE", str(place.size)),
+        "host": os.environ.get("CPUFT_HOSTNAME", own.host),
+        "cpus": [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus,
+    }
+    found = gather((own, planned, os.getpid()))
+    problem = find_misplaced(place.size, found)
+    if problem:
+        raise CpuftError(problem)
+    return [their_place for their_place, _, _ in found]
+
+
+def find_misplaced(size: int, found: list[tuple[RankPlace, dict[str, Any], int]]) -> str:
+    """What is wrong with a world of `size` ranks, each with its place, its plan and its process number; else ''."""
+    for number, count in Counter(place.rank for place, _, _ in found).items():
+        if count > 1:
+            return f"rank {number} is there {count} times: start the run with one mpirun, and unset RANK in your shell"
+    for (host, process), count in Counter((place.host, pid) for place, _, pid in found).items():
+        if count > 1:
+            return f"process {process} on {host} holds {count} ranks: start the run with cpuft launch"
+    for place, planned, _ in found:
+        if planned["size"] != str(size):
+            return f"rank {place.rank} was planned for {planned['size']} ranks and finds {size}: check mpirun's -n"
+        if planned["host"] != place.host:
+            return f"rank {place.rank} is on {place.host}, planned on {planned['host']}: check the hostfile's names"
+        if planned["cpus"] != place.cpus:
+            return (
+                f"rank {place.rank} on {place.host} sits on hardware threads {place.cpus}, planned {planned['cpus']}: "
+                f"let one owner pin: unset I_MPI_PIN* and do not start under taskset or numactl"
+            )
+    return ""
+
+
+def checksum_parameters(model: torch.nn.Module) -> str:
+    """SHA-256 of all parameters' bytes in order, cut to 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
+    """Check that all ranks hold the same parameters; return their checksum.
+
+    Raises
+    ------
+    CpuftError: on all ranks, naming those whose parameters are not the majority's.
+    """
+    checksums = gather((checksum_parameters(model), socket.gethostname()))
+    usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]
+    odd = [f"{rank} on {host}" for rank, (checksum, host) in enumerate(checksums) if checksum != usual]
+    if odd:
+        raise CpuftError(
+            f"{when}, parameters of rank {', '.join(odd)} differ from the others: the run is not one job; "
+            f"check that all hosts have the same versions (cpuft launch records them)"
+        )
+    return str(usual)
