@@ -105,6 +105,7 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     """
     flavour = find_flavour(config.mpirun)
     hosts = read_hosts(config)
+    _refuse_same_address(hosts)
     limit = min(len(hosts), config.np)
     wanted = hosts[:limit] if not any(host.slots for host in hosts) and not config.ppn else hosts
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, config.ssh_config)))
@@ -120,6 +121,20 @@ def _ssh_options(config: LaunchConfig) -> tuple[str, ...]:
     return ("-F", config.ssh_config) if config.ssh_config else ()
 
 
+def _refuse_same_address(hosts: tuple[Host, ...]) -> None:
+    """The hosts that a small run leaves out are checked, too: the next one will need them."""
+    seen: dict[str, str] = {}
+    for host in hosts:
+        address = _resolve(host)
+        if address in seen:
+            raise CpuftError(_same_host(seen[address], host.name))
+        seen[address] = host.name
+
+
+def _same_host(first: str, second: str) -> str:
+    return f"{first} and {second} are the same host: keep one line, and say slots=N for several ranks"
+
+
 def _refuse_same_machine(hosts: tuple[Host, ...], found: Mapping[str, HostFacts]) -> None:
     """Two names of one host would put two hosts' ranks on the same cores."""
     seen: dict[tuple[object, ...], str] = {}
@@ -127,9 +142,7 @@ def _refuse_same_machine(hosts: tuple[Host, ...], found: Mapping[str, HostFacts]
         host_facts = found[host.name]
         identity = (host_facts.boot_id, host_facts.hostname, tuple(sorted(host_facts.interfaces.items())))
         if identity in seen:
-            raise CpuftError(
-                f"{seen[identity]} and {host.name} are the same host: keep one line, and say slots=N for several ranks"
-            )
+            raise CpuftError(_same_host(seen[identity], host.name))
         seen[identity] = host.name
 
 

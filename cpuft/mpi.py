@@ -1,8 +1,7 @@
-"""The flavours of mpirun: which one it is, the command line each takes, and what each says of exit codes."""
+"""The flavours of mpirun: which one it is, and the command line each takes."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
@@ -65,7 +64,7 @@ def _plan_hydra(
     logs: str,
     iface: str,
 ) -> tuple[str, ...]:
-    words = [flavour.path, "-print-all-exitcodes", "-iface", iface]
+    words = [flavour.path, "-iface", iface]
     words += ["-silent-abort"] if flavour.name == "intel" else []
     words += ["-outfile-pattern", f"{logs}/rank-%r.out", "-errfile-pattern", f"{logs}/rank-%r.err"]
     for setting in shared:
@@ -112,34 +111,3 @@ def step_settings(flavour: Flavour, ssh_options: tuple[str, ...], as_root: bool)
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT", "1", "you run cpuft as root"),)
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", "Open MPI wants to hear it twice"),)
     return settings
-
-
-_EXIT_LINE = re.compile(r"Exit codes: (.*)")
-_HOST_CODES = re.compile(r"\[([^\]:]+):\d+\] ([\d,]+)")
-_HYDRA_BANNER = re.compile(r"RANK (\d+) PID \d+ RUNNING AT (\S+)\s*\n=\s+KILLED BY SIGNAL: (\d+)")
-_OPENMPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s*\n\s*Exit code:\s+(\d+)")
-_OPENMPI_SIGNAL = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
-
-
-def parse_exit_codes(text: str) -> dict[int, int]:
-    """Exit code of each rank that mpirun spoke of, in shell's terms: 128 + N for a rank killed by signal N.
-
-    Hydra prints wait(2) statuses, host by host in the order of ranks; Open MPI names the rank that failed first.
-    """
-    codes: dict[int, int] = {}
-    line = _EXIT_LINE.search(text)
-    if line:
-        statuses = [int(s) for _, group in _HOST_CODES.findall(line[1]) for s in group.split(",") if s]
-        codes = {
-            rank: status >> 8 if status & 127 == 0 else 128 + (status & 127) for rank, status in enumerate(statuses)
-        }
-    codes |= {int(rank): 128 + int(signal) for rank, _, signal in _HYDRA_BANNER.findall(text)}
-    codes |= {int(rank): int(code) for rank, code in _OPENMPI_EXIT.findall(text)}
-    codes |= {int(rank): 128 + int(signal) for rank, signal in _OPENMPI_SIGNAL.findall(text)}
-    return codes
-
-
-def worst_exit_code(codes: dict[int, int], fallback: int) -> int:
-    """The exit code of the run. What a rank chose itself outweighs the signals that then ended the others."""
-    own = [code for code in codes.values() if 0 < code < 128]
-    return max(own or codes.values(), default=0) or fallback

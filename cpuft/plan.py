@@ -57,7 +57,8 @@ def format_plan(plan: Plan) -> str:
         if len(scripts) == 1:
             parts.append(scripts[0])
         else:
-            parts += [f"{script} &" for script in scripts] + ["wait"]
+            parts += ["pids=()", *(f'{script} &\npids+=("$!")' for script in scripts)]
+            parts.append('for pid in "${pids[@]}"; do wait "$pid"; done')
     return "\n".join(parts) + "\n"
 
 

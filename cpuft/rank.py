@@ -1,4 +1,4 @@
-"""First thing on every rank: who am I, am I where the plan put me; then the worker takes this process's place.
+"""First thing on every rank: who am I, am I where the plan put me; then the worker, watched to its end.
 
     python -m cpuft.rank COMMAND ...
 
@@ -8,8 +8,10 @@ WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (MASTER_ADDR and MASTER_PORT are there 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,6 +20,7 @@ from collections.abc import Mapping
 from cpuft.environment import World, parse_world
 from cpuft.errors import CpuftError
 
+FAILURE = "cpuft-rank-failed:"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -57,20 +60,56 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
         raise CpuftError(f"rank {world.rank} runs on {hostname}, the plan put it on {host}: check the hostfile's names")
 
 
+def abort_job(environ: Mapping[str, str], code: int) -> None:
+    """Tell mpirun to end all ranks. Hydra does not do so by itself for a rank that never called MPI_Init.
+
+    Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it on the descriptor PMI_FD.
+    """
+    if environ.get("PMI_FD", "").isdecimal():
+        with contextlib.suppress(OSError):
+            os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+
+
+def run_worker(command: list[str], environ: Mapping[str, str]) -> int:
+    """Run the worker to its end; its exit code, 128 + N when signal N ended it. If we are killed, so is it."""
+    child = os.fork()
+    if not child:
+        end_with_parent()
+        os.execvpe(command[0], command, dict(environ))
+    status = os.waitpid(child, 0)[1]
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def format_failure(world: World, hostname: str, code: int) -> str:
+    """The line by which the launcher learns, whatever the mpirun, which rank failed and how."""
+    return f"{FAILURE} rank {world.rank} on {hostname} exit code {code}"
+
+
+def parse_failure(text: str) -> tuple[int, str, int] | None:
+    """Rank, host and exit code from what a rank wrote to standard error; None when it did not fail."""
+    found = re.findall(rf"^{FAILURE} rank (\d+) on (\S+) exit code (\d+)$", text, re.MULTILINE)
+    return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
+
+
 def main() -> None:
-    """Become the worker. Exits 2 with one line when this process is not where the plan put it."""
+    """Run the worker as this rank. Exits 2 with one line when this process is not where the plan put it."""
     end_with_parent()
+    hostname, code = socket.gethostname(), 2
+    world = World(0, 1, 0, 1)
     try:
         world = parse_world(os.environ)
-        check_place(world, os.environ, socket.gethostname())
+        check_place(world, os.environ, hostname)
+        cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
+        if os.environ.get("CPUFT_PIN") == "rank" and cores:
+            os.sched_setaffinity(0, cores)
+        environ = dict(os.environ) | world_variables(world) | {"CPUFT_CORES": ",".join(map(str, cores))}
+        code = run_worker(sys.argv[1:], environ)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
-    if os.environ.get("CPUFT_PIN") == "rank" and cores:
-        os.sched_setaffinity(0, cores)
-    environ = dict(os.environ) | world_variables(world) | {"CPUFT_CORES": ",".join(map(str, cores))}
-    os.execvpe(sys.argv[1], sys.argv[1:], environ)
+    if code:
+        print(format_failure(world, hostname, code), file=sys.stderr, flush=True)
+        abort_job(os.environ, code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

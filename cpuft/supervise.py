@@ -13,8 +13,8 @@ from typing import IO
 
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.mpi import parse_exit_codes, worst_exit_code
 from cpuft.plan import Plan, Step, format_plan
+from cpuft.rank import FAILURE, parse_failure
 
 _TRACE_LINES = 15
 _CHECK_FAILED = 2
@@ -39,8 +39,12 @@ class Tail:
             return
         self.position += len(new)
         if new:
-            self.stream.write(new.decode(errors="replace"))
+            self.stream.write("".join(line for line in _lines(new) if not line.startswith(FAILURE)))
             self.stream.flush()
+
+
+def _lines(data: bytes) -> list[str]:
+    return data.decode(errors="replace").splitlines(keepends=True)
 
 
 def run_plan(plan: Plan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float) -> int:
@@ -96,43 +100,64 @@ def _run_ranks(step: Step, logs: Path, hosts: tuple[str, ...], environ: Mapping[
             raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
     if not code:
         return 0
-    said = (logs / "mpirun.log").read_text(errors="replace")
-    codes = parse_exit_codes(said)
-    print(describe_failure(codes, hosts, read_errors(logs, len(hosts)), said), file=sys.stderr, flush=True)
-    return worst_exit_code(codes, code)
+    failures = find_failures(read_errors(logs, len(hosts)), hosts)
+    print(describe_failures(failures, (logs / "mpirun.log").read_text(errors="replace")), file=sys.stderr, flush=True)
+    return worst_exit_code([failure.code for failure in failures], code)
 
 
-def read_errors(logs: Path, ranks: int) -> dict[int, str]:
-    """What each rank wrote to standard error, those that fell silent first in front: the first cause is there."""
-    files = [
-        (path.stat().st_mtime_ns, rank, path) for rank in range(ranks) if (path := logs / f"rank-{rank}.err").exists()
+@dataclass(frozen=True)
+class Failure:
+    """A rank that failed, and what it wrote to standard error."""
+
+    rank: int
+    host: str
+    code: int
+    """Exit code; 128 + N for signal N."""
+    text: str
+
+    @property
+    def lost_its_peer(self) -> bool:
+        """Whether it failed only because another one had before."""
+        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed")
+        return any(sign in self.text for sign in signs)
+
+
+def read_errors(logs: Path, ranks: int) -> list[str]:
+    """What each rank wrote to standard error, those that fell silent first in front."""
+    paths = [path for rank in range(ranks) if (path := logs / f"rank-{rank}.err").exists()]
+    return [path.read_text(errors="replace") for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
+    """Ranks that failed, those that only lost their peer last; hosts under the names that the user gave them."""
+    parsed = [(parse_failure(text), text) for text in errors]
+    failures = [
+        Failure(found[0], hosts[found[0]] if found[0] < len(hosts) else found[1], found[2], _without_mark(text))
+        for found, text in parsed
+        if found
     ]
-    return {rank: path.read_text(errors="replace") for _, rank, path in sorted(files)}
+    return sorted(failures, key=lambda failure: failure.lost_its_peer)
 
 
-def describe_failure(codes: Mapping[int, int], hosts: tuple[str, ...], errors: Mapping[int, str], mpirun: str) -> str:
-    """The last lines a user sees: which rank on which host failed first, and the end of its traceback.
+def _without_mark(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not line.startswith(FAILURE))
 
-    Of several failed ranks the one that raised by itself is shown rather than those that lost their peer, and of
-    those the one that fell silent first.
-    """
-    failed = [rank for rank in errors if codes.get(rank)] or [
-        rank for rank, text in errors.items() if "Traceback" in text
-    ]
-    failed += [rank for rank, code in codes.items() if code and rank not in failed]
-    if not failed:
+
+def describe_failures(failures: list[Failure], mpirun: str) -> str:
+    """The last lines a user sees: which rank on which host failed first, and the end of its traceback."""
+    if not failures:
         return f"cpuft: mpirun failed before any rank did:\n{_last_lines(mpirun)}"
-    first = min(failed, key=lambda rank: _is_secondary(errors.get(rank, "")))
-    where = f"rank {first} on {hosts[first] if first < len(hosts) else 'unknown host'}"
-    others = f" (after it: rank {', '.join(str(r) for r in sorted(failed) if r != first)})" if len(failed) > 1 else ""
-    lines = _last_lines(_traceback(errors.get(first, "")))
-    return f"\ncpuft: {where} failed, {describe_exit(codes.get(first, 1))}{others}:\n{lines}\ncpuft: {where} failed"
+    first, *others = failures
+    where = f"rank {first.rank} on {first.host}"
+    after = f" (after it: rank {', '.join(str(rank) for rank in sorted(f.rank for f in others))})" if others else ""
+    lines = _last_lines(_traceback(first.text))
+    return f"\ncpuft: {where} failed, {describe_exit(first.code)}{after}:\n{lines}\ncpuft: {where} failed"
 
 
-def _is_secondary(text: str) -> bool:
-    """Whether a rank only lost the connection to one that failed before it."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed")
-    return any(sign in text for sign in signs) or ("Traceback" not in text and "cpuft: error:" not in text)
+def worst_exit_code(codes: list[int], fallback: int) -> int:
+    """The exit code of the run. What a rank chose itself outweighs the signals that then ended the others."""
+    own = [code for code in codes if 0 < code < 128]
+    return max(own or codes, default=0) or fallback
 
 
 def describe_exit(code: int) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cpuft.report.comparison import Comparison
 
-_WIDTH = 200
+_WIDTH = 100
 
 
 def table_columns(comparison: Comparison) -> list[str]:

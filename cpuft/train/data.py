@@ -38,7 +38,7 @@ def read_data(config: TrainConfig) -> Data:
     if task.name == "files":
         return _read_files(task, config)
     if task.name == "demo":
-        return Data(task, _demo_rows(4000, config.seed), {"": _demo_rows(400, config.seed + 1_000_003)})
+        return Data(task, _demo_rows(1600, config.seed), {"": _demo_rows(400, config.seed + 1_000_003)})
     if config.data_dir:
         return _read_glue(task, Path(config.data_dir))
     return _read_hub(task)
@@ -60,8 +60,8 @@ def _read_glue(task: Task, folder: Path) -> Data:
             f"there is no folder {folder}: name the one that holds {task.folder}/train.tsv with --data-dir"
         )
     home = next((f for f in (folder / task.folder, folder) if (f / "train.tsv").exists()), folder / task.folder)
-    splits = {key: _read_glue_split(task, home / f"{stem}.tsv") for key, stem in task.validation}
-    return Data(task, _read_glue_split(task, home / "train.tsv"), splits)
+    train = _read_glue_split(task, home / "train.tsv")
+    return Data(task, train, {key: _read_glue_split(task, home / f"{stem}.tsv") for key, stem in task.validation})
 
 
 def _read_glue_split(task: Task, path: Path) -> Rows:

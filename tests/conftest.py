@@ -1,0 +1,112 @@
+"""What all tests share: golden files, facts of hosts that are not here, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from cpuft.topology import HostFacts
+
+DATA = Path(__file__).parent / "data"
+GLUE = Path(__file__).parents[2] / "shared" / "data" / "glue"
+PEERS = Path(__file__).parents[2] / "shared" / "peers"
+
+needs_glue = pytest.mark.skipif(not GLUE.is_dir(), reason=f"no GLUE download beside the checkout ({GLUE})")
+Golden = Callable[[str, str], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """Compare a text with the file of that name in tests/data; the file must exist."""
+
+    def check(name: str, text: str) -> None:
+        path = DATA / name
+        if request.config.getoption("--rewrite-golden"):
+            path.write_text(text, encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == text
+
+    return check
+
+
+def list_children() -> set[str]:
+    """Command lines of all processes that cpuft or mpirun started and that still run."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                uses = f"TEST_OF={os.getpid()}" in (entry / "environ").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if uses and words:
+                found.add(f"{entry.name} {words}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No process of a test outlives it, its working directory is its own, and no launcher's variable leaks in."""
+    monkeypatch.setenv("TEST_OF", str(os.getpid()))
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("PMI_", "MPI_LOCAL", "OMPI_", "SLURM_", "CPUFT_"))]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    yield
+    assert list_children() == set()
+    changed = {name for name in before.keys() ^ os.environ.keys() if name != "PYTEST_CURRENT_TEST"}
+    assert changed <= {"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def run_cpuft(
+    *words: str, seconds: float = 300, settings: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does."""
+    command = [sys.executable, "-m", "cpuft", *words]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=dict(os.environ) | dict(settings or {}),
+        check=False,
+    )
+
+
+def make_lscpu(sockets: int, cores: int, threads: int = 2, numa_per_socket: int = 1) -> str:
+    """What lscpu prints for a machine of Intel's numbering: all first hardware threads, then all second ones."""
+    lines = ["# CPU,Core,Socket,Node"]
+    for thread in range(threads):
+        for core in range(sockets * cores):
+            socket = core // cores
+            node = socket * numa_per_socket + (core % cores) * numa_per_socket // cores
+            lines.append(f"{thread * sockets * cores + core},{core},{socket},{node}")
+    return "\n".join(lines) + "\n"
+
+
+def make_facts(number: int = 1, sockets: int = 2, cores: int = 16, target: str = "10.0.0.2") -> HostFacts:
+    """Facts of host `number` of a cluster of Xeon servers on 10.0.0.0/24, docker installed."""
+    return HostFacts(
+        hostname=f"node{number}",
+        python="3.11.7",
+        kernel="6.1.0",
+        boot_id=f"boot-{number}",
+        cpu_model="Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz",
+        cpu_flags=("avx2", "avx512f", "avx512_vnni"),
+        lscpu=make_lscpu(sockets, cores),
+        allowed_cpus=tuple(range(sockets * cores * 2)),
+        cpu_quota=0.0,
+        memory_bytes=128 << 30,
+        interfaces={"lo": "127.0.0.1", "docker0": "172.17.0.1", "ens5": f"10.0.0.{number}"},
+        routes={target: f"10.0.0.{number}"},
+        free_port=40000 + number,
+        libraries={"tcmalloc": "/usr/lib64/libtcmalloc.so.4", "iomp5": "/opt/env/lib/libiomp5.so"},
+    )

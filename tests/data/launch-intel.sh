@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+set -euo pipefail
+# ranks: 1 on node1, 1 on node2, 1 on node3, 1 on node4
+# kept as you set them: FI_PROVIDER
+# 
+# settings on every host:
+#   MASTER_ADDR=10.0.0.1  the master's address: the interface of node1 that routes to 10.0.0.2
+#   MASTER_PORT=40001  a port that is free on the master
+#   CPUFT_WORLD_SIZE=4  ranks asked for: every rank checks that it finds as many
+#   I_MPI_FABRICS=shm:ofi  shared memory inside a host, the network between hosts
+#   FI_PROVIDER=efa  kept as you set it; cpuft would say tcp
+#   CCL_ATL_TRANSPORT=ofi  oneCCL's own transport over libfabric, as in the recipe
+#   CCL_PROCESS_LAUNCHER=hydra  oneCCL reads ranks from mpirun
+#   KMP_BLOCKTIME=1  idle OpenMP threads yield their core after 1 ms
+#   KMP_AFFINITY=granularity=fine,compact,1,0  one OpenMP thread a core, none moves
+#   TOKENIZERS_PARALLELISM=false  rows are tokenised before ranks start
+# 
+# settings on node1:
+#   CPUFT_HOSTNAME=node1  every rank checks that it is where the plan put it
+#   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
+#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank on cores of its own, comm workers' cores left out
+#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers on cores that compute leaves free
+#   GLOO_SOCKET_IFNAME=ens5  the interface of node1 that routes to 10.0.0.2
+#   FI_TCP_IFACE=ens5  the interface of node1 that routes to 10.0.0.2
+#   CCL_KVS_IFACE=ens5  the interface of node1 that routes to 10.0.0.2
+#   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+# 
+# settings on node2:
+#   CPUFT_HOSTNAME=node2  every rank checks that it is where the plan put it
+#   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
+#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank on cores of its own, comm workers' cores left out
+#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers on cores that compute leaves free
+#   GLOO_SOCKET_IFNAME=ens5  the interface of node2 that routes to 10.0.0.1
+#   FI_TCP_IFACE=ens5  the interface of node2 that routes to 10.0.0.1
+#   CCL_KVS_IFACE=ens5  the interface of node2 that routes to 10.0.0.1
+#   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+# 
+# settings on node3:
+#   CPUFT_HOSTNAME=node3  every rank checks that it is where the plan put it
+#   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
+#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank on cores of its own, comm workers' cores left out
+#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers on cores that compute leaves free
+#   GLOO_SOCKET_IFNAME=ens5  the interface of node3 that routes to 10.0.0.1
+#   FI_TCP_IFACE=ens5  the interface of node3 that routes to 10.0.0.1
+#   CCL_KVS_IFACE=ens5  the interface of node3 that routes to 10.0.0.1
+#   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+# 
+# settings on node4:
+#   CPUFT_HOSTNAME=node4  every rank checks that it is where the plan put it
+#   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
+#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank on cores of its own, comm workers' cores left out
+#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers on cores that compute leaves free
+#   GLOO_SOCKET_IFNAME=ens5  the interface of node4 that routes to 10.0.0.1
+#   FI_TCP_IFACE=ens5  the interface of node4 that routes to 10.0.0.1
+#   CCL_KVS_IFACE=ens5  the interface of node4 that routes to 10.0.0.1
+#   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+# the run's directory
+mkdir -p /runs/one/logs
+# start 4 ranks with intel's mpirun; output of rank N: /runs/one/logs/rank-N.out and .err
+mpirun -iface ens5 -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
+    -genv MASTER_ADDR 10.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 4 -genv I_MPI_FABRICS shm:ofi \
+    -genv FI_PROVIDER efa -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra -genv KMP_BLOCKTIME 1 \
+    -genv KMP_AFFINITY granularity=fine,compact,1,0 -genv TOKENIZERS_PARALLELISM false -host node1 \
+    -n 1 -env CPUFT_HOSTNAME node1 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
+    -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
+    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
+    -m cpuft.rank python train.py : -host node2 -n 1 -env CPUFT_HOSTNAME node2 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
+    -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
+    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
+    -m cpuft.rank python train.py : -host node3 -n 1 -env CPUFT_HOSTNAME node3 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
+    -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
+    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
+    -m cpuft.rank python train.py : -host node4 -n 1 -env CPUFT_HOSTNAME node4 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
+    -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
+    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
+    -m cpuft.rank python train.py

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+set -euo pipefail
+# start
+(
+# how mpirun's ssh reaches the other hosts
+export OMPI_MCA_plm_rsh_args='-F /etc/ssh config'
+# you run cpuft as root
+export OMPI_ALLOW_RUN_AS_ROOT=1
+# Open MPI wants to hear it twice
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+mpirun --bind-to none --map-by slot --oversubscribe --output-filename /run/logs --mca oob_tcp_if_include ens5 \
+    --mca btl_tcp_if_include ens5 --host node1:2 -np 2 env MASTER_ADDR=10.0.0.1 OMP_NUM_THREADS=16 'X=a b' python train.py \
+    --lr 1 : --host node2:1 -np 1 env MASTER_ADDR=10.0.0.1 OMP_NUM_THREADS=32 python train.py --lr 1
+)

@@ -1,0 +1,97 @@
+"""Speedup reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.record import Line, Record, format_line
+from cpuft.report.comparison import compare
+from cpuft.report.files import find_runs, write_report
+from cpuft.report.table import format_markdown, format_text, to_json
+from tests.conftest import Golden
+from tests.records import make_record
+
+# The recipe's own times for MRPC on one, two and four hosts: 7:46, 4:39 and 2:36.
+RECIPE = [make_record(4, 4, 156), make_record(1, 1, 466), make_record(2, 2, 279)]
+
+
+def test_the_recipes_speedups() -> None:
+    rows = compare(RECIPE).rows
+    assert [row.np for row in rows] == [1, 2, 4]
+    assert [round(row.speedup, 2) for row in rows] == [1.0, 1.67, 2.99]
+    assert [round(row.efficiency, 2) for row in rows] == [1.0, 0.84, 0.75]
+
+
+def test_tables(golden: Golden) -> None:
+    comparison = compare(RECIPE)
+    golden("report.txt", format_text(comparison))
+    golden("report.md", format_markdown(comparison))
+    golden("report.json", json.dumps(to_json(comparison), indent=2) + "\n")
+
+
+def test_json_has_what_programs_read() -> None:
+    runs = to_json(compare(RECIPE))["runs"]
+    needed = {"np", "hosts", "train_seconds", "samples_per_second", "speedup", "efficiency", "metrics"}
+    assert all(needed <= run.keys() for run in runs)
+    assert runs[2]["metrics"] == {"accuracy": 0.79, "f1": 0.84}
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"task": "rte"}, "task (mrpc and rte)"),
+        ({"model": "bert"}, "model (minilm and bert)"),
+        ({"data": "x"}, "data (0123456789abcdef and x)"),
+        ({"precision": "fp32"}, "precision (bf16 and fp32)"),
+        ({"options": {"epochs": 1.0}}, "epochs (3.0 and 1.0)"),
+        ({"task": "rte", "options": {"seed": 1}}, "task (mrpc and rte), seed (42 and 1)"),
+    ],
+)
+def test_different_jobs_are_refused_by_name_of_what_differs(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        compare([make_record(1), make_record(2, **changes)])
+    assert str(error.value) == (
+        f"runs/np-1 and runs/np-2 are not the same job: they differ in {named}; "
+        f"compare runs that differ in ranks and hosts only"
+    )
+
+
+def test_an_unfinished_run_is_refused() -> None:
+    with pytest.raises(CpuftError, match=r"runs/np-2 did not finish \(1 steps\)"):
+        compare([make_record(1), dataclasses.replace(make_record(2), footer=None)])
+
+
+@pytest.mark.parametrize("batches, scaling", [((32, 64), "weak"), ((32, 32), "strong"), ((32, 48), "mixed")])
+def test_kinds_of_scaling(batches: tuple[int, int], scaling: str) -> None:
+    records = [make_record(ranks, ranks, global_batch=batch) for ranks, batch in zip((1, 2), batches)]
+    assert compare(records).scaling == scaling
+
+
+def test_ranks_that_share_the_baselines_cores_are_told() -> None:
+    notes = compare([make_record(1), make_record(2, 1)]).notes
+    assert notes[-1] == (
+        "np 2 ran on no more cores than np 1 (16): its speedup shows what splitting costs, not what more hosts bring."
+    )
+
+
+def write_record(record: Record, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    lines: list[Line] = [record.header, *record.steps, *record.evaluations, *([record.footer] if record.footer else [])]
+    (folder / "record.jsonl").write_text("".join(format_line(line) + "\n" for line in lines))
+
+
+def test_files(tmp_path: Path) -> None:
+    write_record(make_record(1), tmp_path / "np-1")
+    write_record(make_record(2, 2), tmp_path / "np-2")
+    runs = [str(tmp_path / "np-1"), str(tmp_path / "np-2")]
+    assert find_runs([str(tmp_path)]) == runs
+    assert find_runs(runs) == runs
+    assert find_runs([str(tmp_path / "none")]) == [str(tmp_path / "none")]
+    assert write_report(compare(RECIPE), str(tmp_path)) == tmp_path / "report.md"
+    assert sorted(path.name for path in tmp_path.glob("report.*")) == ["report.json", "report.md", "report.txt"]

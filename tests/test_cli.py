@@ -1,0 +1,96 @@
+"""The command line: quick to answer, and one clear line for bad input."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.config import TASKS
+from cpuft.train import tasks
+from tests.conftest import run_cpuft
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = "import sys; sys.argv = ['cpuft', '--help']\nimport atexit\nfrom cpuft.cli import main\n"
+    code += "atexit.register(lambda: print(*sorted({m.split('.')[0] for m in sys.modules})))\nmain()"
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert not {"torch", "numpy", "transformers", "paramiko", "yaml", "rich"} & set(loaded)
+    assert min(seconds) < 0.5
+
+
+def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
+    assert set(TASKS) == set(tasks.TASKS)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["lunch"], "No such command 'lunch'. Did you mean 'launch'? (see cpuft --help)"),
+        (["launch", "--tsk", "x"], "No such option '--tsk'. Did you mean '--task'? (see cpuft launch --help)"),
+        (["launch", "--task", "mprc"], "--task knows no 'mprc': did you mean mrpc? (see cpuft launch --help)"),
+        (["launch", "--np", "0"], "Invalid value for '--np': 0 is not in the range x>=1. (see cpuft launch --help)"),
+        (["launch", "--np", "999"], "999 ranks on localhost, which has"),
+        (["launch", "--hostfile", "none"], "hostfile none cannot be read"),
+        (["launch", "--hostfile", "bad"], "bad, line 2: 'slot=4' is not understood: write slots=N, user=NAME or"),
+        (["launch", "--hostfile", "twice"], "twice, line 2: host localhost stands on line 1 already"),
+        (["launch", "--hostfile", "same"], "localhost and 127.0.0.1 are the same host: keep one line"),
+        (["launch", "--np", "2", "--hostfile", "away"], "host 127.0.0.9 cannot be used over ssh"),
+        (["launch", "--mpirun", "/none"], "there is no mpirun at /none"),
+        (["launch", "--mpirun", "/bin/true"], "/bin/true is no mpirun that cpuft knows"),
+        (["launch", "--run-dir", "."], "exists: name a new one with --run-dir"),
+        (["launch", "--config", "none.yaml"], "--config none.yaml cannot be read"),
+        (["launch", "--config", "bad.yaml"], "--config bad.yaml: no option 'tsk': did you mean task?"),
+        (["launch", "--iface", "eth77"], "has no interface eth77 with an address"),
+        (["launch", "--", "none.py"], "there is no script none.py: name it as seen from"),
+        (["compare", "--np", "1,x"], "--np '1,x' is no list of different rank numbers: write e.g. --np 1,2,4"),
+        (["report", "none"], "none holds no record.jsonl: name the directory of a run"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_line_and_starts_nothing(words: list[str], message: str, tmp_path: Path) -> None:
+    files = {
+        "bad": "localhost\nb slot=4\n",
+        "twice": "localhost\nlocalhost\n",
+        "same": "localhost\n127.0.0.1\n",
+        "away": "localhost\n127.0.0.9 port=9\n",
+        "bad.yaml": "tsk: mrpc\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = run_cpuft(*words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"cpuft: error: {message}") or message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text("task: rte\nlearning-rate: 1e-4\nnp: 2\n")
+    done = run_cpuft("launch", "--config", "options.yaml", "--task", "sst2", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in ("--task=sst2", "--learning-rate=0.0001", "CPUFT_WORLD_SIZE 2"))
+
+
+def test_bf16_without_hardware() -> None:
+    limit = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = run_cpuft("launch", "--precision", "bf16", "--dry-run", settings=limit)
+    assert done.returncode == 2
+    assert "use --precision fp32, or insist with --emulate-bf16" in done.stderr
+    assert run_cpuft("launch", "--precision", "bf16", "--emulate-bf16", "--dry-run", settings=limit).returncode == 0
+
+
+def test_settings_can_be_evaluated() -> None:
+    script = f'eval "$({sys.executable} -m cpuft env)"; echo "$MASTER_ADDR $CCL_ATL_TRANSPORT $OMP_NUM_THREADS"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    address, transport, threads = done.stdout.split()
+    assert (address, transport) == ("127.0.0.1", "ofi")
+    assert int(threads) >= 1

@@ -1,0 +1,91 @@
+"""Settings, and the world read back from them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cpuft.environment import (
+    World,
+    choose_interface,
+    forwarded_settings,
+    keep_users_values,
+    kept_names,
+    parse_world,
+)
+from cpuft.errors import CpuftError
+from cpuft.plan import Setting
+from tests.conftest import make_facts
+
+INTEL = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
+STALE = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    "environ, world",
+    [
+        ({}, World(0, 1, 0, 1)),
+        (INTEL, World(3, 4, 1, 2)),
+        (OPEN, World(3, 4, 1, 2)),
+        (TORCHRUN, World(3, 4, 1, 2)),
+        (SLURM, World(3, 4, 1, 2)),
+        (INTEL | STALE, World(3, 4, 1, 2)),
+        (OPEN | STALE, World(3, 4, 1, 2)),
+        (TORCHRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, World(3, 4, 1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, World(1, 2, 0, 1)),
+    ],
+)
+def test_world(environ: dict[str, str], world: World) -> None:
+    assert parse_world(environ) == world
+
+
+@pytest.mark.parametrize(
+    "environ, message",
+    [({"RANK": "x", "WORLD_SIZE": "2"}, "are not numbers"), ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is outside")],
+)
+def test_world_that_is_none(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(CpuftError, match=message):
+        parse_world(environ)
+
+
+def test_interface_is_the_one_that_routes_to_the_others() -> None:
+    assert choose_interface(make_facts(1), "10.0.0.2").name == "ens5"
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "172.17.0.1", "", "10.9.9.9"])
+def test_loopback_docker_or_no_route_is_refused(source: str) -> None:
+    facts = dataclasses.replace(make_facts(1), routes={"10.0.0.2": source})
+    with pytest.raises(CpuftError, match="or name --iface"):
+        choose_interface(facts, "10.0.0.2")
+
+
+def test_a_named_interface_wins_and_must_exist() -> None:
+    assert choose_interface(make_facts(1), "10.0.0.2", "docker0").address == "172.17.0.1"
+    with pytest.raises(CpuftError, match="has no interface eth9 with an address: use one of docker0, ens5, lo"):
+        choose_interface(make_facts(1), "10.0.0.2", "eth9")
+
+
+def test_the_users_values_are_kept_and_said() -> None:
+    ours = (
+        Setting("OMP_NUM_THREADS", "14", "why"),
+        Setting("FI_PROVIDER", "tcp", "why"),
+        Setting("CPUFT_PIN", "rank", "why"),
+    )
+    kept = keep_users_values(ours, {"OMP_NUM_THREADS": "7", "FI_PROVIDER": "tcp", "CPUFT_PIN": "x"})
+    assert kept == (Setting("OMP_NUM_THREADS", "7", "kept as you set it; cpuft would say 14"), *ours[1:])
+    assert kept_names(kept) == ["OMP_NUM_THREADS"]
+
+
+def test_families_of_variables_travel_but_secrets_do_not() -> None:
+    environ = {"CCL_LOG_LEVEL": "info", "HF_HOME": "/x", "HF_TOKEN": "secret", "PATH": "/bin", "FI_PROVIDER": "efa"}
+    found = forwarded_settings(environ, (Setting("FI_PROVIDER", "efa", ""),))
+    assert [setting.name for setting in found] == ["CCL_LOG_LEVEL", "HF_HOME"]

@@ -1,0 +1,56 @@
+"""README is true: its commands parse and plan, its table is what the code sets."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cpuft.config import LaunchConfig
+from cpuft.launch import plan_settings
+from tests.conftest import run_cpuft
+from tests.records import make_record
+from tests.report.test_comparison import write_record
+from tests.test_launch import make_cluster
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+TABLE = re.compile(r"(?<=<!-- settings -->\n).*(?=<!-- /settings -->)", re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Lines of README's code blocks that call cpuft."""
+    blocks = re.findall(r"^```\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines() if line.startswith(("cpuft ", 'eval "$(cpuft '))]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_works(command: str, tmp_path: Path) -> None:
+    (tmp_path / "hostfiles").symlink_to(ROOT / "hostfiles")
+    (tmp_path / "train.py").write_text("")
+    for ranks in (1, 2):
+        write_record(make_record(ranks), tmp_path / f"runs/mrpc-np{ranks}")
+    words = shlex.split(command.removeprefix('eval "$(').removesuffix(')"'))[1:]
+    place = words.index("--") if "--" in words else len(words)
+    words[place:place] = ["--dry-run"] if words[0] in ("launch", "compare") else []
+    done = run_cpuft(*words)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", sorted(set(re.findall(r"scripts/[a-z-]+", README.read_text(encoding="utf-8")))))
+def test_every_script_is_there_and_can_be_run(script: str) -> None:
+    assert (ROOT / script).stat().st_mode & 0o111
+
+
+def test_the_table_of_settings_is_made_from_the_code(request: pytest.FixtureRequest) -> None:
+    shared, per_host = plan_settings(make_cluster((1, 1)), LaunchConfig(np=2, comm_cores=4), "gloo", {})
+    rows = [f"| `{s.name}` | `{s.value}` | {s.reason} |" for s in shared + per_host[0] if "CPUFT" not in s.name]
+    table = "\n".join(["", "| variable | value | why |", "| --- | --- | --- |", *rows, "", ""])
+    text = README.read_text(encoding="utf-8")
+    if request.config.getoption("--rewrite-golden"):
+        README.write_text(TABLE.sub(lambda _: table, text), encoding="utf-8")
+    found = TABLE.search(README.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found[0] == table

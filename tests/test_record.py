@@ -1,0 +1,61 @@
+"""The run record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuft.errors import CpuftError
+from cpuft.record import EvaluationLine, Footer, Header, Line, StepLine, Writer, format_line, parse_record, read_record
+from tests.records import make_record
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+STEPS = st.builds(StepLine, *([st.integers(0, 9), NUMBERS, NUMBERS, st.integers(), st.integers()] + [NUMBERS] * 6))
+EVALUATIONS = st.builds(EvaluationLine, st.integers(), st.dictionaries(st.text(), NUMBERS), st.integers(), NUMBERS)
+
+
+@given(st.lists(STEPS, max_size=4), st.lists(EVALUATIONS, max_size=2), st.text())
+def test_what_is_written_reads_back(steps: list[StepLine], evaluations: list[EvaluationLine], task: str) -> None:
+    whole = make_record(task=task)
+    lines: list[Line] = [whole.header, *steps, *evaluations]
+    record = parse_record("".join(format_line(line) + "\n" for line in lines))
+    assert (record.header, record.steps, record.evaluations, record.footer) == (whole.header, steps, evaluations, None)
+
+
+def test_a_line_cut_short_is_forgiven_wherever_it_was_cut() -> None:
+    whole = make_record()
+    header, step = format_line(whole.header), format_line(whole.steps[0])
+    for cut in range(1, len(step)):
+        assert parse_record(f"{header}\n{step}\n{step[:cut]}").steps == whole.steps[:1]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "has no header"),
+        ("{}\n{}\n", "line 1 is not a record line"),
+        ('{"kind": "header", "format": 99}\n', "format 99, this version reads 1"),
+    ],
+)
+def test_what_is_no_record(text: str, message: str) -> None:
+    with pytest.raises(CpuftError, match=message):
+        parse_record(text)
+
+
+def test_files(tmp_path: Path) -> None:
+    whole = make_record()
+    with Writer(str(tmp_path / "run")) as writer:
+        lines: list[Line] = [whole.header, *whole.steps, *whole.evaluations]
+        for line in lines:
+            writer.write(line)
+        unfinished = read_record(str(tmp_path / "run"))
+        assert unfinished.footer is None
+        assert isinstance(whole.footer, Footer)
+        writer.write(whole.footer)
+    assert read_record(str(tmp_path / "run")).footer == whole.footer
+    assert isinstance(unfinished.header, Header)
+    with pytest.raises(CpuftError, match=r"holds no record.jsonl: name the directory of a run"):
+        read_record(str(tmp_path))

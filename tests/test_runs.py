@@ -1,0 +1,240 @@
+"""The real thing: mpirun, two ranks on this machine, the pretrained encoder, real data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.record import Record, read_record
+from tests.conftest import GLUE, PEERS, list_children, needs_glue, run_cpuft
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+DEMO = ("--task", "demo", "--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16")
+MRPC = ("--task", "mrpc", "--data-dir", str(GLUE))
+
+
+def launch(*words: str) -> Record:
+    """A run that must succeed; its record. Its directory is ./run."""
+    done = run_cpuft("launch", "--run-dir", "run", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_record("run")
+
+
+def test_two_ranks_train_on_the_demo_task() -> None:
+    record = launch("--np", "2", *DEMO)
+    assert [len(place.cpus) for place in record.header.ranks] == [1, 1]
+    assert record.header.ranks[0].cpus != record.header.ranks[1].cpus
+    assert [line.step for line in record.steps] == [1, 2, 3, 4]
+    assert record.footer is not None
+    assert record.footer.samples == 128
+    assert set(record.metrics) == {"accuracy", "f1"}
+    assert Path("run/logs/rank-0.err").read_text().count("step ") == 4
+    silent = Path("run/logs/rank-1.err")
+    assert not silent.exists() or "step " not in silent.read_text()
+
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    assert AutoModelForSequenceClassification.from_pretrained("run/model").config.num_labels == 2
+    assert AutoTokenizer.from_pretrained("run/model")("a", "b")["input_ids"]
+
+
+@needs_glue
+def test_one_rank_and_two_have_the_same_losses_on_mrpc(tmp_path: Path) -> None:
+    exact = ("--precision", "fp32", "--dropout", "0", "--max-steps", "6", "--learning-rate", "1e-4", "--no-save-model")
+    one = launch("--np", "1", "--batch-size", "32", *MRPC, *exact)
+    (tmp_path / "run").rename(tmp_path / "one")
+    two = launch("--np", "2", "--batch-size", "16", *MRPC, *exact)
+    (tmp_path / "run").rename(tmp_path / "two")
+    micro = launch("--np", "2", "--batch-size", "8", "--accumulation", "2", *MRPC, *exact)
+    losses = [[line.loss for line in record.steps] for record in (one, two, micro)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-4)
+    assert losses[0][0] != pytest.approx(losses[0][5], abs=1e-4)
+    assert two.metrics == pytest.approx(one.metrics, abs=0.01)
+
+
+def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
+    plan = run_cpuft("launch", "--np", "2", "--dry-run", "--run-dir", "run", *DEMO)
+    assert list(tmp_path.iterdir()) == []
+    done = subprocess.run(["bash"], input=plan.stdout, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert read_record("run").footer is not None
+
+
+def test_compare_reports(tmp_path: Path) -> None:
+    done = run_cpuft("compare", "--np", "1,2", "--scaling", "strong", "--run-dir", "all", *DEMO)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"report: {tmp_path}/all/report.md"
+    report = json.loads(run_cpuft("report", "all", "--json").stdout)
+    assert [(run["np"], run["global_batch"], run["speedup"] > 0) for run in report["runs"]] == [
+        (1, 16, True),
+        (2, 16, True),
+    ]
+    assert report["scaling"] == "strong"
+    assert run_cpuft("report", "all/np-1", "all/np-2").stdout in done.stdout
+
+
+def write_script(text: str) -> str:
+    Path("script.py").write_text(text, encoding="utf-8")
+    return "script.py"
+
+
+ALL_REDUCE = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(value)
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR")
+print(value.item(), *sys.argv[1:], *(os.environ[name] for name in names), len(os.sched_getaffinity(0)))
+dist.destroy_process_group()
+"""
+
+
+def test_a_users_script_finds_its_world() -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(ALL_REDUCE), "--lr", "a b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "3.0 --lr a b 0 2 0 2 1 127.0.0.1 1"
+    assert Path("run/logs/rank-1.out").read_text() == "3.0 --lr a b 1 2 1 2 1 127.0.0.1 1\n"
+
+
+@needs_glue
+def test_the_hugging_face_trainer_runs_under_launch() -> None:
+    from cpuft.train.model import find_model
+
+    words = ("--data", str(GLUE / "MRPC"), "--model", find_model("minilm"), "--max-steps", "2", "--bf16", "--dynamic")
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", str(PEERS / "hf_trainer.py"), *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-2])["precision"] == "bf16"
+
+
+RAISE = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    raise ValueError("the data is odd")
+time.sleep(60)
+"""
+EXIT = """
+import os, sys, time
+sys.exit(3 * int(os.environ["RANK"]))
+"""
+KILLED = """
+import os, signal, time
+os.environ["RANK"] == "1" and os.kill(os.getpid(), signal.SIGSEGV)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "text, code, words", [(RAISE, 1, "exit code 1"), (EXIT, 3, "exit code 3"), (KILLED, 139, "killed by signal 11")]
+)
+def test_the_worst_ranks_exit_code_and_last_words(text: str, code: int, words: str) -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(text), seconds=30)
+    assert done.returncode == code
+    lines = done.stderr.rstrip().splitlines()
+    assert f"cpuft: rank 1 on localhost failed, {words}:" in lines
+    assert lines[-1] == "cpuft: rank 1 on localhost failed"
+    assert text is not RAISE or lines[-2] == "ValueError: the data is odd"
+
+
+DIFFERENT = """
+import torch, torch.distributed as dist
+from cpuft.train.world import process_group, prove_equal_parameters, prove_one_job
+from cpuft.errors import CpuftError
+model = torch.nn.Linear(2, 2)
+with process_group("gloo", 30) as place:
+    torch.nn.init.constant_(model.weight, 1.0), torch.nn.init.constant_(model.bias, float(place.rank == 1))
+    try:
+        prove_equal_parameters(model, "now")
+    except CpuftError as error:
+        print(error)
+"""
+
+
+def test_different_parameters_name_the_rank() -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(DIFFERENT))
+    assert done.stdout.startswith("now, parameters of rank 1 on "), done.stderr
+
+
+MOVED = """
+import os
+from cpuft.train.world import process_group, prove_one_job
+os.environ["RANK"] == "1" and os.sched_setaffinity(0, {0, 1})
+with process_group("gloo", 30) as place:
+    prove_one_job(place)
+"""
+
+
+def test_a_rank_off_its_cores_stops_the_run() -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(MOVED))
+    assert done.returncode == 1
+    assert "sits on hardware threads [0, 1], planned [1]" in done.stderr
+    assert "CpuftError: rank 1 on " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ("--task", "mrpc", "--data-dir", "none"),
+            "there is no folder none: name the one that holds MRPC/train.tsv with --data-dir",
+        ),
+        (("--model", "./none"), "there is no folder ./none: name a folder with a model, a hub name, or minilm"),
+        (("--task", "files"), "--task files needs --train-file: name a CSV, TSV or JSON lines file"),
+    ],
+)
+def test_bad_data_starts_no_rank_and_leaves_nothing(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", *words)
+    assert (done.returncode, done.stderr, done.stdout) == (2, f"cpuft: error: {message}\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_time_limit() -> None:
+    done = run_cpuft("launch", "--run-dir", "run", "--time-limit", "1", "--", "sleep", "60", seconds=30)
+    assert done.returncode == 2
+    assert "the run was stopped: 1 s passed: raise --time-limit" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", "small"], check=True)
+    try:
+        done = run_cpuft("launch", "--run-dir", "small/run", *DEMO)
+    finally:
+        subprocess.run(["umount", "small"], check=True)
+    assert done.returncode == 2
+    assert "is full (1 MB free, a run needs 256 MB): make room, or name another place with --run-dir" in done.stderr
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_stopped_launch_leaves_no_process_and_a_record_that_reads(number: int, code: int) -> None:
+    command = [sys.executable, "-m", "cpuft", "launch", "--np", "2", "--run-dir", "run", "--epochs", "50"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for_steps(2)
+    process.send_signal(number)
+    assert process.wait(5) == code
+    limit = time.monotonic() + 5
+    while list_children() and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert list_children() == set()
+    assert process.stdout is not None
+    assert (b"all ranks are gone" in process.stdout.read()) == (number != signal.SIGKILL)
+    record = read_record("run")
+    assert len(record.steps) >= 2
+    assert record.footer is None
+
+
+def wait_for_steps(count: int, seconds: float = 120) -> None:
+    """Wait until the run in ./run has recorded so many steps."""
+    limit = time.monotonic() + seconds
+    path = Path("run/record.jsonl")
+    while not path.exists() or path.read_text().count('"kind": "step"') < count:
+        assert time.monotonic() < limit, "no step was recorded"
+        time.sleep(0.1)

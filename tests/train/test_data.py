@@ -1,0 +1,129 @@
+"""Rows of tasks: GLUE's files, the user's own, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuft.config import TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.train.data import parse_tsv, read_data, read_table
+from cpuft.train.tasks import TASKS
+from tests.conftest import GLUE, needs_glue
+
+HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+GOOD = HEADER + '1\t7\t8\tHe said "yes.\tShe said so.\n0\t7\t8\ta\tb\n'
+CELLS = st.text(st.characters(exclude_characters="\t\n\r", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS, st.sampled_from("01")), min_size=1))
+def test_every_text_reads_back_quotation_marks_and_all(rows: list[tuple[str, str, str]]) -> None:
+    text = HEADER + "".join(f"{label}\t1\t2\t{first}\t{second}\n" for first, second, label in rows)
+    found = parse_tsv(text, TASKS["mrpc"], "x")
+    assert found.texts == [(first, second) for first, second, _ in rows]
+    assert found.labels == [float(label) for _, _, label in rows]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (HEADER, "x has no rows: give a file with at least one row below its header"),
+        ("", "x has no column '#1 String'"),
+        ("Quality\t#1 Strin\t#2 String\n", "x has no column '#1 String': did you mean #1 Strin or #2 String?"),
+        (GOOD + "1\t7\t8\tonly\n", "x, line 4 has 4 columns, '#2 String' is column 5: mend or remove that line"),
+        (GOOD + "2\t7\t8\ta\tb\n", "x, line 4: label '2' is not one of 0, 1: mend that line"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        parse_tsv(text, TASKS["mrpc"], "x")
+    assert str(error.value).startswith(message)
+
+
+def test_cola_has_no_header_and_stsb_scores() -> None:
+    assert parse_tsv("gj04\t1\t\tOne more.\n", TASKS["cola"], "x").texts == [("One more.",)]
+    stsb = "index\tsentence1\tsentence2\tscore\n0\ta\tb\t3.25\n"
+    assert parse_tsv(stsb, TASKS["stsb"], "x").labels == [3.25]
+    with pytest.raises(CpuftError, match=r"x, line 2: score 'high' is no number"):
+        parse_tsv(stsb.replace("3.25", "high"), TASKS["stsb"], "x")
+
+
+@needs_glue
+@pytest.mark.parametrize(
+    "name, rows, dev", [("mrpc", 3668, 408), ("sst2", 67349, 872), ("stsb", 5749, 1500), ("wnli", 635, 71)]
+)
+def test_real_files_have_all_their_rows(name: str, rows: int, dev: int) -> None:
+    data = read_data(TrainConfig(task=name, data_dir=str(GLUE)))
+    assert (len(data.train.labels), len(data.validation[""].labels)) == (rows, dev)
+
+
+def files(folder: Path, train: str, validation: str, ending: str = "csv") -> TrainConfig:
+    paths = [folder / f"{name}.{ending}" for name in ("train", "validation")]
+    for path, text in zip(paths, (train, validation)):
+        path.write_text(text, encoding="utf-8")
+    return TrainConfig(task="files", train_file=str(paths[0]), validation_file=str(paths[1]))
+
+
+def test_the_users_csv(tmp_path: Path) -> None:
+    data = read_data(files(tmp_path, 'text,label\n"a, ""b""\nc",spam\nd,ham\n', "text,label\ne,ham\n"))
+    assert data.train.texts == [('a, "b"\nc',), ("d",)]
+    assert (data.task.labels, data.train.labels, data.validation[""].labels) == (("ham", "spam"), [1.0, 0.0], [0.0])
+
+
+def test_the_users_json_lines(tmp_path: Path) -> None:
+    row = '{"sentence1": "a", "sentence2": "b", "label": 0.5}\n'
+    data = read_data(files(tmp_path, row, row, "jsonl"))
+    assert (data.train.texts, data.task.is_regression, data.task.metrics) == (
+        [("a", "b")],
+        True,
+        ("pearson", "spearman"),
+    )
+
+
+@pytest.mark.parametrize(
+    "train, message",
+    [
+        ("text,label\n", "train.csv has no rows"),
+        ("text\na\n", "train.csv has no column 'label'"),
+        ("body,label\na,1\n", "train.csv has no column sentence1 or text: name one or two of body with --text-columns"),
+        ("text,label\na,1\nb\n", "train.csv, line 3 has 1 columns, its header 2: mend that line"),
+    ],
+)
+def test_what_is_wrong_with_the_users_files(train: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CpuftError) as error:
+        read_data(files(tmp_path, train, "text,label\na,1\n"))
+    assert message in str(error.value)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match="--task files needs --train-file"):
+        read_data(TrainConfig(task="files"))
+    with pytest.raises(CpuftError, match="there is no file"):
+        read_table(tmp_path / "none.csv")
+    with pytest.raises(CpuftError, match="there is no folder"):
+        read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path / "none")))
+    with pytest.raises(CpuftError, match=r"there is no file .*MRPC/train\.tsv"):
+        read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path)))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a", "label": 1}\nnot json\n')
+    with pytest.raises(CpuftError, match=r"bad\.jsonl, line 2 is not a JSON object"):
+        read_table(tmp_path / "bad.jsonl")
+
+
+def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *_: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(CpuftError, match=r"the hub did not give rte \(offline\): name a GLUE download"):
+        read_data(TrainConfig(task="rte"))
+
+
+def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is an endpoint that cannot be had here: a table of its form stands in."""
+    table = {"premise": ["a"], "hypothesis": ["b"], "label": [2]}
+    names = ("train", "validation_matched", "validation_mismatched")
+    monkeypatch.setattr("datasets.load_dataset", lambda path, name: dict.fromkeys(names, table))
+    data = read_data(TrainConfig(task="mnli"))
+    assert data.train.texts == [("a", "b")]
+    assert data.train.labels == [2.0]
+    assert list(data.validation) == ["", "_mismatched"]
