@@ -149,19 +149,19 @@ def _refuse_same_machine(hosts: tuple[Host, ...], found: Mapping[str, HostFacts]
 def find_flavour(wanted: str) -> mpi.Flavour:
     """The mpirun to use: the named one, else this environment's, else PATH's. Raises CpuftError when there is none.
 
-    Intel MPI's and MPICH's `mpirun` is a shell script around mpiexec.hydra, and would not pass signals on: where the
-    program itself is beside it, that is used.
+    Intel MPI's and MPICH's `mpirun` is a shell script that looks for mpiexec.hydra on PATH and passes no signals on:
+    where the program itself is beside it, that is used.
     """
     own = os.path.join(os.path.dirname(sys.executable), "mpirun")
-    path = shutil.which(wanted or own) or (None if wanted else shutil.which("mpirun"))
-    if path is None:
+    found = shutil.which(wanted or own) or (None if wanted else shutil.which("mpirun"))
+    if found is None:
         raise CpuftError(
             f"there is no mpirun{f' at {wanted}' if wanted else ''}: pip install 'cpuft[train]' brings Intel MPI's, "
             f"or name yours with --mpirun"
         )
-    flavour = mpi.parse_flavour(path, execute.run_quietly((path, "--version"), seconds=30).output)
-    program = os.path.join(os.path.dirname(path), "mpiexec.hydra")
-    return mpi.Flavour(program, flavour.name) if flavour.name != "openmpi" and os.path.exists(program) else flavour
+    program = os.path.join(os.path.dirname(found), "mpiexec.hydra")
+    path = program if os.path.exists(program) and "ompi" not in os.path.realpath(found) else found
+    return mpi.parse_flavour(path, execute.run_quietly((path, "--version"), seconds=30).output)
 
 
 def gather_facts(hosts: tuple[Host, ...], ssh_config: str = "") -> tuple[HostFacts, ...]:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -17,9 +18,9 @@ _WIDTH = 100
 def table_columns(comparison: Comparison) -> list[str]:
     """Headings, each with its unit or what it is relative to."""
     base = comparison.rows[0].np
-    fixed = ["np", "hosts", "cores", "global batch", "train s", "samples/s", "samples/s/rank"]
+    fixed = ["np", "hosts", "cores", "global batch", "train seconds", "samples/s", "samples/s per rank"]
     metrics = [name.replace("_", " ") for name in _metric_names(comparison)]
-    return [*fixed, f"speedup (np {base} = 1)", f"efficiency (np {base} = 100 %)", *metrics]
+    return [*fixed, f"speedup vs np {base}", f"efficiency vs np {base}", *metrics]
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
@@ -55,9 +56,9 @@ def format_title(comparison: Comparison) -> str:
 
 def format_text(comparison: Comparison) -> str:
     """For a terminal."""
-    table = Table(title=format_title(comparison), title_justify="left")
+    table = Table(title=format_title(comparison), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table_columns(comparison):
-        table.add_column(column, justify="right")
+        table.add_column(column.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for row in table_rows(comparison):
         table.add_row(*row)
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
