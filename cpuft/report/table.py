@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cpuft.report.comparison import Comparison
 
-_WIDTH = 100
+_WIDTH = 120
 
 
 def table_columns(comparison: Comparison) -> list[str]:
