@@ -25,7 +25,7 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessG
 
 
 class WatchedWork(dist.Work):
-    """A gloo work without a future (send and recv), watched while it is waited for."""
+    """A gloo work whose future never completes (send, recv, reduce_scatter), watched while it is waited for."""
 
     def __init__(self, work: dist.Work, begin: Callable[[], Operation], end: Callable[[Operation], None]) -> None:
         super().__init__()
@@ -42,6 +42,13 @@ class WatchedWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether it is over."""
         return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is complete: waits, since gloo finishes these works in wait()."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._work.result())
+        return future
 
     def source_rank(self) -> int:
         """The rank a receive was served by."""
@@ -62,7 +69,8 @@ class WatchedGloo(dist.ProcessGroup):
         register: Register,
         watch: Watch,
     ) -> None:
-        super().__init__(store, member.rank, member.size)
+        # The constructor that takes a store cannot make subclasses.
+        super().__init__(member.rank, member.size)  # type: ignore[call-arg]
         # The full interface of a process group, without a second trip through this class's methods.
         self._gloo = ProcessGroup(store, member.rank, member.size)
         self._gloo._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
@@ -115,6 +123,12 @@ class WatchedGloo(dist.ProcessGroup):
 
     def _watched(self, name: str, call: Callable[[], dist.Work], payload: int) -> dist.Work:
         member = self._member
+        if name == "reduce_scatter":
+
+            def begin() -> Operation:
+                return self._register.begin(member.label, name, payload, member.ranks, self._timeout)
+
+            return WatchedWork(call(), begin, self._register.end)
         operation = self._register.begin(member.label, name, payload, member.ranks, self._timeout)
         try:
             work = call()
@@ -125,8 +139,8 @@ class WatchedGloo(dist.ProcessGroup):
         def over(future: torch.futures.Future[Any]) -> None:
             try:
                 future.value()
-            except RuntimeError:
-                self._watch.blame_the_gone(operation)
+            except RuntimeError as error:
+                self._watch.blame_the_gone(operation, error)
             finally:
                 self._register.end(operation)
 

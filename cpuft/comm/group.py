@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from cpuft.comm import exchange, reduction
 from cpuft.comm.collectives import Collectives
@@ -52,13 +51,13 @@ class CollectiveGroup(dist.ProcessGroup):
     def __init__(
         self,
         library: Collectives,
-        store: Store,
         member: Membership,
         timeout: float,
         register: Register,
         watch: Watch,
     ) -> None:
-        super().__init__(store, member.rank, member.size)
+        # The constructor that takes a store cannot make subclasses.
+        super().__init__(member.rank, member.size)  # type: ignore[call-arg]
         self._library = library
         self._member = member
         self._timeout = timeout
@@ -319,7 +318,7 @@ class CollectiveGroup(dist.ProcessGroup):
             try:
                 source = body()
             except Exception as error:
-                self._watch.blame_the_gone(operation)
+                self._watch.blame_the_gone(operation, error)
                 self._register.end(operation)
                 work.fail(error)
             else:

@@ -145,7 +145,8 @@ class MpiCollectives:
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
         """MPI_Reduce_scatter_block."""
-        whole = self._typed(source, count * self._comm.size, dtype)
+        # The sending count, too, is that of one rank.
+        whole = [self._memory(source, count * self._comm.size * dtype.itemsize), count, self._types[dtype]]
         self._comm.Reduce_scatter_block(whole, self._typed(target, count, dtype), op=self._operations[reduction])
 
     def broadcast(self, address: int, nbytes: int, root: int) -> None:

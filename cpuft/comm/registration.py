@@ -93,7 +93,7 @@ def _make_group(connect: Connect, options: Any, _: Any) -> CollectiveGroup:
         library = connect(options.store, member.rank, member.size, member.label)
     finally:
         register.end(operation)
-    return CollectiveGroup(library, options.store, member, timeout, register, watch)
+    return CollectiveGroup(library, member, timeout, register, watch)
 
 
 def _make_gloo(options: Any, _: Any) -> WatchedGloo:

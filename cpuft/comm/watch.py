@@ -20,6 +20,7 @@ _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 2.0
 _PARTING_SECONDS = 0.5
 _MISSED_SECONDS = 2.0
+_LOST_WORDS = ("connection", "peer", "socket", "timed out", "unreachable", "process failed")
 
 
 class Watch:
@@ -51,12 +52,18 @@ class Watch:
         if self._line:
             self._line.close()
 
-    def blame_the_gone(self, operation: Operation) -> None:
-        """Called when an operation fails: if a rank of it has left, that is the story, and this process ends."""
-        deadline = time.monotonic() + _MISSED_SECONDS
-        while time.monotonic() < deadline and not self._closed.is_set():
+    def blame_the_gone(self, operation: Operation, error: BaseException) -> None:
+        """Called when an operation fails: if a rank of it has left, that is the story, and this process ends.
+
+        A library may notice before the hub does, so an error that speaks of a connection is given a moment.
+        """
+        lost = any(word in str(error).lower() for word in _LOST_WORDS)
+        deadline = time.monotonic() + (_MISSED_SECONDS if lost else 0.0)
+        while not self._closed.is_set():
             if any(rank in self._gone for rank in operation.ranks):
                 self._give_up(operation)
+            if time.monotonic() >= deadline:
+                return
             time.sleep(0.05)
 
     def _run(self) -> None:
