@@ -88,7 +88,7 @@ def _make_group(connect: Connect, options: Any, _: Any) -> CollectiveGroup:
     member = _membership(options)
     timeout = timeout_seconds(options.timeout)
     watch = open_watch(options.store, member.ranks[member.rank], member.rank, member.size)
-    operation = register.begin(member.label, "connect", 0, member.ranks, timeout)
+    operation = register.begin(f"{member.label} from nothing", "connect", 0, member.ranks, timeout)
     try:
         library = connect(options.store, member.rank, member.size, member.label)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -128,4 +129,15 @@ def _leave(text: str) -> None:
     threading.Thread(target=sys.stdout.flush, daemon=True).start()
     # mpirun kills all ranks when the first one ends: the others need a moment for a line of their own.
     time.sleep(_PARTING_SECONDS)
+    _abort_job()
     os._exit(EXIT_CODE)
+
+
+def _abort_job() -> None:
+    """Ask hydra, if it started this rank, to end all others: a stopped rank cannot end itself.
+
+    mpirun does that on its own only for ranks that have initialized MPI. The line is the abort of the PMI-1 wire
+    protocol (MPICH's src/pmi), which hydra of MPICH and Intel MPI speaks on the descriptor PMI_FD.
+    """
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={EXIT_CODE}\n".encode())
