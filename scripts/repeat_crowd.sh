@@ -5,9 +5,9 @@ cd "$(dirname "$0")/.."
 for backend in ${BACKENDS:-ccl mpi gloo}; do
     for round in $(seq "${ROUNDS:-50}"); do
         python -c "
-import sys; sys.path.insert(0, 'tests/comm')
-from ranks import mpirun
-run = mpirun(2, 'crowd.py', '$backend', '2', seconds=60)
+import sys
+from tests.comm.ranks import mpirun
+run = mpirun(2, 'crowd', '$backend', '2', seconds=60)
 sys.exit(0 if run.returncode == 0 and run.stdout.count('all right') == 2 else run.stdout)" ||
             { echo "$backend failed in round $round"; exit 1; }
     done

@@ -4,9 +4,9 @@ Importing this package makes `torch.distributed.init_process_group("ccl")` and `
 before that call, so the import needs neither oneCCL nor mpi4py.
 """
 
-from cpuft.comm.registration import register_backends, start
+from cpuft.comm.registration import BACKENDS, register_backends, start
 from cpuft.comm.session import take_traffic
 
-__all__ = ["register_backends", "start", "take_traffic"]
+__all__ = ["BACKENDS", "register_backends", "start", "take_traffic"]
 
 register_backends()

@@ -38,7 +38,7 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """Put the `nbytes` of rank r at the r-th place of `target` on every rank."""
+        """Put the `nbytes` of rank r at the r-th place of `target` on every rank. `source` may be there already."""
         ...
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:

@@ -39,11 +39,29 @@ class Lane:
                 del task  # a waiting thread must not keep the last task's tensors alive
 
 
+_idle: list[Lane] = []
+
+
+def run_aside(task: Callable[[], None]) -> None:
+    """Run a task on a thread that nothing else needs: an idle one, or a new one."""
+    try:
+        lane = _idle.pop()
+    except IndexError:
+        lane = Lane("callbacks")
+
+    def run() -> None:
+        task()
+        _idle.append(lane)
+
+    lane.put(run)
+
+
 class LaneWork(dist.Work):
     """Work whose errors reach Python's wait() and C++ callbacks alike.
 
     Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` hands C++
-    a value it cannot read; hence a future whose error is raised in a callback, which both sides understand.
+    a value it cannot read; hence a future whose error is raised in a callback, which both sides understand. Callbacks
+    run aside, not on the lane: PowerSGD's wait there for a collective that the lane has still to run.
     """
 
     def __init__(self, result: Any) -> None:
@@ -51,27 +69,46 @@ class LaneWork(dist.Work):
         self._result = result
         self._error: BaseException | None = None
         self._source = -1
-        self._done: torch.futures.Future[Any] = torch.futures.Future()
-        self._future = self._done.then(self._unwrap)
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._trigger: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
 
     def complete(self, source: int = -1) -> None:
         """The operation is done; `source` is the rank received from."""
         self._source = source
-        self._done.set_result(None)
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """The operation has failed."""
         self._error = error
-        self._done.set_result(None)
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over.set()
+            trigger = self._trigger
+        if trigger is not None:
+            run_aside(lambda: trigger.set_result(None))
 
     def _unwrap(self, _: torch.futures.Future[Any]) -> Any:
         if self._error is not None:
             raise self._error
         return self._result
 
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the output tensors."""
+        with self._lock:
+            if self._future is None:
+                self._trigger = torch.futures.Future()
+                self._future = self._trigger.then(self._unwrap)
+                if self._over.is_set():
+                    self._trigger.set_result(None)
+            return self._future
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done; the group's deadline holds, whatever `timeout` says. Raises what the operation raised."""
-        self._done.wait()
+        self._over.wait()
         if self._error is not None:
             raise self._error
         return True
@@ -80,17 +117,13 @@ class LaneWork(dist.Work):
         """The same as wait()."""
         self.wait()
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
-        return self._future
-
     def is_completed(self) -> bool:
         """Whether it is over, well or badly."""
-        return self._done.done()
+        return self._over.is_set()
 
     def is_success(self) -> bool:
         """Whether it is over and went well."""
-        return self._done.done() and self._error is None
+        return self._over.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
         """What the operation raised."""

@@ -157,7 +157,8 @@ class MpiCollectives:
         """MPI_Allgather of bytes."""
         # The receiving count is that of one rank.
         whole = [self._memory(target, nbytes * self._comm.size), nbytes, self._mpi.BYTE]
-        self._comm.Allgather(self._bytes(source, nbytes), whole)
+        in_place = source == target + self._comm.rank * nbytes  # as FSDP2 has it; MPI must be told
+        self._comm.Allgather(self._mpi.IN_PLACE if in_place else self._bytes(source, nbytes), whole)
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
         """MPI_Alltoallv of bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import Backend
 
+from cpuft.comm import ccl, mpi
 from cpuft.comm.ccl import CclCollectives
 from cpuft.comm.collectives import Collectives
 from cpuft.comm.gloo import WatchedGloo, connect_gloo
@@ -19,8 +21,26 @@ from cpuft.comm.mpi import MpiCollectives
 from cpuft.comm.session import open_watch, register, timeout_seconds
 from cpuft.errors import CpuftError, near_names
 
-_TORCH_NAMES = {"ccl": "ccl", "mpi": "mpi4py", "gloo": "cpuft_gloo"}
-"""Ours -> torch's. torch keeps the name mpi for a library compiled into it, and gloo for its own without a watchdog."""
+
+@dataclass(frozen=True)
+class Kind:
+    """A backend by cpuft's name."""
+
+    torch_name: str
+    """torch keeps the name mpi for a library compiled into it, and gloo for its own without a watchdog."""
+    load: Callable[[], object]
+    """Loads what the backend needs; CpuftError when something is missing."""
+
+    def complaint(self) -> str:
+        """Why the backend cannot be used in this process; empty when it can. May load libraries."""
+        try:
+            self.load()
+        except CpuftError as error:
+            return str(error)
+        return ""
+
+
+BACKENDS = {"gloo": Kind("cpuft_gloo", lambda: None), "mpi": Kind("mpi4py", mpi.load), "ccl": Kind("ccl", ccl.load)}
 
 Connect = Callable[[Store, int, int, str], Collectives]
 
@@ -30,8 +50,8 @@ def register_backends() -> None:
     libraries: dict[str, Connect] = {"ccl": CclCollectives, "mpi": MpiCollectives}
     for name, connect in libraries.items():
         creator = functools.partial(_make_group, connect)
-        Backend.register_backend(_TORCH_NAMES[name], creator, extended_api=True, devices=["cpu"])
-    Backend.register_backend(_TORCH_NAMES["gloo"], _make_gloo, extended_api=True, devices=["cpu"])
+        Backend.register_backend(BACKENDS[name].torch_name, creator, extended_api=True, devices=["cpu"])
+    Backend.register_backend(BACKENDS["gloo"].torch_name, _make_gloo, extended_api=True, devices=["cpu"])
     if not dist.is_mpi_available() and Backend("mpi") == Backend.MPI:
         _redirect_mpi(Backend.__new__)
 
@@ -44,7 +64,7 @@ def _redirect_mpi(original: Callable[..., str]) -> None:
 
     def parse(cls: type[Backend], name: str) -> str:
         parsed = original(cls, name)
-        return _TORCH_NAMES["mpi"] if parsed == "mpi" else parsed
+        return BACKENDS["mpi"].torch_name if parsed == "mpi" else parsed
 
     Backend.__new__ = parse  # type: ignore[method-assign]
 
@@ -68,10 +88,12 @@ def start(
     ------
     CpuftError: no such backend, or what it needs is missing.
     """
-    if backend not in _TORCH_NAMES:
-        raise CpuftError(f"no backend {backend}: {near_names(backend, _TORCH_NAMES)}")
+    if backend not in BACKENDS:
+        raise CpuftError(f"no backend {backend}: {near_names(backend, BACKENDS)}")
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
-    dist.init_process_group(_TORCH_NAMES[backend], timeout=timeout, store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(
+        BACKENDS[backend].torch_name, timeout=timeout, store=store, rank=rank, world_size=world_size
+    )
 
 
 def _membership(options: Any) -> Membership:

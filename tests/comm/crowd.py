@@ -10,9 +10,9 @@ import threading
 
 import torch
 import torch.distributed as dist
-from ranks import become_rank
 
 from cpuft import comm
+from tests.comm.ranks import become_rank
 
 GROUPS = 4
 IN_FLIGHT = 20

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import become_rank
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from cpuft import comm
+from tests.comm.ranks import become_rank
 
 Case = Callable[["Inputs"], tuple[object, object]]
 """Runs an operation and returns what came and what should have come."""
@@ -107,6 +108,14 @@ def all_gather_single(inputs: Inputs) -> tuple[object, object]:
     return whole, torch.cat(inputs.all())
 
 
+def all_gather_in_place(inputs: Inputs) -> tuple[object, object]:
+    whole = torch.zeros(3 * inputs.size, 4, dtype=inputs.dtype)
+    mine = whole[3 * inputs.rank : 3 * inputs.rank + 3]
+    mine.copy_(inputs.of(inputs.rank))
+    dist.all_gather_into_tensor(whole, mine)
+    return whole, torch.cat(inputs.all())
+
+
 def reduce_scatter(inputs: Inputs) -> tuple[object, object]:
     mine = inputs.blank()
     dist.reduce_scatter(mine, [inputs.of(inputs.rank, salt=target) for target in range(inputs.size)])
@@ -183,7 +192,7 @@ def tags_out_of_order(inputs: Inputs) -> tuple[object, object]:
 
 def coalesced(inputs: Inputs) -> tuple[object, object]:
     tensors = [inputs.of(inputs.rank, salt=salt) for salt in range(3)]
-    with dist._coalescing_manager():
+    with _coalescing_manager():
         for tensor in tensors:
             dist.all_reduce(tensor)
     return tensors, [fold(inputs.all(salt=salt), "SUM") for salt in range(3)]
@@ -191,7 +200,7 @@ def coalesced(inputs: Inputs) -> tuple[object, object]:
 
 def coalesced_gather(inputs: Inputs) -> tuple[object, object]:
     wholes = [inputs.blank(3 * inputs.size) for _ in range(2)]
-    with dist._coalescing_manager():
+    with _coalescing_manager():
         for salt, whole in enumerate(wholes):
             dist.all_gather_into_tensor(whole, inputs.of(inputs.rank, salt=salt))
     return wholes, [torch.cat(inputs.all(salt=salt)) for salt in range(2)]
@@ -249,7 +258,16 @@ def cases() -> Iterator[tuple[str, Case, tuple[torch.dtype, ...]]]:
         yield case.__name__, case, numbers
     for case in (broadcast, all_gather, all_gather_uneven, all_gather_single, all_to_all, all_to_all_single):
         yield case.__name__, case, ALL
-    for case in (all_to_all_single_uneven, gather, scatter, ring, tags_out_of_order, coalesced_gather, empty):
+    for case in (
+        all_to_all_single_uneven,
+        gather,
+        scatter,
+        ring,
+        tags_out_of_order,
+        coalesced_gather,
+        empty,
+        all_gather_in_place,
+    ):
         yield case.__name__, case, ALL
     yield "pair", pair, (torch.float32, torch.bfloat16)
     yield "objects", objects, (torch.float32,)

@@ -9,9 +9,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from ranks import become_rank
 
 from cpuft import comm
+from tests.comm.ranks import become_rank
 
 LOST_RANK = 1
 DEADLINE_SECONDS = 3.0

@@ -36,11 +36,11 @@ def settings(**more: str) -> dict[str, str]:
 
 
 def mpirun(
-    ranks: int, script: str, *arguments: str, seconds: float = 150, **more: str
+    ranks: int, module: str, *arguments: str, seconds: float = 150, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of this directory on so many ranks; the output is kept whole for the assertion that may fail."""
+    """Run a module of this directory on so many ranks; the output is kept whole for the assertion that may fail."""
     command = [str(MPIRUN), "-iface", "lo", "-host", "localhost", "-n", str(ranks)]
-    command += [sys.executable, str(Path(__file__).parent / script), *arguments]
+    command += [sys.executable, "-m", f"tests.comm.{module}", *arguments]
     return subprocess.run(
         command, env=settings(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
     )
