@@ -1,0 +1,12 @@
+"""Communication between ranks: c10d backends `ccl` (oneCCL), `mpi` (Intel MPI, MPICH) and `gloo`, with deadlines.
+
+Importing this package makes `torch.distributed.init_process_group("ccl")` and `("mpi")` work. Nothing is loaded
+before that call, so the import needs neither oneCCL nor mpi4py.
+"""
+
+from cpuft.comm.registration import BACKENDS, register_backends, start
+from cpuft.comm.session import take_traffic
+
+__all__ = ["BACKENDS", "register_backends", "start", "take_traffic"]
+
+register_backends()

@@ -1,0 +1,146 @@
+// oneCCL has only a C++ interface; these plain C functions are what ctypes can call. No torch headers, so one build
+// serves every torch. Every call blocks until its collective is done, and returns 0, or 1 with cpuft_ccl_error() set.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "oneapi/ccl.hpp"
+
+namespace {
+
+thread_local std::string last_error;
+
+// oneCCL without its own workers may not be entered from two threads at once.
+std::mutex library;
+
+struct Group {
+    std::shared_ptr<ccl::kvs> store;
+    std::unique_ptr<ccl::communicator> communicator;
+};
+
+template <class Body>
+int guarded(Body body) {
+    try {
+        body();
+        return 0;
+    } catch (const std::exception& error) {
+        last_error = error.what();
+    } catch (...) {
+        last_error = "unknown exception";
+    }
+    return 1;
+}
+
+// A worker thread moves the data, so the waiting thread first yields, for the short ones, and then sleeps.
+template <class Submit>
+int blocking(Submit submit) {
+    return guarded([&] {
+        std::unique_lock<std::mutex> lock(library);
+        auto event = submit();
+        for (int round = 0; !event.test(); ++round) {
+            lock.unlock();
+            if (round < 2000)
+                std::this_thread::yield();
+            else
+                std::this_thread::sleep_for(std::chrono::microseconds(50));
+            lock.lock();
+        }
+    });
+}
+
+const ccl::communicator& of(void* group) {
+    return *static_cast<Group*>(group)->communicator;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* cpuft_ccl_error() {
+    return last_error.c_str();
+}
+
+int cpuft_ccl_version(char* text, size_t size) {
+    return guarded([&] {
+        std::strncpy(text, ccl::get_library_version().full, size - 1);
+        text[size - 1] = 0;
+    });
+}
+
+size_t cpuft_ccl_address_size() {
+    return ccl::kvs::address_max_size;
+}
+
+// The first rank makes the address that the others attach to; `address` has cpuft_ccl_address_size() bytes.
+int cpuft_ccl_make_group(void** group, char* address, int first) {
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(library);
+        ccl::init();
+        auto made = std::make_unique<Group>();
+        ccl::kvs::address_type raw;
+        if (first) {
+            made->store = ccl::create_main_kvs();
+            raw = made->store->get_address();
+            std::copy(raw.begin(), raw.end(), address);
+        } else {
+            std::copy(address, address + raw.size(), raw.begin());
+            made->store = ccl::create_kvs(raw);
+        }
+        *group = made.release();
+    });
+}
+
+int cpuft_ccl_connect(void* group, int size, int rank) {
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(library);
+        auto* made = static_cast<Group*>(group);
+        made->communicator =
+            std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, made->store));
+    });
+}
+
+int cpuft_ccl_all_reduce(void* group, void* data, size_t count, int type, int reduction) {
+    return blocking([&] {
+        return ccl::allreduce(data, data, count, static_cast<ccl::datatype>(type),
+                              static_cast<ccl::reduction>(reduction), of(group));
+    });
+}
+
+int cpuft_ccl_reduce_scatter(void* group, const void* source, void* target, size_t count, int type, int reduction) {
+    return blocking([&] {
+        return ccl::reduce_scatter(source, target, count, static_cast<ccl::datatype>(type),
+                                   static_cast<ccl::reduction>(reduction), of(group));
+    });
+}
+
+int cpuft_ccl_broadcast(void* group, void* data, size_t bytes, int root) {
+    return blocking([&] { return ccl::broadcast(data, bytes, ccl::datatype::uint8, root, of(group)); });
+}
+
+int cpuft_ccl_all_gather(void* group, const void* source, void* target, size_t bytes) {
+    return blocking([&] { return ccl::allgather(source, target, bytes, ccl::datatype::uint8, of(group)); });
+}
+
+int cpuft_ccl_all_to_all(void* group, const void* source, const size_t* source_bytes, void* target,
+                         const size_t* target_bytes, int size) {
+    std::vector<size_t> sent(source_bytes, source_bytes + size), received(target_bytes, target_bytes + size);
+    return blocking(
+        [&] { return ccl::alltoallv(source, sent, target, received, ccl::datatype::uint8, of(group)); });
+}
+
+int cpuft_ccl_send(void* group, void* data, size_t bytes, int peer) {
+    return blocking([&] { return ccl::send(data, bytes, ccl::datatype::uint8, peer, of(group)); });
+}
+
+int cpuft_ccl_recv(void* group, void* data, size_t bytes, int peer) {
+    return blocking([&] { return ccl::recv(data, bytes, ccl::datatype::uint8, peer, of(group)); });
+}
+
+}  // extern "C"

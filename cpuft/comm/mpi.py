@@ -1,0 +1,192 @@
+"""Collectives of Intel MPI, MPICH or Open MPI, through mpi4py."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from cpuft.errors import CpuftError
+
+FINALIZE_SECONDS = 5.0
+_SUM_OF_HALVES = {torch.bfloat16: (0x3FC0, 0x4010, 0x4070), torch.float16: (0x3E00, 0x4080, 0x4380)}
+"""1.5, 2.25 and their sum 3.75 as 16-bit patterns (sign, exponent, fraction of bfloat16 and IEEE binary16)."""
+
+
+def half_handles(library: str) -> dict[torch.dtype, int]:
+    """Datatype handles of the 16-bit floats, by the text of MPI_Get_library_version.
+
+    mpi4py has no names for them. Intel MPI 2021: MPIX_C_FLOAT16 and MPIX_C_BF16 of its mpi.h; MPICH 4: MPIX_C_FLOAT16
+    and MPIX_BFLOAT16. Open MPI has no bfloat16. A handle of the other library would sum other bits, so the ones
+    returned here are tried before they are used.
+    """
+    if library.startswith("Intel(R) MPI"):
+        return {torch.bfloat16: 0x4C000247, torch.float16: 0x4C000246}
+    if library.startswith("MPICH"):
+        return {torch.bfloat16: 0x4C00024C}
+    return {}
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> Any:
+    """The mpi4py.MPI module, started with thread support.
+
+    Raises
+    ------
+    CpuftError: mpi4py or its MPI library is missing, or the library has no MPI_THREAD_MULTIPLE.
+    """
+    try:
+        import mpi4py
+
+        # MPI_Finalize waits for every rank, for ever when one of them is gone: `_finalize` gives it a time.
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise CpuftError(
+            f"backend mpi needs mpi4py and an MPI library ({error}): pip install mpi4py impi-rt, or use --backend gloo"
+        ) from None
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise CpuftError("backend mpi needs MPI_THREAD_MULTIPLE, and MPI came up without: use --backend gloo")
+    MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
+    atexit.register(_finalize, MPI)
+    return MPI
+
+
+def _finalize(mpi: Any) -> None:
+    """Finalize for mpirun's sake, but never wait long: a rank that failed leaves at once, so that the others learn."""
+    if getattr(sys, "last_value", None) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    thread = threading.Thread(target=mpi.Finalize, daemon=True)
+    thread.start()
+    thread.join(FINALIZE_SECONDS)
+
+
+def _works(mpi: Any, handle: Any, dtype: torch.dtype) -> bool:
+    """Whether the library really sums this type under this handle."""
+    first, second, total = (torch.tensor([bits], dtype=torch.int16) for bits in _SUM_OF_HALVES[dtype])
+    try:
+        if handle.Get_size() != 2:
+            return False
+        left, right = (mpi.buffer.fromaddress(value.data_ptr(), 2) for value in (first, second))
+        mpi.SUM.Reduce_local([left, 1, handle], [right, 1, handle])
+    except mpi.Exception:
+        return False
+    return bool(second == total)
+
+
+@functools.lru_cache(maxsize=1)
+def _datatypes() -> dict[torch.dtype, Any]:
+    mpi = load()
+    types = {
+        torch.float32: mpi.FLOAT,
+        torch.float64: mpi.DOUBLE,
+        torch.int8: mpi.INT8_T,
+        torch.uint8: mpi.UINT8_T,
+        torch.int16: mpi.INT16_T,
+        torch.int32: mpi.INT32_T,
+        torch.int64: mpi.INT64_T,
+    }
+    for dtype, number in half_handles(mpi.Get_library_version()).items():
+        handle = mpi.Datatype.fromhandle(number)
+        if _works(mpi, handle, dtype):
+            types[dtype] = handle
+    return types
+
+
+class MpiCollectives:
+    """Collectives over an MPI communicator of the group's ranks."""
+
+    name = "mpi"
+
+    def __init__(self, store: Store, rank: int, size: int, label: str) -> None:
+        self._mpi = mpi = load()
+        world = mpi.COMM_WORLD
+        if world.size < size:
+            raise CpuftError(
+                f"MPI has {world.size} rank(s) and the group {size}: start through mpirun or `cpuft launch`, "
+                "or use --backend gloo"
+            )
+        # torch's ranks and MPI's need not be numbered alike (hosts listed in another order, say).
+        store.set(f"mpi/{rank}", str(world.rank))
+        members = [int(store.get(f"mpi/{member}")) for member in range(size)]
+        group = world.group.Incl(members)
+        self._comm = world.Create_group(group, tag=zlib.crc32(label.encode()) % 32767)
+        self._comm.Set_errhandler(mpi.ERRORS_RETURN)
+        self._types = _datatypes()
+        self._operations = {
+            "sum": mpi.SUM,
+            "product": mpi.PROD,
+            "min": mpi.MIN,
+            "max": mpi.MAX,
+            "band": mpi.BAND,
+            "bor": mpi.BOR,
+            "bxor": mpi.BXOR,
+        }
+
+    def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
+        """All types but bool; bitwise ones on integers."""
+        return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
+
+    def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
+        """MPI_Allreduce in place."""
+        data = self._typed(address, count, dtype)
+        self._comm.Allreduce(self._mpi.IN_PLACE, data, op=self._operations[reduction])
+
+    def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
+        """MPI_Reduce_scatter_block."""
+        # The sending count, too, is that of one rank.
+        whole = [self._memory(source, count * self._comm.size * dtype.itemsize), count, self._types[dtype]]
+        self._comm.Reduce_scatter_block(whole, self._typed(target, count, dtype), op=self._operations[reduction])
+
+    def broadcast(self, address: int, nbytes: int, root: int) -> None:
+        """MPI_Bcast of bytes."""
+        self._comm.Bcast(self._bytes(address, nbytes), root=root)
+
+    def all_gather(self, source: int, target: int, nbytes: int) -> None:
+        """MPI_Allgather of bytes."""
+        # The receiving count is that of one rank.
+        whole = [self._memory(target, nbytes * self._comm.size), nbytes, self._mpi.BYTE]
+        in_place = source == target + self._comm.rank * nbytes  # as FSDP2 has it; MPI must be told
+        self._comm.Allgather(self._mpi.IN_PLACE if in_place else self._bytes(source, nbytes), whole)
+
+    def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
+        """MPI_Alltoallv of bytes."""
+        self._comm.Alltoallv(self._pieces(source, source_sizes), self._pieces(target, target_sizes))
+
+    def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
+        """MPI_Send of bytes."""
+        self._comm.Send(self._bytes(address, nbytes), dest=peer, tag=tag)
+
+    def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
+        """MPI_Recv of bytes."""
+        status = self._mpi.Status()
+        source = self._mpi.ANY_SOURCE if peer is None else peer
+        self._comm.Recv(self._bytes(address, nbytes), source=source, tag=tag, status=status)
+        return int(status.Get_source())
+
+    def close(self) -> None:
+        """Nothing: MPI_Comm_free is collective, and the communicator goes with the process."""
+
+    def _memory(self, address: int, nbytes: int) -> Any:
+        return self._mpi.buffer.fromaddress(address, nbytes) if nbytes else bytearray()
+
+    def _typed(self, address: int, count: int, dtype: torch.dtype) -> list[Any]:
+        return [self._memory(address, count * dtype.itemsize), count, self._types[dtype]]
+
+    def _bytes(self, address: int, nbytes: int) -> list[Any]:
+        return [self._memory(address, nbytes), nbytes, self._mpi.BYTE]
+
+    def _pieces(self, address: int, sizes: Sequence[int]) -> list[Any]:
+        starts = [0, *itertools.accumulate(sizes)][:-1]
+        return [self._memory(address, sum(sizes)), (list(sizes), starts), self._mpi.BYTE]

@@ -1,0 +1,313 @@
+"""Run by mpirun: every operation on every type, checked on each rank against what one process works out alone.
+
+Usage: grid.py BACKEND FOLDER. Writes FOLDER/RANK.json: {"operation type layout": "ok" or what went wrong}.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from cpuft import comm
+from tests.comm.ranks import become_rank
+
+Case = Callable[["Inputs"], tuple[object, object]]
+"""Runs an operation and returns what came and what should have come."""
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+ALL = (*FLOATS, *INTEGERS, torch.bool)
+
+
+class Inputs:
+    """Tensors that any rank can make for any rank. Their values are few and small: sums of four are exact in bf16."""
+
+    def __init__(self, dtype: torch.dtype, strided: bool) -> None:
+        self.dtype = dtype
+        self.strided = strided
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def of(self, rank: int, rows: int = 3, salt: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * salt + rank)
+        least = 0 if self.dtype in (torch.uint8, torch.bool) else -2
+        values = torch.randint(least, 3, (rows, 4), generator=generator).to(self.dtype)
+        return self.lay(values)
+
+    def all(self, rows: int = 3, salt: int = 0) -> list[torch.Tensor]:
+        return [self.of(rank, rows, salt) for rank in range(self.size)]
+
+    def blank(self, rows: int = 3) -> torch.Tensor:
+        return self.lay(torch.zeros(rows, 4, dtype=self.dtype))
+
+    def lay(self, values: torch.Tensor) -> torch.Tensor:
+        if not self.strided:
+            return values
+        wide = torch.zeros(values.shape[0], 8, dtype=values.dtype)
+        wide[:, ::2] = values
+        return wide[:, ::2]
+
+
+def fold(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
+    functions: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "SUM": operator.add,
+        "AVG": operator.add,
+        "PRODUCT": operator.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": operator.and_,
+        "BOR": operator.or_,
+        "BXOR": operator.xor,
+    }
+    total = functools.reduce(functions[name], tensors)
+    return total / len(tensors) if name == "AVG" else total
+
+
+def all_reduce(name: str, inputs: Inputs) -> tuple[object, object]:
+    mine = inputs.of(inputs.rank)
+    dist.all_reduce(mine, op=getattr(dist.ReduceOp, name))
+    return mine, fold(inputs.all(), name)
+
+
+def reduce(inputs: Inputs) -> tuple[object, object]:
+    root = inputs.size - 1
+    mine = inputs.of(inputs.rank)
+    dist.reduce(mine, root)
+    return (mine, fold(inputs.all(), "SUM")) if inputs.rank == root else (None, None)
+
+
+def broadcast(inputs: Inputs) -> tuple[object, object]:
+    mine = inputs.of(inputs.rank)
+    dist.broadcast(mine, 1)
+    return mine, inputs.of(1)
+
+
+def all_gather(inputs: Inputs) -> tuple[object, object]:
+    places = [inputs.blank() for _ in range(inputs.size)]
+    dist.all_gather(places, inputs.of(inputs.rank))
+    return places, inputs.all()
+
+
+def all_gather_uneven(inputs: Inputs) -> tuple[object, object]:
+    places = [inputs.blank(rank) for rank in range(inputs.size)]
+    dist.all_gather(places, inputs.of(inputs.rank, inputs.rank))
+    return places, [inputs.of(rank, rank) for rank in range(inputs.size)]
+
+
+def all_gather_single(inputs: Inputs) -> tuple[object, object]:
+    whole = inputs.blank(3 * inputs.size)
+    dist.all_gather_into_tensor(whole, inputs.of(inputs.rank))
+    return whole, torch.cat(inputs.all())
+
+
+def all_gather_in_place(inputs: Inputs) -> tuple[object, object]:
+    whole = torch.zeros(3 * inputs.size, 4, dtype=inputs.dtype)
+    mine = whole[3 * inputs.rank : 3 * inputs.rank + 3]
+    mine.copy_(inputs.of(inputs.rank))
+    dist.all_gather_into_tensor(whole, mine)
+    return whole, torch.cat(inputs.all())
+
+
+def reduce_scatter(inputs: Inputs) -> tuple[object, object]:
+    mine = inputs.blank()
+    dist.reduce_scatter(mine, [inputs.of(inputs.rank, salt=target) for target in range(inputs.size)])
+    return mine, fold(inputs.all(salt=inputs.rank), "SUM")
+
+
+def reduce_scatter_uneven(inputs: Inputs) -> tuple[object, object]:
+    mine = inputs.blank(inputs.rank)
+    dist.reduce_scatter(mine, [inputs.of(inputs.rank, rows=target, salt=target) for target in range(inputs.size)])
+    return mine, fold(inputs.all(rows=inputs.rank, salt=inputs.rank), "SUM")
+
+
+def reduce_scatter_single(name: str, inputs: Inputs) -> tuple[object, object]:
+    mine = inputs.blank()
+    dist.reduce_scatter_tensor(mine, inputs.of(inputs.rank, 3 * inputs.size), op=getattr(dist.ReduceOp, name))
+    total = fold(inputs.all(3 * inputs.size), name)
+    return mine, total[3 * inputs.rank : 3 * inputs.rank + 3]
+
+
+def all_to_all(inputs: Inputs) -> tuple[object, object]:
+    places = [inputs.blank(source + inputs.rank) for source in range(inputs.size)]
+    sent = [inputs.of(inputs.rank, rows=inputs.rank + target, salt=target) for target in range(inputs.size)]
+    dist.all_to_all(places, sent)
+    return places, [inputs.of(source, source + inputs.rank, salt=inputs.rank) for source in range(inputs.size)]
+
+
+def all_to_all_single(inputs: Inputs) -> tuple[object, object]:
+    whole = inputs.blank(2 * inputs.size)
+    dist.all_to_all_single(whole, inputs.of(inputs.rank, 2 * inputs.size))
+    at = 2 * inputs.rank
+    return whole, torch.cat([tensor[at : at + 2] for tensor in inputs.all(2 * inputs.size)])
+
+
+def all_to_all_single_uneven(inputs: Inputs) -> tuple[object, object]:
+    sizes = list(range(inputs.size))
+    mine = inputs.blank(inputs.rank * inputs.size)
+    dist.all_to_all_single(mine, inputs.of(inputs.rank, sum(sizes)), [inputs.rank] * inputs.size, sizes)
+    at = sum(sizes[: inputs.rank])
+    return mine, torch.cat([tensor[at : at + inputs.rank] for tensor in inputs.all(sum(sizes))])
+
+
+def gather(inputs: Inputs) -> tuple[object, object]:
+    places = [inputs.blank() for _ in range(inputs.size)] if inputs.rank == 1 else None
+    dist.gather(inputs.of(inputs.rank), places, dst=1)
+    return (places, inputs.all()) if inputs.rank == 1 else (None, None)
+
+
+def scatter(inputs: Inputs) -> tuple[object, object]:
+    mine = inputs.blank()
+    dist.scatter(mine, inputs.all() if inputs.rank == 1 else None, src=1)
+    return mine, inputs.of(inputs.rank)
+
+
+def ring(inputs: Inputs) -> tuple[object, object]:
+    after, before = (inputs.rank + 1) % inputs.size, (inputs.rank - 1) % inputs.size
+    sent = dist.isend(inputs.of(inputs.rank), after)
+    mine = inputs.blank()
+    dist.recv(mine, before)
+    assert sent is not None
+    sent.wait()
+    return mine, inputs.of(before)
+
+
+def tags_out_of_order(inputs: Inputs) -> tuple[object, object]:
+    after, before = (inputs.rank + 1) % inputs.size, (inputs.rank - 1) % inputs.size
+    places = [inputs.blank(), inputs.blank()]
+    works = [dist.isend(inputs.of(inputs.rank, salt=tag), after, tag=tag) for tag in (1, 2)]
+    works += [dist.irecv(places[tag - 1], before, tag=tag) for tag in (2, 1)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return places, [inputs.of(before, salt=1), inputs.of(before, salt=2)]
+
+
+def coalesced(inputs: Inputs) -> tuple[object, object]:
+    tensors = [inputs.of(inputs.rank, salt=salt) for salt in range(3)]
+    with _coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    return tensors, [fold(inputs.all(salt=salt), "SUM") for salt in range(3)]
+
+
+def coalesced_gather(inputs: Inputs) -> tuple[object, object]:
+    wholes = [inputs.blank(3 * inputs.size) for _ in range(2)]
+    with _coalescing_manager():
+        for salt, whole in enumerate(wholes):
+            dist.all_gather_into_tensor(whole, inputs.of(inputs.rank, salt=salt))
+    return wholes, [torch.cat(inputs.all(salt=salt)) for salt in range(2)]
+
+
+def empty(inputs: Inputs) -> tuple[object, object]:
+    mine, places = inputs.blank(0), [inputs.blank(0) for _ in range(inputs.size)]
+    dist.all_reduce(mine)
+    dist.broadcast(mine, 0)
+    dist.all_gather(places, mine)
+    return [mine, *places], [inputs.blank(0)] * (inputs.size + 1)
+
+
+def pair(inputs: Inputs) -> tuple[object, object]:
+    """A group of the last and the first rank."""
+    members = [inputs.size - 1, 0]
+    group = (
+        dist.new_group(members, sort_ranks=False) if "sort_ranks" in dir(dist.new_group) else dist.new_group(members)
+    )
+    if inputs.rank not in members:
+        return None, None
+    mine = inputs.of(inputs.rank)
+    dist.all_reduce(mine, group=group)
+    dist.destroy_process_group(group)
+    return mine, fold([inputs.of(rank) for rank in members], "SUM")
+
+
+def objects(inputs: Inputs) -> tuple[object, object]:
+    gathered: list[object] = [None] * inputs.size
+    dist.all_gather_object(gathered, {"rank": inputs.rank, "text": "x" * inputs.rank})
+    told = [inputs.rank, "said"]
+    dist.broadcast_object_list(told, 1)
+    mine: list[object] = [None]
+    dist.scatter_object_list(mine, list(range(inputs.size)) if inputs.rank == 0 else None, 0)
+    kept = [None] * inputs.size if inputs.rank == 0 else None
+    dist.gather_object(inputs.rank, kept, 0)
+    dist.barrier()
+    expected = [{"rank": rank, "text": "x" * rank} for rank in range(inputs.size)]
+    everyone = list(range(inputs.size)) if inputs.rank == 0 else None
+    return (gathered, told, mine, kept), (expected, [1, "said"], [inputs.rank], everyone)
+
+
+def cases() -> Iterator[tuple[str, Case, tuple[torch.dtype, ...]]]:
+    numbers = (*FLOATS, *INTEGERS)
+    for name in ("SUM", "MIN", "MAX", "PRODUCT"):
+        yield f"all_reduce {name}", functools.partial(all_reduce, name), numbers
+    yield "all_reduce AVG", functools.partial(all_reduce, "AVG"), FLOATS
+    for name in ("BAND", "BOR", "BXOR"):
+        yield f"all_reduce {name}", functools.partial(all_reduce, name), INTEGERS
+    for name in ("MIN", "MAX"):
+        yield f"all_reduce {name}", functools.partial(all_reduce, name), (torch.bool,)
+    for name in ("SUM", "AVG"):
+        yield f"reduce_scatter_single {name}", functools.partial(reduce_scatter_single, name), FLOATS
+    for case in (reduce, reduce_scatter, reduce_scatter_uneven, coalesced):
+        yield case.__name__, case, numbers
+    for case in (broadcast, all_gather, all_gather_uneven, all_gather_single, all_to_all, all_to_all_single):
+        yield case.__name__, case, ALL
+    for case in (
+        all_to_all_single_uneven,
+        gather,
+        scatter,
+        ring,
+        tags_out_of_order,
+        coalesced_gather,
+        empty,
+        all_gather_in_place,
+    ):
+        yield case.__name__, case, ALL
+    yield "pair", pair, (torch.float32, torch.bfloat16)
+    yield "objects", objects, (torch.float32,)
+
+
+def equal(came: object, due: object) -> bool:
+    if isinstance(came, torch.Tensor) and isinstance(due, torch.Tensor):
+        return came.dtype == due.dtype and torch.equal(came, due)
+    if isinstance(came, list | tuple) and isinstance(due, list | tuple):
+        return len(came) == len(due) and all(map(equal, came, due))
+    return came == due
+
+
+def gloo_refuses(case: Case, dtype: torch.dtype) -> bool:
+    """What torch's own gloo lacks, besides tensors that are not contiguous."""
+    return dtype == torch.int16 or case in (all_gather_uneven, all_to_all)
+
+
+def run(backend: str) -> dict[str, str]:
+    results = {}
+    layouts = ("dense",) if backend == "gloo" else ("dense", "strided")
+    for name, case, dtypes in cases():
+        for dtype in dtypes:
+            if backend == "gloo" and gloo_refuses(case, dtype):
+                continue
+            for layout in layouts:
+                try:
+                    came, due = case(Inputs(dtype, layout == "strided"))
+                    outcome = "ok" if equal(came, due) else f"came {came}, due {due}"
+                except Exception as error:
+                    outcome = repr(error)
+                results[f"{name} {str(dtype).removeprefix('torch.')} {layout}"] = outcome
+    return results
+
+
+if __name__ == "__main__":
+    become_rank()
+    torch.set_num_threads(1)
+    comm.start(sys.argv[1], timeout_seconds=20)
+    found = run(sys.argv[1])
+    Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,52 @@
+"""Starting ranks under a real mpirun, and being one of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import cpuft
+
+MPIRUN = Path(sys.prefix, "bin", "mpiexec.hydra")
+ROOT = Path(cpuft.__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def settings(**more: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "I_MPI_FABRICS": "shm:ofi",
+        "FI_PROVIDER": "tcp",
+        "OMP_NUM_THREADS": "1",
+        "CCL_LOG_LEVEL": "error",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **more,
+    }
+
+
+def mpirun(
+    ranks: int, module: str, *arguments: str, seconds: float = 150, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of this directory on so many ranks; the output is kept whole for the assertion that may fail."""
+    command = [str(MPIRUN), "-iface", "lo", "-host", "localhost", "-n", str(ranks)]
+    command += [sys.executable, "-m", f"tests.comm.{module}", *arguments]
+    return subprocess.run(
+        command, env=settings(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+    )
+
+
+def become_rank() -> None:
+    """What `cpuft.rank` does for a worker, for scripts that mpirun starts bare."""
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = os.environ["PMI_RANK"]
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = os.environ["PMI_SIZE"]

@@ -1,0 +1,29 @@
+"""No silent hang: a rank that dies, stops, fails or dawdles ends all others in time, and they say which it was."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.comm.loss import DEADLINE_SECONDS
+from tests.comm.ranks import mpirun
+
+LIMIT_SECONDS = 10.0
+
+
+@pytest.mark.parametrize("how", ("stop", "sleep", "raise", "kill"))
+@pytest.mark.parametrize("backend", ("ccl", "mpi", "gloo"))
+def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None:
+    run = mpirun(3, "loss", backend, how, seconds=60)
+    ended = time.time()
+    begun = re.search(r"losing ([\d.]+)", run.stdout)
+    assert begun, run.stdout
+    assert run.returncode != 0
+    assert ended - float(begun.group(1)) < DEADLINE_SECONDS + LIMIT_SECONDS
+    lines = [line for line in run.stdout.splitlines() if line.startswith("cpuft comm: rank")]
+    named = [line for line in lines if "all_reduce #6 of the world (4000 bytes)" in line and "rank 1 (" in line]
+    # mpirun may kill the others before they can speak, and then names the rank itself.
+    by_launcher = re.search(r"RANK 1 PID|\[rank1\]: ValueError", run.stdout)
+    assert {line.split(":")[1] for line in named} == {" rank 0", " rank 2"} or by_launcher, run.stdout

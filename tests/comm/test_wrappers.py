@@ -1,0 +1,33 @@
+"""DDP with every hook, ZeRO's optimizer, FSDP2 and local SGD over each backend, against one plain DDP run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.comm.ranks import mpirun
+
+PARAMETERS = 32 * 64 + 64 + 64 + 1
+
+
+@pytest.mark.parametrize("backend", ("ccl", "mpi", "gloo"))
+def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: Path) -> None:
+    run = mpirun(2, "wrappers", backend, str(tmp_path), seconds=90)
+    assert run.returncode == 0, run.stdout[-3000:]
+    found = json.loads((tmp_path / "0.json").read_text())
+    plain = found["ddp none"]
+    assert plain["loss"] < 0.1
+    # The same sums in another order: a few units in the last place of float32.
+    for same in ("zero", "fsdp"):
+        assert found[same]["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    # bf16 keeps 8 bits, fp16 11.
+    assert found["ddp bf16"]["loss"] == pytest.approx(plain["loss"], rel=5e-2)
+    assert found["ddp fp16"]["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+    assert plain["bytes"] == 4 * PARAMETERS
+    assert found["ddp bf16"]["bytes"] == found["ddp fp16"]["bytes"] == 2 * PARAMETERS
+    assert 0 < found["ddp powersgd"]["bytes"] < plain["bytes"] / 2
+    assert found["local_sgd"]["bytes"] == 4 * PARAMETERS
+    assert found["local_sgd"]["loss"] < 0.2
+    assert found["fsdp"]["rows"] == 64

@@ -1,0 +1,98 @@
+"""Run by mpirun: torch's data-parallel wrappers over a backend. Usage: wrappers.py BACKEND FOLDER.
+
+Writes FOLDER/0.json: what each wrapper ended with, and the payload bytes of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from cpuft import comm
+from cpuft.comm.compression import compress_gradients
+from cpuft.comm.local_sgd import ParameterAverager
+from tests.comm.ranks import become_rank
+
+STEPS = 14
+Result = dict[str, float]
+"""Loss on all rows after training, and bytes a rank gave to collectives in its last step."""
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 32, generator=generator)
+    return inputs, inputs[:, :4].sum(1, keepdim=True).tanh()
+
+
+def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, after: Callable[[], object] = lambda: None) -> Result:
+    inputs, targets = rows()
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    for _ in range(STEPS):
+        comm.take_traffic()
+        optimizer.zero_grad()
+        torch.autograd.backward(torch.nn.functional.mse_loss(model(inputs[mine]), targets[mine]))
+        optimizer.step()
+        after()
+    nbytes = comm.take_traffic().nbytes
+    with torch.no_grad():
+        return {"loss": torch.nn.functional.mse_loss(model(inputs), targets).item(), "bytes": nbytes}
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)  # type: ignore[arg-type]
+
+
+def ddp(compression: str) -> Result:
+    model = DistributedDataParallel(make_model())
+    compress_gradients(model, compression)
+    return fit(model, adam(model.parameters()))
+
+
+def zero() -> Result:
+    model = DistributedDataParallel(make_model())
+    return fit(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
+
+
+def fsdp() -> Result:
+    model = make_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    result = fit(model, adam(model.parameters()))
+    assert isinstance(model, FSDPModule)
+    model.reshard()
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    first = next(model.parameters())
+    assert isinstance(total, DTensor)
+    assert isinstance(first, DTensor)
+    return result | {"norm": float(total.full_tensor()), "rows": float(first.full_tensor().shape[0])}
+
+
+def local_sgd() -> Result:
+    model = make_model()
+    averager = ParameterAverager(model.parameters(), every=7)
+    return fit(model, adam(model.parameters()), averager.after_update)
+
+
+if __name__ == "__main__":
+    become_rank()
+    torch.set_num_threads(1)
+    comm.start(sys.argv[1], timeout_seconds=20)
+    found = {f"ddp {name}": ddp(name) for name in ("none", "bf16", "fp16", "powersgd")}
+    found |= {"zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
+    Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
