@@ -15,7 +15,7 @@ import click
 
 from cpuft import __version__
 from cpuft.arguments import make_options, pick, read_config
-from cpuft.config import CompareConfig, LaunchConfig, TrainConfig
+from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 
 _CONFIG_FILE = click.Option(["--config"], help="YAML file with option values; flags win", default="")
@@ -40,12 +40,17 @@ def cli() -> None:
     """Fine-tune transformers on a cluster of CPU hosts, and show honestly how much faster N hosts are than one."""
 
 
-def verb(*params: click.Parameter) -> Callable[[Callable[..., None]], _Verb]:
-    """Decorator: make a function a verb with these options and --config and --dry-run."""
+@cli.group()
+def bench() -> None:
+    """Measure the hosts."""
+
+
+def verb(*params: click.Parameter, group: click.Group = cli) -> Callable[[Callable[..., None]], _Verb]:
+    """Decorator: make a function a verb with these options and --config."""
 
     def decorate(function: Callable[..., None]) -> _Verb:
         made = _Verb(function.__name__, callback=function, params=[*params, _CONFIG_FILE], help=function.__doc__)
-        cli.add_command(made)
+        group.add_command(made)
         return made
 
     return decorate
@@ -127,6 +132,30 @@ def env(**values: Any) -> None:
     for setting in shared + per_host[0]:
         if not setting.name.startswith("CPUFT_"):
             click.echo(format_export(setting))
+
+
+@verb(*make_options(BenchConfig), *_launch_options(), _DRY_RUN, group=bench)
+def comm(dry_run: bool, **values: Any) -> None:
+    """Measure every backend between the ranks: latency, algorithm and bus bandwidth, as nccl-tests define them."""
+    from cpuft.cluster import gather_cluster
+    from cpuft.launch import choose_run_dir, plan_bench
+    from cpuft.report.bandwidth import write_plot
+
+    config = pick(LaunchConfig, values)
+    run_dir = choose_run_dir(config.run_dir, f"comm-np{config.np}")
+    cluster = gather_cluster(config)
+    plan = plan_bench(cluster, config, pick(BenchConfig, values), run_dir, os.environ)
+    if dry_run:
+        _print_plans([plan])
+        return
+    code = _run(plan, run_dir, cluster.rank_hosts, config.time_limit)
+    if not code:
+        click.echo(f"record: {run_dir}/comm.jsonl")
+        try:
+            click.echo(f"plot: {write_plot(f'{run_dir}/comm.jsonl')}")
+        except CpuftError as error:
+            click.echo(f"no plot: {error}")
+    sys.exit(code)
 
 
 @verb(

@@ -12,7 +12,8 @@ from typing import Any
 PRECISIONS = ("auto", "bf16", "fp32")
 PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files")
-BACKENDS = ("gloo",)
+BACKENDS = ("auto", "gloo", "mpi", "ccl")
+COMPRESSIONS = ("auto", "none", "bf16", "fp16", "powersgd")
 
 
 def option(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
@@ -55,7 +56,13 @@ class TrainConfig:
         "auto", "auto: bf16 where the hardware has it (AMX or AVX512_BF16), else fp32", choices=PRECISIONS
     )
     emulate_bf16: bool = option(False, "run bf16 even where the hardware lacks it: correct, and slower than fp32")
-    backend: str = option("gloo", "what carries gradients between ranks", choices=BACKENDS)
+    backend: str = option(
+        "auto", "what carries gradients between ranks; auto measures all and remembers the fastest", choices=BACKENDS
+    )
+    grad_compression: str = option(
+        "auto", "what gradients are sent as; auto: bf16 where training is bf16, else none", choices=COMPRESSIONS
+    )
+    sync_every: int = option(1, "updates between averagings of parameters (1: gradients at every update)", least=1)
     comm_timeout: float = option(300.0, "seconds a collective may take before the run stops", least=1.0)
     eval_batch_size: int = option(32, "rows a rank sees in one forward pass of evaluation", least=1)
     seed: int = option(42, "seed of everything random", least=0)
@@ -94,6 +101,18 @@ class CompareConfig:
     scaling: str = option(
         "weak", "weak: --batch-size a rank, as the recipe does; strong: --batch-size in all", choices=("weak", "strong")
     )
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What `cpuft bench comm` measures. Lists have commas between."""
+
+    backends: str = option("gloo,mpi,ccl", "backends to measure")
+    operations: str = option("all_reduce", "of all_reduce, all_gather, reduce_scatter and broadcast")
+    dtypes: str = option("float32,bfloat16", "types of the numbers sent")
+    sizes: str = option("1024,32768,1048576,26214400,115343360", "bytes of a message; 26214400 is a DDP bucket")
+    rounds: int = option(1, "go over the backends so often, in turn", least=1)
+    comm_timeout: float = option(60.0, "seconds a collective may take before the run stops", least=1.0)
 
 
 def option_names(config: type) -> list[str]:

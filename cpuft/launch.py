@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cpuft import environment, mpi
 from cpuft.cluster import Cluster
-from cpuft.config import LaunchConfig, TrainConfig, WorkerConfig, format_arguments
+from cpuft.config import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan, Setting, Step
 from cpuft.topology import RankCores, choose_comm_cores, choose_precision, effective_flags, plan_placement
@@ -127,6 +127,14 @@ def plan_launch(
         mpi.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root),
     )
     return Plan(((make,), (start,)), plan_notes(cluster, shared, per_host))
+
+
+def plan_bench(
+    cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
+) -> Plan:
+    """Measure the backends on these hosts."""
+    command = (sys.executable, "-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
+    return plan_launch(cluster, config, run_dir, command, "auto", environ)
 
 
 def plan_notes(

@@ -76,6 +76,8 @@ class StepLine:
     """What communication added after the last gradient was ready; the rest is hidden behind backward."""
     update_seconds: float
     step_seconds: float
+    bytes_sent: int = 0
+    """Payload that rank 0 handed to collectives in this step."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Footer:
     """From the start of rank 0's Python to the saved model."""
     checksum: str
     """Of the parameters, equal on all ranks."""
+    bytes_per_step: float = 0.0
+    """Payload that rank 0 handed to collectives, on average over the steps."""
 
 
 @dataclass(frozen=True)

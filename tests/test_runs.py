@@ -60,6 +60,49 @@ def test_one_rank_and_two_have_the_same_losses_on_mrpc(tmp_path: Path) -> None:
     assert two.metrics == pytest.approx(one.metrics, abs=0.01)
 
 
+@pytest.mark.parametrize("backend", ["mpi", "ccl"])
+def test_every_backend_has_the_losses_of_gloo(backend: str, tmp_path: Path) -> None:
+    exact = ("--np", "2", *DEMO, "--precision", "fp32", "--no-save-model")
+    gloo = launch(*exact, "--backend", "gloo")
+    (tmp_path / "run").rename(tmp_path / "gloo")
+    other = launch(*exact, "--backend", backend)
+    assert (gloo.header.backend, other.header.backend) == ("gloo", backend)
+    assert [line.loss for line in other.steps] == pytest.approx([line.loss for line in gloo.steps], abs=1e-5)
+
+
+def test_compressed_gradients_are_half_the_bytes(tmp_path: Path) -> None:
+    whole = launch("--np", "2", *DEMO, "--no-save-model", "--grad-compression", "none", "--backend", "gloo")
+    (tmp_path / "run").rename(tmp_path / "whole")
+    half = launch("--np", "2", *DEMO, "--no-save-model", "--grad-compression", "bf16", "--backend", "gloo")
+    ratios = [b.bytes_sent / a.bytes_sent for a, b in zip(whole.steps, half.steps)]
+    assert ratios[1:] == pytest.approx([0.5] * 3, abs=0.01)
+
+
+def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:
+    record = launch("--np", "2", *DEMO, "--no-save-model", "--sync-every", "3")
+    assert record.footer is not None
+    sent = [line.bytes_sent > 1e6 for line in record.steps]
+    assert sent == [False, False, True, True]
+
+
+def test_the_choice_of_a_backend_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = launch("--np", "2", *DEMO, "--no-save-model")
+    (remembered,) = (tmp_path / "cache/cpuft").glob("backend-*.json")
+    assert json.loads(remembered.read_text())["backend"] == first.header.backend
+    said = Path("run/logs/rank-0.err").read_text()
+    assert f"gradients over {first.header.backend}: all-reduce of 25 MiB takes" in said
+
+
+def test_bench_measures_and_plots() -> None:
+    words = ("--backends", "gloo,mpi", "--sizes", "1024,65536", "--dtypes", "float32", "--run-dir", "bench")
+    done = run_cpuft("bench", "comm", "--np", "2", *words)
+    assert done.returncode == 0, done.stderr
+    assert len(Path("bench/comm.jsonl").read_text().splitlines()) == 5
+    assert Path("bench/comm.svg").read_text().startswith("<?xml")
+    assert run_cpuft("bench", "comm", "--np", "2", "--backends", "gluu").returncode == 2
+
+
 def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
     plan = run_cpuft("launch", "--np", "2", "--dry-run", "--run-dir", "run", *DEMO)
     assert list(tmp_path.iterdir()) == []

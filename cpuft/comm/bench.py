@@ -1,4 +1,4 @@
-"""Measure the backends on the hosts of this job: `mpirun ... python -m cpuft.comm.bench --output comm.jsonl`.
+"""Measure the backends on the hosts of this job: `mpirun ... python -m cpuft.comm.bench comm.jsonl`.
 
 Bandwidths are nccl-tests' (doc/PERFORMANCE.md): algorithm bandwidth is bytes a rank holds over time; bus bandwidth
 multiplies it by 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter of n ranks, 1 for broadcast, so that
@@ -7,8 +7,8 @@ it compares with the link's own speed whatever n. Of all_gather and reduce_scatt
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from cpuft.arguments import parse_arguments
 from cpuft.comm.choice import GRADIENT_BYTES, Choice, choose_backend
 from cpuft.comm.registration import BACKENDS, start
-from cpuft.errors import CpuftError
+from cpuft.config import BenchConfig
+from cpuft.errors import CpuftError, near_names
 
-SIZES = (2**10, 2**15, 2**20, GRADIENT_BYTES, 110 * 2**20)
-DTYPES = ("float32", "bfloat16")
+TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 FORMAT = "cpuft-comm-bench-1"
 
@@ -144,7 +145,7 @@ def choose(
     To be called before the default group is made, with a store that all ranks share. Takes a few seconds.
     """
     if size == 1:
-        return Choice("gloo", "gloo: one rank has nobody to send to")
+        return Choice("gloo", "one rank has nobody to send to")
     timings: dict[str, dict[int, list[float]]] = {}
     plan = [(backend, "all_reduce", dtype, nbytes) for _ in range(2) for backend in BACKENDS]
     for found in sweep(store, rank, size, plan, timeout):
@@ -176,35 +177,40 @@ def format_record(measurements: Sequence[Measurement]) -> str:
     return "".join(json.dumps(row) + "\n" for row in [header, *rows])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def plan_sweep(config: BenchConfig) -> list[tuple[str, str, str, int]]:
+    """Backend, operation, type and bytes of each measurement, in turn.
+
+    Raises
+    ------
+    CpuftError: an unknown name, or a size that is no number.
+    """
+    lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
+    known = {"backends": tuple(BACKENDS), "operations": OPERATIONS, "dtypes": TYPES}
+    for kind, names in known.items():
+        for name in lists[kind]:
+            if name not in names:
+                raise CpuftError(f"--{kind} knows no {name!r}: {near_names(name, names)}")
+    if not all(size.isdecimal() and int(size) for size in lists["sizes"]):
+        raise CpuftError(f"--sizes {config.sizes} is no list of bytes: write e.g. 1024,26214400")
+    turns = itertools.product(range(config.rounds), *(lists[name] for name in lists))
+    return [(backend, operation, dtype, int(size)) for _, backend, operation, dtype, size in turns]
+
+
+def main() -> None:
     """Run the sweep as one rank of a job; rank 0 prints the table and writes the record."""
-    parser = argparse.ArgumentParser(prog="python -m cpuft.comm.bench", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="comma between (default: all)")
-    parser.add_argument("--operations", default="all_reduce", help=f"of {','.join(OPERATIONS)}")
-    parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes, comma between")
-    parser.add_argument("--rounds", type=int, default=1, help="go over the backends so often, in turn")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take")
-    parser.add_argument("--output", type=Path, help="JSON-lines record")
-    options = parser.parse_args(arguments)
-    plan = [
-        (backend, operation, dtype, int(size))
-        for _ in range(options.rounds)
-        for backend in options.backends.split(",")
-        for operation in options.operations.split(",")
-        for dtype in options.dtypes.split(",")
-        for size in options.sizes.split(",")
-    ]
+    output, config = Path(sys.argv[1]), parse_arguments(BenchConfig, sys.argv[2:])
     store, rank, size = next(rendezvous("env://"))
-    found = list(sweep(store, rank, size, plan, options.timeout))
+    found = list(sweep(store, rank, size, plan_sweep(config), config.comm_timeout))
     if rank == 0:
         print(format_table(found))
-        if options.output:
-            options.output.write_text(format_record(found))
+        beside = output.with_suffix(".tmp")
+        beside.write_text(format_record(found))
+        beside.rename(output)
 
 
 if __name__ == "__main__":
     try:
         main()
     except CpuftError as error:
-        sys.exit(f"cpuft: {error}")
+        print(f"cpuft: error: {error}", file=sys.stderr)
+        sys.exit(2)

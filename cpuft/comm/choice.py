@@ -46,7 +46,7 @@ def choose_backend(timings: Timings, nbytes: int = GRADIENT_BYTES) -> Choice:
     equal = [name for name, seconds in medians.items() if seconds <= TIE * fastest]
     chosen = min(equal, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE))
     figures = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in sorted(medians.items()))
-    return Choice(chosen, f"{chosen}: all-reduce of {nearest / 2**20:.3g} MiB takes {figures} (median)")
+    return Choice(chosen, f"all-reduce of {nearest / 2**20:.3g} MiB takes {figures} (median)")
 
 
 def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> str:
@@ -68,4 +68,6 @@ def write_choice(folder: Path, key: str, choice: Choice) -> None:
     """Remember a choice."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"backend-{key}.json"
-    path.write_text(json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n")
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n")
+    beside.rename(path)

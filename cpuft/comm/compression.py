@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.errors import CpuftError, near_names
@@ -51,8 +55,12 @@ def average_in_half(state: HalfState, bucket: GradBucket) -> torch.futures.Futur
     return future.then(widen)
 
 
-def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
-    """Make a wrapped model send its gradients compressed. To be called once, before the first backward.
+Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
+"""Averages a DDP bucket over the ranks."""
+
+
+def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
+    """What averages buckets of gradients over the ranks of `group`.
 
     Parameters
     ----------
@@ -63,18 +71,21 @@ def compress_gradients(model: DistributedDataParallel, compression: str) -> None
     ------
     CpuftError: no such compression.
     """
-    if compression not in COMPRESSIONS:
-        raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS)}")
+    if compression == "none":
+        return lambda bucket: allreduce_hook(group, bucket)
     if compression in _HALVES:
-        model.register_comm_hook(HalfState(_HALVES[compression], model.process_group), average_in_half)
-    elif compression == "powersgd":
+        half = HalfState(_HALVES[compression], group)
+        return lambda bucket: average_in_half(half, bucket)
+    if compression == "powersgd":
         state = powersgd.PowerSGDState(
-            process_group=model.process_group,
-            matrix_approximation_rank=POWERSGD_RANK,
-            start_powerSGD_iter=POWERSGD_START,
+            process_group=group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
         )
-        model.register_comm_hook(state, powersgd.powerSGD_hook)
+        return lambda bucket: powersgd.powerSGD_hook(state, bucket)
+    raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS)}")
 
 
-# DDP compares annotations with types, and postponed ones are text.
-average_in_half.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
+    """Make a wrapped model send its gradients compressed. To be called once, before the first backward."""
+    reduce = make_reduce(compression, model.process_group)
+    # A lambda has no annotations: DDP compares them with types, and postponed ones are text.
+    model.register_comm_hook(None, lambda _, bucket: reduce(bucket))

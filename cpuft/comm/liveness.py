@@ -26,9 +26,9 @@ _JOIN_SECONDS = 60.0
 class Hub:
     """A relay: what one rank writes, all ranks read; a rank whose connection closes is told as {"gone": rank}."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, host: str) -> None:
         self._token = token
-        self._listener = socket.create_server(("", 0), backlog=1024)
+        self._listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -96,8 +96,9 @@ class Line:
     def __init__(self, store: Store, rank: int, first: bool, heard: Callable[[Message], None]) -> None:
         if first:
             token = secrets.token_hex(16)
-            self._hub = Hub(token)
-            store.set("liveness", json.dumps({"host": _address(), "port": self._hub.port, "token": token}))
+            host = _address()
+            self._hub = Hub(token, host)
+            store.set("liveness", json.dumps({"host": host, "port": self._hub.port, "token": token}))
         place = json.loads(store.get("liveness"))
         self._heard = heard
         self._socket = socket.create_connection((place["host"], place["port"]), timeout=_JOIN_SECONDS)

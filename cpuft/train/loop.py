@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from cpuft.comm import take_traffic
+from cpuft.comm.compression import Reduce, make_reduce
+from cpuft.comm.local_sgd import ParameterAverager
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
@@ -26,26 +28,28 @@ class Clock:
     """Seconds by phase of one step."""
 
     def __init__(self) -> None:
-        self.seconds = {"data": 0.0, "forward": 0.0, "backward": 0.0, "update": 0.0}
+        self.seconds = dict.fromkeys(("data", "forward", "backward", "update", "communication"), 0.0)
         self.start = self.last = time.perf_counter()
 
-    def lap(self, phase: str) -> None:
-        """Count the time since the last lap to `phase`."""
+    def lap(self, phase: str) -> float:
+        """Count the time since the last lap to `phase`, and return it."""
         now = time.perf_counter()
-        self.seconds[phase] += now - self.last
-        self.last = now
+        seconds, self.last = now - self.last, now
+        self.seconds[phase] += seconds
+        return seconds
 
 
 class LastGradient:
     """When DDP had the last bucket of gradients ready: what backward takes after that is waiting for others."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
         self.at = 0.0
 
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Note the time, then average the bucket over all ranks."""
         self.at = time.perf_counter()
-        return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+        return self._reduce(bucket)
 
 
 class Loop:
@@ -62,17 +66,29 @@ class Loop:
             group_parameters(model, config.weight_decay), config.learning_rate, fused=True
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
-        self.last_gradient = LastGradient()
         self.parallel: torch.nn.Module = model
-        if place.size > 1:
+        self.averager = ParameterAverager(model.parameters(), config.sync_every)
+        self.last_gradient: LastGradient | None = None
+        if place.size > 1 and config.sync_every == 1:
+            assert dist.group.WORLD is not None
+            last = self.last_gradient = LastGradient(
+                make_reduce(choose_compression(config, precision), dist.group.WORLD)
+            )
             self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
             # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
-            self.parallel.register_comm_hook(None, lambda _, bucket: self.last_gradient.reduce(bucket))
+            self.parallel.register_comm_hook(None, lambda _, bucket: last.reduce(bucket))
         # Ranks share weights, not dropout masks.
         torch.manual_seed(config.seed + 1 + place.rank)
 
     def _rate(self, update: int) -> float:
         return learning_rate_factor(update, self.updates, self.config.warmup_ratio)
+
+
+def choose_compression(config: TrainConfig, precision: str) -> str:
+    """What gradients are sent as: what was asked for; by default bf16 where training is bf16."""
+    if config.grad_compression != "auto":
+        return config.grad_compression
+    return "bf16" if precision == "bf16" else "none"
 
 
 def learning_rate_factor(update: int, updates: int, warmup_ratio: float) -> float:
@@ -101,6 +117,7 @@ def train(loop: Loop) -> Iterator[StepLine]:
     """
     config = loop.config
     loop.parallel.train()
+    take_traffic()  # what was sent while the ranks met is no step's
     orders = plan_updates(
         loop.prepared.train, loop.global_batch, config.seed, loop.updates, config.padding == "dynamic"
     )
@@ -112,42 +129,57 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     clock = Clock()
     micro = _micro_batches(loop, rows)
     clock.lap("data")
-    loss_sum = torch.zeros(())
-    for index, (batch, weight) in enumerate(micro):
-        last = index == len(micro) - 1
-        with contextlib.nullcontext() if last or loop.place.size == 1 else loop.parallel.no_sync():  # type: ignore[operator]
-            with autocast(loop.precision):
-                losses = _losses(loop.parallel(**batch.inputs).logits, batch.labels)
-            clock.lap("forward")
-            # DDP averages over ranks: with this weight the sum is the mean over all rows of the update.
-            torch.autograd.backward(losses.sum() * (weight * loop.place.size / len(rows)))
-            clock.lap("backward")
-        loss_sum += losses.detach().sum() * weight
+    loss_sum = sum(
+        _forward_backward(loop, clock, batch, weight, len(rows), last=index == len(micro) - 1)
+        for index, (batch, weight) in enumerate(micro)
+    )
+    waited = max(0.0, clock.last - loop.last_gradient.at) if loop.last_gradient else 0.0
     if loop.config.clip_norm:
         torch.nn.utils.clip_grad_norm_(loop.model.parameters(), loop.config.clip_norm)
     rate = float(loop.schedule.get_last_lr()[0])
     loop.optimizer.step()
     loop.schedule.step()
-    loop.optimizer.zero_grad(set_to_none=loop.place.size == 1)
+    # DDP's gradients are views of its buckets, and must stay where they are.
+    loop.optimizer.zero_grad(set_to_none=loop.parallel is loop.model)
     clock.lap("update")
-    waited = max(0.0, clock.last - clock.seconds["update"] - loop.last_gradient.at) if loop.place.size > 1 else 0.0
-    totals = torch.tensor([float(loss_sum), float(sum(b.tokens for b, w in micro if w))], dtype=torch.float64)
+    if loop.place.size > 1 and loop.parallel is loop.model:
+        loop.averager.after_update(last=number == loop.updates)
+    totals = torch.tensor([loss_sum, sum(b.tokens for b, weight in micro if weight)], dtype=torch.float64)
     dist.all_reduce(totals)
-    loss = float(totals[0]) / len(rows)
+    waited += clock.lap("communication")
+    return _line(clock, number, rate, len(rows), totals.tolist(), waited)
+
+
+def _forward_backward(loop: Loop, clock: Clock, batch: Batch, weight: float, rows: int, last: bool) -> float:
+    """One forward and backward pass; the sum of its rows' losses. Ranks exchange gradients in the last one only."""
+    wrapped = loop.parallel is not loop.model
+    with loop.parallel.no_sync() if wrapped and not last else contextlib.nullcontext():  # type: ignore[operator]
+        with autocast(loop.precision):
+            losses = _losses(loop.parallel(**batch.inputs).logits, batch.labels)
+        clock.lap("forward")
+        # Gradients are averaged over ranks: with this weight that is the mean over all rows of the update.
+        torch.autograd.backward(losses.sum() * (weight * loop.place.size / rows))
+        clock.lap("backward")
+    return float(losses.detach().sum()) * weight
+
+
+def _line(clock: Clock, number: int, rate: float, rows: int, totals: list[float], waited: float) -> StepLine:
+    loss = totals[0] / rows
     if not math.isfinite(loss):
         raise CpuftError(f"step {number}: the loss is {loss}: lower --learning-rate, or check the data's scores")
     return StepLine(
         step=number,
         loss=loss,
         learning_rate=rate,
-        samples=len(rows),
+        samples=rows,
         tokens=int(totals[1]),
         data_seconds=clock.seconds["data"],
         forward_seconds=clock.seconds["forward"],
-        backward_seconds=clock.seconds["backward"] - waited,
+        backward_seconds=max(0.0, clock.seconds["backward"] + clock.seconds["communication"] - waited),
         communication_seconds=waited,
         update_seconds=clock.seconds["update"],
         step_seconds=time.perf_counter() - clock.start,
+        bytes_sent=take_traffic().nbytes,
     )
 
 

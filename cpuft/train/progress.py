@@ -21,12 +21,14 @@ class Progress:
         self._bar: Any = None
         self._start, self._samples = 0.0, 0
 
-    def begin(self, header: Header, precision_reason: str) -> None:
-        """One line that says what is about to be trained, and in what precision."""
+    def begin(self, header: Header, precision_reason: str, backend_reason: str) -> None:
+        """Say what is about to be trained, in what precision and over what backend, and why."""
         self._start = time.perf_counter()
         if self._shown:
             ranks = f"{header.world_size} rank{'s' if header.world_size > 1 else ''} on {', '.join(header.hosts)}"
             self._say(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
+        if self._shown and header.world_size > 1:
+            self._say(f"gradients over {header.backend}: {backend_reason}")
 
     def step(self, line: StepLine, updates: int) -> None:
         """Show a finished step."""

@@ -22,7 +22,7 @@ from cpuft.train.loop import Loop, train
 from cpuft.train.model import count_parameters, load_model
 from cpuft.train.prepare import Prepared, prepare, read_prepared
 from cpuft.train.progress import Progress
-from cpuft.train.world import gather, process_group, prove_equal_parameters, prove_one_job
+from cpuft.train.world import Place, gather, process_group, prove_equal_parameters, prove_one_job
 
 _DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
@@ -40,8 +40,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         model = load_model(config, prepared.labels)
         progress = stack.enter_context(Progress(worker.progress, place.rank))
         writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and place.rank == 0 else None
-        header = make_header(config, prepared, precision, places, count_parameters(model), flags)
-        progress.begin(header, precision.reason)
+        header = make_header(config, prepared, precision, place, places, count_parameters(model), flags)
+        progress.begin(header, precision.reason, place.backend_reason)
         if writer:
             writer.write(header)
         loop = Loop(model, config, prepared, precision.name, place)
@@ -67,6 +67,7 @@ def make_header(
     config: TrainConfig,
     prepared: Prepared,
     precision: Precision,
+    place: Place,
     places: list[RankPlace],
     parameters: int,
     flags: tuple[str, ...],
@@ -79,7 +80,7 @@ def make_header(
         options=dict(vars(config)),
         world_size=len(places),
         ranks=places,
-        backend=config.backend,
+        backend=place.backend,
         precision=precision.name,
         cpu_model=facts.read_cpu_model(),
         cpu_flags=[flag for flag in _DECIDING_FLAGS if flag in flags],
@@ -105,4 +106,5 @@ def make_footer(steps: list[StepLine], peak_memory_bytes: int, total_seconds: fl
         peak_memory_bytes=peak_memory_bytes,
         total_seconds=total_seconds,
         checksum=checksum,
+        bytes_per_step=sum(line.bytes_sent for line in steps) / len(steps) if steps else 0.0,
     )

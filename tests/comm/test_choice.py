@@ -38,7 +38,7 @@ def test_the_size_nearest_to_the_message_counts() -> None:
 
 def test_the_reason_is_one_line_with_all_figures() -> None:
     timings = {"mpi": {25 * MIB: [0.0047]}, "gloo": {25 * MIB: [0.042]}}
-    assert choose_backend(timings).reason == ("mpi: all-reduce of 25 MiB takes gloo 42.00 ms, mpi 4.70 ms (median)")
+    assert choose_backend(timings).reason == ("all-reduce of 25 MiB takes gloo 42.00 ms, mpi 4.70 ms (median)")
 
 
 def test_nothing_measured_says_what_to_do() -> None:

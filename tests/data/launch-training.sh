@@ -10,17 +10,18 @@ set -euo pipefail
 #   FI_PROVIDER=tcp  works on every network; set it to efa, verbs or psm3 where the hosts have that
 #   CCL_ATL_TRANSPORT=ofi  oneCCL's own transport over libfabric, as in the recipe
 #   CCL_PROCESS_LAUNCHER=hydra  oneCCL reads ranks from mpirun
+#   CCL_LOG_LEVEL=error  oneCCL's warnings would only repeat these settings
 #   KMP_BLOCKTIME=1  idle OpenMP threads yield their core after 1 ms
 #   KMP_AFFINITY=granularity=fine,compact,1,0  one OpenMP thread a core, none moves
 #   TOKENIZERS_PARALLELISM=false  rows are tokenised before ranks start
 # 
 # settings on node1:
 #   CPUFT_HOSTNAME=node1  every rank checks that it is where the plan put it
-#   CPUFT_CORES=0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15;16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=16  one OpenMP thread for each of a rank's 16 cores
-#   I_MPI_PIN_DOMAIN=[0xffff,0xffff0000]  each rank on cores of its own, comm workers' cores left out
-#   CCL_WORKER_COUNT=1  gloo's threads share the cores of their rank
-#   CCL_WORKER_AFFINITY=15,31  oneCCL's workers on each rank's last core, shared with compute
+#   CPUFT_CORES=2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
+#   OMP_NUM_THREADS=14  one OpenMP thread for each of a rank's 14 cores
+#   I_MPI_PIN_DOMAIN=[0xfffc,0xfffc0000]  each rank on cores of its own, comm workers' cores left out
+#   CCL_WORKER_COUNT=2  2 of 16 cores a rank carry communication
+#   CCL_WORKER_AFFINITY=0,1,16,17  oneCCL's workers on cores that compute leaves free
 #   GLOO_SOCKET_IFNAME=lo  all ranks are on one host
 #   FI_TCP_IFACE=lo  all ranks are on one host
 #   CCL_KVS_IFACE=lo  all ranks are on one host
@@ -32,20 +33,21 @@ python -m cpuft.train.prepare /runs/one/data.npz --task=mrpc --model=minilm \
     --data-dir= --train-file= --validation-file= --text-columns= --label-column=label \
     --max-length=128 --padding=dynamic --batch-size=32 --accumulation=1 --epochs=3.0 --max-steps=0 \
     --max-train-samples=0 --learning-rate=2e-05 --weight-decay=0.0 --warmup-ratio=0.0 \
-    --clip-norm=1.0 --dropout=-1.0 --precision=auto --emulate-bf16=False --backend=gloo \
-    --comm-timeout=300.0 --eval-batch-size=32 --seed=42 --save-model=True
+    --clip-norm=1.0 --dropout=-1.0 --precision=auto --emulate-bf16=False --backend=auto \
+    --grad-compression=auto --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 --seed=42 \
+    --save-model=True
 # start 2 ranks with intel's mpirun; output of rank N: /runs/one/logs/rank-N.out and .err
 mpirun -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
     -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 2 -genv I_MPI_FABRICS shm \
-    -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra -genv KMP_BLOCKTIME 1 \
-    -genv KMP_AFFINITY granularity=fine,compact,1,0 -genv TOKENIZERS_PARALLELISM false -host node1 \
-    -n 2 -env CPUFT_HOSTNAME node1 -env CPUFT_CORES '0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15;16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
-    -env OMP_NUM_THREADS 16 -env I_MPI_PIN_DOMAIN '[0xffff,0xffff0000]' -env CCL_WORKER_COUNT 1 -env CCL_WORKER_AFFINITY 15,31 \
+    -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra -genv CCL_LOG_LEVEL error \
+    -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 -genv TOKENIZERS_PARALLELISM false \
+    -host node1 -n 2 -env CPUFT_HOSTNAME node1 -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
+    -env OMP_NUM_THREADS 14 -env I_MPI_PIN_DOMAIN '[0xfffc,0xfffc0000]' -env CCL_WORKER_COUNT 2 -env CCL_WORKER_AFFINITY 0,1,16,17 \
     -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
     -m cpuft.rank python -m cpuft.train --task=mrpc --model=minilm --data-dir= \
     --train-file= --validation-file= --text-columns= --label-column=label --max-length=128 \
     --padding=dynamic --batch-size=32 --accumulation=1 --epochs=3.0 --max-steps=0 \
     --max-train-samples=0 --learning-rate=2e-05 --weight-decay=0.0 --warmup-ratio=0.0 \
-    --clip-norm=1.0 --dropout=-1.0 --precision=auto --emulate-bf16=False --backend=gloo \
-    --comm-timeout=300.0 --eval-batch-size=32 --seed=42 --save-model=True --run-dir=/runs/one \
-    --prepared=/runs/one/data.npz --progress=lines
+    --clip-norm=1.0 --dropout=-1.0 --precision=auto --emulate-bf16=False --backend=auto \
+    --grad-compression=auto --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 --seed=42 \
+    --save-model=True --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines
