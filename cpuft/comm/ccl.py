@@ -92,6 +92,8 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
         # "auto" would give the host's last cores to every rank. One entry for each worker of each rank of the host.
         "CCL_WORKER_AFFINITY": ",".join(str(last_first[worker % len(cores)]) for worker in range(workers)),
         "CCL_ATL_TRANSPORT": "ofi",
+        # Ranks of one host meet in shared memory, not over its loopback.
+        "CCL_ATL_SHM": "1",
     }
     if len(cores) <= workers:
         settings["CCL_YIELD"] = "sched_yield"
