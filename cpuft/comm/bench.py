@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from cpuft.comm.choice import GRADIENT_BYTES, Choice, choose_backend
 from cpuft.comm.registration import BACKENDS, start
+from cpuft.comm.session import leave
 from cpuft.errors import CpuftError
 
 SIZES = (2**10, 2**15, 2**20, GRADIENT_BYTES, 110 * 2**20)
@@ -141,7 +142,8 @@ def choose(
 ) -> Choice:
     """A short measured choice: all-reduces of one message over each backend, twice in turn. The same on all ranks.
 
-    To be called before the default group is made, with a store that all ranks share. Takes a few seconds.
+    To be called before the default group is made, with a store that all ranks share. Takes a few seconds. The process
+    must end with `cpuft.comm.leave`; better is a job of its own before the real one (--choose).
     """
     if size == 1:
         return Choice("gloo", "gloo: one rank has nobody to send to")
@@ -185,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes, comma between")
     parser.add_argument("--rounds", type=int, default=1, help="go over the backends so often, in turn")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a collective may take")
+    parser.add_argument("--choose", type=Path, help="no sweep: choose a backend and write {backend, reason} here")
     parser.add_argument("--output", type=Path, help="JSON-lines record")
     options = parser.parse_args(arguments)
     plan = [
@@ -196,6 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for size in options.sizes.split(",")
     ]
     store, rank, size = next(rendezvous("env://"))
+    if options.choose:
+        choice = choose(store, rank, size, timeout=options.timeout)
+        if rank == 0:
+            print(choice.reason)
+            options.choose.write_text(json.dumps(dataclasses.asdict(choice)) + "\n")
+        return
     found = list(sweep(store, rank, size, plan, options.timeout))
     if rank == 0:
         print(format_table(found))
@@ -207,4 +216,6 @@ if __name__ == "__main__":
     try:
         main()
     except CpuftError as error:
-        sys.exit(f"cpuft: {error}")
+        print(f"cpuft: {error}", file=sys.stderr)
+        leave(2)
+    leave(0)
