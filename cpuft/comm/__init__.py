@@ -5,8 +5,8 @@ before that call, so the import needs neither oneCCL nor mpi4py.
 """
 
 from cpuft.comm.registration import BACKENDS, register_backends, start
-from cpuft.comm.session import take_traffic
+from cpuft.comm.session import leave, take_traffic
 
-__all__ = ["BACKENDS", "register_backends", "start", "take_traffic"]
+__all__ = ["BACKENDS", "leave", "register_backends", "start", "take_traffic"]
 
 register_backends()

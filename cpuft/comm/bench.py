@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from cpuft.arguments import parse_arguments
 from cpuft.comm.choice import GRADIENT_BYTES, Choice, choose_backend
 from cpuft.comm.registration import BACKENDS, start
+from cpuft.comm.session import leave
 from cpuft.config import BenchConfig
 from cpuft.errors import CpuftError, near_names
 
@@ -142,7 +143,8 @@ def choose(
 ) -> Choice:
     """A short measured choice: all-reduces of one message over each backend, twice in turn. The same on all ranks.
 
-    To be called before the default group is made, with a store that all ranks share. Takes a few seconds.
+    To be called before the default group is made, with a store that all ranks share. Takes a few seconds. The process
+    must end with `cpuft.comm.leave`.
     """
     if size == 1:
         return Choice("gloo", "one rank has nobody to send to")
@@ -213,4 +215,5 @@ if __name__ == "__main__":
         main()
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        leave(2)
+    leave(0)

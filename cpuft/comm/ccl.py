@@ -43,9 +43,10 @@ def find_library(name: str, distribution: str) -> str:
     return next((str(place.resolve()) for place in places if place.exists()), name)
 
 
-def _load_global(name: str, distribution: str) -> None:
+def _load_first(name: str, distribution: str) -> None:
+    """Load a library so that those that ask for its name find it, wherever it is installed."""
     try:
-        ctypes.CDLL(find_library(name, distribution), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(find_library(name, distribution))
     except OSError as error:
         raise CpuftError(
             f"backend ccl needs {name} ({error}): pip install {distribution}==2021.*, or use --backend mpi or gloo"
@@ -70,8 +71,8 @@ def load() -> ctypes.CDLL:
     for name, value in worker_settings(dict(os.environ), os.sched_getaffinity(0)).items():
         os.environ.setdefault(name, value)
     # oneCCL opens libfabric by its bare name, which is found only if it is loaded already.
-    _load_global("libfabric.so.1", "impi-rt")
-    _load_global("libccl.so.1", "oneccl-cpu")
+    _load_first("libfabric.so.1", "impi-rt")
+    _load_first("libccl.so.1", "oneccl-cpu")
     library = ctypes.CDLL(str(shims[0]))
     library.cpuft_ccl_error.restype = ctypes.c_char_p
     library.cpuft_ccl_address_size.restype = ctypes.c_size_t
@@ -92,6 +93,8 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
         # "auto" would give the host's last cores to every rank. One entry for each worker of each rank of the host.
         "CCL_WORKER_AFFINITY": ",".join(str(last_first[worker % len(cores)]) for worker in range(workers)),
         "CCL_ATL_TRANSPORT": "ofi",
+        # Ranks of one host meet in shared memory, not over its loopback.
+        "CCL_ATL_SHM": "1",
     }
     if len(cores) <= workers:
         settings["CCL_YIELD"] = "sched_yield"

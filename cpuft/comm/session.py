@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 from datetime import timedelta
+from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
 
@@ -41,6 +44,18 @@ def close_watch() -> None:
 def take_traffic() -> Traffic:
     """Operations and payload bytes this rank has handed to cpuft's groups since the last call: once a step, say."""
     return register.take_traffic()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process for good, after Python's own exit handlers but without those of C.
+
+    A process that has used both oneCCL and Intel MPI must end so: they share libfabric, whose shm provider (that of
+    impi-rt 2021.18) then frees its endpoints twice at exit and aborts, whatever the exit code was to be.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def timeout_seconds(given: timedelta) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import time
+import traceback
+from typing import NoReturn
 
 from cpuft.arguments import parse_arguments
+from cpuft.comm.session import leave
 from cpuft.config import TrainConfig, WorkerConfig, option_names
 from cpuft.errors import CpuftError
 
@@ -20,12 +22,15 @@ def main() -> None:
         from cpuft.train.run import run
 
         run(train, worker, started)
+        leave(0)
     except CpuftError as error:
         _refuse(str(error))
     except OSError as error:
         if error.errno != errno.ENOSPC:
-            raise
+            _fail()
         _refuse(f"the disk is full ({error.filename or 'run directory'}): make room, and start again")
+    except Exception:
+        _fail()
 
 
 def parse_worker(words: list[str]) -> tuple[TrainConfig, WorkerConfig]:
@@ -36,11 +41,16 @@ def parse_worker(words: list[str]) -> tuple[TrainConfig, WorkerConfig]:
     return parse_arguments(TrainConfig, others), parse_arguments(WorkerConfig, own)
 
 
-def _refuse(line: str) -> None:
+def _fail() -> NoReturn:
+    """Say what was raised and end at once, for the reasons of `cpuft.comm.leave` and of `_refuse`."""
+    traceback.print_exc()
+    leave(1)
+
+
+def _refuse(line: str) -> NoReturn:
     """Say it and end at once: other ranks may hang in a collective, and tearing down would wait for them."""
     print(f"cpuft: error: {line}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(2)
+    leave(2)
 
 
 if __name__ == "__main__":

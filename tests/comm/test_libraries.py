@@ -47,7 +47,7 @@ def test_handles_of_16_bit_floats_belong_to_a_library(library: str, handles: dic
     ids=("workers on the last cores", "cores are scarce", "two workers", "no mpirun"),
 )
 def test_what_oneccl_is_told(environment: dict[str, str], cores: set[int], expected: dict[str, str]) -> None:
-    always = {"CCL_WORKER_OFFLOAD": "1", "CCL_ATL_TRANSPORT": "ofi"}
+    always = {"CCL_WORKER_OFFLOAD": "1", "CCL_ATL_TRANSPORT": "ofi", "CCL_ATL_SHM": "1"}
     assert ccl.worker_settings(environment, cores) == always | expected
 
 
