@@ -1,0 +1,172 @@
+"""Who is measured: the Hugging Face Trainer in three configurations, and a bare loop with `accelerate`.
+
+Each lives in a process of its own, loads once and then waits for its turns, so that none's allocator or threads
+touch another's, and peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpuft.train.bench.rows import BATCH, Row, collate, collate_to_the_recipe_s_length, length_grouped, read_rows
+
+LEARNING_RATE = 2e-5
+# A padded row costs the same as any other, so the slowest contestant may see fewer.
+PADDED_SHARE = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained: MiniLM from `model`, or a random BERT-base with MiniLM's tokenizer; `rows` rows a turn."""
+
+    data: Path
+    model: str
+    bert_base: bool
+    rows: int
+    threads: int
+
+
+def load(setting: Setting) -> tuple[Any, list[Row]]:
+    """The model, fp32, and the rows."""
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        BertConfig,
+        BertForSequenceClassification,
+    )
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    rows = read_rows(setting.data, AutoTokenizer.from_pretrained(setting.model), setting.rows)
+    if setting.bert_base:
+        return BertForSequenceClassification(BertConfig()), rows
+    load_model = AutoModelForSequenceClassification.from_pretrained
+    return load_model(setting.model, num_labels=2, dtype=torch.float32), rows
+
+
+def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Row]], None]:
+    """One update as a careful person writes it: forward, backward, clip to 1, step."""
+
+    def step(rows: list[Row]) -> None:
+        model(**collate(rows)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def accelerated(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """The model with its AdamW, both accelerated."""
+    from cpuft.train.fast import accelerate
+
+    return accelerate(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0))
+
+
+def _bare_loop(setting: Setting) -> Callable[[], tuple[int, float]]:
+    model, rows = load(setting)
+    model, optimizer = accelerated(model)
+    step = make_step(model.train(), optimizer)
+
+    def turn() -> tuple[int, float]:
+        start = time.perf_counter()
+        for batch in length_grouped(rows, seed=0):
+            step(batch)
+        return len(rows), time.perf_counter() - start
+
+    return turn
+
+
+def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> Callable[[], tuple[int, float]]:
+    from datasets import Dataset
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    model, rows = load(setting)
+    optimizer = accelerated(model)[1] if fast else None
+    rows = rows if dynamic else rows[: max(BATCH, len(rows) // PADDED_SHARE)]
+
+    def turn() -> tuple[int, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                output_dir=folder,
+                use_cpu=True,
+                bf16=bf16,
+                num_train_epochs=1,
+                learning_rate=LEARNING_RATE,
+                per_device_train_batch_size=BATCH,
+                train_sampling_strategy="group_by_length" if dynamic else "random",
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+                report_to=[],
+                remove_unused_columns=False,
+            )
+            collator = collate if dynamic else collate_to_the_recipe_s_length
+            trainer = Trainer(
+                model=model,
+                args=arguments,
+                train_dataset=Dataset.from_list(rows),
+                data_collator=collator,
+                optimizers=(optimizer, None),
+            )
+            trainer.remove_callback(PrinterCallback)
+            start = time.perf_counter()
+            trainer.train()
+            return len(rows), time.perf_counter() - start
+
+    return turn
+
+
+CONTESTANTS: dict[str, Callable[[Setting], Callable[[], tuple[int, float]]]] = {
+    "cpuft": _bare_loop,
+    "trainer-accelerated": lambda setting: _trainer(setting, bf16=False, dynamic=True, fast=True),
+    "trainer-bf16-dynamic": lambda setting: _trainer(setting, bf16=True, dynamic=True, fast=False),
+    "trainer-fp32-padded": lambda setting: _trainer(setting, bf16=False, dynamic=False, fast=False),
+}
+
+
+class Contestant:
+    """One contestant in its process. `turn` lets it train its rows once."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(name, setting, theirs), daemon=True)
+        self._process.start()
+        self._pipe.recv()
+
+    def turn(self) -> tuple[float, int]:
+        """Samples per second of one pass over the rows, and peak resident memory so far in MB."""
+        self._pipe.send("turn")
+        rows, seconds, megabytes = self._pipe.recv()
+        return rows / seconds, megabytes
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
+
+
+def _serve(name: str, setting: Setting, pipe: Connection) -> None:
+    torch.set_num_threads(setting.threads)
+    turn = CONTESTANTS[name](setting)
+    pipe.send("ready")
+    while True:
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+        rows, seconds = turn()
+        pipe.send((rows, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10))

@@ -1,0 +1,6 @@
+"""The fast path: cheaper pieces for a loaded model, put in from outside. `accelerate` is the way in."""
+
+from cpuft.train.fast.acceleration import accelerate, has_bf16_products
+from cpuft.train.fast.kernels import kernel_status
+
+__all__ = ["accelerate", "has_bf16_products", "kernel_status"]

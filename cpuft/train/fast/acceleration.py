@@ -1,0 +1,96 @@
+"""`accelerate(model, optimizer)`: the fast path on a loaded model, from outside and in place."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cpuft.errors import CpuftError
+from cpuft.train.fast.adamw import put_on_masters
+from cpuft.train.fast.allocator import keep_freed_memory
+from cpuft.train.fast.dropout import FastDropout
+from cpuft.train.fast.encoder import find_encoders, reads_first_token
+from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
+
+Model = TypeVar("Model", bound=nn.Module)
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+PRECISIONS = ("auto", "bf16", "fp32")
+
+
+def has_bf16_products() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AMX or AVX512_BF16); where not, bf16 is slower than fp32."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+def accelerate(
+    model: Model, optimizer: AnyOptimizer, *, precision: str = "auto", first_token: bool = True
+) -> tuple[Model, AnyOptimizer]:
+    """Train `model` with `optimizer` faster; nothing else of the training loop changes.
+
+    Both come back as the same objects, changed in place: call it after the model is loaded and the optimizer is made,
+    before DistributedDataParallel or a trainer gets them. Encoders of BERT's kind (BERT, RoBERTa, XLM-RoBERTa,
+    CamemBERT, ELECTRA, DistilBERT) get the fast layers; in any other model only dropout modules change.
+
+    What stays true: parameter names; `state_dict`, `save_pretrained` and checkpoints in fp32 (the masters); gradient
+    clipping, accumulation, learning rate schedulers; the probability distribution of dropout, not its very numbers.
+    What changes: gradients of the encoder's linear layers are bf16, so accumulation over many micro-batches and
+    all-reduce under DistributedDataParallel round to 8 bits at each addition (half the traffic), and the norm that
+    clipping sees has that precision. Hidden states that are asked for come in bf16.
+
+    Parameters
+    ----------
+    precision: bf16 compute weights and activations with fp32 masters, or fp32; auto: bf16 where the hardware has it.
+    first_token: in sequence classifiers, the last layer computes only the first token, which alone is read.
+
+    Raises
+    ------
+    CpuftError: for a model wrapped by DistributedDataParallel, one whose weights are not fp32, an unknown precision.
+    """
+    _check(model, precision)
+    bf16 = precision == "bf16" or (precision == "auto" and has_bf16_products())
+    keep_freed_memory()
+    _replace_dropout(model)
+    masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
+    if masters is None:
+        masters = _quicken(model, bf16, first_token)
+    put_on_masters(optimizer, masters)
+    return model, optimizer
+
+
+def _check(model: nn.Module, precision: str) -> None:
+    if precision not in PRECISIONS:
+        raise CpuftError(f"precision {precision!r} is unknown: choose one of {', '.join(PRECISIONS)}")
+    if isinstance(model, DistributedDataParallel):
+        raise CpuftError("accelerate changes weights that DistributedDataParallel has counted: wrap the model after it")
+    if hasattr(model, MASTERS_ATTRIBUTE):
+        return
+    low = next((name for name, p in model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)), None)
+    if low is not None:
+        raise CpuftError(f"{low} is not fp32, so there is no master to train: load the model with dtype=torch.float32")
+
+
+def _quicken(model: nn.Module, bf16: bool, first_token: bool) -> Masters:
+    encoders = find_encoders(model)
+    linears = [linear for encoder in encoders for linear in encoder.linears]
+    low = [p for linear in linears for p in linear.parameters()] if bf16 else []
+    masters = Masters(model, low)
+    for encoder in encoders:
+        encoder.install(bf16)
+    if first_token and len(encoders) == 1 and reads_first_token(model):
+        encoders[0].watch_head(model)
+    return masters
+
+
+def _replace_dropout(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Dropout:
+                fast = FastDropout(child.p, child.inplace)
+                fast.training = child.training
+                setattr(module, name, fast)

@@ -1,0 +1,113 @@
+"""Cheap dropout: the mask is a function of a seed and an element's index, so it is made twice and never stored.
+
+Element `e` takes 16 bits of word `e // 4` of SplitMix64's stream and stays if they are at least `threshold`.
+`torch.bernoulli_` on the CPU is serial and costs as much as a matrix product; this costs a memory pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cpuft.train.fast.kernels import kernels_for
+
+LEVELS = 1 << 16
+_INT64 = 1 << 64
+
+
+@dataclass(frozen=True)
+class Mask:
+    """One dropout mask: which stream, how much of it is dropped, and what makes up for it."""
+
+    seed: int
+    """Number of the stream, 0 to 2**64 - 1."""
+    threshold: int
+    """Of the 65536 values of an element's 16 bits, the first `threshold` drop it."""
+
+    @property
+    def scale(self) -> float:
+        """What kept values are multiplied by: one over the probability, to 16 bits, of being kept."""
+        return LEVELS / (LEVELS - self.threshold)
+
+    @property
+    def kernel_arguments(self) -> tuple[int, int, float]:
+        """Seed, threshold and scale, in the order that every kernel takes them."""
+        return self.seed, self.threshold, self.scale
+
+
+NO_MASK = Mask(seed=0, threshold=0)
+
+
+def draw_mask(p: float, training: bool) -> Mask:
+    """A fresh mask for dropout probability `p`, to 1 / 65536; its seed comes from torch's generator.
+
+    So `torch.manual_seed` repeats a run, and gradient checkpointing, which restores the generator, repeats a mask.
+    p = 1, which drops everything, is not representable and rounds to 65535 / 65536.
+    """
+    threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
+    if threshold == 0:
+        return NO_MASK
+    # random_() without a range leaves the sign bit zero.
+    seed = int(torch.empty((), dtype=torch.int64).random_(-(2**63), None).item())
+    return Mask(seed % _INT64, threshold)
+
+
+def _signed(value: int) -> int:
+    return (value + 2**63) % _INT64 - 2**63
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's is arithmetic."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """True where `mask` keeps an element of a contiguous tensor of `shape`. Plain torch; SplitMix64's constants."""
+    count = torch.Size(shape).numel()
+    z = torch.arange(1, (count + 3) // 4 + 1, dtype=torch.int64)
+    z = z * _signed(0x9E3779B97F4A7C15) + _signed(mask.seed)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    lanes = (z ^ _shifted(z, 31)).view(torch.int16)[:count].view(shape)
+    # The kernels read lanes as unsigned: value and threshold move down together by half the range where the sign
+    # bit is flipped instead.
+    return (lanes ^ -(1 << 15)) >= mask.threshold - (1 << 15)
+
+
+def masked(x: Tensor, mask: Mask) -> Tensor:
+    """`x` with dropped elements zero and kept ones scaled. No autograd: forward and backward are this function."""
+    if mask.threshold == 0:
+        return x
+    x = x.contiguous()
+    if kernels := kernels_for(x):
+        y = torch.empty_like(x)
+        kernels.run("dropout", x.dtype, x, y, x.numel(), *mask.kernel_arguments)
+        return y
+    return torch.where(kept_elements(mask, x.shape), x * mask.scale, 0.0)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Mask) -> Tensor:
+        ctx.mask = mask
+        return masked(x, mask)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return masked(grad, ctx.mask), None
+
+
+class FastDropout(nn.Dropout):
+    """`torch.nn.Dropout` with a cheap mask: same probability (to 1 / 65536), same scale, other random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Dropout of `x`, any shape; `x` itself when not training or p is 0."""
+        if not self.training or self.p == 0.0 or self.inplace or x.device.type != "cpu" or self.p == 1.0:
+            return super().forward(x)
+        result: Tensor = _Dropout.apply(x, draw_mask(self.p, True))  # type: ignore[no-untyped-call]
+        return result

@@ -1,0 +1,136 @@
+"""The optional C++ kernels: built with the host's compiler on first use, kept in the user's cache, loaded by ctypes.
+
+Without a compiler, or with CPUFT_KERNELS=0, every caller runs its plain torch twin: the same results (the same
+dropout masks too, within rounding), more slowly. `kernel_status` says which, for the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+
+# -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. Not -ffast-math: linking
+# with it makes every thread of the process flush denormals, torch's too.
+FLAGS = (
+    *("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"),
+    *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
+)
+
+# p pointer, q int64, Q uint64, I uint32, f float, i int: in the order of kernels.cpp.
+_SIGNATURES = {
+    "dropout": "ppqQIfi",
+    "norm_forward": "ppppppppqqQIffi",
+    "norm_backward": "pppppppppqqQIfi",
+    "softmax_forward": "ppppqqqqqqqfQIfi",
+    "softmax_backward": "pppqqffi",
+    "gelu": "pppqi",
+    "adamw": "pppppqfffffffi",
+}
+_C_TYPES: dict[str, Any] = {
+    "p": ctypes.c_void_p,
+    "q": ctypes.c_int64,
+    "Q": ctypes.c_uint64,
+    "I": ctypes.c_uint32,
+    "f": ctypes.c_float,
+    "i": ctypes.c_int,
+}
+_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_switched_off = False
+
+
+class Kernels:
+    """The loaded library. Tensors passed to `run` have to be contiguous, on the CPU, and alive until it returns."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._functions: dict[tuple[str, torch.dtype], Any] = {}
+        for name, letters in _SIGNATURES.items():
+            for dtype, suffix in _SUFFIXES.items():
+                function = getattr(library, f"{name}_{suffix}")
+                function.argtypes = [_C_TYPES[letter] for letter in letters]
+                function.restype = None
+                self._functions[name, dtype] = function
+
+    def run(self, name: str, dtype: torch.dtype, *arguments: torch.Tensor | int | float | None) -> None:
+        """Call kernel `name` for elements of `dtype`; a tensor becomes its address, the thread count is added."""
+        plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        self._functions[name, dtype](*plain, torch.get_num_threads())
+
+
+@functools.cache
+def _load() -> tuple[Kernels | None, str]:
+    if os.environ.get("CPUFT_KERNELS") == "0":
+        return None, "off: CPUFT_KERNELS=0"
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    if compiler is None:
+        return None, "off: no C++ compiler; install g++ for the fast kernels"
+    try:
+        return Kernels(_build(compiler)), "on"
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return None, f"off: {compiler} could not build them: {str(said).strip().splitlines()[-1:]}"
+
+
+def _build(compiler: str) -> Path:
+    """The library's path, built unless the cache has it. Ranks that race build twice and rename over each other."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, version, _processor()]).encode()).hexdigest()[:16]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpuft"
+    library = home / f"kernels-{key}.so"
+    if not library.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home) as folder:
+            made = Path(folder) / "kernels.so"
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+            made.replace(library)
+    return library
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a cache on a shared disk serves hosts of several kinds."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.machine()
+
+
+def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
+    """The kernels, if they are there and can take these tensors (CPU, bf16 or fp32, one dtype); else None."""
+    first = tensors[0]
+    if _switched_off or first.dtype not in _SUFFIXES:
+        return None
+    if any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
+        return None
+    return _load()[0]
+
+
+def kernel_status() -> str:
+    """`on`, or `off: ` with the reason."""
+    return "off: switched off" if _switched_off else _load()[1]
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Run the plain torch twins inside this block, as on a host without a compiler."""
+    global _switched_off
+    before, _switched_off = _switched_off, True
+    try:
+        yield
+    finally:
+        _switched_off = before

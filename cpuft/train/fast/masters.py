@@ -1,0 +1,107 @@
+"""fp32 master weights beside bf16 compute weights: what is trained, saved and loaded is the fp32 one.
+
+Why: bf16 keeps 8 bits. A step of relative size below 1/256 rounds away, and with a learning rate of 2e-5 most do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MASTERS_ATTRIBUTE = "_cpuft_masters"
+
+
+class Masters:
+    """The fp32 masters of a model's bf16 parameters.
+
+    `state_dict` of the model (and so `save_pretrained`, and DistributedDataParallel's `state_dict`) gives masters
+    under the parameters' own names; `load_state_dict` takes fp32 values into them. A parameter that something else
+    writes to (a copy, an initialiser) overrules its master: the next step or save sees the difference.
+    """
+
+    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+        wanted = {id(p) for p in parameters}
+        self.parameters = {name: p for name, p in model.named_parameters() if id(p) in wanted}
+        self._masters: dict[nn.Parameter, Tensor] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+        for parameter in self.parameters.values():
+            self._masters[parameter] = parameter.detach()
+            parameter.data = parameter.detach().to(torch.bfloat16)
+            parameter.grad = None
+            self.mark(parameter)
+        model.register_state_dict_post_hook(_SaveHook(self))  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(self._load)  # type: ignore[no-untyped-call]
+        setattr(model, MASTERS_ATTRIBUTE, self)
+
+    def get(self, parameter: Tensor) -> Tensor | None:
+        """The master of a parameter, brought up to date if the parameter was written to; None for an fp32 one."""
+        master = self._masters.get(parameter)  # type: ignore[call-overload]
+        if master is not None and parameter._version != self._versions[parameter]:  # type: ignore[index]
+            self._follow(parameter)  # type: ignore[arg-type]
+        return master  # type: ignore[no-any-return]
+
+    def mark(self, parameter: nn.Parameter) -> None:
+        """Remember that a parameter's value now is its master, rounded."""
+        self._versions[parameter] = parameter._version
+
+    @torch.no_grad()
+    def _follow(self, parameter: nn.Parameter) -> None:
+        master = self._masters[parameter]
+        value = parameter.detach()
+        master.copy_(torch.where(value == master.to(value.dtype), master, value.float()))
+        self.mark(parameter)
+
+    def save(self, state: dict[str, Any], prefix: str) -> None:
+        """Put the masters into a state dict of the model, made with `prefix`."""
+        for name, parameter in self.parameters.items():
+            if prefix + name in state:
+                self._follow(parameter)
+                state[prefix + name] = self._masters[parameter]
+
+    @torch.no_grad()
+    def _load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, parameter in self.parameters.items():
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                self._masters[parameter].copy_(value)
+
+    @contextmanager
+    def in_place(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Inside, the bf16 ones of `parameters` are their masters, with fp32 gradients: what any optimizer can step.
+
+        On the way out the masters are rounded into the compute weights, and the bf16 gradients are back.
+        """
+        mine = [p for p in parameters if p in self._masters]
+        compute = [(p, p.data, p.grad) for p in mine]
+        for parameter, _, grad in compute:
+            master = self.get(parameter)
+            assert master is not None
+            parameter.grad = None
+            parameter.data = master
+            parameter.grad = None if grad is None else grad.float()
+        try:
+            yield
+        finally:
+            for parameter, data, grad in compute:
+                parameter.grad = None
+                # A closure or a loader may have given the parameter new storage: that is its master from now on.
+                self._masters[parameter] = parameter.data
+                parameter.data = data
+                with torch.no_grad():
+                    parameter.copy_(self._masters[parameter])
+                parameter.grad = grad
+                self.mark(parameter)
+
+
+class _SaveHook:
+    """An object, because torch sets an attribute on this hook, and with a method's meaning, so that deepcopy works."""
+
+    def __init__(self, masters: Masters) -> None:
+        self.masters = masters
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        self.masters.save(state, prefix)

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertForMaskedLM, BertForTokenClassification, BertModel, GPT2Config, GPT2Model
+from transformers.models.bert import BertConfig
+
+from cpuft.errors import CpuftError
+from cpuft.train.fast import accelerate
+from tests.train.fast.encoders import KINDS, SIZES, make_batch, make_model, make_optimizer, make_pair, relative_error
+
+# Of the gradient of one parameter: sums of fp32 taken in another order; bf16 through two layers and back.
+TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
+LOOSE_BATCH, FULL_BATCH = (17, 9, 5, 3), (17, 17, 17, 17)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("lengths", [LOOSE_BATCH, FULL_BATCH], ids=["packed", "full"])
+def test_loss_and_gradients_are_the_plain_model_s(kind: str, precision: str, lengths: tuple[int, ...]) -> None:
+    plain, fast = make_pair(kind)
+    accelerate(fast, make_optimizer(fast), precision=precision)
+    batch = make_batch(lengths)
+    wanted, found = plain(**batch), fast(**batch)
+    assert relative_error(found.logits, wanted.logits) < TOLERANCE[precision]
+    wanted.loss.backward()
+    found.loss.backward()
+    theirs = dict(plain.named_parameters())
+    whole = torch.cat([p.grad.flatten().float() for p in fast.parameters() if p.grad is not None])
+    expected = torch.cat([theirs[n].grad.flatten() for n, p in fast.named_parameters() if p.grad is not None])
+    assert relative_error(whole, expected) < TOLERANCE[precision]
+    # In fp32 each parameter's own gradient holds too, where it is not rounding: a key's bias has none.
+    floor = 1e-5 * expected.norm()
+    for name, parameter in fast.named_parameters():
+        if precision == "fp32" and parameter.grad is not None and theirs[name].grad.norm() > floor:
+            assert relative_error(parameter.grad, theirs[name].grad) < TOLERANCE[precision], name
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_both_mask_formats(attention: str) -> None:
+    plain, fast = make_pair("bert")
+    for model in (plain, fast):
+        model.set_attn_implementation(attention)
+    accelerate(fast, make_optimizer(fast), precision="fp32")
+    batch = make_batch()
+    torch.testing.assert_close(fast(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_a_mask_of_queries_and_keys() -> None:
+    plain, fast = make_pair("bert")
+    accelerate(fast, make_optimizer(fast), precision="fp32")
+    batch = make_batch(FULL_BATCH)
+    batch["attention_mask"] = torch.ones(17, 17).tril().bool().expand(4, 1, 17, 17)
+    torch.testing.assert_close(fast(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_padding_on_the_left() -> None:
+    plain, fast = make_pair("bert")
+    accelerate(fast, make_optimizer(fast), precision="fp32")
+    batch = {name: value.flip(1) if value.dim() == 2 else value for name, value in make_batch().items()}
+    torch.testing.assert_close(fast(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_hidden_states_and_attentions_keep_their_shapes() -> None:
+    plain, fast = make_pair("bert")
+    for model in (plain, fast):
+        model.set_attn_implementation("eager")
+    accelerate(fast, make_optimizer(fast), precision="fp32")
+    batch = make_batch()
+    wanted = plain(**batch, output_hidden_states=True, output_attentions=True)
+    found = fast(**batch, output_hidden_states=True, output_attentions=True)
+    for mine, theirs in zip(
+        found.hidden_states + found.attentions, wanted.hidden_states + wanted.attentions, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_the_encoder_alone_gives_every_token() -> None:
+    plain, fast = make_pair("bert")
+    accelerate(fast, make_optimizer(fast), precision="fp32")
+    batch = make_batch()
+    del batch["labels"]
+    seen = batch["attention_mask"].bool()
+    torch.testing.assert_close(
+        fast.bert(**batch).last_hidden_state[seen], plain.bert(**batch).last_hidden_state[seen], atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("head", [BertForTokenClassification, BertForMaskedLM, BertModel], ids=lambda c: c.__name__)
+def test_other_heads_read_every_token(head: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = head(BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES))
+    fast = copy.deepcopy(plain)
+    accelerate(fast, make_optimizer(fast), precision="fp32")
+    batch = make_batch()
+    del batch["labels"]
+    seen = batch["attention_mask"].bool()
+    torch.testing.assert_close(fast(**batch)[0][seen], plain(**batch)[0][seen], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    model = make_model("bert", dropout=0.1)
+    accelerate(model, make_optimizer(model))
+    batch = make_batch()
+
+    def gradients() -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    wanted = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = gradients()
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_a_deep_copy_is_independent() -> None:
+    model = make_model("bert")
+    accelerate(model, make_optimizer(model), precision="fp32")
+    batch = make_batch()
+    before = model(**batch).logits
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(0.1)
+    torch.testing.assert_close(model(**batch).logits, before)
+    assert relative_error(twin(**batch).logits, before) > 0.01
+
+
+def test_evaluation_drops_nothing() -> None:
+    model = make_model("bert", dropout=0.5)
+    accelerate(model, make_optimizer(model))
+    model.eval()
+    batch = make_batch()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, model(**batch).logits, atol=0, rtol=0)
+
+
+def test_training_drops() -> None:
+    model = make_model("bert", dropout=0.5)
+    accelerate(model, make_optimizer(model))
+    batch = make_batch()
+    assert not torch.equal(model(**batch).logits, model(**batch).logits)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    model = make_model("bert")
+    for parameter in model.bert.parameters():
+        parameter.requires_grad = False
+    for parameter in model.bert.encoder.layer[1].parameters():
+        parameter.requires_grad = True
+    accelerate(model, make_optimizer(model))
+    model(**make_batch()).loss.backward()
+    assert {name.split(".")[3] for name, p in model.bert.named_parameters(prefix="bert") if p.grad is not None} == {"1"}
+
+
+def test_other_models_run_unchanged() -> None:
+    torch.manual_seed(0)
+    plain = GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).eval()
+    fast = copy.deepcopy(plain)
+    accelerate(fast, make_optimizer(fast), precision="bf16")
+    ids = make_batch()["input_ids"]
+    torch.testing.assert_close(fast(ids)[0], plain(ids)[0], atol=0, rtol=0)
+
+
+def test_names_and_classes_stay() -> None:
+    plain, fast = make_pair("roberta")
+    optimizer = make_optimizer(fast)
+    assert accelerate(fast, optimizer)[0] is fast
+    assert [name for name, _ in fast.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert isinstance(fast.roberta.encoder.layer[0], type(plain.roberta.encoder.layer[0]))
+    assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    model = make_model("bert")
+    with pytest.raises(CpuftError, match="choose one of auto, bf16, fp32"):
+        accelerate(model, make_optimizer(model), precision="int8")
+
+
+def test_a_model_without_fp32_weights_is_refused() -> None:
+    model = make_model("bert").to(torch.bfloat16)
+    with pytest.raises(CpuftError, match="load the model with dtype="):
+        accelerate(model, make_optimizer(model))

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForSequenceClassification
+
+from cpuft.train.fast import accelerate
+from cpuft.train.fast.kernels import plain_torch
+from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.01}),
+    "AdamW, no decay": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0, "eps": 1e-6, "betas": (0.8, 0.99)}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
+    "AMSGrad": (torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+}
+KEY = "bert.encoder.layer.1.output.dense.weight"
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_is_the_plain_optimizer_s_on_fp32(name: str, kernels: bool) -> None:
+    """Three updates from given gradients: masters as torch's own optimizer leaves fp32 weights, to 1e-6."""
+    make, options = OPTIMIZERS[name]
+    plain, fast = make_pair("bert")
+    theirs = make(plain.parameters(), **options)
+    _, mine = accelerate(fast, make(fast.parameters(), **options), precision="bf16")
+    generator = torch.Generator().manual_seed(1)
+    with contextlib.nullcontext() if kernels else plain_torch():
+        for _ in range(3):
+            for slow, quick in zip(plain.parameters(), fast.parameters(), strict=True):
+                gradient = torch.randn(slow.shape, generator=generator).to(quick.dtype)
+                slow.grad, quick.grad = gradient.float(), gradient
+            theirs.step()
+            mine.step()
+    wanted = plain.state_dict()
+    for key, value in fast.state_dict().items():
+        torch.testing.assert_close(value, wanted[key], atol=2e-6, rtol=1e-5, msg=key)
+    for parameter, value in zip(fast.parameters(), plain.parameters(), strict=True):
+        assert parameter.dtype == torch.float32 or (parameter - value).abs().max() < value.abs().max() / 128
+    for slow, quick in zip(theirs.state.values(), mine.state.values(), strict=True):
+        for entry, value in slow.items():
+            assert entry == "step" or quick[entry] is None or quick[entry].dtype == torch.float32
+            torch.testing.assert_close(quick[entry], value, atol=2e-6, rtol=1e-5)
+
+
+def test_steps_too_small_for_bf16_add_up() -> None:
+    model, optimizer = accelerate(model := make_model("bert"), make_optimizer(model, lr=1e-5), precision="bf16")
+    before = model.state_dict()[KEY].clone()
+    for _ in range(10):
+        parameter = model.get_parameter(KEY)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    torch.testing.assert_close(before - model.state_dict()[KEY], torch.full_like(before, 1e-4), rtol=0.01, atol=1e-7)
+
+
+def test_saved_weights_are_fp32_under_their_own_names(tmp_path: Path) -> None:
+    plain, fast = make_pair("bert")
+    accelerate(fast, make_optimizer(fast), precision="bf16")
+    fast.save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert again.dtype == torch.float32
+    wanted = plain.state_dict()
+    assert again.state_dict().keys() == wanted.keys()
+    for key, value in again.state_dict().items():
+        torch.testing.assert_close(value, wanted[key], atol=0, rtol=0)
+
+
+def test_loading_gives_masters_all_their_bits() -> None:
+    plain, fast = make_pair("bert")
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(1e-4)
+    accelerate(fast, make_optimizer(fast), precision="bf16")
+    fast.load_state_dict(plain.state_dict())
+    for key, value in fast.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], atol=0, rtol=0)
+    torch.testing.assert_close(fast.get_parameter(KEY), plain.get_parameter(KEY).to(torch.bfloat16), atol=0, rtol=0)
+
+
+def test_a_weight_written_from_outside_overrules_its_master() -> None:
+    model, optimizer = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
+    with torch.no_grad():
+        model.get_parameter(KEY).fill_(0.5)
+    assert torch.equal(model.state_dict()[KEY], torch.full_like(model.state_dict()[KEY], 0.5))
+    optimizer.step()
+    assert torch.all(model.get_parameter(KEY) == 0.5)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_checkpoint_goes_on_as_the_run_would(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    batch = make_batch()
+
+    def run(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, one = accelerate(first := make_model("bert"), make(first.parameters(), **options), precision="bf16")
+    run(first, one, 2)
+    saved = copy.deepcopy((first.state_dict(), one.state_dict()))
+    run(first, one, 2)
+    second, two = accelerate(second := make_model("bert"), make(second.parameters(), **options), precision="bf16")
+    second.load_state_dict(saved[0])
+    two.load_state_dict(saved[1])
+    run(second, two, 2)
+    for key, value in first.state_dict().items():
+        torch.testing.assert_close(second.state_dict()[key], value, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_scheduler_reaches_the_update(order: str) -> None:
+    model = make_model("bert")
+    optimizer = make_optimizer(model, lr=1.0)
+    schedulers = [LambdaLR(optimizer, lambda step: 0.0)] if order == "before" else []
+    accelerate(model, optimizer, precision="bf16")
+    schedulers = schedulers or [LambdaLR(optimizer, lambda step: 0.0)]
+    before = copy.deepcopy(model.state_dict())
+    model(**make_batch()).loss.backward()
+    optimizer.step()
+    schedulers[0].step()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[key], atol=0, rtol=0)
+
+
+def test_gradients_are_clipped_to_the_norm() -> None:
+    model, _ = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
+    model(**make_batch()).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    squares = sum(p.grad.float().square().sum() for p in model.parameters() if p.grad is not None)
+    assert float(squares) ** 0.5 == pytest.approx(0.01, rel=0.02)
+
+
+def test_accumulated_gradients_are_the_sum() -> None:
+    model, _ = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
+    batch = make_batch()
+    model(**batch).loss.backward()
+    once = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model(**batch).loss.backward()
+    for name, gradient in once.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, 2 * gradient)
+
+
+def test_a_closure_is_evaluated() -> None:
+    model, optimizer = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
+    batch = make_batch()
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        return float(loss)
+
+    first = optimizer.step(closure)
+    assert first is not None
+    assert closure() < first
+
+
+def test_a_second_optimizer_shares_the_masters() -> None:
+    model, _ = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
+    _, second = accelerate(model, make_optimizer(model), precision="bf16")
+    before = model.state_dict()[KEY].clone()
+    model(**make_batch()).loss.backward()
+    second.step()
+    assert not torch.equal(model.state_dict()[KEY], before)

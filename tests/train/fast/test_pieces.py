@@ -1,0 +1,184 @@
+"""Each fast piece against the plain torch it stands for: fp32 to 1e-5, bf16 to two units of its 8 bits."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cpuft.train.fast.activation import gelu
+from cpuft.train.fast.attention import Heads, attention
+from cpuft.train.fast.dropout import NO_MASK, Mask, kept_elements
+from cpuft.train.fast.kernels import kernels_for, plain_torch
+from cpuft.train.fast.norm import dropout_add_norm
+from cpuft.train.fast.projection import PackedLinear
+from tests.train.fast.encoders import relative_error
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2 / 256}
+MASK = Mask(seed=12345, threshold=6554)
+HEADS = Heads(count=3, size=8, factor=8**-0.5)
+
+both_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
+with_and_without_mask = pytest.mark.parametrize("mask", [NO_MASK, MASK], ids=["no-dropout", "dropout"])
+
+
+@pytest.fixture(params=["kernels", "torch"], autouse=True)
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "kernels" and kernels_for(torch.empty(0)) is None:
+        pytest.skip("no C++ compiler")
+    with plain_torch() if request.param == "torch" else contextlib.nullcontext():
+        yield
+
+
+def compare(
+    fast: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: list[Tensor], dtype: torch.dtype
+) -> None:
+    """Outputs and gradients of `fast` on inputs in `dtype` against `plain` in fp64 on the same values."""
+    mine = [x.to(dtype).requires_grad_() for x in inputs]
+    theirs = [x.detach().double().requires_grad_() for x in mine]
+    found, wanted = fast(*mine), plain(*theirs)
+    assert found.shape == wanted.shape
+    assert found.dtype == dtype
+    assert relative_error(found, wanted) < TOLERANCE[dtype]
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    found.backward(weights)  # type: ignore[no-untyped-call]
+    wanted.backward(weights.double())  # type: ignore[no-untyped-call]
+    for x, y in zip(mine, theirs, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert relative_error(x.grad, y.grad) < TOLERANCE[dtype]
+
+
+def plain_dropout(x: Tensor, mask: Mask) -> Tensor:
+    return x * kept_elements(mask, x.shape) * mask.scale if mask.threshold else x
+
+
+@both_dtypes
+@with_and_without_mask
+@pytest.mark.parametrize("shape", [(1, 4), (37, 24), (2, 5, 33)], ids=str)
+def test_dropout_add_norm(dtype: torch.dtype, mask: Mask, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(shape[-1], eps=1e-5)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    exact = nn.LayerNorm(shape[-1], eps=1e-5).double()
+    exact.load_state_dict(norm.state_dict())
+    compare(
+        lambda x, residual: dropout_add_norm(x, residual, norm, mask),
+        lambda x, residual: exact(residual + plain_dropout(x, mask)),
+        [torch.randn(shape), torch.randn(shape)],
+        dtype,
+    )
+    for fast, plain in zip(norm.parameters(), exact.parameters(), strict=True):
+        assert fast.grad is not None
+        assert plain.grad is not None
+        assert relative_error(fast.grad, plain.grad) < TOLERANCE[dtype]
+
+
+def plain_attention(query: Tensor, packed: Tensor, bias: Tensor | None, mask: Mask) -> Tensor:
+    q, k, v = (
+        x.view(x.shape[0], -1, HEADS.count, HEADS.size).transpose(1, 2) for x in (query, *packed.chunk(2, dim=-1))
+    )
+    scores = q @ k.transpose(2, 3) * HEADS.factor
+    probabilities = (scores if bias is None else scores + bias).softmax(-1)
+    return (plain_dropout(probabilities, mask) @ v).transpose(1, 2).flatten(2)
+
+
+def key_mask() -> Tensor:
+    shut = torch.arange(11) >= torch.tensor([11, 4])[:, None]
+    return (shut * torch.finfo(torch.float32).min)[:, None, None, :]
+
+
+BIASES = {
+    "none": None,
+    "keys": key_mask(),
+    "queries": torch.randn(2, 1, 11, 11, generator=torch.Generator().manual_seed(5)),
+    "heads": torch.randn(1, 3, 1, 11, generator=torch.Generator().manual_seed(6)),
+}
+
+
+@both_dtypes
+@with_and_without_mask
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
+def test_attention(dtype: torch.dtype, mask: Mask, bias: Tensor | None) -> None:
+    torch.manual_seed(0)
+    compare(
+        lambda packed: attention(None, packed, bias, HEADS, mask),
+        lambda packed: plain_attention(packed[..., :24], packed[..., 24:], bias, mask),
+        [torch.randn(2, 11, 72)],
+        dtype,
+    )
+
+
+@both_dtypes
+@with_and_without_mask
+def test_attention_with_one_query(dtype: torch.dtype, mask: Mask) -> None:
+    torch.manual_seed(0)
+    compare(
+        lambda query, packed: attention(query, packed, BIASES["keys"], HEADS, mask),
+        lambda query, packed: plain_attention(query, packed, BIASES["keys"], mask),
+        [torch.randn(2, 1, 24), torch.randn(2, 11, 48)],
+        dtype,
+    )
+
+
+def test_attention_gives_masked_keys_no_gradient() -> None:
+    packed = torch.randn(2, 11, 72, requires_grad=True)
+    attention(None, packed, BIASES["keys"], HEADS, MASK).sum().backward()  # type: ignore[no-untyped-call]
+    assert packed.grad is not None
+    assert packed.grad[1, 4:, 24:].count_nonzero() == 0
+
+
+def test_a_row_with_nothing_to_see_is_no_nan() -> None:
+    bias = torch.full((2, 1, 1, 11), torch.finfo(torch.float32).min)
+    assert attention(None, torch.randn(2, 11, 72), bias, HEADS, NO_MASK).isfinite().all()
+
+
+@both_dtypes
+def test_gelu(dtype: torch.dtype) -> None:
+    compare(gelu, functional.gelu, [torch.linspace(-6, 6, 4001)], dtype)
+
+
+def test_gelu_absolute_error() -> None:
+    x = torch.linspace(-12, 12, 100001, requires_grad=True)
+    error = (gelu(x).double() - functional.gelu(x.double())).abs().max().item()
+    assert error < 2e-6
+
+
+def test_gelu_far_out() -> None:
+    x = torch.tensor([math.nan, -100.0, 100.0], requires_grad=True)
+    torch.testing.assert_close(gelu(x), functional.gelu(x), equal_nan=True)
+
+
+@both_dtypes
+@pytest.mark.parametrize("first", [0, 1])
+def test_packed_linear(dtype: torch.dtype, first: int) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 24).to(dtype) for _ in range(3)]
+    exact = [nn.Linear(16, 24).double() for _ in range(3)]
+    for layer, copy in zip(layers, exact, strict=True):
+        copy.load_state_dict(layer.state_dict())
+    compare(
+        lambda x: PackedLinear(layers)(x, first),
+        lambda x: torch.cat([layer(x) for layer in exact[first:]], -1),
+        [torch.randn(9, 16)],
+        dtype,
+    )
+    for layer, copy in zip(layers[first:], exact[first:], strict=True):
+        for mine, theirs in zip(layer.parameters(), copy.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            assert relative_error(mine.grad, theirs.grad) < TOLERANCE[dtype]
+
+
+def test_packed_linear_follows_weights_that_were_moved() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    packed = PackedLinear(layers)
+    layers[1].weight.data = torch.ones(4, 4)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(packed(x), torch.cat([layer(x) for layer in layers], -1))
