@@ -55,6 +55,7 @@ class TrainConfig:
     precision: str = option(
         "auto", "auto: bf16 where the hardware has it (AMX or AVX512_BF16), else fp32", choices=PRECISIONS
     )
+    plain: bool = option(False, "switch the fast path off: the model's own layers, autocast and torch's AdamW")
     emulate_bf16: bool = option(False, "run bf16 even where the hardware lacks it: correct, and slower than fp32")
     backend: str = option(
         "auto", "what carries gradients between ranks; auto measures all and remembers the fastest", choices=BACKENDS

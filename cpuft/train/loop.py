@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm import take_traffic
 from cpuft.comm.compression import Reduce, make_reduce
-from cpuft.comm.local_sgd import ParameterAverager
+from cpuft.comm.local_sgd import average_parameters
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
 from cpuft.train.batches import Batch, Order, count_updates, deal, make_batch, plan_updates
+from cpuft.train.fast import accelerate, fp32_weights
 from cpuft.train.precision import autocast
 from cpuft.train.prepare import Prepared
 from cpuft.train.world import Place
@@ -65,9 +66,10 @@ class Loop:
         self.optimizer = torch.optim.AdamW(
             group_parameters(model, config.weight_decay), config.learning_rate, fused=True
         )
+        if not config.plain:
+            accelerate(model, self.optimizer, precision=precision)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.parallel: torch.nn.Module = model
-        self.averager = ParameterAverager(model.parameters(), config.sync_every)
         self.last_gradient: LastGradient | None = None
         if place.size > 1 and config.sync_every == 1:
             assert dist.group.WORLD is not None
@@ -142,12 +144,18 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     # DDP's gradients are views of its buckets, and must stay where they are.
     loop.optimizer.zero_grad(set_to_none=loop.parallel is loop.model)
     clock.lap("update")
-    if loop.place.size > 1 and loop.parallel is loop.model:
-        loop.averager.after_update(last=number == loop.updates)
+    if loop.place.size > 1 and loop.parallel is loop.model and _is_due(loop, number):
+        with fp32_weights(loop.model):
+            average_parameters(loop.model.parameters())
     totals = torch.tensor([loss_sum, sum(b.tokens for b, weight in micro if weight)], dtype=torch.float64)
     dist.all_reduce(totals)
     waited += clock.lap("communication")
     return _line(clock, number, rate, len(rows), totals.tolist(), waited)
+
+
+def _is_due(loop: Loop, number: int) -> bool:
+    """Whether parameters are averaged after this update."""
+    return number % loop.config.sync_every == 0 or number == loop.updates
 
 
 def _forward_backward(loop: Loop, clock: Clock, batch: Batch, weight: float, rows: int, last: bool) -> float:

@@ -118,10 +118,10 @@ def find_misplaced(size: int, found: list[tuple[RankPlace, dict[str, Any], int]]
 
 
 def checksum_parameters(model: torch.nn.Module) -> str:
-    """SHA-256 of all parameters' bytes in order, cut to 16 hexadecimal digits."""
+    """SHA-256 of the bytes of all that would be saved, in order, cut to 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    for value in model.state_dict().values():
+        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ Writes FOLDER/0.json: what each wrapper ended with, and the payload bytes of a s
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpuft import comm
 from cpuft.comm.compression import compress_gradients
-from cpuft.comm.local_sgd import ParameterAverager
+from cpuft.comm.local_sgd import average_parameters
 from tests.comm.ranks import become_rank
 
 STEPS = 14
@@ -83,8 +84,13 @@ def fsdp() -> Result:
 
 def local_sgd() -> Result:
     model = make_model()
-    averager = ParameterAverager(model.parameters(), every=7)
-    return fit(model, adam(model.parameters()), averager.after_update)
+    updates = itertools.count(1)
+
+    def meet() -> None:
+        if (done := next(updates)) % 7 == 0 or done == STEPS:
+            average_parameters(model.parameters())
+
+    return fit(model, adam(model.parameters()), meet)
 
 
 if __name__ == "__main__":
