@@ -24,6 +24,8 @@ class Step:
     settings: tuple[Setting, ...] = ()
     host: str = ""
     """Where it runs; empty for this machine."""
+    stdin: str = ""
+    """What it reads on standard input: never a secret, because plans are printed."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,17 @@ def _format_step(step: Step) -> str:
     command = _format_command(step.command)
     if step.host:
         remote = " ".join([f"{s.name}={shlex.quote(s.value)}" for s in step.settings] + [command])
-        return f"{format_comment(step.why)}\nssh -o BatchMode=yes {shlex.quote(step.host)} {shlex.quote(remote)}"
-    if not step.settings:
+        command = f"ssh -o BatchMode=yes {shlex.quote(step.host)} {shlex.quote(remote)}"
+    command += _format_stdin(step.stdin)
+    if step.host or not step.settings:
         return f"{format_comment(step.why)}\n{command}"
     exports = "\n".join(format_export(setting) for setting in step.settings)
     return f"{format_comment(step.why)}\n(\n{exports}\n{command}\n)"
+
+
+def _format_stdin(text: str) -> str:
+    """As a quoted word rather than a here-document: no line of the text can end it early."""
+    return f" < <(printf %s {shlex.quote(text)})" if text else ""
 
 
 def _format_command(command: tuple[str, ...]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
@@ -55,6 +57,12 @@ def run(host: Host, command: str, stdin: str = "", seconds: float = 60.0, config
             return Answer(stdout_file.channel.recv_exit_status(), output, errors)
         except (paramiko.SSHException, OSError) as error:
             raise CpuftError(f"host {host.name} cannot be used over ssh ({_cause(error)})") from None
+
+
+def quote_command(command: Sequence[str], settings: Mapping[str, str]) -> str:
+    """One line for the shell at the other end, with environment settings before it."""
+    words = ["env", *(f"{name}={value}" for name, value in settings.items())] if settings else []
+    return shlex.join([*words, *command])
 
 
 def _cause(error: Exception) -> str:
