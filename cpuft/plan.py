@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shlex
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,23 @@ class Plan:
     stages: tuple[tuple[Step, ...], ...] = ()
     notes: tuple[str, ...] = field(default=())
     """What the user should know of how the plan came about."""
+
+
+def dump_plan(plan: Plan) -> str:
+    """JSON that `load_plan` reads back as an equal plan."""
+    return json.dumps(dataclasses.asdict(plan))
+
+
+def load_plan(text: str) -> Plan:
+    """The plan that `dump_plan` wrote."""
+    values = json.loads(text)
+    stages = tuple(tuple(_load_step(step) for step in stage) for stage in values["stages"])
+    return Plan(stages, tuple(values["notes"]))
+
+
+def _load_step(values: dict[str, Any]) -> Step:
+    settings = tuple(Setting(**setting) for setting in values.pop("settings"))
+    return Step(**values | {"command": tuple(values["command"]), "settings": settings})
 
 
 def format_export(setting: Setting) -> str:
