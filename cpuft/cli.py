@@ -89,14 +89,15 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     command = plan_script(script) if script else ()
     run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
     cluster = gather_cluster(config)
+    work = cluster.work_dir(run_dir)
     if script:
-        plan = plan_launch(cluster, config, run_dir, command, "gloo", os.environ)
+        plan = plan_launch(cluster, config, work, command, "gloo", os.environ)
     else:
-        plan = plan_training(cluster, config, train, run_dir, _progress(), os.environ)
+        plan = plan_training(cluster, config, train, work, _progress(), os.environ)
     if dry_run:
-        _print_plans([plan])
+        _print_plans([plan], cluster)
         return
-    code = _run(plan, run_dir, cluster.rank_hosts, config.time_limit)
+    code = _run(plan, run_dir, cluster, config.time_limit)
     if not code:
         click.echo(f"run: {run_dir}")
     sys.exit(code)
@@ -119,11 +120,11 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
     planned = plan_comparison(ranks, config, train, pick(CompareConfig, values), run_dir, _progress(), os.environ)
     if dry_run:
-        _print_plans([plan for _, _, plan in planned])
+        _print_plans([plan for _, _, plan in planned], planned[0][1])
         return
     for directory, cluster, plan in planned:
         click.echo(f"np {len(cluster.rank_hosts)}:", err=True)
-        code = _run(plan, directory, cluster.rank_hosts, config.time_limit)
+        code = _run(plan, directory, cluster, config.time_limit)
         if code:
             sys.exit(code)
     _report([directory for directory, _, _ in planned], run_dir)
@@ -167,19 +168,23 @@ def _progress() -> str:
     return "bar" if sys.stderr.isatty() else "lines"
 
 
-def _print_plans(plans: Sequence[Any]) -> None:
+def _print_plans(plans: Sequence[Any], cluster: Any) -> None:
+    from cpuft.master import plan_there
     from cpuft.plan import Plan, format_plan
 
-    stages = tuple(stage for plan in plans for stage in plan.stages)
+    stages = tuple(stage for plan in plans for stage in (plan_there(plan, cluster) if cluster.away else plan).stages)
     click.echo(format_plan(Plan(stages, plans[0].notes)), nl=False)
 
 
-def _run(plan: Any, run_dir: str, hosts: tuple[str, ...], seconds: float) -> int:
+def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
     from cpuft.execute import Interrupted
+    from cpuft.master import run_plan_there
     from cpuft.supervise import run_plan
 
     try:
-        return run_plan(plan, run_dir, hosts, os.environ, seconds)
+        if cluster.away:
+            return run_plan_there(plan, run_dir, cluster, os.environ, seconds)
+        return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds)
     except Interrupted as stopped:
         kept = f"what it recorded is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
         click.echo(f"cpuft: stopped by {stopped}: all ranks are gone, {kept}", err=True)

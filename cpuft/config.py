@@ -77,6 +77,7 @@ class LaunchConfig:
 
     np: int = option(1, "ranks in all", least=1)
     ppn: int = option(0, "ranks a host (0: spread over the hosts, the first hosts filled first)", least=0)
+    cluster: str = option("", "cluster made by cpuft provision, by name (instead of --hostfile)")
     hostfile: str = option("", "hosts, one a line, the first is the master (default: this machine)")
     run_dir: str = option("", "directory of the run, made new (default: runs/<task>-np<N>-<time>)")
     mpirun: str = option("", "mpirun to use (default: the one of the environment, then of PATH)")
