@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import tarfile
@@ -68,6 +69,8 @@ def fetch_folder(host: Host, source: str, target: str, seconds: float = 300.0, c
 def _connect(host: Host, config_path: str) -> Iterator[paramiko.SSHClient]:
     import paramiko  # an eighth of a second: only for those who do have other hosts
 
+    # Its threads log tracebacks of what we tell in one line.
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
     options = _read_config(host, config_path)
     with paramiko.SSHClient() as client:
         client.load_system_host_keys()
@@ -111,7 +114,7 @@ def _cause(error: Exception, seconds: float) -> str:
         return f"{text}: add its key to known_hosts after you have compared it"
     if "does not match" in text:
         return f"{text}: its key has changed: find out why before you take the old one out of known_hosts"
-    if "timed out" in text or isinstance(error, TimeoutError):
+    if "timed out" in text or "protocol banner" in text or isinstance(error, TimeoutError):
         return f"no answer in {seconds:.0f} s: is it on, and its ssh port open to this machine?"
     if "Authentication" in text or "No authentication" in text:
         return f"{text}: put your public key into its authorized_keys"
