@@ -35,7 +35,7 @@ class _Verb(click.Command):
         return super().parse_args(ctx, args)
 
 
-_GROUPS = {"provision": "cpuft.provision.verbs"}
+_GROUPS = {"doctor": "cpuft.doctor.verbs", "provision": "cpuft.provision.verbs"}
 """Verbs with modules of their own: imported when they are called for, or listed."""
 
 
@@ -97,6 +97,7 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     if dry_run:
         _print_plans([plan], cluster)
         return
+    _check_hosts(cluster, config)
     code = _run(plan, run_dir, cluster, config.time_limit)
     if not code:
         click.echo(f"run: {run_dir}")
@@ -122,6 +123,7 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     if dry_run:
         _print_plans([plan for _, _, plan in planned], planned[0][1])
         return
+    _check_hosts(planned[-1][1], config)
     for directory, cluster, plan in planned:
         click.echo(f"np {len(cluster.rank_hosts)}:", err=True)
         code = _run(plan, directory, cluster, config.time_limit)
@@ -130,7 +132,7 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     _report([directory for directory, _, _ in planned], run_dir)
 
 
-@verb(*_launch_options("run_dir", "time_limit"))
+@verb(*_launch_options("run_dir", "time_limit", "check"))
 def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
     from cpuft.cluster import gather_cluster, read_hosts
@@ -174,6 +176,13 @@ def _print_plans(plans: Sequence[Any], cluster: Any) -> None:
 
     stages = tuple(stage for plan in plans for stage in (plan_there(plan, cluster) if cluster.away else plan).stages)
     click.echo(format_plan(Plan(stages, plans[0].notes)), nl=False)
+
+
+def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
+    from cpuft.doctor.before import check_before_launch
+
+    if config.check:
+        check_before_launch(cluster, lambda line: click.echo(line, err=True))
 
 
 def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:

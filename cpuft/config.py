@@ -85,6 +85,7 @@ class LaunchConfig:
     master_port: int = option(0, "port of the master rank's store (0: a free one)", least=0)
     comm_cores: int = option(-1, "cores a rank leaves to communication (-1: worked out from the cores)", least=-1)
     ssh_config: str = option("", "ssh client configuration for the hosts (default: your own)")
+    check: bool = option(True, "with several hosts: look at them with the doctor before ranks start")
     time_limit: float = option(0.0, "seconds a run may take before it is stopped (0: no limit)", least=0.0)
 
 
