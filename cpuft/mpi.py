@@ -114,7 +114,7 @@ def step_settings(flavour: Flavour, ssh_options: tuple[str, ...], as_root: bool)
     return settings
 
 
-_EXIT_LINE = re.compile(r"Exit codes: (.*)")
+_EXIT_LINE = re.compile(r"Exit codes: ((?:\[[^\]\n]+:\d+\] [\d,]+\s*)+)")  # Intel MPI gives each host a line
 _HOST_CODES = re.compile(r"\[([^\]:]+):\d+\] ([\d,]+)")
 _HYDRA_BANNER = re.compile(r"RANK (\d+) PID \d+ RUNNING AT (\S+)\s*\n=\s+KILLED BY SIGNAL: (\d+)")
 _OPENMPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s*\n\s*Exit code:\s+(\d+)")
