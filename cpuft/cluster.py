@@ -42,6 +42,14 @@ class Reach:
     """Environment variables of cpuft's own commands on the hosts."""
     shares_files: bool = False
     """Whether the hosts see this machine's files under the same paths."""
+    ssh_config_there: str = ""
+    """The client configuration on the master's own disk, for mpirun; empty where it sees `ssh_config`."""
+
+    @property
+    def mpirun_options(self) -> tuple[str, ...]:
+        """ssh's options on the hosts themselves."""
+        path = self.ssh_config_there or self.ssh_config
+        return ("-F", path) if path else ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,8 @@ def find_reach(config: LaunchConfig) -> Reach:
     if entry is None:
         return Reach(config.ssh_config)
     shares = entry.kind == "local" and not entry.options.get("image")
-    return Reach(config.ssh_config or entry.ssh_config, entry.python or sys.executable, entry.settings, shares)
+    own = config.ssh_config or entry.ssh_config
+    return Reach(own, entry.python or sys.executable, entry.settings, shares, entry.ssh_config_there)
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
@@ -163,8 +172,7 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     used = tuple(found[assignment.host.name] for assignment in assignments)
     away = not is_here(_resolve(hosts[0]))
     flavour = find_flavour_there(hosts[0], config.mpirun, reach) if away else find_flavour(config.mpirun)
-    options = ("-F", reach.ssh_config) if reach.ssh_config else ()
-    return Cluster(assignments, used, flavour, options, os.geteuid() == 0, reach, away)
+    return Cluster(assignments, used, flavour, reach.mpirun_options, os.geteuid() == 0, reach, away)
 
 
 def is_here(address: str) -> bool:

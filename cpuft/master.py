@@ -73,7 +73,8 @@ def plan_there(plan: Plan, cluster: Cluster) -> Plan:
 
 def _ssh_words(cluster: Cluster) -> tuple[str, ...]:
     host = cluster.assignments[0].host
-    words = (*cluster.ssh_options, "-o", "BatchMode=yes")
+    words: tuple[str, ...] = ("-F", cluster.reach.ssh_config) if cluster.reach.ssh_config else ()
+    words += ("-o", "BatchMode=yes")
     words += ("-l", host.user) if host.user else ()
     words += ("-p", str(host.port)) if host.port else ()
     return (*words, host.name)

@@ -29,6 +29,8 @@ class Step:
     """Where it runs; empty for this machine."""
     stdin: str = ""
     """What it reads on standard input: never a secret, because plans are printed."""
+    stdin_file: str = ""
+    """A file of this machine that it reads on standard input instead."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def _format_step(step: Step) -> str:
     if step.host:
         remote = " ".join([f"{s.name}={shlex.quote(s.value)}" for s in step.settings] + [command])
         command = f"ssh -o BatchMode=yes {shlex.quote(step.host)} {shlex.quote(remote)}"
-    command += _format_stdin(step.stdin)
+    command += f" <{shlex.quote(step.stdin_file)}" if step.stdin_file else _format_stdin(step.stdin)
     if step.host or not step.settings:
         return f"{format_comment(step.why)}\n{command}"
     exports = "\n".join(format_export(setting) for setting in step.settings)

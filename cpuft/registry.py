@@ -30,6 +30,8 @@ class Entry:
     """Environment variables that cpuft's own commands need there."""
     options: dict[str, str] = field(default_factory=dict)
     """What it was asked to be, for `status` and `diff`."""
+    ssh_config_there: str = ""
+    """How the master reaches the hosts, on its own disk; empty where it sees `ssh_config`."""
 
 
 def state_root(environ: Mapping[str, str]) -> Path:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import logging
 import os
 import shlex
+import shutil
+import socket
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +33,10 @@ class Answer:
     errors: str
 
 
-def run(host: Host, command: str, stdin: str = "", seconds: float = 60.0, config_path: str = "") -> Answer:
-    """Run a shell command on a host, give it `stdin`, wait `seconds` at most.
+def run(
+    host: Host, command: str, stdin: str = "", seconds: float = 60.0, config_path: str = "", stdin_file: str = ""
+) -> Answer:
+    """Run a shell command on a host, give it `stdin` or the file `stdin_file`, wait `seconds` at most.
 
     Host keys come from the known_hosts files; an unknown or changed key is refused, never learnt here.
 
@@ -39,9 +45,14 @@ def run(host: Host, command: str, stdin: str = "", seconds: float = 60.0, config
     CpuftError: the host cannot be reached, its key is unknown or changed, it does not let us in, or it takes longer.
     """
     with _connect(host, config_path) as client, _named(host, seconds):
-        stdin_file, stdout_file, stderr_file = client.exec_command(command, timeout=seconds)
-        stdin_file.write(stdin)
-        stdin_file.channel.shutdown_write()
+        stream, stdout_file, stderr_file = client.exec_command(command, timeout=seconds)
+        if stdin_file:
+            with open(stdin_file, "rb") as file:
+                shutil.copyfileobj(file, stream, 1 << 18)
+        else:
+            stream.write(stdin)
+        stream.flush()
+        stream.channel.shutdown_write()
         output, errors = stdout_file.read().decode(errors="replace"), stderr_file.read().decode(errors="replace")
         return Answer(stdout_file.channel.recv_exit_status(), output, errors)
 
@@ -63,6 +74,29 @@ def fetch_folder(host: Host, source: str, target: str, seconds: float = 300.0, c
             raise CpuftError(
                 f"folder {source} of host {host.name} cannot be fetched ({said}): look at it there"
             ) from None
+
+
+def scan_host_key(address: str, port: int = 22) -> str:
+    """The key that the server at `address` shows: "ssh-ed25519 AAAA...". It proves nothing by itself.
+
+    Raises
+    ------
+    CpuftError: no ssh server answers.
+    """
+    import paramiko
+
+    with _named(Host(address), _CONNECT_SECONDS):
+        connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+        with connection, paramiko.Transport(connection) as transport:
+            transport.start_client(timeout=_CONNECT_SECONDS)
+            key = transport.get_remote_server_key()
+            return f"{key.get_name()} {key.get_base64()}"
+
+
+def fingerprint(public_key: str) -> str:
+    """A public key as `ssh-keygen -l` shows it: SHA256:..."""
+    digest = hashlib.sha256(base64.b64decode(public_key.split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
 
 @contextmanager

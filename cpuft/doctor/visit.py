@@ -61,7 +61,7 @@ def _make_orders(hosts: tuple[Host, ...], addresses: list[str], reach: Reach, fu
         "facts_source": Path(facts.__file__).read_text(encoding="utf-8"),
         "probe_source": Path(probe.__file__).read_text(encoding="utf-8"),
     }
-    options = ["-F", reach.ssh_config] if reach.ssh_config else []
+    options = list(reach.mpirun_options)
     orders = []
     for index, address in enumerate(addresses):
         peers = [other for other in dict.fromkeys(addresses) if other and other != address]

@@ -88,7 +88,7 @@ def run_there(hosts: dict[str, Host], config_path: str, seconds: float = 900.0) 
         if not step.host:
             return run_here(step, seconds)
         command = ssh.quote_command(step.command, {s.name: s.value for s in step.settings})
-        answer = ssh.run(hosts[step.host], command, step.stdin, seconds, config_path)
+        answer = ssh.run(hosts[step.host], command, step.stdin, seconds, config_path, step.stdin_file)
         return answer.exit_code, answer.output + answer.errors
 
     return run

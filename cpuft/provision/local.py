@@ -47,6 +47,8 @@ def check_config(config: LocalConfig) -> None:
     if config.nodes > 99:
         raise CpuftError(f"--nodes {config.nodes}: one machine holds 99 hosts at most: lower it")
     parse_bits(config.net)
+    if config.image and not Path(config.image, "usr/sbin/sshd").exists():
+        raise CpuftError(f"--image {config.image}: there is no root filesystem with an sshd: name its directory")
     if not re.fullmatch(r"\d+[kmg]?", config.shm):
         raise CpuftError(f"--shm {config.shm!r} is no size: write e.g. 256m or 1g")
 
@@ -111,7 +113,9 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[s
         place.hostfile: head + format_hostfile(hosts),
     }
     for index, member in enumerate(members, start=1):
-        texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(member.address, "/run/cpuft")
+        texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(
+            member.address, "/run/cpuft", bool(config.image)
+        )
     return texts
 
 
@@ -186,6 +190,10 @@ def _fingerprint(config: LocalConfig, facts: MachineFacts, place: Place, index: 
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def _image_path(config: LocalConfig) -> str:
+    return str(Path(config.image).absolute()) if config.image else ""
+
+
 def format_mac(network: str, index: int) -> str:
     """A locally administered hardware address made from the host's IPv4 address."""
     return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
@@ -207,7 +215,10 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, place: Place, index
         "NODE_QUOTA_US": (str(_quota_us(config) or ""), "CPU time in each 100 ms; empty for no limit"),
         "NODE_RATE": (config.net, "its link's rate; empty for no limit"),
         "NODE_SHM": (config.shm, "size of its /dev/shm"),
-        "NODE_IMAGE": (config.image, "its root filesystem; empty for this machine's own"),
+        "NODE_IMAGE": (
+            str(Path(config.image).absolute()) if config.image else "",
+            "its root filesystem; empty for this machine's own",
+        ),
         "NODE_BOOTED": ("" if verb == "down" else _fingerprint(config, facts, place, index), "to see what has changed"),
     }
     settings = tuple(Setting(name, value, reason) for name, (value, reason) in values.items())

@@ -80,35 +80,65 @@ boot() {
     ip link set dev lo up
     ip address add "$NODE_ADDRESS" dev eth0
     ip link set dev eth0 up
+    root=
+    [ -z "$NODE_IMAGE" ] || mount_image
     mount_system
-    mount --bind "$NODE_HOSTS" /etc/hosts
-    [ ! -e /etc/hostname ] || mount --bind "$NODE_DIR/hostname" /etc/hostname
+    if [ -n "$root" ]; then
+        cat "$NODE_HOSTS" >"$root/etc/hosts"
+        cat "$NODE_DIR/hostname" >"$root/etc/hostname"
+    else
+        mount --bind "$NODE_HOSTS" /etc/hosts
+        [ ! -e /etc/hostname ] || mount --bind "$NODE_DIR/hostname" /etc/hostname
+    fi
     # By way of /dev/shm, because these files may lie below /run themselves.
-    mkdir -m 700 /dev/shm/etc
-    cp "$NODE_KEYS" "$NODE_DIR/host_key" "$NODE_DIR/sshd_config" /dev/shm/etc
-    mount -t tmpfs -o mode=755 tmpfs /run
-    mkdir /run/sshd
-    mv /dev/shm/etc /run/cpuft
-    exec /usr/sbin/sshd -D -e -f /run/cpuft/sshd_config
+    mkdir -m 700 "$root/dev/shm/etc"
+    cp "$NODE_KEYS" "$NODE_DIR/host_key" "$NODE_DIR/sshd_config" "$root/dev/shm/etc"
+    mount -t tmpfs -o mode=755 tmpfs "$root/run"
+    mkdir "$root/run/sshd"
+    mv "$root/dev/shm/etc" "$root/run/cpuft"
+    serve="exec /usr/sbin/sshd -D -e -f /run/cpuft/sshd_config"
+    [ -n "$root" ] || exec sh -c "$serve"
+    cd "$root"
+    mkdir -p .machine
+    pivot_root . .machine
+    exec chroot . sh -c "umount -l /.machine; rmdir /.machine; $serve"
+}
+
+# The host's disk: the golden image below, what the host writes above it. It outlives a crash, as a disk does.
+mount_image() {
+    root=$NODE_DIR/root
+    mkdir -p "$root" "$NODE_DIR/upper" "$NODE_DIR/work"
+    mount -t overlay -o "lowerdir=$NODE_IMAGE,upperdir=$NODE_DIR/upper,workdir=$NODE_DIR/work" overlay "$root"
+    mount -t proc proc "$root/proc"
+    mount -t tmpfs -o mode=755 tmpfs "$root/dev"
+    mkdir "$root/dev/shm" "$root/dev/pts"
+    mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
+    ln -s pts/ptmx "$root/dev/ptmx"
+    ln -s /proc/self/fd "$root/dev/fd"
+    for device in null zero full random urandom tty; do
+        : >"$root/dev/$device"
+        mount --bind "/dev/$device" "$root/dev/$device"
+    done
 }
 
 # A /sys that shows this host's interfaces and its own CPU limit, a /dev/shm that no other host sees.
 mount_system() {
-    mount -t tmpfs -o "size=$NODE_SHM,mode=1777" tmpfs /dev/shm
-    mkdir /dev/shm/group
+    mount -t tmpfs -o "size=$NODE_SHM,mode=1777" tmpfs "$root/dev/shm"
+    group_here=$root/dev/shm/group
+    mkdir "$group_here"
     for group in $NODE_CGROUPS; do
-        [ ! -e "$group/cpu.stat" ] || mount --bind "$group" /dev/shm/group
+        [ ! -e "$group/cpu.stat" ] || mount --bind "$group" "$group_here"
     done
-    mount -t sysfs sysfs /sys
-    target=/sys/fs/cgroup
-    if [ -e /dev/shm/group/cpu.cfs_quota_us ]; then
-        mount -t tmpfs tmpfs /sys/fs/cgroup
-        target=/sys/fs/cgroup/cpu
+    mount -t sysfs sysfs "$root/sys"
+    target=$root/sys/fs/cgroup
+    if [ -e "$group_here/cpu.cfs_quota_us" ]; then
+        mount -t tmpfs tmpfs "$target"
+        target=$target/cpu
         mkdir "$target"
     fi
-    mount --bind /dev/shm/group "$target"
-    umount -l /dev/shm/group
-    rmdir /dev/shm/group
+    mount --bind "$group_here" "$target"
+    umount -l "$group_here"
+    rmdir "$group_here"
 }
 
 # A frozen process does not die of SIGKILL before it is thawed (cgroup v1).

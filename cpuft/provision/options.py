@@ -18,3 +18,18 @@ class LocalConfig:
     image: str = option("", "golden image whose root filesystem the hosts get (default: this machine's own files)")
     name: str = option("local", "name of the cluster, 8 letters and digits at most")
     without_root: bool = option(False, "no namespaces: only a hostfile of this machine with --nodes slots")
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """A cluster of servers that are reached over ssh."""
+
+    hosts: str = option("", "names or addresses, a comma between, the master first")
+    name: str = option("cluster", "name of the cluster")
+    user: str = option("", "who to log in as (default: ssh's own)")
+    key: str = option("", "private key to log in with (default: ssh's own)")
+    port: int = option(22, "port of the hosts' ssh", least=1)
+    prefix: str = option("/opt/cpuft", "directory of the environment, the same on every host")
+    wheels: str = option("", "directory of wheels for hosts without internet, pip's own among them")
+    pins: str = option("", "file of exact pins (name==version) that hosts install from their package index")
+    accept_host_keys: bool = option(False, "take the host keys that are seen first, without asking")

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _CLIENT = """
-  User {user}
   Port {port}
-  IdentityFile {key}
-  IdentitiesOnly yes
   UserKnownHostsFile {known_hosts}
   GlobalKnownHostsFile /dev/null
   StrictHostKeyChecking yes
@@ -21,7 +18,7 @@ _CLIENT = """
 _SERVER = """# Key-only login, on the cluster's own address, with a host key made for this cluster.
 ListenAddress {address}:22
 HostKey {directory}/host_key
-AuthorizedKeysFile {directory}/authorized_keys
+AuthorizedKeysFile {directory}/authorized_keys{also}
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
@@ -55,7 +52,9 @@ def format_ssh_config(members: tuple[Member, ...], key: str, known_hosts: str) -
     parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
     for member in members:
         names = " ".join(dict.fromkeys((member.address, member.name)))
-        client = _CLIENT.format(user=member.user, port=member.port, key=key, known_hosts=known_hosts)
+        client = _CLIENT.format(port=member.port, known_hosts=known_hosts)
+        client += f"  User {member.user}\n" if member.user else ""
+        client += f"  IdentityFile {key}\n  IdentitiesOnly yes\n" if key else ""
         parts.append(f"Host {names}\n  HostName {member.address}{client}")
     return "\n".join(parts)
 
@@ -72,9 +71,12 @@ def format_known_name(member: Member) -> str:
     return member.address if member.port == 22 else f"[{member.address}]:{member.port}"
 
 
-def format_sshd_config(address: str, directory: str) -> str:
-    """Server configuration of one host of a local cluster; its keys lie in `directory`."""
-    return _SERVER.format(address=address, directory=directory)
+def format_sshd_config(address: str, directory: str, own_home: bool) -> str:
+    """Server configuration of one host of a local cluster; its keys lie in `directory`.
+
+    `own_home`: the host has a home of its own, so that keys put there are meant for it and not for this machine.
+    """
+    return _SERVER.format(address=address, directory=directory, also=" .ssh/authorized_keys" if own_home else "")
 
 
 def format_hosts(members: tuple[Member, ...]) -> str:
