@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -9,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import click
 
@@ -34,7 +35,21 @@ class _Verb(click.Command):
         return super().parse_args(ctx, args)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_GROUPS = {"doctor": "cpuft.doctor.verbs", "provision": "cpuft.provision.verbs"}
+"""Verbs with modules of their own: imported when they are called for, or listed."""
+
+
+class _Cli(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_GROUPS})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _GROUPS:
+            return cast(click.Command, getattr(importlib.import_module(_GROUPS[cmd_name]), cmd_name))
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Cli, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cpuft")
 def cli() -> None:
     """Fine-tune transformers on a cluster of CPU hosts, and show honestly how much faster N hosts are than one."""
@@ -79,14 +94,16 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     command = plan_script(script) if script else ()
     run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
     cluster = gather_cluster(config)
+    work = cluster.work_dir(run_dir)
     if script:
-        plan = plan_launch(cluster, config, run_dir, command, "gloo", os.environ)
+        plan = plan_launch(cluster, config, work, command, "gloo", os.environ)
     else:
-        plan = plan_training(cluster, config, train, run_dir, _progress(), os.environ)
+        plan = plan_training(cluster, config, train, work, _progress(), os.environ)
     if dry_run:
-        _print_plans([plan])
+        _print_plans([plan], cluster)
         return
-    code = _run(plan, run_dir, cluster.rank_hosts, config.time_limit)
+    _check_hosts(cluster, config)
+    code = _run(plan, run_dir, cluster, config.time_limit)
     if not code:
         click.echo(f"run: {run_dir}")
     sys.exit(code)
@@ -109,17 +126,18 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
     planned = plan_comparison(ranks, config, train, pick(CompareConfig, values), run_dir, _progress(), os.environ)
     if dry_run:
-        _print_plans([plan for _, _, plan in planned])
+        _print_plans([plan for _, _, plan in planned], planned[0][1])
         return
+    _check_hosts(planned[-1][1], config)
     for directory, cluster, plan in planned:
         click.echo(f"np {len(cluster.rank_hosts)}:", err=True)
-        code = _run(plan, directory, cluster.rank_hosts, config.time_limit)
+        code = _run(plan, directory, cluster, config.time_limit)
         if code:
             sys.exit(code)
     _report([directory for directory, _, _ in planned], run_dir)
 
 
-@verb(*_launch_options("run_dir", "time_limit"))
+@verb(*_launch_options("run_dir", "time_limit", "check"))
 def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
     from cpuft.cluster import gather_cluster, read_hosts
@@ -144,11 +162,11 @@ def comm(dry_run: bool, **values: Any) -> None:
     config = pick(LaunchConfig, values)
     run_dir = choose_run_dir(config.run_dir, f"comm-np{config.np}")
     cluster = gather_cluster(config)
-    plan = plan_bench(cluster, config, pick(BenchConfig, values), run_dir, os.environ)
+    plan = plan_bench(cluster, config, pick(BenchConfig, values), cluster.work_dir(run_dir), os.environ)
     if dry_run:
-        _print_plans([plan])
+        _print_plans([plan], cluster)
         return
-    code = _run(plan, run_dir, cluster.rank_hosts, config.time_limit)
+    code = _run(plan, run_dir, cluster, config.time_limit)
     if not code:
         click.echo(f"record: {run_dir}/comm.jsonl")
         try:
@@ -181,19 +199,30 @@ def _progress() -> str:
     return "bar" if sys.stderr.isatty() else "lines"
 
 
-def _print_plans(plans: Sequence[Any]) -> None:
+def _print_plans(plans: Sequence[Any], cluster: Any) -> None:
+    from cpuft.master import plan_there
     from cpuft.plan import Plan, format_plan
 
-    stages = tuple(stage for plan in plans for stage in plan.stages)
+    stages = tuple(stage for plan in plans for stage in (plan_there(plan, cluster) if cluster.away else plan).stages)
     click.echo(format_plan(Plan(stages, plans[0].notes)), nl=False)
 
 
-def _run(plan: Any, run_dir: str, hosts: tuple[str, ...], seconds: float) -> int:
+def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
+    from cpuft.doctor.before import check_before_launch
+
+    if config.check:
+        check_before_launch(cluster, lambda line: click.echo(line, err=True))
+
+
+def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
     from cpuft.execute import Interrupted
+    from cpuft.master import run_plan_there
     from cpuft.supervise import run_plan
 
     try:
-        return run_plan(plan, run_dir, hosts, os.environ, seconds)
+        if cluster.away:
+            return run_plan_there(plan, run_dir, cluster, os.environ, seconds)
+        return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds)
     except Interrupted as stopped:
         kept = f"what it recorded is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
         click.echo(f"cpuft: stopped by {stopped}: all ranks are gone, {kept}", err=True)

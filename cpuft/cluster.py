@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shlex
 import shutil
 import socket
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from cpuft import execute, facts, mpi, ssh
+from cpuft import execute, facts, mpi, registry, ssh
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hostfile import Host, read_hostfile
@@ -29,6 +31,28 @@ class Assignment:
 
 
 @dataclass(frozen=True)
+class Reach:
+    """How the hosts are reached, and what runs there."""
+
+    ssh_config: str = ""
+    """Client configuration; empty for the user's own."""
+    python: str = sys.executable
+    """Python of the training environment, the same path on every host."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Environment variables of cpuft's own commands on the hosts."""
+    shares_files: bool = False
+    """Whether the hosts see this machine's files under the same paths."""
+    ssh_config_there: str = ""
+    """The client configuration on the master's own disk, for mpirun; empty where it sees `ssh_config`."""
+
+    @property
+    def mpirun_options(self) -> tuple[str, ...]:
+        """ssh's options on the hosts themselves."""
+        path = self.ssh_config_there or self.ssh_config
+        return ("-F", path) if path else ()
+
+
+@dataclass(frozen=True)
 class Cluster:
     """All that planning a launch needs to know of the world outside."""
 
@@ -37,6 +61,19 @@ class Cluster:
     flavour: mpi.Flavour
     ssh_options: tuple[str, ...] = ()
     as_root: bool = False
+    reach: Reach = Reach()
+    away: bool = False
+    """Whether the master is another machine: mpirun then runs there, and results are fetched."""
+
+    @property
+    def python(self) -> str:
+        """Python of the training environment on the hosts."""
+        return self.reach.python
+
+    def work_dir(self, run_dir: str) -> str:
+        """Where the ranks work on a run: its directory, or one on the master's own disk."""
+        mark = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:12]
+        return f"/var/tmp/cpuft-{mark}/{os.path.basename(run_dir)}" if self.away else run_dir
 
     @property
     def rank_hosts(self) -> tuple[str, ...]:
@@ -44,9 +81,31 @@ class Cluster:
         return tuple(a.host.name for a in self.assignments for _ in range(a.ranks))
 
 
+def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
+    """The provisioned cluster that the run is for, by its name or its hostfile."""
+    root = registry.state_root(environ)
+    if config.cluster and config.hostfile:
+        raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
+    if config.cluster:
+        return registry.read_entry(root, config.cluster)
+    return registry.find_by_hostfile(root, config.hostfile) if config.hostfile else None
+
+
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
-    """Hosts of the hostfile, or this machine alone."""
-    return read_hostfile(config.hostfile) if config.hostfile else (LOCAL,)
+    """Hosts of the cluster or hostfile, or this machine alone."""
+    entry = find_entry(config, os.environ)
+    hostfile = entry.hostfile if entry else config.hostfile
+    return read_hostfile(hostfile) if hostfile else (LOCAL,)
+
+
+def find_reach(config: LaunchConfig) -> Reach:
+    """How the hosts of a run are reached: as the cluster was provisioned, or by the user's own ssh."""
+    entry = find_entry(config, os.environ)
+    if entry is None:
+        return Reach(config.ssh_config)
+    shares = entry.kind == "local" and not entry.options.get("image")
+    own = config.ssh_config or entry.ssh_config
+    return Reach(own, entry.python or sys.executable, entry.settings, shares, entry.ssh_config_there)
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
@@ -103,22 +162,23 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     ------
     CpuftError: naming every host that did not answer, with what it said.
     """
-    flavour = find_flavour(config.mpirun)
-    hosts = read_hosts(config)
+    hosts, reach = read_hosts(config), find_reach(config)
     _refuse_same_address(hosts)
     limit = min(len(hosts), config.np)
     wanted = hosts[:limit] if not any(host.slots for host in hosts) and not config.ppn else hosts
-    found = dict(zip([host.name for host in wanted], gather_facts(wanted, config.ssh_config)))
+    found = dict(zip([host.name for host in wanted], gather_facts(wanted, reach)))
     _refuse_same_machine(wanted, found)
     cores = {name: len(host_facts.cores) for name, host_facts in found.items()}
     assignments = assign_ranks(wanted, config.np, config.ppn, cores)
     used = tuple(found[assignment.host.name] for assignment in assignments)
-    options = _ssh_options(config)
-    return Cluster(assignments, used, flavour, options, os.geteuid() == 0)
+    away = not is_here(_resolve(hosts[0]))
+    flavour = find_flavour_there(hosts[0], config.mpirun, reach) if away else find_flavour(config.mpirun)
+    return Cluster(assignments, used, flavour, reach.mpirun_options, os.geteuid() == 0, reach, away)
 
 
-def _ssh_options(config: LaunchConfig) -> tuple[str, ...]:
-    return ("-F", config.ssh_config) if config.ssh_config else ()
+def is_here(address: str) -> bool:
+    """Whether an address is this machine's."""
+    return address.startswith("127.") or address in facts.read_interfaces().values()
 
 
 def _refuse_same_address(hosts: tuple[Host, ...]) -> None:
@@ -164,14 +224,29 @@ def find_flavour(wanted: str) -> mpi.Flavour:
     return mpi.parse_flavour(path, execute.run_quietly((path, "--version"), seconds=30).output)
 
 
-def gather_facts(hosts: tuple[Host, ...], ssh_config: str = "") -> tuple[HostFacts, ...]:
+def find_flavour_there(master: Host, wanted: str, reach: Reach) -> mpi.Flavour:
+    """The mpirun of the master. Raises CpuftError when there is none."""
+    # As on this machine, mpiexec.hydra itself rather than the script around it, which would not pass signals on.
+    folder = os.path.dirname(reach.python)
+    paths = (wanted,) if wanted else (f"{folder}/mpiexec.hydra", f"{folder}/mpirun")
+    script = 'for path; do path=$(command -v "$path") && echo "$path" && exec "$path" --version; done; exit 1'
+    answer = ssh.run(master, ssh.quote_command(("sh", "-c", script, "find", *paths), {}), config_path=reach.ssh_config)
+    if answer.exit_code:
+        raise CpuftError(
+            f"there is no mpirun at {paths[-1]} on {master.name}: provision it with cpuft provision, or name its "
+            f"mpirun with --mpirun"
+        )
+    path, _, version = answer.output.partition("\n")
+    return mpi.parse_flavour(path, version + answer.errors)
+
+
+def gather_facts(hosts: tuple[Host, ...], reach: Reach = Reach()) -> tuple[HostFacts, ...]:
     """Facts of every host, asked side by side. Raises CpuftError that names every host that failed."""
-    own = facts.read_interfaces()
     addresses = [_resolve(host) for host in hosts]
     first_other = addresses[1] if len(hosts) > 1 else addresses[0]
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         answers = [
-            pool.submit(_gather_one, host, address in own.values(), addresses[0] if index else first_other, ssh_config)
+            pool.submit(_gather_one, host, is_here(address), addresses[0] if index else first_other, reach)
             for index, (host, address) in enumerate(zip(hosts, addresses))
         ]
     failures = [str(answer.exception()) for answer in answers if isinstance(answer.exception(), CpuftError)]
@@ -180,13 +255,14 @@ def gather_facts(hosts: tuple[Host, ...], ssh_config: str = "") -> tuple[HostFac
     return tuple(answer.result() for answer in answers)
 
 
-def _gather_one(host: Host, is_local: bool, target: str, ssh_config: str) -> HostFacts:
-    targets = [target]
+def _gather_one(host: Host, is_local: bool, target: str, reach: Reach) -> HostFacts:
     if is_local:
-        command = (sys.executable, facts.__file__, *targets)
+        command = (sys.executable, facts.__file__, target)
         return parse_facts(execute.run_quietly(command, seconds=30).output, host.name)
     source = Path(facts.__file__).read_text(encoding="utf-8")
-    answer = ssh.run(host, "python3 - " + " ".join(targets), stdin=source, config_path=ssh_config)
+    # Where the environment is not at the same path, any Python tells at least what the host is.
+    command_text = f"$(command -v {shlex.quote(reach.python)} || echo python3) - {shlex.quote(target)}"
+    answer = ssh.run(host, command_text, stdin=source, config_path=reach.ssh_config)
     return parse_facts(answer.output or answer.errors, host.name)
 
 

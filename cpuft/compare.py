@@ -53,5 +53,6 @@ def plan_comparison(
         launch = replace(config, np=ranks)
         cluster = gather_cluster(launch)
         directory = f"{run_dir}/np-{ranks}"
-        planned.append((directory, cluster, plan_training(cluster, launch, own, directory, progress, environ)))
+        plan = plan_training(cluster, launch, own, cluster.work_dir(directory), progress, environ)
+        planned.append((directory, cluster, plan))
     return planned

@@ -85,6 +85,7 @@ class LaunchConfig:
 
     np: int = option(1, "ranks in all", least=1)
     ppn: int = option(0, "ranks a host (0: spread over the hosts, the first hosts filled first)", least=0)
+    cluster: str = option("", "cluster made by cpuft provision, by name (instead of --hostfile)")
     hostfile: str = option("", "hosts, one a line, the first is the master (default: this machine)")
     run_dir: str = option("", "directory of the run, made new (default: runs/<task>-np<N>-<time>)")
     mpirun: str = option("", "mpirun to use (default: the one of the environment, then of PATH)")
@@ -92,6 +93,7 @@ class LaunchConfig:
     master_port: int = option(0, "port of the master rank's store (0: a free one)", least=0)
     comm_cores: int = option(-1, "cores a rank leaves to communication (-1: worked out from the cores)", least=-1)
     ssh_config: str = option("", "ssh client configuration for the hosts (default: your own)")
+    check: bool = option(True, "with several hosts: look at them with the doctor before ranks start")
     time_limit: float = option(0.0, "seconds a run may take before it is stopped (0: no limit)", least=0.0)
 
 

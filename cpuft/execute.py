@@ -37,10 +37,13 @@ class Answer:
     output: str
 
 
-def run_quietly(command: tuple[str, ...], seconds: float) -> Answer:
+def run_quietly(
+    command: tuple[str, ...], seconds: float, stdin: str = "", settings: Mapping[str, str] | None = None
+) -> Answer:
     """Run a short command and return what it said on both streams; exit code 127 when there is no such program."""
+    environ = dict(os.environ) | dict(settings or {})
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, input=stdin, env=environ)
     except FileNotFoundError:
         return Answer(127, f"no such program: {command[0]}")
     except (OSError, subprocess.TimeoutExpired) as error:

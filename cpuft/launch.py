@@ -74,10 +74,10 @@ def plan_training(
     train = check_training(cluster, train, environ)
     prepared = f"{run_dir}/data.npz"
     worker = WorkerConfig(run_dir=run_dir, prepared=prepared, progress=progress)
-    command = (sys.executable, "-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
+    command = (cluster.python, "-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
-        (sys.executable, "-m", "cpuft.train.prepare", prepared, *format_arguments(train)),
+        (cluster.python, "-m", "cpuft.train.prepare", prepared, *format_arguments(train)),
     )
     plan = plan_launch(cluster, config, run_dir, command, train.backend, environ)
     return Plan((plan.stages[0], (prepare,), *plan.stages[1:]), plan.notes)
@@ -118,7 +118,7 @@ def plan_launch(
     )
     logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
-    rank_command = (sys.executable, "-m", "cpuft.rank", *command)
+    rank_command = (cluster.python, "-m", "cpuft.rank", *command)
     words = mpi.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     make = Step("the run's directory", ("mkdir", "-p", logs))
     start = Step(
@@ -133,7 +133,7 @@ def plan_bench(
     cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
 ) -> Plan:
     """Measure the backends on these hosts."""
-    command = (sys.executable, "-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
+    command = (cluster.python, "-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
     return plan_launch(cluster, config, run_dir, command, "auto", environ)
 
 

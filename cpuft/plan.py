@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shlex
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,10 @@ class Step:
     settings: tuple[Setting, ...] = ()
     host: str = ""
     """Where it runs; empty for this machine."""
+    stdin: str = ""
+    """What it reads on standard input: never a secret, because plans are printed."""
+    stdin_file: str = ""
+    """A file of this machine that it reads on standard input instead."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,23 @@ class Plan:
     stages: tuple[tuple[Step, ...], ...] = ()
     notes: tuple[str, ...] = field(default=())
     """What the user should know of how the plan came about."""
+
+
+def dump_plan(plan: Plan) -> str:
+    """JSON that `load_plan` reads back as an equal plan."""
+    return json.dumps(dataclasses.asdict(plan))
+
+
+def load_plan(text: str) -> Plan:
+    """The plan that `dump_plan` wrote."""
+    values = json.loads(text)
+    stages = tuple(tuple(_load_step(step) for step in stage) for stage in values["stages"])
+    return Plan(stages, tuple(values["notes"]))
+
+
+def _load_step(values: dict[str, Any]) -> Step:
+    settings = tuple(Setting(**setting) for setting in values.pop("settings"))
+    return Step(**values | {"command": tuple(values["command"]), "settings": settings})
 
 
 def format_export(setting: Setting) -> str:
@@ -66,11 +90,17 @@ def _format_step(step: Step) -> str:
     command = _format_command(step.command)
     if step.host:
         remote = " ".join([f"{s.name}={shlex.quote(s.value)}" for s in step.settings] + [command])
-        return f"{format_comment(step.why)}\nssh -o BatchMode=yes {shlex.quote(step.host)} {shlex.quote(remote)}"
-    if not step.settings:
+        command = f"ssh -o BatchMode=yes {shlex.quote(step.host)} {shlex.quote(remote)}"
+    command += f" <{shlex.quote(step.stdin_file)}" if step.stdin_file else _format_stdin(step.stdin)
+    if step.host or not step.settings:
         return f"{format_comment(step.why)}\n{command}"
     exports = "\n".join(format_export(setting) for setting in step.settings)
     return f"{format_comment(step.why)}\n(\n{exports}\n{command}\n)"
+
+
+def _format_stdin(text: str) -> str:
+    """As a quoted word rather than a here-document: no line of the text can end it early."""
+    return f" < <(printf %s {shlex.quote(text)})" if text else ""
 
 
 def _format_command(command: tuple[str, ...]) -> str:

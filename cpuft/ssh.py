@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import logging
 import os
+import shlex
+import shutil
+import socket
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
+
+if TYPE_CHECKING:
+    import paramiko
 
 _CONNECT_SECONDS = 10.0
 
@@ -20,17 +33,78 @@ class Answer:
     errors: str
 
 
-def run(host: Host, command: str, stdin: str = "", seconds: float = 60.0, config_path: str = "") -> Answer:
-    """Run a shell command on a host, give it `stdin`, wait `seconds` at most.
+def run(
+    host: Host, command: str, stdin: str = "", seconds: float = 60.0, config_path: str = "", stdin_file: str = ""
+) -> Answer:
+    """Run a shell command on a host, give it `stdin` or the file `stdin_file`, wait `seconds` at most.
 
     Host keys come from the known_hosts files; an unknown or changed key is refused, never learnt here.
 
     Raises
     ------
-    CpuftError: the host cannot be reached, its key is unknown or changed, or it does not let us in.
+    CpuftError: the host cannot be reached, its key is unknown or changed, it does not let us in, or it takes longer.
     """
+    with _connect(host, config_path) as client, _named(host, seconds):
+        stream, stdout_file, stderr_file = client.exec_command(command, timeout=seconds)
+        if stdin_file:
+            with open(stdin_file, "rb") as file:
+                shutil.copyfileobj(file, stream, 1 << 18)
+        else:
+            stream.write(stdin)
+        stream.flush()
+        stream.channel.shutdown_write()
+        output, errors = stdout_file.read().decode(errors="replace"), stderr_file.read().decode(errors="replace")
+        return Answer(stdout_file.channel.recv_exit_status(), output, errors)
+
+
+def fetch_folder(host: Host, source: str, target: str, seconds: float = 300.0, config_path: str = "") -> None:
+    """Copy what is in folder `source` of a host into the folder `target` here, as one stream.
+
+    Raises
+    ------
+    CpuftError: as `run`, or the folder is not there.
+    """
+    with _connect(host, config_path) as client, _named(host, seconds):
+        _, stream, errors = client.exec_command(f"tar -C {shlex.quote(source)} -cf - .", timeout=seconds)
+        try:
+            with tarfile.open(fileobj=stream, mode="r|") as archive:
+                archive.extractall(target, filter="data")
+        except tarfile.TarError:
+            said = errors.read().decode(errors="replace").strip()
+            raise CpuftError(
+                f"folder {source} of host {host.name} cannot be fetched ({said}): look at it there"
+            ) from None
+
+
+def scan_host_key(address: str, port: int = 22) -> str:
+    """The key that the server at `address` shows: "ssh-ed25519 AAAA...". It proves nothing by itself.
+
+    Raises
+    ------
+    CpuftError: no ssh server answers.
+    """
+    import paramiko
+
+    with _named(Host(address), _CONNECT_SECONDS):
+        connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+        with connection, paramiko.Transport(connection) as transport:
+            transport.start_client(timeout=_CONNECT_SECONDS)
+            key = transport.get_remote_server_key()
+            return f"{key.get_name()} {key.get_base64()}"
+
+
+def fingerprint(public_key: str) -> str:
+    """A public key as `ssh-keygen -l` shows it: SHA256:..."""
+    digest = hashlib.sha256(base64.b64decode(public_key.split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
+
+
+@contextmanager
+def _connect(host: Host, config_path: str) -> Iterator[paramiko.SSHClient]:
     import paramiko  # an eighth of a second: only for those who do have other hosts
 
+    # Its threads log tracebacks of what we tell in one line.
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
     options = _read_config(host, config_path)
     with paramiko.SSHClient() as client:
         client.load_system_host_keys()
@@ -38,7 +112,7 @@ def run(host: Host, command: str, stdin: str = "", seconds: float = 60.0, config
             if os.path.exists(os.path.expanduser(path)):
                 client.load_host_keys(os.path.expanduser(path))
         client.set_missing_host_key_policy(paramiko.RejectPolicy())
-        try:
+        with _named(host, _CONNECT_SECONDS):
             client.connect(
                 options["hostname"],
                 port=int(options["port"]),
@@ -48,21 +122,34 @@ def run(host: Host, command: str, stdin: str = "", seconds: float = 60.0, config
                 banner_timeout=_CONNECT_SECONDS,
                 auth_timeout=_CONNECT_SECONDS,
             )
-            stdin_file, stdout_file, stderr_file = client.exec_command(command, timeout=seconds)
-            stdin_file.write(stdin)
-            stdin_file.channel.shutdown_write()
-            output, errors = stdout_file.read().decode(), stderr_file.read().decode()
-            return Answer(stdout_file.channel.recv_exit_status(), output, errors)
-        except (paramiko.SSHException, OSError) as error:
-            raise CpuftError(f"host {host.name} cannot be used over ssh ({_cause(error)})") from None
+        yield client
 
 
-def _cause(error: Exception) -> str:
+@contextmanager
+def _named(host: Host, seconds: float) -> Iterator[None]:
+    """What paramiko and sockets raise, as a CpuftError that names the host."""
+    import paramiko
+
+    try:
+        yield
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        raise CpuftError(f"host {host.name} cannot be used over ssh ({_cause(error, seconds)})") from None
+
+
+def quote_command(command: Sequence[str], settings: Mapping[str, str]) -> str:
+    """One line for the shell at the other end, with environment settings before it."""
+    words = ["env", *(f"{name}={value}" for name, value in settings.items())] if settings else []
+    return shlex.join([*words, *command])
+
+
+def _cause(error: Exception, seconds: float) -> str:
     text = str(error) or type(error).__name__
     if "not found in known_hosts" in text:
         return f"{text}: add its key to known_hosts after you have compared it"
-    if "timed out" in text:
-        return f"no answer in {_CONNECT_SECONDS:.0f} s: is it on, and its port 22 open to this machine?"
+    if "does not match" in text:
+        return f"{text}: its key has changed: find out why before you take the old one out of known_hosts"
+    if "timed out" in text or "protocol banner" in text or isinstance(error, TimeoutError):
+        return f"no answer in {seconds:.0f} s: is it on, and its ssh port open to this machine?"
     if "Authentication" in text or "No authentication" in text:
         return f"{text}: put your public key into its authorized_keys"
     return f"{text}: check its name, its port and that sshd runs"

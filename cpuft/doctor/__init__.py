@@ -1,0 +1,1 @@
+"""Checks of a cluster with stable codes: each finding has its evidence, its cause and the next move."""

@@ -1,0 +1,228 @@
+"""Checks that a host has what a run needs, and that nothing slows it down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cpuft.doctor.finding import Finding
+from cpuft.doctor.state import ClusterState
+from cpuft.topology import bf16_hardware
+
+_MIB = 1 << 20
+_LEAST_MEMORY = 2048 * _MIB
+"""A rank with a small encoder, torch and its data; BERT-base takes about twice as much."""
+_LEAST_SHM = 64 * _MIB
+"""Intel MPI's shared segments of a few local ranks."""
+_LEAST_DISK = 1024 * _MIB
+"""A run directory with a trained encoder, its logs, and rows."""
+_MOST_STEAL = 0.05
+
+
+def check_bf16(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-019: no host multiplies bf16 in hardware."""
+    flags = [bf16_hardware(facts.cpu_flags) for _, facts, _ in state.answering]
+    if flags and not any(flags):
+        one, facts, _ = state.answering[0]
+        yield Finding(
+            "CPUFT-019",
+            one.name,
+            f"{facts.cpu_model} has neither AMX nor AVX512_BF16",
+            "bf16 came with Cooper Lake and AMX with Sapphire Rapids; training is 3 to 8 times faster there",
+            "use newer hosts (AWS: m7i, c7i or later), or go on in fp32",
+            severe=False,
+        )
+
+
+def check_amx(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-020: the CPU has AMX, and the kernel does not let a process use it."""
+    for one, facts, health in state.answering:
+        if "amx_tile" in facts.cpu_flags and not health.amx_usable:
+            yield Finding(
+                "CPUFT-020",
+                one.name,
+                f"AMX is there, and kernel {facts.kernel} refuses its tiles",
+                "Linux 5.16 brought the permission; some hypervisors and sandboxes refuse it",
+                "use a newer kernel, or another type of instance",
+                severe=False,
+            )
+
+
+def check_memory(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-021: too little memory for the ranks planned."""
+    for one, _, health in state.answering:
+        ranks = max(1, state.ranks.get(one.host.name, 1))
+        if health.memory_available < ranks * _LEAST_MEMORY:
+            yield Finding(
+                "CPUFT-021",
+                one.name,
+                f"{health.memory_available // _MIB} MB are free for {ranks} ranks, which take 2048 MB each and more",
+                "the kernel would end a rank, and its peers would wait for it",
+                "end what else runs there, lower --ppn, or add memory",
+            )
+
+
+def check_shared_memory(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-022: /dev/shm is too small."""
+    for one, _, health in state.answering:
+        if health.shm_free < _LEAST_SHM:
+            yield Finding(
+                "CPUFT-022",
+                one.name,
+                f"{max(0, health.shm_free) // _MIB} MB are free in /dev/shm, ranks of one host need 64 MB",
+                "a container's default is 64 MB in all (docker run --shm-size), or earlier runs left files there",
+                "enlarge it: mount -o remount,size=1g /dev/shm",
+            )
+
+
+def check_disk(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-023: the disk is full."""
+    for one, _, health in state.answering:
+        if health.disk_free < _LEAST_DISK:
+            yield Finding(
+                "CPUFT-023",
+                one.name,
+                f"{max(0, health.disk_free) // _MIB} MB are free in /var/tmp, a run needs 1024 MB",
+                "data, models and records of runs are kept there while they run",
+                "make room there: du -xh / | sort -h | tail",
+            )
+
+
+def check_slots(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-024: more ranks than cores."""
+    for one, facts, _ in state.answering:
+        wanted = state.ranks.get(one.host.name, one.host.slots)
+        if wanted > len(facts.cores):
+            yield Finding(
+                "CPUFT-024",
+                one.name,
+                f"{wanted} ranks on {len(facts.cores)} cores",
+                "ranks that share a core wait for each other: several times slower, not just shared",
+                "lower slots=N in the hostfile, or --ppn",
+                severe=False,
+            )
+
+
+def check_quota(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-025: a control group allows less CPU time than the cores that are seen."""
+    for one, facts, _ in state.answering:
+        if 0 < facts.cpu_quota < len(facts.cores):
+            yield Finding(
+                "CPUFT-025",
+                one.name,
+                f"{facts.cpu_quota:g} cores are allowed, {len(facts.cores)} are seen",
+                "a container's or provision local's CPU limit: threads are stopped in mid-step",
+                "raise the limit (docker run --cpus), or count on less speed",
+                severe=False,
+            )
+
+
+def check_load(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-026: something else computes there."""
+    for one, facts, health in state.answering:
+        if health.load > max(1.0, 0.75 * len(facts.cores)):
+            yield Finding(
+                "CPUFT-026",
+                one.name,
+                f"load {health.load:.1f} on {len(facts.cores)} cores before the run has started",
+                "another job, or ranks left over: two jobs on the same cores are far slower than half",
+                "look with top, and end or await it",
+                severe=False,
+            )
+
+
+def check_steal(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-027: the hypervisor gives CPU time to others."""
+    for one, _, health in state.answering:
+        if health.steal > _MOST_STEAL:
+            yield Finding(
+                "CPUFT-027",
+                one.name,
+                f"{health.steal:.0%} of CPU time is stolen",
+                "an overbooked hypervisor, or a burstable instance that has used up its credit",
+                "use instances with cores of their own",
+                severe=False,
+            )
+
+
+def check_governor(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-028: cores save energy."""
+    for one, _, health in state.answering:
+        slow = [name for name in health.governors if name not in ("performance", "schedutil")]
+        if slow:
+            yield Finding(
+                "CPUFT-028",
+                one.name,
+                f"frequency governor {', '.join(slow)}",
+                "cores clock down while they wait for the network, and come back late",
+                "set it to performance",
+                severe=False,
+                fix=(
+                    "sh",
+                    "-c",
+                    "for f in /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor; do echo performance >$f; done",
+                ),
+            )
+
+
+def check_huge_pages(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-029: no transparent huge pages."""
+    for one, _, health in state.answering:
+        if "[never]" in health.huge_pages:
+            yield Finding(
+                "CPUFT-029",
+                one.name,
+                f"transparent huge pages: {health.huge_pages}",
+                "large tensors then cost many page faults and TLB misses",
+                "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled",
+                severe=False,
+                fix=("sh", "-c", "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"),
+            )
+
+
+def check_allocator(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-030: no allocator to preload."""
+    for one, facts, _ in state.answering:
+        if not {"tcmalloc", "tcmalloc_minimal", "jemalloc"} & set(facts.libraries):
+            yield Finding(
+                "CPUFT-030",
+                one.name,
+                "neither tcmalloc nor jemalloc is installed",
+                "glibc gives large blocks back to the kernel at every step: some 6 % of the time",
+                "apt-get install libtcmalloc-minimal4",
+                severe=False,
+            )
+
+
+def check_memlock(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-031: fast fabrics cannot lock memory."""
+    for one, facts, health in state.answering:
+        fast = [name for name in facts.interfaces if name.startswith(("ib", "hsn", "efa"))]
+        if fast and 0 <= health.memlock < 64 * _MIB:
+            yield Finding(
+                "CPUFT-031",
+                one.name,
+                f"a process may lock {health.memlock >> 10} kB, and there is a fast fabric ({', '.join(fast)})",
+                "verbs, psm3 and efa register buffers, which locks them",
+                "write '* - memlock unlimited' into /etc/security/limits.conf",
+                severe=False,
+            )
+
+
+def check_leftovers(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-032: ranks or files of earlier runs."""
+    for one, _, health in state.answering:
+        if health.leftovers:
+            pids = [text.split()[1].rstrip(":") for text in health.leftovers if text.startswith("pid ")]
+            paths = [text for text in health.leftovers if text.startswith("/var/tmp/cpuft-")]
+            script = "; ".join(
+                [f"kill -KILL {' '.join(pids)}"] * bool(pids) + [f"rm -rf {' '.join(paths)}"] * bool(paths)
+            )
+            yield Finding(
+                "CPUFT-032",
+                one.name,
+                f"{len(health.leftovers)} left of earlier runs: {health.leftovers[0]}",
+                "a launch that was killed outright, or lost its connection",
+                f"on that host: {script}",
+                severe=bool(pids),
+                fix=("sh", "-c", script),
+            )

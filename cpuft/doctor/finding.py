@@ -1,0 +1,52 @@
+"""A finding of the doctor, and how it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong on one host."""
+
+    code: str
+    """Stable: CPUFT-001 means the same in every version."""
+    host: str
+    evidence: str
+    """What was seen, in figures."""
+    cause: str
+    next_move: str
+    severe: bool = True
+    """Whether a run would fail or hang; otherwise it is slower than it could be, or its figures mislead."""
+    fix: tuple[str, ...] = ()
+    """A command that puts it right on that host without harm; empty when a person must decide."""
+
+
+def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
+    """Findings for a terminal, the severe ones first; a line of praise when there is none."""
+    if not findings:
+        return f"{hosts} host{'s' if hosts != 1 else ''}, {checks} checks: all is well\n"
+    alike: dict[Finding, list[str]] = {}
+    for finding in sorted(findings, key=lambda one: (not one.severe, one.code)):
+        alike.setdefault(replace(finding, host=""), []).append(finding.host)
+    parts = [
+        f"{finding.code} {'error' if finding.severe else 'warning'} on {', '.join(names)}: {finding.evidence}\n"
+        f"  cause: {finding.cause}\n"
+        f"  next:  {finding.next_move}{' (or --fix)' if finding.fix else ''}"
+        for finding, names in alike.items()
+    ]
+    severe = sum(finding.severe for finding in findings)
+    parts.append(f"{hosts} hosts, {checks} checks: {severe} errors, {len(findings) - severe} warnings")
+    return "\n".join(parts) + "\n"
+
+
+def to_json(findings: Sequence[Finding], hosts: Sequence[str]) -> dict[str, Any]:
+    """All findings as one object."""
+    return {"format": 1, "hosts": list(hosts), "findings": [asdict(finding) for finding in findings]}
+
+
+def describe_stop(findings: Sequence[Finding]) -> str:
+    """One line on the severe findings, which ends with the next move of the last."""
+    return "; ".join(f"{f.code} on {f.host}: {f.evidence}: {f.next_move}" for f in findings if f.severe)

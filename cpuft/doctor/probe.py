@@ -1,0 +1,220 @@
+"""What a host can tell of its health, as one JSON object; sent as it is to the Python of each host.
+
+Only the standard library, and nothing of ours: the hosts may have no cpuft. All hosts run this at the same moment,
+listen on one agreed port, and try to connect to each other there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.metadata
+import os
+import resource
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
+_ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
+_XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
+_SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
+_STEAL_SECONDS = 0.25
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def read_packages() -> dict[str, str]:
+    """Versions of the packages that training depends on, where installed."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def read_mpi() -> str:
+    """The first line that this environment's mpirun says of itself; empty when there is none."""
+    folder = os.path.dirname(sys.executable)
+    path = next((p for p in (f"{folder}/mpiexec.hydra", f"{folder}/mpirun") if os.access(p, os.X_OK)), "")
+    path = path or shutil.which("mpirun") or ""
+    if not path:
+        return ""
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"broken: {error}"
+    return (done.stdout.strip().splitlines() or [f"broken: {done.stderr.strip()[-200:]}"])[0]
+
+
+def resolve_self() -> str:
+    """The address that this host's own name has here; empty when it has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def may_use_amx() -> bool:
+    """Whether the kernel lets a process use AMX tiles."""
+    try:
+        return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
+    except (AttributeError, OSError):
+        return False
+
+
+def read_memory_available() -> int:
+    """Bytes that can be had without swapping."""
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def read_free(path: str) -> int:
+    """Bytes that an ordinary user may still write at `path`; -1 when there is no such file system."""
+    try:
+        state = os.statvfs(path)
+    except OSError:
+        return -1
+    return state.f_bavail * state.f_frsize
+
+
+def read_steal() -> float:
+    """Share of CPU time that other guests of the machine took, over a quarter of a second."""
+    before = _read("/proc/stat").split("\n")[0].split()[1:]
+    time.sleep(_STEAL_SECONDS)
+    after = _read("/proc/stat").split("\n")[0].split()[1:]
+    spent = [int(b) - int(a) for a, b in zip(before, after)]
+    return spent[7] / max(1, sum(spent[:8])) if len(spent) > 7 else 0.0
+
+
+def read_mtus() -> dict[str, int]:
+    """MTU of each interface."""
+    paths = glob.glob("/sys/class/net/*/mtu")
+    return {path.split("/")[4]: int(_read(path)) for path in paths if _read(path).isdecimal()}
+
+
+def find_leftovers() -> list[str]:
+    """Ranks that outlived their run, and what runs left on the disk: "pid 12: cpuft.rank ..." or a path.
+
+    A rank whose mpirun lives is at work; one that has been handed to the first process is left over.
+    """
+    found = []
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        words = _read(path).split("\0")
+        pid = path.split("/")[2]
+        if not any(word in ("cpuft.rank", "cpuft.train", "cpuft.master") for word in words):
+            continue
+        if _parent(pid) == "1":
+            found.append(f"pid {pid}: {' '.join(words)[:80]}")
+    age = time.time() - 24 * 3600
+    folders = [path for path in glob.glob("/var/tmp/cpuft-*") if os.lstat(path).st_mtime < age]
+    return found + folders
+
+
+def _parent(pid: str) -> str:
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith("PPid:"):
+            return line.split()[1]
+    return ""
+
+
+def try_ports(port: int, peers: list[str], seconds: float) -> dict[str, Any]:
+    """Listen on `port` and connect to it on every peer until all is done or `seconds` have passed.
+
+    Returns `listens` (whether the port could be had) and `connected` (milliseconds to each peer reached).
+    """
+    end = time.monotonic() + seconds
+    connected: dict[str, float] = {}
+    came: set[str] = set()
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", port))
+        except OSError:
+            return {"listens": False, "connected": connected}
+        server.listen(len(peers) + 8)
+        with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
+            tries = [pool.submit(_try_connect, peer, port, end) for peer in peers]
+            while time.monotonic() < end and not (all(t.done() for t in tries) and came >= set(peers)):
+                if select.select([server], [], [], 0.05)[0]:
+                    connection, (address, _) = server.accept()
+                    came.add(address)
+                    connection.close()
+        connected = {peer: ms for peer, ms in zip(peers, (t.result() for t in tries)) if ms >= 0}
+    return {"listens": True, "connected": connected}
+
+
+def _try_connect(peer: str, port: int, end: float) -> float:
+    while time.monotonic() < end:
+        start = time.monotonic()
+        try:
+            with socket.create_connection((peer, port), timeout=max(0.05, min(1.0, end - start))):
+                return (time.monotonic() - start) * 1000
+        except OSError:
+            time.sleep(0.1)
+    return -1.0
+
+
+def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
+    """What ssh from here to each peer complained of; empty for a login that worked."""
+
+    def attempt(peer: str) -> str:
+        command = ["ssh", *options, "-o", "BatchMode=yes", "-o", "ConnectTimeout=4", peer, "true"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=8, stdin=subprocess.DEVNULL)
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(error)
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return lines[-1].strip() if done.returncode else ""
+
+    with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
+        return dict(zip(peers, pool.map(attempt, peers)))
+
+
+def examine(order: dict[str, Any]) -> dict[str, Any]:
+    """All of it; the keys are the fields of `cpuft.doctor.state.Health`.
+
+    `order` holds: port, peers (addresses), seconds (for the ports), ssh_options, ssh_peers.
+    """
+    now = time.time()
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        ssh = pool.submit(try_ssh, order["ssh_options"], order["ssh_peers"])
+        steal = pool.submit(read_steal)
+        ports = try_ports(order["port"], order["peers"], order["seconds"])
+        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        governors = {_read(path) for path in glob.glob("/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
+        return {
+            "time": now,
+            "executable": sys.executable,
+            "packages": read_packages(),
+            "mpi": read_mpi(),
+            "own_address": resolve_self(),
+            "amx_usable": may_use_amx(),
+            "memory_available": read_memory_available(),
+            "shm_free": read_free("/dev/shm"),
+            "disk_free": read_free("/var/tmp"),
+            "mtus": read_mtus(),
+            "governors": sorted(governors - {""}),
+            "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+            "load": os.getloadavg()[0],
+            "memlock": -1 if soft == resource.RLIM_INFINITY else soft,
+            "leftovers": find_leftovers(),
+            "steal": steal.result(),
+            "ssh": ssh.result(),
+            **ports,
+        }

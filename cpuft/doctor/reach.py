@@ -1,0 +1,175 @@
+"""Checks of how hosts are reached: names, ssh, ports, interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import ip_address
+
+from cpuft.doctor.finding import Finding
+from cpuft.doctor.state import ClusterState, HostState
+from cpuft.environment import choose_interface
+from cpuft.errors import CpuftError
+from cpuft.topology import HostFacts
+
+_LEAST_MTU = 1280
+"""What every IPv6 network carries; below it, something is set wrongly."""
+
+
+def check_names(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-001: a name of the hostfile has no address."""
+    for one in state.hosts:
+        if not one.address:
+            yield Finding(
+                "CPUFT-001",
+                one.host.name,
+                f"the name has no address ({one.failure})",
+                "it is misspelt, or neither DNS nor /etc/hosts knows it here",
+                "correct it in the hostfile, or write the host's address there",
+            )
+
+
+def check_reachable(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-002: no ssh server answers."""
+    for one in _failed(state):
+        if not _is_key(one.failure) and not _is_login(one.failure):
+            yield Finding(
+                "CPUFT-002",
+                one.host.name,
+                one.failure,
+                "the host is off, cut off or too busy, its sshd does not run, or a firewall drops its ssh port",
+                f"start it, or try: ssh -v {one.host.name}",
+            )
+
+
+def check_host_keys(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-003: the host's key is unknown, or not the one that is known."""
+    for one in _failed(state):
+        if _is_key(one.failure):
+            yield Finding(
+                "CPUFT-003",
+                one.host.name,
+                one.failure,
+                "the host was installed anew, or another machine answers at its address",
+                "compare its key (ssh-keygen -lf on the host), then replace the line in known_hosts",
+            )
+
+
+def check_login(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-004: the host does not let us in."""
+    for one in _failed(state):
+        if _is_login(one.failure):
+            yield Finding(
+                "CPUFT-004",
+                one.host.name,
+                one.failure,
+                "our public key is not in its authorized_keys, or the user is another",
+                "cpuft provision hosts puts the key there; or name the user in the hostfile (user=NAME)",
+            )
+
+
+def _failed(state: ClusterState) -> list[HostState]:
+    return [one for one in state.hosts if one.address and one.failure and one.facts is None]
+
+
+def _is_key(failure: str) -> bool:
+    return any(sign in failure for sign in ("known_hosts", "does not match", "key verification"))
+
+
+def _is_login(failure: str) -> bool:
+    return "uthentication" in failure
+
+
+def check_ssh_between(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-005: a host cannot log in to another, and mpirun starts ranks that way."""
+    lost = {one.host.name for one in state.hosts if one.failure}
+    for one, _, health in state.answering:
+        for peer, complaint in health.ssh.items():
+            if complaint and peer not in lost:
+                yield Finding(
+                    "CPUFT-005",
+                    one.name,
+                    f"ssh from here to {peer} fails ({complaint[:160]})",
+                    "mpirun starts ranks by ssh from the master, which needs a key there and in authorized_keys here",
+                    "cpuft provision hosts sets that up between all hosts",
+                )
+
+
+def check_own_name(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-006: the host's own name is a loopback address, as Debian's 127.0.1.1 line makes it."""
+    for one, facts, health in state.answering:
+        if health.own_address.startswith("127.") and len(state.hosts) > 1:
+            yield Finding(
+                "CPUFT-006",
+                one.name,
+                f"its own name {facts.hostname} resolves to {health.own_address}",
+                "a line of /etc/hosts, Debian's installer writes it: libraries then listen where no other host reaches",
+                f"write its network address before {facts.hostname} in its /etc/hosts",
+                severe=False,
+            )
+
+
+def check_ports(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-007: hosts do not reach each other's ports."""
+    listening = {one.address: one for one, _, health in state.answering if health.listens}
+    for one, _, health in state.answering:
+        lost = [peer for peer in listening if peer != one.address and peer not in health.connected]
+        if lost and health.listens:
+            yield Finding(
+                "CPUFT-007",
+                one.name,
+                f"no TCP connection to {', '.join(listening[peer].name for peer in lost)}",
+                "a firewall or security group between the hosts lets only some ports through, or there is no route",
+                "open all TCP ports between the cluster's hosts, and only between them",
+            )
+
+
+def check_outside(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-008: the hosts talk over public addresses."""
+    for one in state.hosts:
+        if one.address and ip_address(one.address).is_global:
+            yield Finding(
+                "CPUFT-008",
+                one.name,
+                f"its address {one.address} is a public one",
+                "gradients and rendezvous are neither encrypted nor protected by a password",
+                "write private addresses into the hostfile; close all ports but ssh to the outside",
+                severe=False,
+            )
+
+
+def check_interfaces(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-009: the way to the other hosts leads over loopback, a container bridge or a VPN."""
+    for one, facts, _ in state.answering:
+        if len(state.answering) < 2:
+            return
+        try:
+            choose_interface(facts, next(iter(facts.routes), ""))
+        except CpuftError as error:
+            yield Finding(
+                "CPUFT-009",
+                one.name,
+                str(error).split(": ")[0],
+                "the hostfile's addresses are of another network than the one between the hosts",
+                "write addresses of the cluster's own network into the hostfile, or name --iface",
+            )
+
+
+def check_mtu(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-010: packet sizes differ, or are too small."""
+    sizes = {one.name: _mtu(facts, health.mtus) for one, facts, health in state.answering}
+    common = max(sizes.values(), key=list(sizes.values()).count, default=0)
+    for name, size in sizes.items():
+        if len(sizes) > 1 and size and (size != common or size < _LEAST_MTU):
+            yield Finding(
+                "CPUFT-010",
+                name,
+                f"MTU {size} on the interface to the other hosts; most have {common}",
+                "jumbo frames are on at one end only: small messages pass, large ones hang",
+                "set one MTU on all hosts: ip link set dev NAME mtu NUMBER",
+            )
+
+
+def _mtu(facts: HostFacts, mtus: dict[str, int]) -> int:
+    source = next(iter(facts.routes.values()), "")
+    name = next((name for name, address in facts.interfaces.items() if address == source), "")
+    return mtus.get(name, 0)

@@ -1,0 +1,81 @@
+"""What was found on every host of a cluster: all that checks look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from cpuft.hostfile import Host
+from cpuft.topology import HostFacts
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `cpuft.doctor.probe` found on a host."""
+
+    time: float
+    """Its clock, seconds since 1970."""
+    executable: str
+    packages: dict[str, str]
+    mpi: str
+    own_address: str
+    amx_usable: bool
+    memory_available: int
+    shm_free: int
+    disk_free: int
+    mtus: dict[str, int]
+    governors: list[str]
+    huge_pages: str
+    load: float
+    memlock: int
+    """Bytes a process may lock; -1 for no limit."""
+    leftovers: list[str]
+    steal: float
+    ssh: dict[str, str]
+    """Address of a peer -> what ssh complained of."""
+    listens: bool
+    connected: dict[str, float]
+    """Address of a peer -> milliseconds a connection took."""
+
+
+@dataclass(frozen=True)
+class HostState:
+    """One line of the hostfile, and what is behind it."""
+
+    host: Host
+    address: str = ""
+    """What its name resolves to; empty for nothing."""
+    facts: HostFacts | None = None
+    health: Health | None = None
+    failure: str = ""
+    """Why it could not be asked."""
+    skew: float = 0.0
+    """Seconds by which its clock is surely ahead of (or, negative, behind) this machine's."""
+
+    @property
+    def name(self) -> str:
+        """The host for a reader: as the hostfile names it, and what it calls itself."""
+        if self.facts is None or self.facts.hostname == self.host.name:
+            return self.host.name
+        return f"{self.host.name} ({self.facts.hostname})"
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """All hosts, and what a run is meant to find there."""
+
+    hosts: tuple[HostState, ...]
+    python: str = ""
+    """Where the training environment's Python should be; empty when nobody said."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Ranks planned on each host, by its name in the hostfile; empty when no launch is planned."""
+
+    @property
+    def answering(self) -> tuple[tuple[HostState, HostFacts, Health], ...]:
+        """Hosts that could be asked."""
+        return tuple((h, h.facts, h.health) for h in self.hosts if h.facts and h.health)
+
+
+def parse_health(values: dict[str, Any]) -> Health:
+    """Health from the probe's object. Raises KeyError when a field is missing."""
+    return Health(**{field.name: values[field.name] for field in fields(Health)})

@@ -1,0 +1,135 @@
+"""Asks all hosts of a cluster side by side, and runs fixes on them."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cpuft import execute, facts, ssh
+from cpuft.cluster import Reach, is_here
+from cpuft.doctor import probe
+from cpuft.doctor.finding import Finding
+from cpuft.doctor.state import ClusterState, HostState, parse_health
+from cpuft.errors import CpuftError
+from cpuft.hostfile import Host
+from cpuft.topology import parse_facts
+
+PORT_SECONDS = 3.0
+"""How long hosts try to reach each other's port: longer than their ssh logins lie apart."""
+
+_ANSWER_SECONDS = 30.0
+
+# Both sources come with the order, because a host may have neither cpuft nor a disk to write to.
+_LOADER = (
+    "import json,sys\n"
+    "order=json.load(sys.stdin)\n"
+    "facts,probe={'__name__':'facts'},{'__name__':'probe'}\n"
+    "exec(order['facts_source'],facts)\n"
+    "exec(order['probe_source'],probe)\n"
+    "print(json.dumps({'facts':facts['gather'](order['targets']),'health':probe['examine'](order)}))\n"
+)
+
+
+def examine_hosts(
+    hosts: tuple[Host, ...], reach: Reach, ranks: dict[str, int] | None = None, full: bool = False
+) -> ClusterState:
+    """What there is behind every line of a hostfile, all asked at once.
+
+    Parameters
+    ----------
+    full: log in from every host to every other, rather than from the master only.
+    """
+    addresses = [_resolve(host) for host in hosts]
+    orders = _make_orders(hosts, [address for address, _ in addresses], reach, full)
+    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+        states = list(pool.map(_examine, hosts, addresses, orders, [reach] * len(hosts)))
+    python = reach.python if len(hosts) > 1 else ""
+    return ClusterState(tuple(states), python, ranks or {})
+
+
+def _make_orders(hosts: tuple[Host, ...], addresses: list[str], reach: Reach, full: bool) -> list[dict[str, Any]]:
+    port = random.SystemRandom().randrange(20000, 32000)  # below the range that the kernel gives to clients
+    sources = {
+        "facts_source": Path(facts.__file__).read_text(encoding="utf-8"),
+        "probe_source": Path(probe.__file__).read_text(encoding="utf-8"),
+    }
+    options = list(reach.mpirun_options)
+    orders = []
+    for index, address in enumerate(addresses):
+        peers = [other for other in dict.fromkeys(addresses) if other and other != address]
+        order = {
+            "port": port,
+            "peers": peers,
+            "targets": peers[:1] or [address],
+            "seconds": PORT_SECONDS,
+            "ssh_options": options,
+            "ssh_peers": [h.name for h in hosts if full or index == 0] if len(hosts) > 1 else [],
+        }
+        orders.append(sources | order)
+    return orders
+
+
+def _resolve(host: Host) -> tuple[str, str]:
+    try:
+        return socket.gethostbyname(host.name), ""
+    except OSError as error:
+        return "", str(error)
+
+
+def _examine(host: Host, resolved: tuple[str, str], order: dict[str, Any], reach: Reach) -> HostState:
+    address, failure = resolved
+    if not address:
+        return HostState(host, "", failure=failure)
+    before = time.time()
+    try:
+        text = _ask(host, address, json.dumps(order), reach)
+        after = time.time()
+        values = json.loads(text)
+        health = parse_health(values["health"])
+        # Its clock was read at some moment between these two: only what lies outside is surely wrong.
+        skew = max(0.0, health.time - after) + min(0.0, health.time - before)
+        return HostState(host, address, parse_facts(json.dumps(values["facts"]), host.name), health, skew=skew)
+    except CpuftError as error:
+        return HostState(host, address, failure=str(error))
+    except (ValueError, KeyError) as error:
+        return HostState(host, address, failure=f"its answer is not understood ({error!r}): is there a Python 3?")
+
+
+def _ask(host: Host, address: str, order: str, reach: Reach) -> str:
+    if is_here(address):
+        return execute.run_quietly((sys.executable, "-c", _LOADER), _ANSWER_SECONDS, order).output
+    command = f"exec $(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_LOADER)}"
+    answer = ssh.run(host, command, order, _ANSWER_SECONDS, reach.ssh_config)
+    if answer.exit_code:
+        said = " | ".join(answer.errors.strip().splitlines()[-3:])
+        raise CpuftError(f"host {host.name}: its Python failed ({said})")
+    return answer.output
+
+
+def run_fixes(findings: Sequence[Finding], state: ClusterState, reach: Reach) -> list[str]:
+    """Run the command of each finding that has one, on its host; a line each on how that went."""
+    hosts = {one.name: one for one in state.hosts}
+    lines = []
+    for finding in findings:
+        if finding.fix:
+            one = hosts[finding.host]
+            lines.append(f"{finding.code} on {finding.host}: {_fix(one, finding.fix, reach)}")
+    return lines
+
+
+def _fix(one: HostState, command: tuple[str, ...], reach: Reach) -> str:
+    if is_here(one.address):
+        answer = execute.run_quietly(command, 30)
+        code, said = answer.exit_code, answer.output
+    else:
+        there = ssh.run(one.host, ssh.quote_command(command, {}), config_path=reach.ssh_config)
+        code, said = there.exit_code, there.errors
+    return "done" if not code else f"failed ({' '.join(said.split())[-200:]})"

@@ -1,0 +1,244 @@
+"""A cluster of servers over ssh, planned: pure functions of what they have and what is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+
+from cpuft.errors import CpuftError
+from cpuft.plan import Plan, Step
+from cpuft.provision.converge import plan_file
+from cpuft.provision.options import HostsConfig
+from cpuft.provision.sshfiles import Member, format_ssh_config
+
+_LEAST_PYTHON = (3, 10)
+_INSTALL = """set -eu
+prefix=$1 stamp=$2
+shift 2
+rm -rf "$prefix/env"
+pip=$(ls "$prefix"/wheels/pip-*.whl 2>/dev/null | tail -n 1)
+if [ -n "$pip" ]; then
+    python3 -m venv --without-pip "$prefix/env"
+    "$prefix/env/bin/python" "$pip/pip" install --quiet --no-index --find-links "$prefix/wheels" "$@"
+else
+    python3 -m venv "$prefix/env"
+    "$prefix/env/bin/python" -m pip install --quiet --find-links "$prefix/wheels" "$@"
+fi
+echo "$stamp" >"$prefix/env/stamp"
+"""
+_RECEIVE = """set -eu
+mkdir -p "$(dirname "$1")"
+cat >"$1.part"
+echo "$2  $1.part" | sha256sum --check --quiet
+mv -f "$1.part" "$1"
+"""
+_KEYGEN = """set -eu
+umask 077
+mkdir -p "$(dirname "$1")"
+rm -f "$1" "$1.pub"
+ssh-keygen -q -t ed25519 -N "" -C cpuft -f "$1"
+"""
+_AUTHORIZE = 'umask 077; mkdir -p "$HOME/.ssh"; echo "$1" >>"$HOME/.ssh/authorized_keys"'
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What `survey.sh` said of one server."""
+
+    os: str = ""
+    kernel: str = ""
+    arch: str = ""
+    python: str = ""
+    ensurepip: bool = False
+    writable: bool = False
+    free_kb: int = 0
+    stamp: str = ""
+    """Of the environment that is installed; empty when none is, or when it is half done."""
+    wheels: dict[str, str] = field(default_factory=dict)
+    """File name -> SHA-256."""
+    sums: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the cluster's ssh files there."""
+    key: str = ""
+    """Public key of the cluster, on the master."""
+    authorized: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A file to be installed from."""
+
+    path: str
+    name: str
+    sha256: str
+
+    @property
+    def pin(self) -> str:
+        """name==version, from the file name as PEP 427 has it."""
+        return "==".join(self.name.split("-")[:2])
+
+
+def parse_survey(text: str, host: str) -> ServerFacts:
+    """Facts from survey.sh's lines. Raises CpuftError when they are not that."""
+    values: dict[str, str] = {}
+    wheels: dict[str, str] = {}
+    sums: dict[str, str] = {}
+    authorized: list[str] = []
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == "wheel":
+            name, _, digest = value.partition(" ")
+            wheels[name] = digest
+        elif key.startswith("sum_"):
+            sums[key.removeprefix("sum_")] = value
+        elif key == "authorized":
+            authorized.append(value.strip())
+        else:
+            values[key] = value.strip()
+    if "os" not in values or not values.get("free_kb", "").isdecimal():
+        raise CpuftError(f"host {host} did not survey itself (it said {text.strip()[-200:]!r}): is it a Linux with sh?")
+    return ServerFacts(
+        values["os"],
+        values.get("kernel", ""),
+        values.get("arch", ""),
+        values.get("python", ""),
+        "ensurepip" in values,
+        "writable" in values,
+        int(values["free_kb"]),
+        values.get("stamp", ""),
+        wheels,
+        sums,
+        values.get("key", ""),
+        tuple(authorized),
+    )
+
+
+def check_server(host: str, facts: ServerFacts, config: HostsConfig, wheels: tuple[Wheel, ...], need_kb: int) -> str:
+    """What stops this server from being provisioned, with the next move; empty when nothing does."""
+    version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
+    if version < _LEAST_PYTHON:
+        return f"{host}: Python is {facts.python or 'missing'}, 3.10 is the oldest that does: apt-get install python3"
+    if not facts.writable:
+        return f"{host}: {config.prefix} cannot be written: log in as root, or name a --prefix of your own"
+    if not facts.ensurepip and not any(wheel.name.startswith("pip-") for wheel in wheels):
+        return f"{host}: there is no pip: apt-get install python3-venv, or put pip's wheel into --wheels"
+    if not facts.stamp and facts.free_kb < need_kb:
+        return f"{host}: {facts.free_kb >> 10} MB are free for {config.prefix}, it needs {need_kb >> 10} MB: make room"
+    return ""
+
+
+def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
+    """A fingerprint of all that an environment is made from."""
+    text = "\n".join([*sorted(pins), *sorted(wheel.sha256 for wheel in wheels)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def plan_hosts(
+    config: HostsConfig,
+    members: tuple[Member, ...],
+    facts: tuple[ServerFacts, ...],
+    wheels: tuple[Wheel, ...],
+    pins: tuple[str, ...],
+    known_hosts: str,
+) -> Plan:
+    """What is missing on the servers.
+
+    Parameters
+    ----------
+    members, facts: of each server, the master first.
+    wheels: files that every server gets; `pins`: what it installs, name==version.
+    known_hosts: text with the host keys of all servers.
+    """
+    stages = [
+        _plan_key(config, members[0], facts[0]),
+        _plan_wheels(config, members, facts, wheels),
+        _plan_environment(config, members, facts, wheels, pins),
+        _plan_login(members, facts),
+        _plan_master_files(config, members, facts[0], known_hosts),
+    ]
+    return Plan(tuple(tuple(stage) for stage in stages if stage))
+
+
+def cluster_dir(config: HostsConfig) -> str:
+    """Where the master keeps the cluster's key and ssh configuration."""
+    return f"{config.prefix}/clusters/{config.name}"
+
+
+def _plan_key(config: HostsConfig, master: Member, facts: ServerFacts) -> list[Step]:
+    """The cluster's key is made on the master and never leaves it."""
+    if facts.key:
+        return []
+    path = f"{cluster_dir(config)}/id_ed25519"
+    return [Step("make the cluster's own key", ("sh", "-c", _KEYGEN, "keygen", path), host=master.address)]
+
+
+def _plan_wheels(
+    config: HostsConfig, members: tuple[Member, ...], facts: tuple[ServerFacts, ...], wheels: tuple[Wheel, ...]
+) -> list[Step]:
+    return [
+        Step(
+            f"push {wheel.name}",
+            ("sh", "-c", _RECEIVE, "receive", f"{config.prefix}/wheels/{wheel.name}", wheel.sha256),
+            host=member.address,
+            stdin_file=wheel.path,
+        )
+        for wheel in wheels
+        for member, own in zip(members, facts)
+        if own.wheels.get(wheel.name) != wheel.sha256
+    ]
+
+
+def _plan_environment(
+    config: HostsConfig,
+    members: tuple[Member, ...],
+    facts: tuple[ServerFacts, ...],
+    wheels: tuple[Wheel, ...],
+    pins: tuple[str, ...],
+) -> list[Step]:
+    stamp = make_stamp(pins, wheels)
+    command = ("sh", "-c", _INSTALL, "install", config.prefix, stamp, *pins)
+    return [
+        Step(f"install the environment at {config.prefix}/env", command, host=member.address)
+        for member, own in zip(members, facts)
+        if own.stamp != stamp
+    ]
+
+
+def _plan_login(members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> list[Step]:
+    key = facts[0].key
+    return [
+        Step("let the master log in", ("sh", "-c", _AUTHORIZE, "authorize", key), host=member.address)
+        for member, own in zip(members, facts)
+        if key and key not in own.authorized
+    ]
+
+
+def _plan_master_files(
+    config: HostsConfig, members: tuple[Member, ...], facts: ServerFacts, known_hosts: str
+) -> list[Step]:
+    folder = cluster_dir(config)
+    texts = {
+        "known_hosts": known_hosts,
+        "ssh_config": format_ssh_config(members, f"{folder}/id_ed25519", f"{folder}/known_hosts"),
+    }
+    return [
+        plan_file(f"{folder}/{name}", text, "tell the master how to reach the hosts", host=members[0].address)
+        for name, text in texts.items()
+        if facts.sums.get(name) != hashlib.sha256(text.encode()).hexdigest()
+    ]
+
+
+def plan_hosts_down(config: HostsConfig, members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> Plan:
+    """Take away what was put on the servers: the environment, the wheels, the key and its line."""
+    script = (
+        'rm -rf "$1/env" "$1/wheels" "$1/clusters/$2"; rmdir "$1/clusters" "$1" 2>/dev/null; '
+        'file=$HOME/.ssh/authorized_keys; [ -z "$3" ] || [ ! -e "$file" ] || '
+        '{ grep -vxF "$3" "$file" >"$file.new"; cat "$file.new" >"$file"; rm "$file.new"; }'
+    )
+    command = ("sh", "-c", script, "remove", config.prefix, config.name, facts[0].key)
+    steps = tuple(
+        Step("take away the environment and the key", command, host=member.address)
+        for member, own in zip(members, facts)
+        if own.stamp or own.wheels or own.key or (facts[0].key and facts[0].key in own.authorized)
+    )
+    return Plan((steps,)) if steps else Plan()

@@ -1,0 +1,259 @@
+"""A cluster of network namespaces on this machine, planned: pure functions of what is there and what is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from ipaddress import IPv4Network
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+from cpuft.hostfile import Host, format_hostfile
+from cpuft.plan import Plan, Setting, Step
+from cpuft.provision.converge import plan_file
+from cpuft.provision.machine import MachineFacts, NodeFacts
+from cpuft.provision.options import LocalConfig
+from cpuft.provision.sshfiles import (
+    Member,
+    format_hosts,
+    format_known_hosts,
+    format_ssh_config,
+    format_sshd_config,
+)
+from cpuft.registry import Entry, format_entry
+
+SCRIPT = str(Path(__file__).with_name("node.sh"))
+FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
+"""Words of `cpuft provision local WORD NODE`, and node.sh's own."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a local cluster keeps its files, and which Python its hosts run."""
+
+    directory: str
+    hostfile: str
+    python: str
+    settings: dict[str, str]
+
+
+def check_config(config: LocalConfig) -> None:
+    """Raises CpuftError for a name, a rate or a number of hosts that cannot be."""
+    if not re.fullmatch(r"[a-z][a-z0-9]{0,7}", config.name):
+        raise CpuftError(f"--name {config.name!r}: interface names are short: use 8 small letters and digits at most")
+    if config.nodes > 99:
+        raise CpuftError(f"--nodes {config.nodes}: one machine holds 99 hosts at most: lower it")
+    parse_bits(config.net)
+    if config.image and not Path(config.image, "usr/sbin/sshd").exists():
+        raise CpuftError(f"--image {config.image}: there is no root filesystem with an sshd: name its directory")
+    if not re.fullmatch(r"\d+[kmg]?", config.shm):
+        raise CpuftError(f"--shm {config.shm!r} is no size: write e.g. 256m or 1g")
+
+
+def parse_bits(rate: str) -> int:
+    """Bits a second of a rate in tc's words ("1gbit", "100mbit"); 0 for an empty one."""
+    if not rate:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", rate)
+    if not match or float(match[1]) <= 0:
+        raise CpuftError(f"--net {rate!r} is no rate: write e.g. 1gbit or 100mbit")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
+    """Hosts with their names and addresses, the master first."""
+    addresses = IPv4Network(network)
+    return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
+
+
+def plan_local(config: LocalConfig, facts: MachineFacts, place: Place) -> Plan:
+    """What is missing of the cluster; keys first, because files are made from them."""
+    if config.cores_per_node and not facts.groups:
+        raise CpuftError("control groups cannot be written here, so there is no CPU limit: leave out --cores-per-node")
+    keys = _plan_keys(config, facts, place)
+    stages = [keys] if keys else [_plan_files(config, facts, place)]
+    stages += [_plan_bridge(config, facts), _plan_surplus(config, facts, place)]
+    if not keys:
+        stages.append(_plan_nodes(config, facts, place))
+    return Plan(tuple(tuple(stage) for stage in stages if stage))
+
+
+def _plan_keys(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+    wanted = {f"{place.directory}/id_ed25519": "make the cluster's own login key"}
+    for index in range(1, config.nodes + 1):
+        wanted[f"{place.directory}/nodes/{index}/host_key"] = "make host keys for this cluster"
+    # ssh-keygen asks before it overwrites: a half-written pair goes away first.
+    script = (
+        'umask 077; mkdir -p "$(dirname "$1")"; rm -f "$1" "$1.pub"; ssh-keygen -q -t ed25519 -N "" -C cpuft -f "$1"'
+    )
+    return [
+        Step(why, ("sh", "-c", script, "keygen", path))
+        for path, why in wanted.items()
+        if not (facts.files.get(path) and facts.files.get(f"{path}.pub"))
+    ]
+
+
+def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[str, str]:
+    """Every file of the cluster that is not a key, by path."""
+    members, base = plan_members(config, facts.network), place.directory
+    public = tuple(facts.files[f"{base}/nodes/{i}/host_key.pub"] for i in range(1, config.nodes + 1))
+    hosts = tuple(Host(member.address) for member in members)
+    head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} takes it away.\n"
+    options = {key: str(value) for key, value in vars(config).items()}
+    entry = Entry(config.name, "local", place.hostfile, f"{base}/ssh_config", place.python, place.settings, options)
+    texts = {
+        f"{base}/authorized_keys": facts.files[f"{base}/id_ed25519.pub"],
+        f"{base}/hosts": format_hosts(members),
+        f"{base}/known_hosts": format_known_hosts(members, public),
+        f"{base}/ssh_config": format_ssh_config(members, f"{base}/id_ed25519", f"{base}/known_hosts"),
+        f"{base}/cluster.json": format_entry(entry),
+        place.hostfile: head + format_hostfile(hosts),
+    }
+    for index, member in enumerate(members, start=1):
+        texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(
+            member.address, "/run/cpuft", bool(config.image)
+        )
+    return texts
+
+
+def _plan_files(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+    found = facts.files.get(place.hostfile, "")
+    if found and "made by cpuft provision" not in found:
+        raise CpuftError(f"{place.hostfile} is not cpuft's: move it away, or choose another --name")
+    return [
+        plan_file(path, text, "write the cluster's ssh files and hostfile")
+        for path, text in plan_texts(config, facts, place).items()
+        if facts.files.get(path) != text
+    ]
+
+
+def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
+    if facts.bridge:
+        return []
+    bridge, gateway = f"cpuft-{config.name}", f"{IPv4Network(facts.network)[254]}/24"
+    script = 'ip link add dev "$1" type bridge && ip address add "$2" dev "$1" && ip link set dev "$1" up'
+    steps = [Step(f"connect the hosts by a bridge at {gateway}", ("sh", "-c", script, "bridge", bridge, gateway))]
+    for group in facts.groups:
+        # cgroup v2 gives controllers to a directory's children only when told so, level by level.
+        script = (
+            'mkdir -p "$1/$2"; [ ! -e "$1/cgroup.subtree_control" ] || '
+            'for d in "$1" "$1/$2"; do echo +cpu >"$d/cgroup.subtree_control"; done'
+        )
+        steps.append(Step("make a control group", ("sh", "-c", script, "group", group, bridge)))
+    return steps
+
+
+def _plan_surplus(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+    return [
+        plan_node_step(config, facts, place, index, "down", "take away hosts beyond --nodes")
+        for index in facts.nodes
+        if index > config.nodes
+    ]
+
+
+def _plan_nodes(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+    steps = []
+    for index in range(1, config.nodes + 1):
+        node = facts.nodes.get(index, NodeFacts())
+        verb, why = _missing(config, node, _fingerprint(config, facts, place, index))
+        if verb:
+            steps.append(plan_node_step(config, facts, place, index, verb, why))
+    return steps
+
+
+def _missing(config: LocalConfig, node: NodeFacts, fingerprint: str) -> tuple[str, str]:
+    """node.sh's verb that brings a host nearer to what is wanted, and why; two empty texts when it is there."""
+    if node.paused:
+        return "resume", "let paused hosts go on"
+    if node.running and node.cut:
+        return "join", "plug in hosts that were cut off"
+    if not node.running or not node.answers or node.booted != fingerprint:
+        return "up", "start hosts: namespaces, address, control group, link rate, sshd"
+    if node.quota_us != _quota_us(config) or node.rate_bits != parse_bits(config.net):
+        return "limit", "set CPU and link limits"
+    return "", ""
+
+
+def _quota_us(config: LocalConfig) -> int:
+    return int(config.cores_per_node * 100_000)
+
+
+def _fingerprint(config: LocalConfig, facts: MachineFacts, place: Place, index: int) -> str:
+    """Of all that a host reads only when it starts."""
+    texts = plan_texts(config, facts, place)
+    base = place.directory
+    parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
+    parts += [facts.network, config.shm, config.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _image_path(config: LocalConfig) -> str:
+    return str(Path(config.image).absolute()) if config.image else ""
+
+
+def format_mac(network: str, index: int) -> str:
+    """A locally administered hardware address made from the host's IPv4 address."""
+    return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
+
+
+def plan_node_step(config: LocalConfig, facts: MachineFacts, place: Place, index: int, verb: str, why: str) -> Step:
+    """One call of node.sh for one host."""
+    groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
+    values = {
+        "NODE": (f"{config.name}-{index}", "its hostname"),
+        "NODE_DIR": (f"{place.directory}/nodes/{index}", "its own files"),
+        "NODE_HOSTS": (f"{place.directory}/hosts", "its /etc/hosts"),
+        "NODE_KEYS": (f"{place.directory}/authorized_keys", "who may log in"),
+        "NODE_ADDRESS": (f"{IPv4Network(facts.network)[index]}/24", "its address"),
+        "NODE_MAC": (format_mac(facts.network, index), "its network card's number"),
+        "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its cable"),
+        "NODE_BRIDGE": (f"cpuft-{config.name}", "what the cable is plugged into"),
+        "NODE_CGROUPS": (groups, "its CPU limit, and how it is paused"),
+        "NODE_QUOTA_US": (str(_quota_us(config) or ""), "CPU time in each 100 ms; empty for no limit"),
+        "NODE_RATE": (config.net, "its link's rate; empty for no limit"),
+        "NODE_SHM": (config.shm, "size of its /dev/shm"),
+        "NODE_IMAGE": (
+            str(Path(config.image).absolute()) if config.image else "",
+            "its root filesystem; empty for this machine's own",
+        ),
+        "NODE_BOOTED": ("" if verb == "down" else _fingerprint(config, facts, place, index), "to see what has changed"),
+    }
+    settings = tuple(Setting(name, value, reason) for name, (value, reason) in values.items())
+    return Step(why, ("sh", SCRIPT, verb), settings)
+
+
+def plan_fault(config: LocalConfig, facts: MachineFacts, place: Place, word: str, node: str) -> Plan:
+    """Make a fault, or take it back. `node` is a number, a name or an address. Raises CpuftError for an unknown one."""
+    members = plan_members(config, facts.network)
+    for index, member in enumerate(members, start=1):
+        if node in (str(index), member.name, member.address):
+            step = plan_node_step(config, facts, place, index, FAULTS[word], f"{word} {member.name}")
+            return Plan(((step,),))
+    raise CpuftError(f"cluster {config.name} has no host {node!r}: choose one of {', '.join(m.name for m in members)}")
+
+
+def plan_down(config: LocalConfig, facts: MachineFacts, place: Place) -> Plan:
+    """Take away all that the cluster has on this machine, its files last so that a second try finds the rest."""
+    downs = [
+        plan_node_step(config, facts, place, index, "down", "end the hosts' processes, links and control groups")
+        for index in sorted(facts.nodes)
+    ]
+    rest = (
+        [Step("take away the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))] if facts.bridge else []
+    )
+    for group in facts.groups:
+        path = f"{group}/cpuft-{config.name}"
+        rest.append(Step("take away the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
+    stages = (tuple(downs), tuple(rest), (_plan_removal(place),)) if facts.files or facts.bridge or downs else ()
+    return Plan(tuple(stage for stage in stages if stage))
+
+
+def _plan_removal(place: Place) -> Step:
+    # The hostfile's directory goes too when nothing else is in it.
+    script = 'rm -rf --one-file-system "$1" && rm -f "$2" && { rmdir "$(dirname "$2")" 2>/dev/null || true; }'
+    return Step(
+        "take away its keys, files and hostfile", ("sh", "-c", script, "remove", place.directory, place.hostfile)
+    )

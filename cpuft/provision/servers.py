@@ -1,0 +1,209 @@
+"""The verbs of a cluster of servers: pin host keys, survey all side by side, plan with `hosts`, execute, look again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TypeVar
+
+from cpuft import ssh
+from cpuft.cluster import Reach, gather_facts
+from cpuft.errors import CpuftError
+from cpuft.hostfile import Host, format_hostfile
+from cpuft.plan import Plan, format_plan
+from cpuft.provision import hosts as planning
+from cpuft.provision.converge import converge, lock, run_there
+from cpuft.provision.hosts import ServerFacts, Wheel
+from cpuft.provision.options import HostsConfig
+from cpuft.provision.own_wheel import hash_file, write_own_wheel
+from cpuft.provision.sshfiles import Member, format_known_hosts, format_known_name, format_ssh_config
+from cpuft.registry import Entry, format_entry, state_root
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+Ask = Callable[[str], bool]
+_SURVEY_SECONDS = 120.0
+"""Checksums of a gigabyte of wheels on a slow disk."""
+
+
+class Servers:
+    """The servers of one cluster, as the user named them, and where their files are on this machine."""
+
+    def __init__(self, config: HostsConfig, environ: Mapping[str, str], hostfile: str = "") -> None:
+        names = [name.strip() for name in config.hosts.split(",") if name.strip()]
+        if not names or len(set(names)) < len(names):
+            raise CpuftError(f"--hosts {config.hosts!r}: give different names or addresses, a comma between")
+        self.config = config
+        self.members = tuple(Member(name, name, config.user, config.port) for name in names)
+        self.hosts = {name: Host(name) for name in names}
+        self.directory = state_root(environ) / config.name
+        self.ssh_config = str(self.directory / "ssh_config")
+        self.known_hosts = self.directory / "known_hosts"
+        self.hostfile = hostfile or str(Path("hostfiles", config.name).absolute())
+
+    def pin_host_keys(self, ask: Ask) -> None:
+        """Learn the keys of servers never seen before, each after `ask` has agreed; known ones are never replaced."""
+        known = self._read_known()
+        unknown = [member for member in self.members if format_known_name(member) not in known]
+        scanned = _side_by_side(lambda member: ssh.scan_host_key(member.address, member.port), unknown)
+        for member, key in zip(unknown, scanned):
+            if not ask(f"{member.address} shows the key {key.split()[0]} {ssh.fingerprint(key)}. Is that right?"):
+                raise CpuftError(f"the key of {member.address} was not accepted: compare it there with ssh-keygen -l")
+            known[format_known_name(member)] = key
+        keys = tuple(known[format_known_name(member)] for member in self.members)
+        _write(self.known_hosts, format_known_hosts(self.members, keys))
+        key_path = str(Path(self.config.key).expanduser().absolute()) if self.config.key else ""
+        _write(Path(self.ssh_config), format_ssh_config(self.members, key_path, str(self.known_hosts)))
+
+    def _read_known(self) -> dict[str, str]:
+        if not self.known_hosts.exists():
+            return {}
+        lines = self.known_hosts.read_text(encoding="utf-8").splitlines()
+        return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines if " " in line}
+
+    def survey(self) -> tuple[ServerFacts, ...]:
+        """Facts of every server. Raises CpuftError that names every one that failed."""
+        source = Path(__file__).with_name("survey.sh").read_text(encoding="utf-8")
+        command = ssh.quote_command(("sh", "-s", self.config.prefix, self.config.name), {})
+
+        def ask(member: Member) -> ServerFacts:
+            host = self.hosts[member.address]
+            answer = ssh.run(host, command, source, _SURVEY_SECONDS, self.ssh_config)
+            return planning.parse_survey(answer.output or answer.errors, member.address)
+
+        return tuple(_side_by_side(ask, list(self.members)))
+
+    def find_wheels(self) -> tuple[Wheel, ...]:
+        """This cpuft, and all that --wheels holds."""
+        folder = Path(self.config.wheels) if self.config.wheels else None
+        if folder and not any(folder.glob("*.whl")):
+            raise CpuftError(f"--wheels {folder} holds no wheels: fill it with pip download -d {folder} -r PINS")
+        own = write_own_wheel(self.directory / "wheels")
+        paths = [own, *sorted(folder.glob("*.whl") if folder else ())]
+        return tuple(Wheel(str(path), path.name, hash_file(path)) for path in paths)
+
+    def find_pins(self, wheels: tuple[Wheel, ...]) -> tuple[str, ...]:
+        """name==version of all that is installed: the lines of --pins, or every wheel there is."""
+        if not self.config.pins:
+            if not self.config.wheels:
+                raise CpuftError("what should the hosts install? give --pins FILE, or --wheels DIR without internet")
+            return tuple(wheel.pin for wheel in wheels if not wheel.name.startswith("pip-"))
+        try:
+            lines = Path(self.config.pins).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise CpuftError(f"--pins {self.config.pins} cannot be read ({error}): name a file of pins") from None
+        pins = tuple(line.split("#")[0].strip() for line in lines if line.split("#")[0].strip())
+        loose = [pin for pin in pins if "==" not in pin]
+        if loose:
+            raise CpuftError(f"--pins {self.config.pins}: {loose[0]!r} is not exact: write name==version")
+        return (*pins, wheels[0].pin)
+
+    def plan(self, facts: tuple[ServerFacts, ...], wheels: tuple[Wheel, ...], pins: tuple[str, ...]) -> Plan:
+        """What is missing. Raises CpuftError that names every server that cannot be provisioned."""
+        # A wheel takes its own size, the same unpacked some three times over, and room to work.
+        need_kb = sum(os.path.getsize(wheel.path) for wheel in wheels) * 4 // 1024 + (100 << 10)
+        problems = [
+            planning.check_server(member.address, own, self.config, wheels, need_kb)
+            for member, own in zip(self.members, facts)
+        ]
+        if any(problems):
+            raise CpuftError("; ".join(problem for problem in problems if problem))
+        known = self.known_hosts.read_text(encoding="utf-8")
+        return planning.plan_hosts(self.config, self.members, facts, wheels, pins, known)
+
+    def entry(self) -> Entry:
+        """What is remembered of the cluster."""
+        python = f"{self.config.prefix}/env/bin/python"
+        there = f"{planning.cluster_dir(self.config)}/ssh_config"
+        options = {key: str(value) for key, value in asdict(self.config).items()}
+        return Entry(self.config.name, "hosts", self.hostfile, self.ssh_config, python, {}, options, there)
+
+    def write_lock(self, pins: tuple[str, ...]) -> None:
+        """Write the lock file beside the hostfile: pins, and CPU and kernel of every host."""
+        reach = Reach(self.ssh_config, self.entry().python)
+        found = gather_facts(tuple(self.hosts.values()), reach)
+        hosts = {
+            name: {"cpu": own.cpu_model, "cores": len(own.cores), "kernel": own.kernel, "python": own.python}
+            for name, own in zip(self.hosts, found)
+        }
+        text = json.dumps({"format": 1, "pins": sorted(pins), "hosts": hosts}, indent=2) + "\n"
+        _write(Path(f"{self.hostfile}.lock"), text)
+
+
+def make(config: HostsConfig, environ: Mapping[str, str], ask: Ask, say: Say) -> str:
+    """Make the servers a cluster, or repair it; a sentence for the user."""
+    servers = Servers(config, environ)
+    with lock(Path(f"{servers.directory}.lock")):
+        wheels = servers.find_wheels()
+        pins = servers.find_pins(wheels)
+        servers.pin_host_keys(ask)
+        # Remembered before anything is done there, so that `down` finds what a killed run has left.
+        _write(servers.directory / "cluster.json", format_entry(servers.entry()))
+        run = run_there(servers.hosts, servers.ssh_config)
+        converge(servers.survey, lambda facts: servers.plan(facts, wheels, pins), run, say)
+        head = f"# Cluster {config.name}, made by cpuft provision.\n"
+        _write(Path(servers.hostfile), head + format_hostfile(tuple(Host(m.address) for m in servers.members)))
+        servers.write_lock(pins)
+    return f"cluster {config.name}: {len(servers.members)} hosts; next: cpuft doctor --cluster {config.name}"
+
+
+def show(config: HostsConfig, environ: Mapping[str, str], ask: Ask) -> str:
+    """The first plan, as a script."""
+    servers = Servers(config, environ)
+    wheels = servers.find_wheels()
+    pins = servers.find_pins(wheels)
+    servers.pin_host_keys(ask)
+    return format_plan(servers.plan(servers.survey(), wheels, pins))
+
+
+def recall(entry: Entry, environ: Mapping[str, str]) -> Servers:
+    """The servers of a cluster that was made before."""
+    from cpuft.arguments import parse_arguments
+
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in entry.options.items()]
+    return Servers(parse_arguments(HostsConfig, words), environ, entry.hostfile)
+
+
+def plan_again(servers: Servers) -> Plan:
+    """What a new `cpuft provision hosts` would do now."""
+    wheels = servers.find_wheels()
+    return servers.plan(servers.survey(), wheels, servers.find_pins(wheels))
+
+
+def take_down(entry: Entry, environ: Mapping[str, str], say: Say) -> None:
+    """Take away what was put on the servers, then what is remembered of them here."""
+    servers = recall(entry, environ)
+
+    def plan(facts: tuple[ServerFacts, ...]) -> Plan:
+        return planning.plan_hosts_down(servers.config, servers.members, facts)
+
+    with lock(Path(f"{servers.directory}.lock")):
+        converge(servers.survey, plan, run_there(servers.hosts, servers.ssh_config), say)
+        for path in (Path(entry.hostfile), Path(f"{entry.hostfile}.lock")):
+            path.unlink(missing_ok=True)
+        for path in sorted(servers.directory.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        servers.directory.rmdir()
+
+
+def _side_by_side(function: Callable[[Member], T], members: list[Member]) -> list[T]:
+    """The function's answer for every member. Raises CpuftError that names every one that failed."""
+    if not members:
+        return []
+    with ThreadPoolExecutor(max_workers=min(32, len(members))) as pool:
+        answers = [pool.submit(function, member) for member in members]
+    failures = [str(answer.exception()) for answer in answers if isinstance(answer.exception(), CpuftError)]
+    if failures:
+        raise CpuftError("; ".join(failures))
+    return [answer.result() for answer in answers]
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.rename(path)

@@ -1,0 +1,163 @@
+"""The verbs of a local cluster: each gathers facts, plans with `local`, executes, looks again."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+import cpuft
+from cpuft.errors import CpuftError
+from cpuft.hostfile import Host, format_hostfile
+from cpuft.plan import Plan, format_plan
+from cpuft.provision import local
+from cpuft.provision.converge import converge, lock, run_here, run_stages
+from cpuft.provision.machine import MachineFacts, check_machine, gather_machine
+from cpuft.provision.options import LocalConfig
+from cpuft.registry import Entry, format_entry, read_entry, state_root
+
+Say = Callable[[str], None]
+
+
+def check(config: LocalConfig) -> None:
+    """Raises CpuftError when the cluster cannot be had on this machine."""
+    local.check_config(config)
+    check_machine(os.geteuid() == 0)
+
+
+def make(config: LocalConfig, environ: Mapping[str, str], say: Say) -> str:
+    """Make or repair the cluster; a sentence for the user."""
+    place = _place(config.name, environ)
+    with lock(Path(f"{place.directory}.lock")):
+        converge(
+            lambda: _gather(config.name, place), lambda facts: local.plan_local(config, facts, place), run_here, say
+        )
+    made = f"cluster {config.name}: {config.nodes} hosts in {_shown(place.hostfile)}"
+    return f"{made}; next: cpuft doctor --cluster {config.name}"
+
+
+def show(config: LocalConfig, environ: Mapping[str, str]) -> str:
+    """The first plan, as a script."""
+    place = _place(config.name, environ)
+    return format_plan(local.plan_local(config, _gather(config.name, place), place))
+
+
+def write_plain(config: LocalConfig, environ: Mapping[str, str]) -> str:
+    """A hostfile of this machine alone, with a slot for each host that was asked for."""
+    local.check_config(config)
+    place = _place(config.name, environ)
+    entry = Entry(config.name, "plain", place.hostfile, options=_options(config))
+    text = f"# Cluster {config.name}, made by cpuft provision.\n" + format_hostfile((Host("localhost", config.nodes),))
+    for path, content in ((place.hostfile, text), (f"{place.directory}/cluster.json", format_entry(entry))):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{path}.new").write_text(content, encoding="utf-8")
+        Path(f"{path}.new").rename(path)
+    return f"cluster {config.name}: this machine with {config.nodes} slots in {_shown(place.hostfile)}"
+
+
+def make_fault(name: str, word: str, node: str, environ: Mapping[str, str], say: Say) -> None:
+    """Crash, pause or cut off a host, or take that back."""
+    config, place = _find(name, environ)
+    run_stages(local.plan_fault(config, _gather(name, place), place, word, node), run_here, say)
+
+
+def take_down(name: str, environ: Mapping[str, str], say: Say) -> None:
+    """Leave nothing of the cluster on this machine.
+
+    Raises
+    ------
+    CpuftError: there is nothing of that name.
+    """
+    config, place = _remembered(name, environ)
+    if not _plan_down(name, config, place).stages:
+        read_entry(state_root(environ), name)
+    with lock(Path(f"{place.directory}.lock")):
+        converge(lambda: _gather(name, place), lambda facts: local.plan_down(config, facts, place), run_here, say)
+
+
+def show_down(name: str, environ: Mapping[str, str]) -> str:
+    """What `take_down` would do, as a script."""
+    config, place = _remembered(name, environ)
+    return format_plan(_plan_down(name, config, place))
+
+
+def describe(name: str, environ: Mapping[str, str]) -> str:
+    """A line a host: its name, address and what it is doing."""
+    config, place = _find(name, environ)
+    entry = read_entry(state_root(environ), name)
+    lines = [f"cluster {name} ({entry.kind}), hostfile {_shown(entry.hostfile)}"]
+    if entry.kind == "local":
+        facts = _gather(name, place)
+        for index, member in enumerate(local.plan_members(config, facts.network), start=1):
+            lines.append(f"  {member.name}  {member.address}  {_state(facts, index)}")
+    return "\n".join(lines) + "\n"
+
+
+def list_drift(name: str, environ: Mapping[str, str]) -> list[str]:
+    """What a new `cpuft provision` would do, a line each."""
+    config, place = _find(name, environ)
+    if read_entry(state_root(environ), name).kind != "local":
+        return []
+    plan = local.plan_local(config, _gather(name, place), place)
+    return [f"{_subject(step.settings, step.command[-2])}: {step.why}" for stage in plan.stages for step in stage]
+
+
+def _subject(settings: tuple[object, ...], path: str) -> str:
+    return str(getattr(settings[0], "value", path)) if settings else path
+
+
+def _state(facts: MachineFacts, index: int) -> str:
+    node = facts.nodes.get(index)
+    if node is None or not node.running:
+        return "down"
+    words = ["paused"] if node.paused else []
+    words += ["cut off"] if node.cut else []
+    return ", ".join(words or ["up" if node.answers else "sshd does not answer"]) + f", {node.processes} processes"
+
+
+def _gather(name: str, place: local.Place) -> MachineFacts:
+    return gather_machine(name, Path(place.directory), Path(place.hostfile))
+
+
+def _plan_down(name: str, config: LocalConfig, place: local.Place) -> Plan:
+    return local.plan_down(config, _gather(name, place), place)
+
+
+def _place(name: str, environ: Mapping[str, str]) -> local.Place:
+    """The hosts see this machine's files, so they run this very cpuft."""
+    package = str(Path(cpuft.__file__).parents[1])
+    directory = str(state_root(environ) / name)
+    return local.Place(directory, str(Path("hostfiles", name).absolute()), sys.executable, {"PYTHONPATH": package})
+
+
+def _find(name: str, environ: Mapping[str, str]) -> tuple[LocalConfig, local.Place]:
+    read_entry(state_root(environ), name)
+    return _remembered(name, environ)
+
+
+def _remembered(name: str, environ: Mapping[str, str]) -> tuple[LocalConfig, local.Place]:
+    """What the cluster was asked to be; by its name alone where that was lost."""
+    place = _place(name, environ)
+    try:
+        entry = read_entry(state_root(environ), name)
+    except CpuftError:
+        return LocalConfig(name=name), place
+    place = replace(place, hostfile=entry.hostfile, python=entry.python or place.python, settings=entry.settings)
+    return _parse_options(entry.options), place
+
+
+def _options(config: LocalConfig) -> dict[str, str]:
+    return {field.name: str(getattr(config, field.name)) for field in fields(config)}
+
+
+def _parse_options(options: Mapping[str, str]) -> LocalConfig:
+    from cpuft.arguments import parse_arguments
+
+    return parse_arguments(LocalConfig, [f"--{key.replace('_', '-')}={value}" for key, value in options.items()])
+
+
+def _shown(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -1,0 +1,141 @@
+"""`cpuft provision`: one short function a verb. Imports neither torch nor paramiko."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from cpuft.arguments import make_options, pick
+from cpuft.provision.options import HostsConfig, LocalConfig
+from cpuft.registry import Entry, list_names, read_entry, state_root
+
+_DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
+_FAULTS = ("kill", "pause", "resume", "cut", "join")
+
+
+@click.group()
+def provision() -> None:
+    """Make machines into a cluster that trains: hosts over ssh, or hosts simulated on this machine."""
+
+
+def _find(name: str) -> Entry | None:
+    root = state_root(os.environ)
+    return read_entry(root, name) if name in list_names(root) else None
+
+
+def _say(text: str) -> None:
+    click.echo(f"  {text}", err=True)
+
+
+def _local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> None:
+    """Make a cluster of network namespaces on this machine (root), or a fault in it.
+
+    With a word and a host: `kill 2` crashes the second host, `pause` freezes it, `resume` lets it go on, `cut` pulls
+    its cable, `join` plugs it in. Running it without a word again repairs all of them.
+    """
+    from cpuft.provision import simulate
+
+    config = pick(LocalConfig, values)
+    if fault:
+        if not node:
+            raise click.UsageError(f"{fault} which host? give its number, name or address")
+        simulate.make_fault(config.name, fault, node, os.environ, _say)
+    elif config.without_root:
+        click.echo(simulate.write_plain(config, os.environ))
+    else:
+        simulate.check(config)
+        if dry_run:
+            click.echo(simulate.show(config, os.environ), nl=False)
+        else:
+            click.echo(simulate.make(config, os.environ, _say))
+
+
+provision.add_command(
+    click.Command(
+        "local",
+        callback=_local,
+        params=[
+            *make_options(LocalConfig),
+            _DRY_RUN,
+            click.Argument(["fault"], required=False, type=click.Choice(_FAULTS)),
+            click.Argument(["node"], required=False),
+        ],
+        help=_local.__doc__,
+    )
+)
+
+
+def _hosts(dry_run: bool, **values: Any) -> None:
+    """Make servers a cluster over ssh: one environment from exact pins, passwordless ssh from the master to all.
+
+    Running it again repairs what is missing, and does nothing when nothing is.
+    """
+    from cpuft.provision import servers
+
+    config = pick(HostsConfig, values)
+
+    def ask(question: str) -> bool:
+        return config.accept_host_keys or (sys.stdin.isatty() and click.confirm(question))
+
+    if dry_run:
+        click.echo(servers.show(config, os.environ, ask), nl=False)
+    else:
+        click.echo(servers.make(config, os.environ, ask, _say))
+
+
+provision.add_command(
+    click.Command("hosts", callback=_hosts, params=[*make_options(HostsConfig), _DRY_RUN], help=_hosts.__doc__)
+)
+
+
+@provision.command()
+@click.argument("name")
+@click.option("--dry-run", is_flag=True, help="print what would be done, as a shell script, and do nothing")
+def down(name: str, dry_run: bool) -> None:
+    """Take away what cpuft put there for cluster NAME: processes, links, keys, environment, hostfile."""
+    from cpuft.provision import servers, simulate
+
+    if dry_run:
+        click.echo(simulate.show_down(name, os.environ), nl=False)
+        return
+    entry = _find(name)
+    if entry and entry.kind == "hosts":
+        servers.take_down(entry, os.environ, _say)
+    else:
+        simulate.take_down(name, os.environ, _say)
+    click.echo(f"cluster {name} is gone")
+
+
+@provision.command()
+@click.argument("name", required=False)
+def status(name: str | None) -> None:
+    """What each host of cluster NAME is doing now; all clusters without NAME."""
+    from cpuft.provision import simulate
+
+    names = [name] if name else list_names(state_root(os.environ))
+    if not names:
+        click.echo("no clusters: make one with cpuft provision local")
+    for one in names:
+        click.echo(simulate.describe(one, os.environ), nl=False)
+
+
+@provision.command()
+@click.argument("name")
+def diff(name: str) -> None:
+    """What has drifted in cluster NAME from what was asked for; exit code 1 when anything has."""
+    from cpuft.provision import servers, simulate
+
+    entry = _find(name)
+    if entry and entry.kind == "hosts":
+        stages = servers.plan_again(servers.recall(entry, os.environ)).stages
+        lines = [f"{step.host}: {step.why}" for stage in stages for step in stage]
+    else:
+        lines = simulate.list_drift(name, os.environ)
+    for line in lines:
+        click.echo(line)
+    if not lines:
+        click.echo(f"cluster {name} is as it was asked for")
+    sys.exit(1 if lines else 0)

@@ -1,0 +1,129 @@
+"""Every check has its fault planted, as facts, and says its code and nothing else."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cpuft.doctor.checks import CHECKS, find_all
+from cpuft.doctor.finding import describe_stop, format_findings, to_json
+from cpuft.hostfile import Host
+from tests.doctor.planted import healthy, plant
+
+GONE: dict[str, Any] = {"facts": None, "health": None}
+UNKNOWN_KEY = "Server '10.0.0.3' not found in known_hosts: add its key"
+CHANGED_KEY = "Host key for server '10.0.0.3' does not match: got AAAA, expected BBBB"
+
+FAULTS: list[tuple[str, dict[str, Any]]] = [
+    ("CPUFT-001", GONE | {"address": "", "failure": "Name or service not known"}),
+    ("CPUFT-002", GONE | {"failure": "host node3 cannot be used over ssh (no answer in 10 s)"}),
+    ("CPUFT-003", GONE | {"failure": UNKNOWN_KEY}),
+    ("CPUFT-003", GONE | {"failure": CHANGED_KEY}),
+    ("CPUFT-004", GONE | {"failure": "Authentication failed."}),
+    ("CPUFT-005", {"ssh": {"10.0.0.1": "Permission denied (publickey)."}}),
+    ("CPUFT-006", {"own_address": "127.0.1.1"}),
+    ("CPUFT-007", {"connected": {"10.0.0.1": 0.2, "10.0.0.2": 0.2}}),
+    ("CPUFT-008", {"address": "8.8.4.4", "listens": False}),
+    ("CPUFT-009", {"routes": {"10.0.0.1": "172.17.0.1"}}),
+    ("CPUFT-009", {"routes": {"10.0.0.1": ""}, "mtus": {}}),
+    ("CPUFT-010", {"mtus": {"eth0": 9000, "docker0": 1500}}),
+    ("CPUFT-012", {"skew": -90.0}),
+    ("CPUFT-013", {"executable": "/usr/bin/python3"}),
+    ("CPUFT-013", {"python": "3.9.2"}),
+    ("CPUFT-013", {"python": "3.12.1"}),
+    ("CPUFT-014", {"packages": {"torch": "2.12.0", "cpuft": "0.1.0"}}),
+    ("CPUFT-014", {"packages": {"cpuft": "0.1.0"}}),
+    ("CPUFT-015", {"mpi": "Open MPI 4.1"}),
+    ("CPUFT-016", {"cpu_model": "EPYC"}),
+    ("CPUFT-016", {"allowed_cpus": (0, 1, 2, 3)}),
+    ("CPUFT-017", {"cpu_flags": ("avx2",)}),
+    ("CPUFT-018", {"kernel": "5.15.0"}),
+    ("CPUFT-020", {"amx_usable": False}),
+    ("CPUFT-021", {"memory_available": 1 << 30}),
+    ("CPUFT-022", {"shm_free": 1 << 20}),
+    ("CPUFT-022", {"shm_free": -1}),
+    ("CPUFT-023", {"disk_free": 100 << 20}),
+    ("CPUFT-024", {"host": Host("node3", slots=9)}),
+    ("CPUFT-025", {"cpu_quota": 0.5}),
+    ("CPUFT-026", {"load": 7.5}),
+    ("CPUFT-027", {"steal": 0.2}),
+    ("CPUFT-028", {"governors": ["powersave"]}),
+    ("CPUFT-029", {"huge_pages": "always madvise [never]"}),
+    ("CPUFT-030", {"libraries": {}}),
+    (
+        "CPUFT-031",
+        {"interfaces": {"ib0": "10.0.0.3"}, "memlock": 65536, "mtus": {"ib0": 1500}},
+    ),
+    ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0123456789ab"]}),
+]
+
+
+@pytest.mark.parametrize("code, fault", FAULTS)
+def test_a_fault_on_one_host_is_found_by_its_code(code: str, fault: dict[str, Any]) -> None:
+    findings = find_all(plant(healthy(), 3, **fault))
+    assert {finding.code for finding in findings} == {code}
+    assert all("node3" in finding.host for finding in findings)
+    assert all(finding.evidence and finding.cause and finding.next_move for finding in findings)
+
+
+def test_the_same_host_twice() -> None:
+    state = healthy()
+    facts = state.hosts[0].facts
+    twin = replace(state, hosts=(*state.hosts[:3], replace(state.hosts[3], facts=facts)))
+    assert [(f.code, f.host) for f in find_all(twin)] == [("CPUFT-011", "node4 (node1)")]
+
+
+def test_no_host_has_bf16() -> None:
+    state = healthy(2)
+    for index in (1, 2):
+        state = plant(state, index, cpu_flags=("avx2",))
+    assert [f.code for f in find_all(state)] == ["CPUFT-019"]
+
+
+def test_every_check_has_a_fault_above() -> None:
+    planted = {code for code, _ in FAULTS} | {"CPUFT-011", "CPUFT-019"}
+    assert planted == {check.code for check in CHECKS}
+    assert all(f"{check.code}: " in (check.find.__doc__ or "") for check in CHECKS)
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_nothing_is_found_on_healthy_hosts(hosts: int) -> None:
+    state = healthy(4)
+    state = replace(state, hosts=state.hosts[:hosts])
+    findings = find_all(state)
+    assert findings == []
+    assert "all is well" in format_findings(findings, hosts, len(CHECKS))
+
+
+def test_memory_is_counted_for_the_ranks_planned() -> None:
+    state = plant(healthy(), 2, memory_available=6 << 30)
+    assert find_all(replace(state, ranks={"node2": 2})) == []
+    assert [f.code for f in find_all(replace(state, ranks={"node2": 4}))] == ["CPUFT-021"]
+
+
+def test_a_host_that_is_off_does_not_make_its_peers_ill() -> None:
+    state = plant(healthy(), 3, **GONE, failure="no answer in 10 s")
+    state = plant(state, 1, ssh={"node3": "Connection timed out"}, connected={"10.0.0.2": 0.2, "10.0.0.4": 0.2})
+    assert [(f.code, f.host) for f in find_all(state)] == [("CPUFT-002", "node3")]
+
+
+def test_findings_alike_are_told_once_and_severe_ones_first() -> None:
+    state = plant(healthy(), 2, load=9.0)
+    state = plant(plant(state, 3, load=9.0), 4, disk_free=0)
+    text = format_findings(find_all(state), 4, len(CHECKS))
+    assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
+    assert "CPUFT-026 warning on node2, node3: load 9.0 on 8 cores" in text
+    assert text.endswith("4 hosts, 32 checks: 1 errors, 2 warnings\n")
+
+
+def test_a_launch_stops_for_severe_findings_only() -> None:
+    findings = find_all(plant(healthy(), 2, disk_free=0, load=9.0))
+    assert describe_stop(findings).startswith("CPUFT-023 on node2: 0 MB are free in /var/tmp")
+    assert "CPUFT-026" not in describe_stop(findings)
+
+
+def test_json_has_every_field() -> None:
+    findings = find_all(plant(healthy(), 2, huge_pages="[never]"))
+    (told,) = json.loads(json.dumps(to_json(findings, ["node1"])))["findings"]
+    assert sorted(told) == ["cause", "code", "evidence", "fix", "host", "next_move", "severe"]

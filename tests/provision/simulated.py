@@ -1,0 +1,89 @@
+"""A real local cluster for tests, and what it may not leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cpuft import ssh
+from cpuft.hostfile import Host, read_hostfile
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A cluster that was made for a test."""
+
+    name: str
+    folder: Path
+    """Working directory of its commands; its hostfile is below it."""
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        return read_hostfile(str(self.folder / "hostfiles" / self.name))
+
+    @property
+    def ssh_config(self) -> str:
+        return str(self.folder / "state" / self.name / "ssh_config")
+
+    def cpuft(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a cpuft command as a user would."""
+        environ = dict(os.environ) | {"CPUFT_STATE": str(self.folder / "state")}
+        command = [sys.executable, "-m", "cpuft", *words]
+        return subprocess.run(command, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=200)
+
+    def on(self, index: int, command: str) -> str:
+        """Run a shell command on a host (1 is the master); what it said."""
+        answer = ssh.run(self.hosts[index - 1], command, config_path=self.ssh_config)
+        assert answer.exit_code == 0, answer.errors
+        return answer.output.strip()
+
+
+@contextmanager
+def simulate(folder: Path, *options: str) -> Iterator[Simulated]:
+    """A cluster of a name that no other test run has, taken down at the end."""
+    cluster = Simulated(_own_name(), folder)
+    made = cluster.cpuft("provision", "local", "--name", cluster.name, *options)
+    try:
+        assert made.returncode == 0, made.stderr
+        yield cluster
+    finally:
+        gone = cluster.cpuft("provision", "down", cluster.name)
+        assert gone.returncode == 0, gone.stderr
+
+
+def take_snapshot(folder: Path) -> dict[str, list[str]]:
+    """All that a local cluster could leave on this machine: links, routes, mounts, groups, processes, files.
+
+    Clusters of other names are left out: a developer may have one.
+    """
+    own = f"cpuft-{_own_name()}"
+    processes = [_command(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    mounts = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+    return {
+        "links": [name for name in sorted(os.listdir("/sys/class/net")) if name.startswith(own)],
+        "routes": [line for line in Path("/proc/net/route").read_text(encoding="utf-8").splitlines() if own in line],
+        "mounts": [line for line in mounts if own in line or str(folder) in line or "netns" in line],
+        "groups": sorted(str(path) for path in Path("/sys/fs/cgroup").glob("**/cpuft-*") if path.name == own),
+        "processes": sorted(text for text in processes if str(folder) in text),
+        "files": sorted(str(path) for part in ("state", "hostfiles") for path in (folder / part).rglob("*")),
+    }
+
+
+def _own_name() -> str:
+    return f"t{os.getpid() % 1_000_000}"
+
+
+def _command(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").replace("\0", " ")
+    except OSError:
+        return ""

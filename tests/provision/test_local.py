@@ -1,0 +1,143 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.provision.local import Place, check_config, parse_bits, plan_down, plan_fault, plan_local, plan_texts
+from cpuft.provision.machine import MachineFacts, NodeFacts
+from cpuft.provision.options import LocalConfig
+from cpuft.registry import read_entry
+
+CONFIG = LocalConfig(nodes=2, cores_per_node=0.5, net="1gbit")
+PLACE = Place("/state/local", "/work/hostfiles/local", "/usr/bin/python3", {})
+KEYS = {
+    f"/state/local/{path}": text
+    for name in ("id_ed25519", "nodes/1/host_key", "nodes/2/host_key")
+    for path, text in ((name, "private"), (f"{name}.pub", f"ssh-ed25519 {name}"))
+}
+EMPTY = MachineFacts(("/sys/fs/cgroup",), "10.77.0.0/24", False, {}, {})
+
+
+def whole(config: LocalConfig = CONFIG) -> MachineFacts:
+    """Facts of a cluster to which nothing is missing."""
+    keyed = replace(EMPTY, files=KEYS)
+    files = KEYS | plan_texts(config, keyed, PLACE)
+    first = [step for stage in plan_local(config, keyed, PLACE).stages for step in stage]
+    booted = [s.value for step in first for s in step.settings if s.name == "NODE_BOOTED"]
+    up = NodeFacts(True, True, quota_us=50_000, rate_bits=10**9)
+    nodes = {index: replace(up, booted=mark) for index, mark in enumerate(booted, start=1)}
+    return MachineFacts(EMPTY.groups, EMPTY.network, True, nodes, files)
+
+
+def verbs(facts: MachineFacts, config: LocalConfig = CONFIG) -> list[str]:
+    plan = plan_local(config, facts, PLACE)
+    return [step.command[-1] for stage in plan.stages for step in stage if step.settings]
+
+
+def test_keys_come_before_the_files_that_are_made_from_them() -> None:
+    stages = plan_local(CONFIG, EMPTY, PLACE).stages
+    assert [step.command[-1] for step in stages[0]] == [path for path in KEYS if not path.endswith(".pub")]
+    assert not any(step.settings for stage in stages for step in stage)
+
+
+def test_a_whole_cluster_is_missing_nothing() -> None:
+    assert plan_local(CONFIG, whole(), PLACE).stages == ()
+
+
+@pytest.mark.parametrize(
+    "change, verb",
+    [
+        ({"running": False, "answers": False}, "up"),
+        ({"answers": False}, "up"),
+        ({"booted": "older"}, "up"),
+        ({"paused": True}, "resume"),
+        ({"cut": True}, "join"),
+        ({"quota_us": 0}, "limit"),
+        ({"rate_bits": 10**8}, "limit"),
+    ],
+)
+def test_each_fault_of_a_host_has_its_repair(change: dict[str, object], verb: str) -> None:
+    facts = whole()
+    nodes = facts.nodes | {2: replace(facts.nodes[2], **change)}  # type: ignore[arg-type]
+    assert verbs(replace(facts, nodes=nodes)) == [verb]
+
+
+def test_fewer_nodes_take_the_surplus_away() -> None:
+    assert "down" in verbs(whole(), replace(CONFIG, nodes=1))
+
+
+def test_one_file_changed_is_written_again() -> None:
+    facts = whole()
+    files = facts.files | {PLACE.hostfile: "# made by cpuft provision\n10.0.0.1\n"}
+    steps = [step for stage in plan_local(CONFIG, replace(facts, files=files), PLACE).stages for step in stage]
+    assert [step.stdin for step in steps] == [facts.files[PLACE.hostfile]]
+
+
+def test_a_hostfile_of_the_users_is_kept() -> None:
+    with pytest.raises(CpuftError, match=r"is not cpuft's: move it away, or choose another --name$"):
+        plan_local(CONFIG, replace(whole(), files=KEYS | {PLACE.hostfile: "node1\n"}), PLACE)
+
+
+def test_no_control_groups_is_an_error_only_where_a_limit_is_asked_for() -> None:
+    facts = replace(EMPTY, groups=())
+    assert plan_local(replace(CONFIG, cores_per_node=0.0), facts, PLACE).stages
+    with pytest.raises(CpuftError, match=r"leave out --cores-per-node$"):
+        plan_local(CONFIG, facts, PLACE)
+
+
+@pytest.mark.parametrize("node", ["2", "local-2", "10.77.0.2"])
+def test_a_fault_finds_its_host_by_number_name_or_address(node: str) -> None:
+    (step,) = plan_fault(CONFIG, whole(), PLACE, "kill", node).stages[0]
+    assert step.settings[0].value == "local-2"
+    assert step.command[-1] == "crash"
+
+
+def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(CpuftError, match=r"no host '9': choose one of local-1, local-2$"):
+        plan_fault(CONFIG, whole(), PLACE, "kill", "9")
+
+
+def test_down_of_nothing_is_nothing() -> None:
+    assert plan_down(CONFIG, replace(EMPTY, files={}), PLACE).stages == ()
+
+
+def test_down_takes_files_last() -> None:
+    stages = plan_down(CONFIG, whole(), PLACE).stages
+    assert [step.command[-1] for step in stages[0]] == ["down", "down"]
+    assert stages[-1][0].command[-2:] == (PLACE.directory, PLACE.hostfile)
+
+
+@pytest.mark.parametrize("rate, bits", [("", 0), ("1gbit", 10**9), ("100mbit", 10**8), ("2.5gbit", 25 * 10**8)])
+def test_rates(rate: str, bits: int) -> None:
+    assert parse_bits(rate) == bits
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"name": "a-name"},
+        {"name": "toolongname"},
+        {"name": "a 0"},
+        {"name": 'a"=0"'},
+        {"name": "a'; echo foo"},
+        {"name": "$HOME"},
+        {"name": "a\n"},
+        {"name": ""},
+        {"nodes": 100},
+        {"net": "fast"},
+        {"net": "0gbit"},
+        {"shm": "1 gb"},
+    ],
+)
+def test_bad_wishes_are_refused_in_a_line(bad: dict[str, object]) -> None:
+    with pytest.raises(CpuftError) as caught:
+        check_config(replace(CONFIG, **bad))  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_the_entry_is_read_back(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    text = plan_texts(CONFIG, replace(EMPTY, files=KEYS), PLACE)[f"{PLACE.directory}/cluster.json"]
+    (tmp_path / "local" / "cluster.json").write_text(text)
+    assert read_entry(tmp_path, "local").options["nodes"] == "2"
