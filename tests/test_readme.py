@@ -34,7 +34,7 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
         write_record(make_record(ranks), tmp_path / f"runs/mrpc-np{ranks}")
     words = shlex.split(command.removeprefix('eval "$(').removesuffix(')"'))[1:]
     place = words.index("--") if "--" in words else len(words)
-    words[place:place] = ["--dry-run"] if words[0] in ("launch", "compare", "bench") else []
+    words[place:place] = ["--dry-run"] if words[0] in ("launch", "compare", "bench", "provision") else []
     done = run_cpuft(*words)
     assert done.returncode == 0, done.stderr
 
