@@ -2,5 +2,6 @@
 
 from cpuft.train.fast.acceleration import accelerate, has_bf16_products
 from cpuft.train.fast.kernels import kernel_status
+from cpuft.train.fast.masters import fp32_weights
 
-__all__ = ["accelerate", "has_bf16_products", "kernel_status"]
+__all__ = ["accelerate", "fp32_weights", "has_bf16_products", "kernel_status"]

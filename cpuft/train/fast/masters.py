@@ -97,6 +97,21 @@ class Masters:
                 self.mark(parameter)
 
 
+@contextmanager
+def fp32_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of an accelerated model are their fp32 masters; on the way out they are rounded.
+
+    For whoever reads or writes weights between steps and wants all their bits: averaging over ranks, moving averages.
+    No forward pass inside. A model that is not accelerated is left alone.
+    """
+    masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
+    if masters is None:
+        yield
+        return
+    with masters.in_place(list(masters.parameters.values())):
+        yield
+
+
 class _SaveHook:
     """An object, because torch sets an attribute on this hook, and with a method's meaning, so that deepcopy works."""
 
