@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cpuft.train.fast.attention import mask_bias
 
-# Below this share of padding, gathering the tokens and scattering them at every attention layer costs more than the
-# padding does. Measured with MiniLM and BERT-base, batch 32: they break even between 3 and 8 %.
-LEAST_PADDING = 0.08
+# Below this share of padding, gathering the tokens and scattering them at every attention layer costs about what the
+# padding does: batch 32 of 64 places, MiniLM, broke even between 2 and 9 % (a noisy machine with AVX512_BF16).
+LEAST_PADDING = 0.05
 
 
 @dataclass(frozen=True)

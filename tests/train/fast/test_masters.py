@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForSequenceClassification
 
-from cpuft.train.fast import accelerate
+from cpuft.train.fast import accelerate, fp32_weights
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair
 
@@ -133,6 +133,16 @@ def test_a_scheduler_reaches_the_update(order: str) -> None:
         torch.testing.assert_close(value, before[key], atol=0, rtol=0)
 
 
+def test_weights_can_be_changed_in_all_their_bits() -> None:
+    model, _ = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
+    before = model.state_dict()[KEY].clone()
+    with fp32_weights(model), torch.no_grad():
+        assert model.get_parameter(KEY).dtype == torch.float32
+        model.get_parameter(KEY).add_(1e-6)
+    torch.testing.assert_close(model.state_dict()[KEY], before + 1e-6, atol=1e-8, rtol=0)
+    assert model.get_parameter(KEY).dtype == torch.bfloat16
+
+
 def test_gradients_are_clipped_to_the_norm() -> None:
     model, _ = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
     model(**make_batch()).loss.backward()
@@ -159,7 +169,7 @@ def test_a_closure_is_evaluated() -> None:
         optimizer.zero_grad()
         loss = model(**batch).loss
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     first = optimizer.step(closure)
     assert first is not None
