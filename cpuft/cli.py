@@ -86,6 +86,7 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
+    from cpuft.baggage import pack_script, pack_training, plan_rows
     from cpuft.cluster import gather_cluster
     from cpuft.launch import choose_run_dir, plan_launch, plan_script, plan_training
 
@@ -96,14 +97,17 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     cluster = gather_cluster(config)
     work = cluster.work_dir(run_dir)
     if script:
+        command, parcels = pack_script(cluster, command)
         plan = plan_launch(cluster, config, work, command, "gloo", os.environ)
     else:
+        train, parcels = pack_training(cluster, train)
         plan = plan_training(cluster, config, train, work, _progress(), os.environ)
+        plan = plan_rows(plan, cluster, work)
     if dry_run:
         _print_plans([plan], cluster)
         return
     _check_hosts(cluster, config)
-    code = _run(plan, run_dir, cluster, config.time_limit)
+    code = _run(plan, run_dir, cluster, config.time_limit, parcels)
     if not code:
         click.echo(f"run: {run_dir}")
     sys.exit(code)
@@ -118,6 +122,7 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 )
 def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     """Train --task on each number of ranks in turn, and report how much faster each was than the fewest."""
+    from cpuft.baggage import pack_training
     from cpuft.compare import parse_numbers, plan_comparison
     from cpuft.launch import choose_run_dir
 
@@ -131,7 +136,7 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     _check_hosts(planned[-1][1], config)
     for directory, cluster, plan in planned:
         click.echo(f"np {len(cluster.rank_hosts)}:", err=True)
-        code = _run(plan, directory, cluster, config.time_limit)
+        code = _run(plan, directory, cluster, config.time_limit, pack_training(cluster, train)[1])
         if code:
             sys.exit(code)
     _report([directory for directory, _, _ in planned], run_dir)
@@ -214,14 +219,14 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
         check_before_launch(cluster, lambda line: click.echo(line, err=True))
 
 
-def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
+def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, parcels: tuple[Any, ...]) -> int:
     from cpuft.execute import Interrupted
     from cpuft.master import run_plan_there
     from cpuft.supervise import run_plan
 
     try:
         if cluster.away:
-            return run_plan_there(plan, run_dir, cluster, os.environ, seconds)
+            return run_plan_there(plan, run_dir, cluster, os.environ, seconds, parcels)
         return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds)
     except Interrupted as stopped:
         kept = f"what it recorded is in {run_dir}" if Path(run_dir).exists() else "nothing had started"

@@ -171,7 +171,9 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     cores = {name: len(host_facts.cores) for name, host_facts in found.items()}
     assignments = assign_ranks(wanted, config.np, config.ppn, cores)
     used = tuple(found[assignment.host.name] for assignment in assignments)
-    away = not is_here(_resolve(hosts[0]))
+    # Hosts with disks of their own get their inputs in one way, wherever this machine is among them.
+    own_disks = bool(reach.ssh_config_there) and len(used) > 1
+    away = own_disks or not is_here(_resolve(hosts[0]))
     flavour = find_flavour_there(hosts[0], config.mpirun, reach) if away else find_flavour(config.mpirun)
     return Cluster(assignments, used, flavour, reach.mpirun_options, os.geteuid() == 0, reach, away)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from cpuft.baggage import pack_training, plan_rows
 from cpuft.cluster import Cluster, gather_cluster
 from cpuft.config import CompareConfig, LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
@@ -53,6 +54,8 @@ def plan_comparison(
         launch = replace(config, np=ranks)
         cluster = gather_cluster(launch)
         directory = f"{run_dir}/np-{ranks}"
-        plan = plan_training(cluster, launch, own, cluster.work_dir(directory), progress, environ)
+        own, _ = pack_training(cluster, own)
+        work = cluster.work_dir(directory)
+        plan = plan_rows(plan_training(cluster, launch, own, work, progress, environ), cluster, work)
         planned.append((directory, cluster, plan))
     return planned

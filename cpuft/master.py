@@ -9,10 +9,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from cpuft import ssh
+from cpuft.baggage import Parcel, send_parcels
 from cpuft.cluster import Cluster
 from cpuft.errors import CpuftError
 from cpuft.execute import Interrupted, run_step
@@ -26,8 +28,17 @@ _END_SECONDS = 15
 """What ranks, mpirun and the supervisor on the master need to end once this side has gone."""
 
 
-def run_plan_there(plan: Plan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], seconds: float) -> int:
+def run_plan_there(
+    plan: Plan,
+    run_dir: str,
+    cluster: Cluster,
+    environ: Mapping[str, str],
+    seconds: float,
+    parcels: tuple[Parcel, ...] = (),
+) -> int:
     """Run a plan on the master to its end, fetch its run directory, and leave nothing there; the exit code.
+
+    `parcels` travel to all hosts first.
 
     Its output appears here as it comes. When this process is stopped, the connection ends, and with it the run.
 
@@ -38,6 +49,7 @@ def run_plan_there(plan: Plan, run_dir: str, cluster: Cluster, environ: Mapping[
     """
     host, work = cluster.assignments[0].host, cluster.work_dir(run_dir)
     order = {"plan": dump_plan(plan), "run_dir": work, "hosts": cluster.rank_hosts, "seconds": seconds}
+    send_parcels(parcels, cluster)
     _ask(host, cluster, ("mkdir", "-m", "700", os.path.dirname(work)))
     try:
         _ask(host, cluster, ("sh", "-c", 'cat >"$1"', "write", f"{work}.json"), json.dumps(order))
@@ -49,8 +61,15 @@ def run_plan_there(plan: Plan, run_dir: str, cluster: Cluster, environ: Mapping[
         _fetch(host, cluster, work, run_dir)
         raise
     finally:
-        _ask(host, cluster, ("rm", "-rf", os.path.dirname(work)))
+        _clean(cluster, os.path.dirname(work))
     return code
+
+
+def _clean(cluster: Cluster, folder: str) -> None:
+    """Take the run's working directory from all hosts; one that was lost meanwhile must not hide how the run ended."""
+    for assignment in cluster.assignments:
+        with suppress(CpuftError):
+            _ask(assignment.host, cluster, ("rm", "-rf", folder))
 
 
 def plan_start(work: str, cluster: Cluster) -> Step:

@@ -37,7 +37,7 @@ _KEYGEN = """set -eu
 umask 077
 mkdir -p "$(dirname "$1")"
 rm -f "$1" "$1.pub"
-ssh-keygen -q -t ed25519 -N "" -C cpuft -f "$1"
+ssh-keygen -q -t ed25519 -N "" -C "$2" -f "$1"
 """
 _AUTHORIZE = 'umask 077; mkdir -p "$HOME/.ssh"; echo "$1" >>"$HOME/.ssh/authorized_keys"'
 
@@ -164,12 +164,21 @@ def cluster_dir(config: HostsConfig) -> str:
     return f"{config.prefix}/clusters/{config.name}"
 
 
+def _key_mark(config: HostsConfig) -> str:
+    """The comment of the cluster's keys, by which all lines of it are found again, lost ones too."""
+    return f"cpuft-{config.name}"
+
+
 def _plan_key(config: HostsConfig, master: Member, facts: ServerFacts) -> list[Step]:
     """The cluster's key is made on the master and never leaves it."""
     if facts.key:
         return []
     path = f"{cluster_dir(config)}/id_ed25519"
-    return [Step("make the cluster's own key", ("sh", "-c", _KEYGEN, "keygen", path), host=master.address)]
+    return [
+        Step(
+            "make the cluster's own key", ("sh", "-c", _KEYGEN, "keygen", path, _key_mark(config)), host=master.address
+        )
+    ]
 
 
 def _plan_wheels(
@@ -230,15 +239,16 @@ def _plan_master_files(
 
 def plan_hosts_down(config: HostsConfig, members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> Plan:
     """Take away what was put on the servers: the environment, the wheels, the key and its line."""
+    mark = _key_mark(config)
     script = (
         'rm -rf "$1/env" "$1/wheels" "$1/clusters/$2"; rmdir "$1/clusters" "$1" 2>/dev/null; '
-        'file=$HOME/.ssh/authorized_keys; [ -z "$3" ] || [ ! -e "$file" ] || '
-        '{ grep -vxF "$3" "$file" >"$file.new"; cat "$file.new" >"$file"; rm "$file.new"; }'
+        'file=$HOME/.ssh/authorized_keys; [ ! -e "$file" ] || '
+        '{ grep -v " $3\\$" "$file" >"$file.new"; cat "$file.new" >"$file"; rm "$file.new"; }'
     )
-    command = ("sh", "-c", script, "remove", config.prefix, config.name, facts[0].key)
+    command = ("sh", "-c", script, "remove", config.prefix, config.name, mark)
     steps = tuple(
         Step("take away the environment and the key", command, host=member.address)
         for member, own in zip(members, facts)
-        if own.stamp or own.wheels or own.key or (facts[0].key and facts[0].key in own.authorized)
+        if own.stamp or own.wheels or own.key or any(line.endswith(f" {mark}") for line in own.authorized)
     )
     return Plan((steps,)) if steps else Plan()

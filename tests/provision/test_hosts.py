@@ -22,7 +22,7 @@ WHEELS = (Wheel("/w/pip-26-py3-none-any.whl", "pip-26-py3-none-any.whl", "11"),)
 PINS = ("click==8.1.0",)
 KNOWN = "a ssh-ed25519 AAAA\nb ssh-ed25519 BBBB\n"
 BARE = ServerFacts("debian 12", "6.1", "x86_64", "3.11.2", False, True, 9 << 20)
-KEY = "ssh-ed25519 KEY cpuft"
+KEY = "ssh-ed25519 KEY cpuft-lab"
 FOLDER = "/opt/cpuft/clusters/lab"
 TEXTS = {
     "known_hosts": KNOWN,

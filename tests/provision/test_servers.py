@@ -1,0 +1,126 @@
+"""Servers over ssh for real: hosts of a local cluster that each got a disk of their own for what is installed."""
+
+import base64
+import ensurepip
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.provision.simulated import Simulated, needs_root, simulate
+
+pytestmark = needs_root
+NEEDS = ("click", "paramiko", "PyYAML", "rich")
+SECONDS_OF_SECOND_RUN = 10.0
+NAME = "lab"
+
+
+def write_empty_wheel(folder: Path, name: str) -> None:
+    """A package that has a name and nothing else, in place of what cpuft needs."""
+    info = f"{name}-99.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-99.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
+    folder = tmp_path_factory.mktemp("servers")
+    wheels = folder / "wheels"
+    wheels.mkdir()
+    for path in (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"):
+        shutil.copy(path, wheels)
+    for name in NEEDS:
+        write_empty_wheel(wheels, name)
+    with simulate(folder, "--nodes", "2") as made:
+        for index in (1, 2):
+            # A home and a place for the environment that neither this machine nor the other host sees.
+            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs tmpfs "$HOME"')
+        yield made
+
+
+def words(cluster: Simulated, *more: str) -> list[str]:
+    key = str(cluster.folder / "state" / cluster.name / "id_ed25519")
+    hosts = ",".join(host.name for host in cluster.hosts)
+    given = ["--hosts", hosts, "--name", NAME, "--user", "root", "--key", key, "--prefix", "/mnt/cpuft"]
+    return ["provision", "hosts", *given, "--wheels", str(cluster.folder / "wheels"), *more]
+
+
+def test_an_unknown_host_key_is_not_learnt_without_asking(cluster: Simulated) -> None:
+    done = cluster.cpuft(*words(cluster))
+    assert done.returncode == 2
+    assert "was not accepted" in done.stderr
+    assert cluster.on(1, "ls /mnt") == ""
+
+
+@pytest.mark.parametrize("seconds", [0.8, 1.6])
+def test_a_killed_run_leaves_what_the_next_one_completes(cluster: Simulated, seconds: float) -> None:
+    command = [sys.executable, "-m", "cpuft", *words(cluster, "--accept-host-keys")]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    for index in (1, 2):
+        cluster.on(index, "rm -rf /mnt/cpuft")
+    with subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=subprocess.DEVNULL) as process:
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+    done = cluster.cpuft(*words(cluster, "--accept-host-keys"))
+    assert done.returncode == 0, done.stderr
+    for index in (1, 2):
+        assert cluster.on(index, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
+
+
+def test_the_second_run_does_nothing_and_is_quick(cluster: Simulated) -> None:
+    start = time.monotonic()
+    done = cluster.cpuft(*words(cluster))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - start < SECONDS_OF_SECOND_RUN
+    assert cluster.cpuft("provision", "diff", NAME).stdout == f"cluster {NAME} is as it was asked for\n"
+    assert (cluster.folder / "hostfiles" / NAME).read_text().splitlines()[1:] == [h.name for h in cluster.hosts]
+    assert '"cpuft==' in (cluster.folder / "hostfiles" / f"{NAME}.lock").read_text()
+
+
+def test_what_drifts_is_told_by_host_and_repaired(cluster: Simulated) -> None:
+    cluster.on(2, "rm /mnt/cpuft/env/stamp")
+    assert cluster.cpuft("provision", "diff", NAME).stdout.startswith(f"{cluster.hosts[1].name}: install")
+    assert cluster.cpuft(*words(cluster)).returncode == 0
+    assert cluster.cpuft("provision", "diff", NAME).returncode == 0
+
+
+def test_a_full_disk_is_named_and_the_other_host_unharmed(cluster: Simulated) -> None:
+    cluster.on(2, "rm -rf /mnt/cpuft; mount -t tmpfs -o size=4m tmpfs /mnt")
+    done = cluster.cpuft(*words(cluster))
+    cluster.on(2, "umount /mnt")
+    assert done.returncode == 2
+    assert f"{cluster.hosts[1].name}: " in done.stderr.splitlines()[-1]
+    assert "make room" in done.stderr.splitlines()[-1]
+    assert cluster.on(1, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
+    assert cluster.cpuft(*words(cluster)).returncode == 0
+
+
+def test_a_changed_host_key_is_refused(cluster: Simulated) -> None:
+    known = cluster.folder / "state" / NAME / "known_hosts"
+    text = known.read_text()
+    address = cluster.hosts[1].name
+    blob = base64.b64decode(text.splitlines()[1].split()[2])
+    other = base64.b64encode(blob[:-1] + bytes([blob[-1] ^ 1])).decode()
+    known.write_text(f"{text.splitlines()[0]}\n{address} ssh-ed25519 {other}\n")
+    done = cluster.cpuft(*words(cluster, "--accept-host-keys"))
+    known.write_text(text)
+    assert done.returncode == 2
+    assert f"host {address} cannot be used over ssh" in done.stderr
+    assert "does not match" in done.stderr
+
+
+def test_down_takes_away_what_was_put_there(cluster: Simulated) -> None:
+    assert cluster.cpuft("provision", "down", NAME).returncode == 0
+    for index in (1, 2):
+        assert cluster.on(index, 'ls /mnt; cat "$HOME/.ssh/authorized_keys"') == ""
+    assert not (cluster.folder / "state" / NAME).exists()
+    assert not (cluster.folder / "hostfiles" / NAME).exists()
