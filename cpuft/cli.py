@@ -219,7 +219,7 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
         check_before_launch(cluster, lambda line: click.echo(line, err=True))
 
 
-def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, parcels: tuple[Any, ...]) -> int:
+def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, parcels: tuple[Any, ...] = ()) -> int:
     from cpuft.execute import Interrupted
     from cpuft.master import run_plan_there
     from cpuft.supervise import run_plan
