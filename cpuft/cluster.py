@@ -173,13 +173,15 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     used = tuple(found[assignment.host.name] for assignment in assignments)
     # Hosts with disks of their own get their inputs in one way, wherever this machine is among them.
     own_disks = bool(reach.ssh_config_there) and len(used) > 1
-    away = own_disks or not is_here(_resolve(hosts[0]))
+    away = own_disks or not is_here(hosts[0], _resolve(hosts[0]))
     flavour = find_flavour_there(hosts[0], config.mpirun, reach) if away else find_flavour(config.mpirun)
     return Cluster(assignments, used, flavour, reach.mpirun_options, os.geteuid() == 0, reach, away)
 
 
-def is_here(address: str) -> bool:
-    """Whether an address is this machine's."""
+def is_here(host: Host, address: str) -> bool:
+    """Whether a host at this address is this machine. With an ssh port of its own it is a container or a tunnel."""
+    if host.port:
+        return False
     return address.startswith("127.") or address in facts.read_interfaces().values()
 
 
@@ -248,7 +250,7 @@ def gather_facts(hosts: tuple[Host, ...], reach: Reach = Reach()) -> tuple[HostF
     first_other = addresses[1] if len(hosts) > 1 else addresses[0]
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         answers = [
-            pool.submit(_gather_one, host, is_here(address), addresses[0] if index else first_other, reach)
+            pool.submit(_gather_one, host, is_here(host, address), addresses[0] if index else first_other, reach)
             for index, (host, address) in enumerate(zip(hosts, addresses))
         ]
     failures = [str(answer.exception()) for answer in answers if isinstance(answer.exception(), CpuftError)]

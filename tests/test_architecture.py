@@ -31,7 +31,7 @@ ALLOWED = {
     "cluster": FOURTH,
     "launch": FOURTH,
     "supervise": FOURTH | {"rank"},
-    "compare": FOURTH | {"launch"},
+    "compare": FOURTH | {"launch", "baggage"},
     "registry": SECOND,
     "baggage": FOURTH,
     "master": FOURTH | {"rank", "supervise", "baggage"},

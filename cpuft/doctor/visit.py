@@ -104,7 +104,7 @@ def _examine(host: Host, resolved: tuple[str, str], order: dict[str, Any], reach
 
 
 def _ask(host: Host, address: str, order: str, reach: Reach) -> str:
-    if is_here(address):
+    if is_here(host, address):
         return execute.run_quietly((sys.executable, "-c", _LOADER), _ANSWER_SECONDS, order).output
     command = f"exec $(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_LOADER)}"
     answer = ssh.run(host, command, order, _ANSWER_SECONDS, reach.ssh_config)
@@ -126,7 +126,7 @@ def run_fixes(findings: Sequence[Finding], state: ClusterState, reach: Reach) ->
 
 
 def _fix(one: HostState, command: tuple[str, ...], reach: Reach) -> str:
-    if is_here(one.address):
+    if is_here(one.host, one.address):
         answer = execute.run_quietly(command, 30)
         code, said = answer.exit_code, answer.output
     else:
