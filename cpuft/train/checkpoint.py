@@ -7,18 +7,28 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from cpuft.errors import CpuftError
 from cpuft.train.model import load_tokenizer
 
 MODEL_DIR = "model"
 
 
 def save_model(model: Any, source: str, run_dir: str) -> Path:
-    """Write `run_dir`/model; a save that is cut short leaves none."""
+    """Write `run_dir`/model; a save that is cut short leaves none.
+
+    Raises
+    ------
+    CpuftError: the disk is full.
+    """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:
         model.save_pretrained(beside)
         load_tokenizer(source).save_pretrained(beside)
         beside.rename(target)
+    except Exception as error:  # safetensors raises a class of its own that is no OSError
+        if "No space left" not in str(error):
+            raise
+        raise CpuftError(f"the disk of {run_dir} is full: make room for the model, or use --no-save-model") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return target
