@@ -139,3 +139,29 @@ def diff(name: str) -> None:
     if not lines:
         click.echo(f"cluster {name} is as it was asked for")
     sys.exit(1 if lines else 0)
+
+
+@provision.command()
+@click.option("--recipe", "recipe_path", default="ami/recipe.yaml", show_default=True, help="what is in it")
+@click.option("--output", required=True, help="directory of the image, made new")
+@click.option("--dry-run", is_flag=True, help="print what would be done, as a shell script, and do nothing")
+def image(recipe_path: str, output: str, dry_run: bool) -> None:
+    """Build a golden root filesystem from a recipe (root, Debian), for provision local --image."""
+    from cpuft.plan import format_plan
+    from cpuft.provision.image import build, plan_image
+    from cpuft.provision.recipe import read_recipe
+
+    recipe = read_recipe(recipe_path)
+    if dry_run:
+        click.echo(format_plan(plan_image(recipe, os.path.abspath(output), "debootstrap")), nl=False)
+    else:
+        click.echo(build(recipe, output, os.geteuid() == 0, _say))
+
+
+@provision.command("recipe")
+@click.argument("path", default="ami/recipe.yaml")
+def print_install(path: str) -> None:
+    """Print the install script that a recipe makes."""
+    from cpuft.provision.recipe import format_install, read_recipe
+
+    click.echo(format_install(read_recipe(path)), nl=False)

@@ -102,7 +102,7 @@ def test_an_interrupt_ends_the_ranks_on_all_hosts(cluster: Simulated) -> None:
         assert process.stdout.readline() == b"here\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
-    assert (cluster.folder / "stopped" / "logs" / "rank-1.out").read_text() == "here\n"
+    assert (cluster.folder / "stopped" / "logs" / "rank-0.out").read_text() == "here\n"
     for index in (1, 2):
         assert "sleeps.py" not in cluster.on(index, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
 
