@@ -47,7 +47,8 @@ def list_children() -> set[str]:
                 uses = f"TEST_OF={os.getpid()}" in (entry / "environ").read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            if uses and words:
+            # multiprocessing keeps one tracker of its own as long as this process lives.
+            if uses and words and "multiprocessing.resource_tracker" not in words:
                 found.add(f"{entry.name} {words}")
     return found
 

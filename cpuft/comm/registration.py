@@ -19,6 +19,7 @@ from cpuft.comm.gloo import WatchedGloo, connect_gloo
 from cpuft.comm.group import CollectiveGroup, Membership
 from cpuft.comm.mpi import MpiCollectives
 from cpuft.comm.session import open_watch, register, timeout_seconds
+from cpuft.comm.subgroup import SubgroupCollectives
 from cpuft.errors import CpuftError, near_names
 
 
@@ -108,6 +109,8 @@ def _membership(options: Any) -> Membership:
 
 def _make_group(connect: Connect, options: Any, _: Any) -> CollectiveGroup:
     member = _membership(options)
+    if connect is CclCollectives and not member.is_world:
+        connect = SubgroupCollectives
     timeout = timeout_seconds(options.timeout)
     watch = open_watch(options.store, member.ranks[member.rank], member.rank, member.size)
     operation = register.begin(f"{member.label} from nothing", "connect", 0, member.ranks, timeout)
