@@ -16,6 +16,11 @@ _LEAST_PYTHON = (3, 10)
 _INSTALL = """set -eu
 prefix=$1 stamp=$2
 shift 2
+mkdir -p "$prefix"
+# A run that was killed may still be installing here: wait for it, and keep what it has done.
+exec 9>"$prefix/install.lock"
+flock -w 600 9
+[ "$(cat "$prefix/env/stamp" 2>/dev/null || true)" != "$stamp" ] || exit 0
 rm -rf "$prefix/env"
 pip=$(ls "$prefix"/wheels/pip-*.whl 2>/dev/null | tail -n 1)
 if [ -n "$pip" ]; then
@@ -29,9 +34,9 @@ echo "$stamp" >"$prefix/env/stamp"
 """
 _RECEIVE = """set -eu
 mkdir -p "$(dirname "$1")"
-cat >"$1.part"
-echo "$2  $1.part" | sha256sum --check --quiet
-mv -f "$1.part" "$1"
+cat >"$1.part.$$"
+echo "$2  $1.part.$$" | sha256sum --check --quiet
+mv -f "$1.part.$$" "$1"
 """
 _KEYGEN = """set -eu
 umask 077
@@ -241,7 +246,7 @@ def plan_hosts_down(config: HostsConfig, members: tuple[Member, ...], facts: tup
     """Take away what was put on the servers: the environment, the wheels, the key and its line."""
     mark = _key_mark(config)
     script = (
-        'rm -rf "$1/env" "$1/wheels" "$1/clusters/$2"; rmdir "$1/clusters" "$1" 2>/dev/null; '
+        'rm -rf "$1/env" "$1/wheels" "$1/install.lock" "$1/clusters/$2"; rmdir "$1/clusters" "$1" 2>/dev/null; '
         'file=$HOME/.ssh/authorized_keys; [ ! -e "$file" ] || '
         '{ grep -v " $3\\$" "$file" >"$file.new"; cat "$file.new" >"$file"; rm "$file.new"; }'
     )
