@@ -110,7 +110,7 @@ def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], 
         Setting("MASTER_ADDR", master.address, f"the master's address: {master.reason}"),
         Setting("MASTER_PORT", str(port), "a port that is free on the master"),
         Setting("CPUFT_WORLD_SIZE", str(world_size), "ranks asked for: every rank checks that it finds as many"),
-        _fabrics_setting(hosts),
+        *_fabrics_settings(hosts),
         Setting("FI_PROVIDER", "tcp", "works on every network; set it to efa, verbs or psm3 where the hosts have that"),
         Setting("CCL_ATL_TRANSPORT", "ofi", "oneCCL's own transport over libfabric, as in the recipe"),
         Setting("CCL_PROCESS_LAUNCHER", "hydra", "oneCCL reads ranks from mpirun"),
@@ -121,12 +121,15 @@ def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], 
     )
 
 
-def _fabrics_setting(hosts: tuple[HostFacts, ...]) -> Setting:
+def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:
+    """Whether ranks may meet in shared memory: what Intel MPI is told, and what oneCCL is."""
     if len(hosts) == 1:
-        return Setting("I_MPI_FABRICS", "shm", "one host: ranks meet in shared memory")
-    if len({facts.boot_id for facts in hosts}) < len(hosts):
-        return Setting("I_MPI_FABRICS", "ofi", "some hosts are one machine: shared memory would bypass the network")
-    return Setting("I_MPI_FABRICS", "shm:ofi", "shared memory inside a host, the network between hosts")
+        fabrics, shared, reason = "shm", "1", "one host: ranks meet in shared memory"
+    elif len({facts.boot_id for facts in hosts}) < len(hosts):
+        fabrics, shared, reason = "ofi", "0", "some hosts are one machine: shared memory would bypass the network"
+    else:
+        fabrics, shared, reason = "shm:ofi", "1", "shared memory inside a host, the network between hosts"
+    return Setting("I_MPI_FABRICS", fabrics, reason), Setting("CCL_ATL_SHM", shared, reason)
 
 
 def host_settings(

@@ -43,8 +43,12 @@ class HostFacts:
 
     @property
     def cores(self) -> tuple[Core, ...]:
-        """Cores that this process may use, in the order of NUMA nodes."""
-        return parse_lscpu(self.lscpu, self.allowed_cpus)
+        """Cores that this process may use, in the order of NUMA nodes: no more than the control group's quota feeds.
+
+        Threads beyond it would be stopped in turn, each while the others wait for it.
+        """
+        cores = parse_lscpu(self.lscpu, self.allowed_cpus)
+        return cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else cores
 
 
 @dataclass(frozen=True)

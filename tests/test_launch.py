@@ -82,13 +82,16 @@ def test_one_owner_of_pinning() -> None:
     assert (host["I_MPI_PIN_DOMAIN"], "CPUFT_CORES" in host) == ("socket", False)
 
 
-def test_hosts_that_are_one_machine_do_not_meet_in_shared_memory() -> None:
-    cluster = make_cluster((1, 1))
-    same = tuple(dataclasses.replace(facts, boot_id="one") for facts in cluster.facts)
-    assert settings_of(cluster, LaunchConfig(np=2), "gloo")[0]["I_MPI_FABRICS"] == "shm:ofi"
-    assert (
-        settings_of(dataclasses.replace(cluster, facts=same), LaunchConfig(np=2), "gloo")[0]["I_MPI_FABRICS"] == "ofi"
-    )
+@pytest.mark.parametrize(
+    "hosts, boots, expected",
+    ((1, 1, ("shm", "1")), (2, 2, ("shm:ofi", "1")), (2, 1, ("ofi", "0"))),
+    ids=("one host", "two hosts", "two hosts that are one machine"),
+)
+def test_who_meets_in_shared_memory(hosts: int, boots: int, expected: tuple[str, str]) -> None:
+    cluster = make_cluster((2 // hosts,) * hosts)
+    facts = tuple(dataclasses.replace(one, boot_id=str(at % boots)) for at, one in enumerate(cluster.facts))
+    shared = settings_of(dataclasses.replace(cluster, facts=facts), LaunchConfig(np=2), "gloo")[0]
+    assert (shared["I_MPI_FABRICS"], shared["CCL_ATL_SHM"]) == expected
 
 
 def test_too_many_comm_cores() -> None:

@@ -34,6 +34,11 @@ def test_lscpu_leaves_out_what_we_may_not_use() -> None:
     assert parse_lscpu(make_lscpu(1, 4), (1, 2)) == (Core(0, 0, (1,)), Core(0, 0, (2,)))
 
 
+@pytest.mark.parametrize("quota, cores", ((0.0, 32), (0.5, 1), (1.0, 1), (2.5, 2), (64.0, 32)))
+def test_no_more_cores_than_the_quota_feeds(quota: float, cores: int) -> None:
+    assert len(dataclasses.replace(make_facts(), cpu_quota=quota).cores) == cores
+
+
 def test_without_lscpu_each_allowed_thread_is_a_core() -> None:
     assert parse_lscpu("", (0, 3)) == (Core(0, 0, (0,)), Core(0, 0, (3,)))
 

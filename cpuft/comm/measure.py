@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cpuft.comm.choice import GRADIENT_BYTES, Choice, choose_backend
 from cpuft.comm.registration import BACKENDS, start
+from cpuft.errors import CpuftError
 
 Turn = tuple[str, str, str, int]
 """Backend (or auto), operation, type and bytes of one measurement."""
@@ -120,16 +121,30 @@ def sweep(
 
 
 def _enter(backend: str, store: Store, rank: int, size: int, prefix: str, timeout_seconds: float) -> bool:
+    """Make the default group, if all ranks can; whether they could."""
+    store = PrefixStore(prefix, store)
     complaint = BACKENDS[backend].complaint()
-    store.set(f"{prefix}/{rank}", complaint)
-    complaints = [store.get(f"{prefix}/{other}").decode() for other in range(size)]
+    if not _agree(backend, PrefixStore("has", store), rank, size, complaint):
+        return False
+    try:
+        start(backend, timeout_seconds, PrefixStore("group", store), rank, size)
+    except (RuntimeError, CpuftError) as error:
+        complaint = str(error).splitlines()[0]
+    if _agree(backend, PrefixStore("starts", store), rank, size, complaint):
+        return True
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return False
+
+
+def _agree(backend: str, store: Store, rank: int, size: int, complaint: str) -> bool:
+    """Whether no rank complains; rank 0 says who does."""
+    store.set(str(rank), complaint)
+    complaints = [store.get(str(other)).decode() for other in range(size)]
     for other, text in enumerate(complaints):
         if text and rank == 0:
             print(f"cpuft comm: leaving out {backend}: rank {other}: {text}", file=sys.stderr)
-    if any(complaints):
-        return False
-    start(backend, timeout_seconds, PrefixStore(prefix, store), rank, size)
-    return True
+    return not any(complaints)
 
 
 def _leave() -> None:

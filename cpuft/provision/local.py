@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 from ipaddress import IPv4Network
@@ -181,11 +182,23 @@ def _quota_us(config: LocalConfig) -> int:
     return int(config.cores_per_node * 100_000)
 
 
+def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
+    """The hardware threads of host `index` (from 1): as many as it has cores, in turn, at least one.
+
+    Hosts on each other's threads slow down far more than by half, since waiting OpenMP threads and MPI spin.
+    """
+    count = len(facts.cpus)
+    share = config.cores_per_node or count / config.nodes
+    first = int((index - 1) * share)
+    return tuple(sorted({facts.cpus[(first + at) % count] for at in range(max(1, math.ceil(share)))}))
+
+
 def _fingerprint(config: LocalConfig, facts: MachineFacts, place: Place, index: int) -> str:
     """Of all that a host reads only when it starts."""
     texts = plan_texts(config, facts, place)
     base = place.directory
     parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
+    parts += [str(plan_cpus(config, facts, index))]
     parts += [facts.network, config.shm, config.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -212,6 +225,7 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, place: Place, index
         "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its cable"),
         "NODE_BRIDGE": (f"cpuft-{config.name}", "what the cable is plugged into"),
         "NODE_CGROUPS": (groups, "its CPU limit, and how it is paused"),
+        "NODE_CPUS": (",".join(map(str, plan_cpus(config, facts, index))), "the hardware threads it runs on"),
         "NODE_QUOTA_US": (str(_quota_us(config) or ""), "CPU time in each 100 ms; empty for no limit"),
         "NODE_RATE": (config.net, "its link's rate; empty for no limit"),
         "NODE_SHM": (config.shm, "size of its /dev/shm"),

@@ -52,6 +52,8 @@ class MachineFacts:
     nodes: dict[int, NodeFacts]
     files: dict[str, str]
     """Texts of the cluster's files, by path; private keys only as a mark that they exist."""
+    cpus: tuple[int, ...] = (0,)
+    """Hardware threads that hosts share out among them."""
 
 
 def check_machine(as_root: bool) -> None:
@@ -81,7 +83,14 @@ def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
         index: _gather_node(directory / f"nodes/{index}", name, network, links, groups)
         for index in find_nodes(directory, bridge, set(links), groups)
     }
-    return MachineFacts(groups, network, bridge in links, nodes, _read_files(directory, hostfile))
+    return MachineFacts(
+        groups,
+        network,
+        bridge in links,
+        nodes,
+        _read_files(directory, hostfile),
+        tuple(sorted(os.sched_getaffinity(0))),
+    )
 
 
 def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:

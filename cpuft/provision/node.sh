@@ -66,6 +66,7 @@ shape() {
 
 hold() {
     for group in $NODE_CGROUPS; do echo $$ >"$group/cgroup.procs"; done
+    taskset -cp "$NODE_CPUS" $$ >/dev/null
     NODE_HOLDER=$$
     export NODE_HOLDER
     exec unshare --net --mount --uts --ipc --pid --fork --kill-child --mount-proc sh "$0" boot

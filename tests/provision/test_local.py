@@ -4,7 +4,16 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.provision.local import Place, check_config, parse_bits, plan_down, plan_fault, plan_local, plan_texts
+from cpuft.provision.local import (
+    Place,
+    check_config,
+    parse_bits,
+    plan_cpus,
+    plan_down,
+    plan_fault,
+    plan_local,
+    plan_texts,
+)
 from cpuft.provision.machine import MachineFacts, NodeFacts
 from cpuft.provision.options import LocalConfig
 from cpuft.registry import read_entry
@@ -72,6 +81,24 @@ def test_one_file_changed_is_written_again() -> None:
     files = facts.files | {PLACE.hostfile: "# made by cpuft provision\n10.0.0.1\n"}
     steps = [step for stage in plan_local(CONFIG, replace(facts, files=files), PLACE).stages for step in stage]
     assert [step.stdin for step in steps] == [facts.files[PLACE.hostfile]]
+
+
+@pytest.mark.parametrize(
+    "cores, cpus, expected",
+    (
+        (0.0, (0, 1), ["0", "1"]),
+        (0.5, (0, 1), ["0", "0"]),
+        (1.0, (0, 1), ["0", "1"]),
+        (1.5, (0, 1, 2, 3), ["0,1", "1,2"]),
+        (8.0, (0, 1), ["0,1", "0,1"]),
+        (0.0, (5,), ["5", "5"]),
+    ),
+    ids=("an even share", "half a core", "a core", "one and a half", "more than there are", "one for both"),
+)
+def test_hosts_share_out_the_machines_cores(cores: float, cpus: tuple[int, ...], expected: list[str]) -> None:
+    facts = replace(EMPTY, cpus=cpus)
+    found = [",".join(map(str, plan_cpus(replace(CONFIG, cores_per_node=cores), facts, index))) for index in (1, 2)]
+    assert found == expected
 
 
 def test_a_hostfile_of_the_users_is_kept() -> None:

@@ -1,0 +1,97 @@
+"""Run by scripts/bench-comm under cpuft launch: how much of communication hides behind backward.
+
+    overlap.py BACKEND [ROWS [TOKENS]]
+
+Takes turns between backward alone, the all-reduces of its buckets alone, and both together as DistributedDataParallel
+does it, and prints medians in milliseconds and how many cores a rank kept busy meanwhile, as one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForSequenceClassification
+
+from cpuft.comm import start
+from cpuft.comm.compression import make_reduce
+from cpuft.comm.session import leave
+from cpuft.train.model import find_model
+
+ROUNDS = 12
+
+
+class Turns:
+    """Seconds and busy cores of each kind of turn, the slowest rank's."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[float, float]]] = {}
+
+    def take(self, name: str, call: Callable[[], object]) -> None:
+        dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        call()
+        seconds = time.perf_counter() - wall
+        found = torch.tensor([seconds, (time.process_time() - cpu) / seconds], dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        self._found.setdefault(name, []).append((float(found[0]), float(found[1])))
+
+    def medians(self, name: str) -> tuple[float, float]:
+        # The first two rounds warm up allocators, pages and DDP's buckets.
+        seconds, cores = zip(*self._found[name][2:], strict=True)
+        return statistics.median(seconds), statistics.median(cores)
+
+
+def main() -> None:
+    backend, rows, tokens = sys.argv[1], *(int(word) for word in [*sys.argv[2:], "16", "56"][:2])
+    start(backend, 120)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(find_model("minilm"), num_labels=2).bfloat16()
+    size = dist.get_world_size()
+    assert dist.group.WORLD is not None
+    reduce, buckets = make_reduce("bf16", dist.group.WORLD), {}
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]
+        buckets[bucket.index()] = bucket.buffer()
+        return reduce(bucket)
+
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel.register_comm_hook(None, hook)
+    inputs = torch.randint(1000, 30000, (rows, tokens))
+
+    def loss() -> torch.Tensor:
+        return parallel(input_ids=inputs).logits.float().sum() / size  # type: ignore[no-any-return]
+
+    def reduce_all() -> None:
+        works = [dist.all_reduce(buffer, async_op=True) for _, buffer in sorted(buckets.items())]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    turns = Turns()
+    for _ in range(ROUNDS):
+        together = loss()
+        turns.take("together", together.backward)
+        with parallel.no_sync():
+            alone = loss()
+            turns.take("backward", alone.backward)
+        turns.take("communication", reduce_all)
+        model.zero_grad(set_to_none=False)
+    if dist.get_rank() == 0:
+        found = {name: turns.medians(name) for name in ("backward", "communication", "together")}
+        share = found["together"][0] / (found["backward"][0] + found["communication"][0])
+        times = {f"{name}_ms": round(seconds * 1e3, 2) for name, (seconds, _) in found.items()}
+        cores = {f"{name}_cores": round(busy, 2) for name, (_, busy) in found.items()}
+        sent = sum(buffer.nbytes for buffer in buckets.values())
+        print(json.dumps({"backend": backend, **times, **cores, "bytes": sent, "share": round(share, 3)}))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
