@@ -122,7 +122,6 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 )
 def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     """Train --task on each number of ranks in turn, and report how much faster each was than the fewest."""
-    from cpuft.baggage import pack_training
     from cpuft.compare import parse_numbers, plan_comparison
     from cpuft.launch import choose_run_dir
 
@@ -131,15 +130,15 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
     planned = plan_comparison(ranks, config, train, pick(CompareConfig, values), run_dir, _progress(), os.environ)
     if dry_run:
-        _print_plans([plan for _, _, plan in planned], planned[0][1])
+        _print_plans([run.plan for run in planned], planned[0].cluster)
         return
-    _check_hosts(planned[-1][1], config)
-    for directory, cluster, plan in planned:
-        click.echo(f"np {len(cluster.rank_hosts)}:", err=True)
-        code = _run(plan, directory, cluster, config.time_limit, pack_training(cluster, train)[1])
+    _check_hosts(planned[-1].cluster, config)
+    for run in planned:
+        click.echo(f"np {len(run.cluster.rank_hosts)}:", err=True)
+        code = _run(run.plan, run.run_dir, run.cluster, config.time_limit, run.parcels)
         if code:
             sys.exit(code)
-    _report([directory for directory, _, _ in planned], run_dir)
+    _report([run.run_dir for run in planned], run_dir)
 
 
 @verb(*_launch_options("run_dir", "time_limit", "check"))

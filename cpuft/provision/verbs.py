@@ -130,7 +130,7 @@ def diff(name: str) -> None:
 
     entry = _find(name)
     if entry and entry.kind == "hosts":
-        stages = servers.plan_again(servers.recall(entry, os.environ)).stages
+        stages = servers.plan_again(servers.recall(entry, os.environ), os.environ).stages
         lines = [f"{step.host}: {step.why}" for stage in stages for step in stage]
     else:
         lines = simulate.list_drift(name, os.environ)
@@ -144,18 +144,20 @@ def diff(name: str) -> None:
 @provision.command()
 @click.option("--recipe", "recipe_path", default="ami/recipe.yaml", show_default=True, help="what is in it")
 @click.option("--output", required=True, help="directory of the image, made new")
+@click.option("--wheels", default="", help="directory of wheels (default: downloaded by exact pins)")
 @click.option("--dry-run", is_flag=True, help="print what would be done, as a shell script, and do nothing")
-def image(recipe_path: str, output: str, dry_run: bool) -> None:
-    """Build a golden root filesystem from a recipe (root, Debian), for provision local --image."""
+def image(recipe_path: str, output: str, wheels: str, dry_run: bool) -> None:
+    """Build a golden root filesystem from a recipe (root, Debian), and prove that it trains; for local --image."""
     from cpuft.plan import format_plan
-    from cpuft.provision.image import build, plan_image
+    from cpuft.provision.image import build, find_wheels, plan_image
     from cpuft.provision.recipe import read_recipe
 
     recipe = read_recipe(recipe_path)
     if dry_run:
-        click.echo(format_plan(plan_image(recipe, os.path.abspath(output), "debootstrap")), nl=False)
+        found = find_wheels(recipe, wheels, os.environ, _say)
+        click.echo(format_plan(plan_image(recipe, os.path.abspath(output), "debootstrap", found)), nl=False)
     else:
-        click.echo(build(recipe, output, os.geteuid() == 0, _say))
+        click.echo(build(recipe, output, wheels, os.geteuid() == 0, os.environ, _say))
 
 
 @provision.command("recipe")
