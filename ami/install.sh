@@ -6,6 +6,8 @@ missing=
 need() { dpkg -s "$1" >/dev/null 2>&1 || missing="$missing $1"; }
 # hosts with internet fetch from package indexes
 need ca-certificates
+# training builds its fast kernels for the host's own CPU
+need g++
 # the doctor looks at interfaces, local clusters shape them
 need iproute2
 # keeps freed blocks; some 6 % of a training step
