@@ -15,24 +15,11 @@ from typing import Any, NoReturn, cast
 import click
 
 from cpuft import __version__
-from cpuft.arguments import make_options, pick, read_config
+from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
 from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 
-_CONFIG_FILE = click.Option(["--config"], help="YAML file with option values; flags win", default="")
 _DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
-
-
-class _Verb(click.Command):
-    """A verb whose options may also come from the YAML file of --config."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = args[: args.index("--")] if "--" in args else args
-        for index, word in enumerate(words):
-            if word.startswith("--config=") or (word == "--config" and index + 1 < len(words)):
-                path = word.partition("=")[2] or words[index + 1]
-                ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
-        return super().parse_args(ctx, args)
 
 
 _GROUPS = {"doctor": "cpuft.doctor.verbs", "provision": "cpuft.provision.verbs"}
@@ -60,11 +47,11 @@ def bench() -> None:
     """Measure the hosts."""
 
 
-def verb(*params: click.Parameter, group: click.Group = cli) -> Callable[[Callable[..., None]], _Verb]:
+def verb(*params: click.Parameter, group: click.Group = cli) -> Callable[[Callable[..., None]], Verb]:
     """Decorator: make a function a verb with these options and --config."""
 
-    def decorate(function: Callable[..., None]) -> _Verb:
-        made = _Verb(function.__name__, callback=function, params=[*params, _CONFIG_FILE], help=function.__doc__)
+    def decorate(function: Callable[..., None]) -> Verb:
+        made = Verb(function.__name__, callback=function, params=[*params, CONFIG_FILE], help=function.__doc__)
         group.add_command(made)
         return made
 

@@ -103,6 +103,13 @@ def check_server(host: str, facts: ServerFacts, config: HostsConfig, brings_pip:
     return ""
 
 
+def describe_server(facts: ServerFacts) -> str:
+    """What a server is and has, in a line."""
+    words = ["up", facts.os, f"kernel {facts.kernel}", f"Python {facts.python or 'missing'}"]
+    words += [f"environment {facts.stamp[:8]}" if facts.stamp else "no environment", f"{facts.free_kb >> 20} GB free"]
+    return ", ".join(words)
+
+
 def find_python(members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> str:
     """The Python that all servers have, "3.11". Raises CpuftError when they differ: one environment needs one."""
     versions = {member.address: ".".join(own.python.split(".")[:2]) for member, own in zip(members, facts)}

@@ -21,7 +21,7 @@ from cpuft.provision.hosts import ServerFacts
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.sshfiles import Member, format_known_hosts, format_known_name, format_ssh_config
 from cpuft.provision.wheels import Wheel, fetch_wheels, list_pins, read_wheels
-from cpuft.registry import Entry, format_entry, state_root
+from cpuft.registry import Entry, format_entry, read_entry, state_root
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -69,15 +69,14 @@ class Servers:
 
     def survey(self) -> tuple[ServerFacts, ...]:
         """Facts of every server. Raises CpuftError that names every one that failed."""
+        return tuple(_side_by_side(self.survey_one, list(self.members)))
+
+    def survey_one(self, member: Member) -> ServerFacts:
+        """Facts of one server. Raises CpuftError when it cannot be asked."""
         source = Path(__file__).with_name("survey.sh").read_text(encoding="utf-8")
         command = ssh.quote_command(("sh", "-s", self.config.prefix, self.config.name), {})
-
-        def ask(member: Member) -> ServerFacts:
-            host = self.hosts[member.address]
-            answer = ssh.run(host, command, source, _SURVEY_SECONDS, self.ssh_config)
-            return planning.parse_survey(answer.output or answer.errors, member.address)
-
-        return tuple(_side_by_side(ask, list(self.members)))
+        answer = ssh.run(self.hosts[member.address], command, source, _SURVEY_SECONDS, self.ssh_config)
+        return planning.parse_survey(answer.output or answer.errors, member.address)
 
     def choose_wheels(self, facts: tuple[ServerFacts, ...], environ: Mapping[str, str], say: Say) -> None:
         """Decide what the servers install: --wheels, --pins, or else wheels that are downloaded here and pushed.
@@ -131,15 +130,17 @@ class Servers:
         options = {key: str(value) for key, value in asdict(self.config).items()}
         return Entry(self.config.name, "hosts", self.hostfile, self.ssh_config, python, {}, options, there)
 
-    def write_lock(self) -> None:
-        """Write the lock file beside the hostfile: pins, and CPU and kernel of every host."""
-        reach = Reach(self.ssh_config, self.entry().python)
-        found = gather_facts(tuple(self.hosts.values()), reach)
-        hosts = {
+    def read_hosts(self) -> dict[str, dict[str, object]]:
+        """What the lock file keeps of each host."""
+        found = gather_facts(tuple(self.hosts.values()), Reach(self.ssh_config, self.entry().python))
+        return {
             name: {"cpu": own.cpu_model, "cores": len(own.cores), "kernel": own.kernel, "python": own.python}
             for name, own in zip(self.hosts, found)
         }
-        text = json.dumps({"format": 1, "pins": sorted(self.pins), "hosts": hosts}, indent=2) + "\n"
+
+    def write_lock(self) -> None:
+        """Write the lock file beside the hostfile: pins, and CPU and kernel of every host."""
+        text = json.dumps({"format": 1, "pins": sorted(self.pins), "hosts": self.read_hosts()}, indent=2) + "\n"
         _write(Path(f"{self.hostfile}.lock"), text)
 
 
@@ -179,6 +180,36 @@ def plan_again(servers: Servers, environ: Mapping[str, str]) -> Plan:
     facts = servers.survey()
     servers.choose_wheels(facts, environ, lambda text: None)
     return servers.plan(facts)
+
+
+def describe(name: str, environ: Mapping[str, str]) -> str:
+    """A line a host: what it is and has now, or why it cannot be asked."""
+    entry = read_entry(state_root(environ), name)
+    servers = recall(entry, environ)
+
+    def state(member: Member) -> str:
+        try:
+            return planning.describe_server(servers.survey_one(member))
+        except CpuftError as error:
+            return f"down: {error}"
+
+    with ThreadPoolExecutor(max_workers=min(32, len(servers.members))) as pool:
+        states = list(pool.map(state, servers.members))
+    lines = [f"  {member.address}  {text}\n" for member, text in zip(servers.members, states)]
+    return f"cluster {entry.name} (hosts), hostfile {entry.hostfile}\n" + "".join(lines)
+
+
+def list_drift(entry: Entry, environ: Mapping[str, str]) -> list[str]:
+    """What has drifted, host by host: what a new run would do, and what differs from the lock file."""
+    servers = recall(entry, environ)
+    stages = plan_again(servers, environ).stages
+    lines = [f"{step.host}: {step.why}" for stage in stages for step in stage]
+    path = Path(f"{entry.hostfile}.lock")
+    locked = json.loads(path.read_text(encoding="utf-8"))["hosts"] if path.exists() else {}
+    for name, now in servers.read_hosts().items():
+        was = locked.get(name, now)
+        lines += [f"{name}: {key} was {was[key]} and is {now[key]}" for key in now if was.get(key) != now[key]]
+    return lines
 
 
 def take_down(entry: Entry, environ: Mapping[str, str], say: Say) -> None:

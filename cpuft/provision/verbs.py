@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cpuft.arguments import make_options, pick
+from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
 from cpuft.provision.options import HostsConfig, LocalConfig
 from cpuft.registry import Entry, list_names, read_entry, state_root
 
@@ -87,7 +87,7 @@ def _hosts(dry_run: bool, **values: Any) -> None:
 
 
 provision.add_command(
-    click.Command("hosts", callback=_hosts, params=[*make_options(HostsConfig), _DRY_RUN], help=_hosts.__doc__)
+    Verb("hosts", callback=_hosts, params=[*make_options(HostsConfig), _DRY_RUN, CONFIG_FILE], help=_hosts.__doc__)
 )
 
 
@@ -113,13 +113,15 @@ def down(name: str, dry_run: bool) -> None:
 @click.argument("name", required=False)
 def status(name: str | None) -> None:
     """What each host of cluster NAME is doing now; all clusters without NAME."""
-    from cpuft.provision import simulate
+    from cpuft.provision import servers, simulate
 
     names = [name] if name else list_names(state_root(os.environ))
     if not names:
         click.echo("no clusters: make one with cpuft provision local")
     for one in names:
-        click.echo(simulate.describe(one, os.environ), nl=False)
+        entry = _find(one)
+        room = servers if entry and entry.kind == "hosts" else simulate
+        click.echo(room.describe(one, os.environ), nl=False)
 
 
 @provision.command()
@@ -130,8 +132,7 @@ def diff(name: str) -> None:
 
     entry = _find(name)
     if entry and entry.kind == "hosts":
-        stages = servers.plan_again(servers.recall(entry, os.environ), os.environ).stages
-        lines = [f"{step.host}: {step.why}" for stage in stages for step in stage]
+        lines = servers.list_drift(entry, os.environ)
     else:
         lines = simulate.list_drift(name, os.environ)
     for line in lines:
