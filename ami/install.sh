@@ -1,10 +1,13 @@
 #!/bin/sh
 # Made from recipe.yaml by `cpuft provision recipe`: change that, not this. Run it as root.
+#   install.sh [PREFIX STAMP PIN...]      without arguments it installs no training environment
 set -eu
 missing=
 need() { dpkg -s "$1" >/dev/null 2>&1 || missing="$missing $1"; }
 # hosts with internet fetch from package indexes
 need ca-certificates
+# training builds its fast kernels for the host's own CPU
+need g++
 # the doctor looks at interfaces, local clusters shape them
 need iproute2
 # keeps freed blocks; some 6 % of a training step
@@ -42,3 +45,24 @@ mkdir -p /etc/tmpfiles.d
 printf %s 'w /sys/kernel/mm/transparent_hugepage/enabled - - - - madvise
 w /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor - - - - performance
 ' >/etc/tmpfiles.d/cpuft.conf
+[ $# -gt 0 ] || exit 0
+# the same path as on servers that cpuft provision hosts installs, from the same pins
+# The training environment at PREFIX/env, from the wheels in PREFIX/wheels or, without those, from a package index.
+#   arguments: PREFIX STAMP PIN...
+prefix=$1 stamp=$2
+shift 2
+mkdir -p "$prefix"
+# A run that was killed may still be installing here: wait for it, and keep what it has done.
+exec 9>"$prefix/install.lock"
+flock -w 600 9
+[ "$(cat "$prefix/env/stamp" 2>/dev/null || true)" != "$stamp" ] || exit 0
+rm -rf "$prefix/env"
+pip=$(ls "$prefix"/wheels/pip-*.whl 2>/dev/null | tail -n 1)
+if [ -n "$pip" ]; then
+    python3 -m venv --without-pip "$prefix/env"
+    "$prefix/env/bin/python" "$pip/pip" install --quiet --no-index --find-links "$prefix/wheels" "$@"
+else
+    python3 -m venv "$prefix/env"
+    "$prefix/env/bin/python" -m pip install --quiet --find-links "$prefix/wheels" "$@"
+fi
+echo "$stamp" >"$prefix/env/stamp"

@@ -15,6 +15,22 @@ from cpuft.errors import CpuftError, near_names
 C = TypeVar("C")
 
 
+CONFIG_FILE = click.Option(["--config"], help="YAML file with option values; flags win", default="")
+
+
+class Verb(click.Command):
+    """A verb whose options may also come from the YAML file of --config."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click, with the file's values for what the words do not say."""
+        words = args[: args.index("--")] if "--" in args else args
+        for index, word in enumerate(words):
+            if word.startswith("--config=") or (word == "--config" and index + 1 < len(words)):
+                path = word.partition("=")[2] or words[index + 1]
+                ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
+        return super().parse_args(ctx, args)
+
+
 class _Name(click.Choice[str]):
     """One of a few names; a wrong one is answered with those most like it."""
 

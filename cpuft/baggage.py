@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from cpuft import ssh
-from cpuft.cluster import Cluster
+from cpuft.cluster import INPUTS, Cluster
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
 from cpuft.plan import Plan, Step
 
-_STORE = "/var/tmp/cpuft-inputs"
+T = TypeVar("T")
 _ROWS = "data.npz"
 _SEND_SECONDS = 1800.0
-_INPUTS = ("model", "data_dir", "train_file", "validation_file")
+_TRAINING_INPUTS = ("model", "data_dir", "train_file", "validation_file")
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A file or folder, or a script with the modules beside it, and where it is on the hosts."""
+    """Files and folders that lie beside each other, and where they are on the hosts."""
 
     sources: tuple[Path, ...]
     there: str
@@ -37,96 +38,139 @@ class Parcel:
 
 def pack_training(cluster: Cluster, train: TrainConfig) -> tuple[TrainConfig, tuple[Parcel, ...]]:
     """The training options with paths as they are on the hosts, and what has to travel for that."""
-    if not cluster.away or cluster.reach.shares_files:
+    if not _has_own_disks(cluster):
         return train, ()
-    parcels, changes = [], dict[str, Any]()
-    for name in _INPUTS:
+    parcels, changes = [], dict[str, str]()
+    for name in _TRAINING_INPUTS:
         path = Path(getattr(train, name) or "/nowhere").absolute()
         if path.exists():
-            parcels.append(_pack((path,)))
+            parcels.append(pack((path,)))
             changes[name] = f"{parcels[-1].there}/{path.name}"
-    return replace(train, **changes), tuple(parcels)
+    return replace(train, **changes), tuple(parcels)  # type: ignore[arg-type]  # all of them are texts
 
 
 def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Parcel, ...]]:
     """The command of a user's script with paths as they are on the hosts, and what has to travel.
 
-    The script takes the Python modules beside it along; an argument that names a file or folder is sent too.
+    A Python script takes the modules and packages beside it along. An argument that names a file or folder, by itself
+    or after `--option=`, is sent too; the working directory and what holds it are not.
     """
-    if not cluster.away or cluster.reach.shares_files:
+    if not _has_own_disks(cluster):
         return command, ()
-    words, parcels = [cluster.python], []
-    for index, word in enumerate(command[1:]):
-        path = Path(word).absolute()
-        if not word or word.startswith("-") or not path.exists():
+    is_python = command[0] == sys.executable
+    words: list[str] = [cluster.python] if is_python else []
+    parcels: list[Parcel] = []
+    for index, word in enumerate(command[len(words) :]):
+        option, value = _split_option(word)
+        path = Path(value).absolute()
+        # A program's bare name is looked for on the host's own PATH.
+        is_name = index == 0 and "/" not in value
+        if is_name or not value or not path.exists() or path in (Path.cwd(), *Path.cwd().parents):
             words.append(word)
             continue
-        beside = tuple(sorted(path.parent.glob("*.py"))) if index == 0 and path.suffix == ".py" else (path,)
-        parcels.append(_pack(beside))
-        words.append(f"{parcels[-1].there}/{path.name}")
+        parcels.append(pack(_find_modules(path) if index == 0 and is_python else (path,)))
+        words.append(f"{option}{parcels[-1].there}/{path.name}")
     return tuple(words), tuple(parcels)
 
 
-def _pack(sources: tuple[Path, ...]) -> Parcel:
+def _has_own_disks(cluster: Cluster) -> bool:
+    return cluster.away and not cluster.reach.shares_files
+
+
+def _split_option(word: str) -> tuple[str, str]:
+    """("--data=", "rows.csv") of --data=rows.csv; the option alone has no value, and a plain word no option."""
+    if not word.startswith("-"):
+        return "", word
+    option, equals, value = word.partition("=")
+    return option + equals, value
+
+
+def _find_modules(script: Path) -> tuple[Path, ...]:
+    """The script, and what it may import from its own folder: modules, and packages."""
+    packages = {path.parent for path in script.parent.glob("*/__init__.py")}
+    return tuple(sorted({script, *script.parent.glob("*.py")} | packages))
+
+
+def pack(sources: tuple[Path, ...]) -> Parcel:
+    """The parcel of these files and folders: equal names and contents have the same place on the hosts."""
     digest = hashlib.sha256()
+    for path, name in _list_files(sources):
+        digest.update(f"{name}\0{path.stat().st_size}\0{path.stat().st_mode & 0o111}\0".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return Parcel(sources, f"{INPUTS}/{digest.hexdigest()[:24]}")
+
+
+def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
+    """Every file of a parcel and its name in there; what Python compiled is left out."""
     for source in sources:
-        for path in _files(source):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(source.parent)}\0{len(content)}\0".encode() + content)
-    return Parcel(sources, f"{_STORE}/{digest.hexdigest()[:24]}")
+        found = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+        for path in found:
+            if "__pycache__" not in path.parts:
+                yield path, str(path.relative_to(source.parent))
 
 
-def _files(source: Path) -> Iterator[Path]:
-    if source.is_file():
-        yield source
-    else:
-        yield from sorted(path for path in source.rglob("*") if path.is_file())
-
-
-def send_parcels(parcels: tuple[Parcel, ...], cluster: Cluster) -> None:
+def send_parcels(parcels: tuple[Parcel, ...], cluster: Cluster, say: Callable[[str], None]) -> None:
     """Put every parcel on every host that lacks it, side by side.
 
     Raises
     ------
     CpuftError: naming every host that could not take it, with what it said.
     """
+    hosts = [assignment.host for assignment in cluster.assignments]
+    if not parcels:
+        return
+    lacking = _on_all(hosts, lambda host: _find_lacking(host, parcels, cluster))
     for parcel in parcels:
-        with tempfile.NamedTemporaryFile(suffix=".tar") as file:
-            with tarfile.open(fileobj=file, mode="w") as archive:
-                for source in parcel.sources:
-                    archive.add(source, source.name)
-            file.flush()
-            send = partial(_send, parcel=parcel, tar=file.name, cluster=cluster)
-            with ThreadPoolExecutor(max_workers=16) as pool:
-                problems = list(pool.map(send, [assignment.host for assignment in cluster.assignments]))
-        if any(problems):
-            raise CpuftError("; ".join(problem for problem in problems if problem))
+        needy = [host for host, missing in zip(hosts, lacking) if parcel.there in missing]
+        if needy:
+            with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+                size = _write_tar(parcel, file.name)
+                say(f"send {parcel.sources[0].name} ({size / 1e6:.1f} MB) to {len(needy)} hosts")
+                _on_all(needy, partial(_send, parcel=parcel, tar=file.name, cluster=cluster))
 
 
-def _send(host: Host, parcel: Parcel, tar: str, cluster: Cluster) -> str:
-    there, config = shlex.quote(parcel.there), cluster.reach.ssh_config
-    try:
-        if not ssh.run(host, f"test -d {there}", config_path=config).exit_code:
-            return ""
-        receive = (
-            f"set -e; part=$(mktemp -d {there}.XXXXXX); tar -C $part -xf -; mv -T $part {there} || test -d {there}"
-        )
-        command = f"mkdir -p {_STORE} && {receive}"
-        answer = ssh.run(host, command, seconds=_SEND_SECONDS, config_path=config, stdin_file=tar)
-    except CpuftError as error:
-        return str(error)
-    said = " ".join(answer.errors.split())[-200:]
-    return (
-        f"host {host.name} could not take {parcel.sources[0].name} ({said}): look at its disk"
-        if answer.exit_code
-        else ""
+def _on_all(hosts: list[Host], function: Callable[[Host], T]) -> list[T]:
+    with ThreadPoolExecutor(max_workers=min(16, len(hosts))) as pool:
+        answers = [pool.submit(function, host) for host in hosts]
+    failures = [str(answer.exception()) for answer in answers if isinstance(answer.exception(), CpuftError)]
+    if failures:
+        raise CpuftError("; ".join(failures))
+    return [answer.result() for answer in answers]
+
+
+def _write_tar(parcel: Parcel, path: str) -> int:
+    """Links are followed, because what they point to is not there: a hub's cache is made of them."""
+    with tarfile.open(path, mode="w", dereference=True) as archive:
+        for source, name in _list_files(parcel.sources):
+            archive.add(source, name, recursive=False)
+    return Path(path).stat().st_size
+
+
+def _find_lacking(host: Host, parcels: tuple[Parcel, ...], cluster: Cluster) -> set[str]:
+    script = 'for path; do test -d "$path" || echo "$path"; done'
+    command = ssh.quote_command(("sh", "-c", script, "find", *(parcel.there for parcel in parcels)), {})
+    return set(ssh.run(host, command, config_path=cluster.reach.ssh_config).output.split())
+
+
+def _send(host: Host, parcel: Parcel, tar: str, cluster: Cluster) -> None:
+    """Unpack beside its place and rename: a parcel is there as a whole or not at all."""
+    there = shlex.quote(parcel.there)
+    command = (
+        f"set -e; mkdir -p {INPUTS}; part=$(mktemp -d {there}.XXXXXX); "
+        f'trap "rm -rf $part" EXIT; tar -C $part -xof -; chmod 755 $part; mv -T $part {there} || test -d {there}'
     )
+    answer = ssh.run(host, command, seconds=_SEND_SECONDS, config_path=cluster.reach.ssh_config, stdin_file=tar)
+    if answer.exit_code:
+        said = " ".join(answer.errors.split())[-200:]
+        raise CpuftError(f"host {host.name} could not take {parcel.sources[0].name} ({said}): look at its disk")
 
 
 def plan_rows(plan: Plan, cluster: Cluster, work: str) -> Plan:
     """The plan of a training with a stage after the rows' preparation that gives them to the other hosts."""
     others = [assignment.host.name for assignment in cluster.assignments[1:]]
-    if not cluster.away or cluster.reach.shares_files or not others:
+    if not _has_own_disks(cluster) or not others:
         return plan
     script = 'folder=$1; shift; tar -C "$folder" -cf - ' + _ROWS + ' | ssh -o BatchMode=yes "$@"'
     folder = shlex.quote(work)

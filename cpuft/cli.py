@@ -15,24 +15,11 @@ from typing import Any, NoReturn, cast
 import click
 
 from cpuft import __version__
-from cpuft.arguments import make_options, pick, read_config
+from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
 from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 
-_CONFIG_FILE = click.Option(["--config"], help="YAML file with option values; flags win", default="")
 _DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
-
-
-class _Verb(click.Command):
-    """A verb whose options may also come from the YAML file of --config."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = args[: args.index("--")] if "--" in args else args
-        for index, word in enumerate(words):
-            if word.startswith("--config=") or (word == "--config" and index + 1 < len(words)):
-                path = word.partition("=")[2] or words[index + 1]
-                ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
-        return super().parse_args(ctx, args)
 
 
 _GROUPS = {"doctor": "cpuft.doctor.verbs", "provision": "cpuft.provision.verbs"}
@@ -60,11 +47,11 @@ def bench() -> None:
     """Measure the hosts."""
 
 
-def verb(*params: click.Parameter, group: click.Group = cli) -> Callable[[Callable[..., None]], _Verb]:
+def verb(*params: click.Parameter, group: click.Group = cli) -> Callable[[Callable[..., None]], Verb]:
     """Decorator: make a function a verb with these options and --config."""
 
-    def decorate(function: Callable[..., None]) -> _Verb:
-        made = _Verb(function.__name__, callback=function, params=[*params, _CONFIG_FILE], help=function.__doc__)
+    def decorate(function: Callable[..., None]) -> Verb:
+        made = Verb(function.__name__, callback=function, params=[*params, CONFIG_FILE], help=function.__doc__)
         group.add_command(made)
         return made
 
@@ -122,7 +109,6 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 )
 def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     """Train --task on each number of ranks in turn, and report how much faster each was than the fewest."""
-    from cpuft.baggage import pack_training
     from cpuft.compare import parse_numbers, plan_comparison
     from cpuft.launch import choose_run_dir
 
@@ -131,15 +117,15 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
     planned = plan_comparison(ranks, config, train, pick(CompareConfig, values), run_dir, _progress(), os.environ)
     if dry_run:
-        _print_plans([plan for _, _, plan in planned], planned[0][1])
+        _print_plans([run.plan for run in planned], planned[0].cluster)
         return
-    _check_hosts(planned[-1][1], config)
-    for directory, cluster, plan in planned:
-        click.echo(f"np {len(cluster.rank_hosts)}:", err=True)
-        code = _run(plan, directory, cluster, config.time_limit, pack_training(cluster, train)[1])
+    _check_hosts(planned[-1].cluster, config)
+    for run in planned:
+        click.echo(f"np {len(run.cluster.rank_hosts)}:", err=True)
+        code = _run(run.plan, run.run_dir, run.cluster, config.time_limit, run.parcels)
         if code:
             sys.exit(code)
-    _report([directory for directory, _, _ in planned], run_dir)
+    _report([run.run_dir for run in planned], run_dir)
 
 
 @verb(*_launch_options("run_dir", "time_limit", "check"))

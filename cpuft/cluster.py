@@ -20,6 +20,8 @@ from cpuft.hostfile import Host, read_hostfile
 from cpuft.topology import HostFacts, parse_facts
 
 LOCAL = Host("localhost")
+INPUTS = "/var/tmp/cpuft-inputs"
+"""Where hosts with disks of their own keep what was sent for runs, by checksum."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,12 @@ class Cluster:
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
     """The provisioned cluster that the run is for, by its name or its hostfile."""
-    root = registry.state_root(environ)
+    roots = registry.search_roots(environ)
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
     if config.cluster:
-        return registry.read_entry(root, config.cluster)
-    return registry.find_by_hostfile(root, config.hostfile) if config.hostfile else None
+        return registry.find_entry(roots, config.cluster)
+    return registry.find_by_hostfile(roots, config.hostfile) if config.hostfile else None
 
 
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:

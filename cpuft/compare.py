@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from cpuft.baggage import pack_training, plan_rows
+from cpuft.baggage import Parcel, pack_training, plan_rows
 from cpuft.cluster import Cluster, gather_cluster
 from cpuft.config import CompareConfig, LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.launch import plan_training
 from cpuft.plan import Plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a comparison, ready to start."""
+
+    run_dir: str
+    cluster: Cluster
+    plan: Plan
+    parcels: tuple[Parcel, ...]
+    """What travels to hosts with disks of their own first."""
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
@@ -46,16 +57,16 @@ def plan_comparison(
     run_dir: str,
     progress: str,
     environ: Mapping[str, str],
-) -> list[tuple[str, Cluster, Plan]]:
-    """For each number of ranks its run directory, its hosts and its plan. All are checked before the first starts."""
+) -> list[Planned]:
+    """A run for each number of ranks. All are checked before the first starts."""
     planned = []
     for ranks in numbers:
         own = scale_batch(train, ranks, numbers[0], comparison.scaling)
         launch = replace(config, np=ranks)
         cluster = gather_cluster(launch)
         directory = f"{run_dir}/np-{ranks}"
-        own, _ = pack_training(cluster, own)
+        own, parcels = pack_training(cluster, own)
         work = cluster.work_dir(directory)
         plan = plan_rows(plan_training(cluster, launch, own, work, progress, environ), cluster, work)
-        planned.append((directory, cluster, plan))
+        planned.append(Planned(directory, cluster, plan, parcels))
     return planned

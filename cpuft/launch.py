@@ -116,6 +116,7 @@ def plan_launch(
         mpi.RankGroup(assignment.host.name, assignment.ranks, settings)
         for assignment, settings in zip(cluster.assignments, per_host)
     )
+    shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
     logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (cluster.python, "-m", "cpuft.rank", *command)

@@ -49,7 +49,7 @@ def run_plan_there(
     """
     host, work = cluster.assignments[0].host, cluster.work_dir(run_dir)
     order = {"plan": dump_plan(plan), "run_dir": work, "hosts": cluster.rank_hosts, "seconds": seconds}
-    send_parcels(parcels, cluster)
+    send_parcels(parcels, cluster, lambda line: print(line, file=sys.stderr, flush=True))
     _ask(host, cluster, ("mkdir", "-m", "700", os.path.dirname(work)))
     try:
         _ask(host, cluster, ("sh", "-c", 'cat >"$1"', "write", f"{work}.json"), json.dumps(order))

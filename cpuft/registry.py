@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ class Entry:
 
     name: str
     kind: str
-    """local, hosts or plain (a hostfile and nothing else)"""
+    """local, hosts, plain (a hostfile and nothing else) or inside (a cluster as its own hosts know it)"""
     hostfile: str
     """Absolute path."""
     ssh_config: str = ""
@@ -48,17 +49,34 @@ def state_root(environ: Mapping[str, str]) -> Path:
     return root
 
 
+def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[Path, ...]:
+    """Where a run looks for its cluster: what this user made, then what this very environment is a host of."""
+    own = state_root(environ)
+    return (own, Path(prefix).parent / "clusters") if Path(prefix).name == "env" else (own,)
+
+
+def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
+    """The cluster called `name` in the first of `roots` that has it. Raises CpuftError when none does."""
+    for root in roots:
+        if (root / name / FILE_NAME).exists():
+            return read_entry(root, name)
+    raise _unknown(name, sorted(name for root in roots for name in list_names(root)))
+
+
 def read_entry(root: Path, name: str) -> Entry:
     """The cluster called `name`. Raises CpuftError with the known names when there is none."""
     try:
         values = json.loads((root / name / FILE_NAME).read_text(encoding="utf-8"))
         return Entry(**values)
-    except (OSError, NotADirectoryError):
-        known = list_names(root)
+    except OSError:
+        raise _unknown(name, list_names(root)) from None
     except (ValueError, TypeError) as error:
         raise CpuftError(f"{root / name / FILE_NAME} is damaged ({error}): provision {name} again") from None
+
+
+def _unknown(name: str, known: list[str]) -> CpuftError:
     hint = near_names(name, known) if known else "make one with cpuft provision"
-    raise CpuftError(f"there is no cluster {name!r}: {hint}")
+    return CpuftError(f"there is no cluster {name!r}: {hint}")
 
 
 def list_names(root: Path) -> list[str]:
@@ -66,10 +84,10 @@ def list_names(root: Path) -> list[str]:
     return sorted(path.parent.name for path in root.glob(f"*/{FILE_NAME}"))
 
 
-def find_by_hostfile(root: Path, hostfile: str) -> Entry | None:
+def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:
     """The cluster whose hostfile this is."""
     wanted = str(Path(hostfile).resolve())
-    entries = (read_entry(root, name) for name in list_names(root))
+    entries = (read_entry(root, name) for root in roots for name in list_names(root))
     return next((entry for entry in entries if str(Path(entry.hostfile).resolve()) == wanted), None)
 
 

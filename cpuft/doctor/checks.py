@@ -56,6 +56,7 @@ _FUNCTIONS: tuple[Callable[[ClusterState], Iterator[Finding]], ...] = (
     capacity.check_allocator,
     capacity.check_memlock,
     capacity.check_leftovers,
+    reach.check_links,
 )
 
 CHECKS = tuple(Check(f"CPUFT-{number:03}", find) for number, find in enumerate(_FUNCTIONS, start=1))

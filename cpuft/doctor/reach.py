@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from ipaddress import ip_address
 
@@ -166,6 +167,23 @@ def check_mtu(state: ClusterState) -> Iterator[Finding]:
                 f"MTU {size} on the interface to the other hosts; most have {common}",
                 "jumbo frames are on at one end only: small messages pass, large ones hang",
                 "set one MTU on all hosts: ip link set dev NAME mtu NUMBER",
+            )
+
+
+def check_links(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-033: a link carries less than half of what most carry."""
+    rates = [link.bits_per_second for link in state.links if not link.error]
+    usual = statistics.median(rates) if rates else 0.0
+    names = {one.host.name: one.name for one in state.hosts}
+    for link in state.links:
+        if not link.error and link.bits_per_second < usual / 2:
+            yield Finding(
+                "CPUFT-033",
+                names[link.source],
+                f"{link.bits_per_second / 1e9:.2f} Gbit/s to {link.target}, most links carry {usual / 1e9:.2f}",
+                "an instance of another size, a bad cable or port, or another placement group; all ranks wait for it",
+                "use another host in its place, or leave one of the two out of the hostfile",
+                severe=False,
             )
 
 

@@ -61,6 +61,19 @@ class HostState:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What one TCP connection carries from a host to another."""
+
+    source: str
+    """As the hostfile names it."""
+    target: str
+    latency_us: float
+    """Half a round trip of one byte, microseconds."""
+    bits_per_second: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class ClusterState:
     """All hosts, and what a run is meant to find there."""
 
@@ -69,6 +82,8 @@ class ClusterState:
     """Where the training environment's Python should be; empty when nobody said."""
     ranks: dict[str, int] = field(default_factory=dict)
     """Ranks planned on each host, by its name in the hostfile; empty when no launch is planned."""
+    links: tuple[Link, ...] = ()
+    """Measured on request only."""
 
     @property
     def answering(self) -> tuple[tuple[HostState, HostFacts, Health], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from cpuft.plan import Plan, Step
 F = TypeVar("F")
 _LAST_LINES = 6
 _SIDE_BY_SIDE = 32
+_AT_ONCE = 4
+"""Connections to one host: sshd drops new ones at random from its tenth on (MaxStartups 10:30:100)."""
 
 Run = Callable[[Step], tuple[int, str]]
 """Runs one step; its exit code and what it said."""
@@ -84,11 +87,14 @@ def run_here(step: Step, seconds: float = 120.0) -> tuple[int, str]:
 def run_there(hosts: dict[str, Host], config_path: str, seconds: float = 900.0) -> Run:
     """A runner that takes each step to the host it names, and runs it here when it names none."""
 
+    doors = {name: threading.BoundedSemaphore(_AT_ONCE) for name in hosts}
+
     def run(step: Step) -> tuple[int, str]:
         if not step.host:
             return run_here(step, seconds)
         command = ssh.quote_command(step.command, {s.name: s.value for s in step.settings})
-        answer = ssh.run(hosts[step.host], command, step.stdin, seconds, config_path, step.stdin_file)
+        with doors[step.host]:
+            answer = ssh.run(hosts[step.host], command, step.stdin, seconds, config_path, step.stdin_file)
         return answer.exit_code, answer.output + answer.errors
 
     return run

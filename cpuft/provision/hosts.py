@@ -5,33 +5,18 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from cpuft.cluster import INPUTS
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan, Step
 from cpuft.provision.converge import plan_file
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.sshfiles import Member, format_ssh_config
+from cpuft.provision.sshfiles import Member, format_inside
+from cpuft.provision.wheels import Wheel, make_stamp
 
 _LEAST_PYTHON = (3, 10)
-_INSTALL = """set -eu
-prefix=$1 stamp=$2
-shift 2
-mkdir -p "$prefix"
-# A run that was killed may still be installing here: wait for it, and keep what it has done.
-exec 9>"$prefix/install.lock"
-flock -w 600 9
-[ "$(cat "$prefix/env/stamp" 2>/dev/null || true)" != "$stamp" ] || exit 0
-rm -rf "$prefix/env"
-pip=$(ls "$prefix"/wheels/pip-*.whl 2>/dev/null | tail -n 1)
-if [ -n "$pip" ]; then
-    python3 -m venv --without-pip "$prefix/env"
-    "$prefix/env/bin/python" "$pip/pip" install --quiet --no-index --find-links "$prefix/wheels" "$@"
-else
-    python3 -m venv "$prefix/env"
-    "$prefix/env/bin/python" -m pip install --quiet --find-links "$prefix/wheels" "$@"
-fi
-echo "$stamp" >"$prefix/env/stamp"
-"""
+_INSTALL = "set -eu\n" + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
 _RECEIVE = """set -eu
 mkdir -p "$(dirname "$1")"
 cat >"$1.part.$$"
@@ -69,20 +54,6 @@ class ServerFacts:
     authorized: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """A file to be installed from."""
-
-    path: str
-    name: str
-    sha256: str
-
-    @property
-    def pin(self) -> str:
-        """name==version, from the file name as PEP 427 has it."""
-        return "==".join(self.name.split("-")[:2])
-
-
 def parse_survey(text: str, host: str) -> ServerFacts:
     """Facts from survey.sh's lines. Raises CpuftError when they are not that."""
     values: dict[str, str] = {}
@@ -118,24 +89,34 @@ def parse_survey(text: str, host: str) -> ServerFacts:
     )
 
 
-def check_server(host: str, facts: ServerFacts, config: HostsConfig, wheels: tuple[Wheel, ...], need_kb: int) -> str:
+def check_server(host: str, facts: ServerFacts, config: HostsConfig, brings_pip: bool, need_kb: int) -> str:
     """What stops this server from being provisioned, with the next move; empty when nothing does."""
     version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
     if version < _LEAST_PYTHON:
         return f"{host}: Python is {facts.python or 'missing'}, 3.10 is the oldest that does: apt-get install python3"
     if not facts.writable:
         return f"{host}: {config.prefix} cannot be written: log in as root, or name a --prefix of your own"
-    if not facts.ensurepip and not any(wheel.name.startswith("pip-") for wheel in wheels):
-        return f"{host}: there is no pip: apt-get install python3-venv, or put pip's wheel into --wheels"
+    if not facts.ensurepip and not brings_pip:
+        return f"{host}: there is no pip: apt-get install python3-venv, or leave out --pins and --wheels"
     if not facts.stamp and facts.free_kb < need_kb:
         return f"{host}: {facts.free_kb >> 10} MB are free for {config.prefix}, it needs {need_kb >> 10} MB: make room"
     return ""
 
 
-def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
-    """A fingerprint of all that an environment is made from."""
-    text = "\n".join([*sorted(pins), *sorted(wheel.sha256 for wheel in wheels)])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def describe_server(facts: ServerFacts) -> str:
+    """What a server is and has, in a line."""
+    words = ["up", facts.os, f"kernel {facts.kernel}", f"Python {facts.python or 'missing'}"]
+    words += [f"environment {facts.stamp[:8]}" if facts.stamp else "no environment", f"{facts.free_kb >> 20} GB free"]
+    return ", ".join(words)
+
+
+def find_python(members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> str:
+    """The Python that all servers have, "3.11". Raises CpuftError when they differ: one environment needs one."""
+    versions = {member.address: ".".join(own.python.split(".")[:2]) for member, own in zip(members, facts)}
+    if len(set(versions.values())) > 1:
+        told = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
+        raise CpuftError(f"servers of one cluster need the same Python, and {told}: install one on all of them")
+    return versions[members[0].address]
 
 
 def plan_hosts(
@@ -154,10 +135,11 @@ def plan_hosts(
     wheels: files that every server gets; `pins`: what it installs, name==version.
     known_hosts: text with the host keys of all servers.
     """
+    stamp = make_stamp(pins, wheels)
     stages = [
         _plan_key(config, members[0], facts[0]),
-        _plan_wheels(config, members, facts, wheels),
-        _plan_environment(config, members, facts, wheels, pins),
+        _plan_wheels(config, members, facts, wheels, stamp),
+        _plan_environment(config, members, facts, pins, stamp),
         _plan_login(members, facts),
         _plan_master_files(config, members, facts[0], known_hosts),
     ]
@@ -187,8 +169,13 @@ def _plan_key(config: HostsConfig, master: Member, facts: ServerFacts) -> list[S
 
 
 def _plan_wheels(
-    config: HostsConfig, members: tuple[Member, ...], facts: tuple[ServerFacts, ...], wheels: tuple[Wheel, ...]
+    config: HostsConfig,
+    members: tuple[Member, ...],
+    facts: tuple[ServerFacts, ...],
+    wheels: tuple[Wheel, ...],
+    stamp: str,
 ) -> list[Step]:
+    """Files for the hosts that will install; one that came with its environment in its image needs none."""
     return [
         Step(
             f"push {wheel.name}",
@@ -198,7 +185,7 @@ def _plan_wheels(
         )
         for wheel in wheels
         for member, own in zip(members, facts)
-        if own.wheels.get(wheel.name) != wheel.sha256
+        if own.stamp != stamp and own.wheels.get(wheel.name) != wheel.sha256
     ]
 
 
@@ -206,10 +193,9 @@ def _plan_environment(
     config: HostsConfig,
     members: tuple[Member, ...],
     facts: tuple[ServerFacts, ...],
-    wheels: tuple[Wheel, ...],
     pins: tuple[str, ...],
+    stamp: str,
 ) -> list[Step]:
-    stamp = make_stamp(pins, wheels)
     command = ("sh", "-c", _INSTALL, "install", config.prefix, stamp, *pins)
     return [
         Step(f"install the environment at {config.prefix}/env", command, host=member.address)
@@ -231,10 +217,7 @@ def _plan_master_files(
     config: HostsConfig, members: tuple[Member, ...], facts: ServerFacts, known_hosts: str
 ) -> list[Step]:
     folder = cluster_dir(config)
-    texts = {
-        "known_hosts": known_hosts,
-        "ssh_config": format_ssh_config(members, f"{folder}/id_ed25519", f"{folder}/known_hosts"),
-    }
+    texts = format_inside(members, folder, f"{config.prefix}/env/bin/python", known_hosts)
     return [
         plan_file(f"{folder}/{name}", text, "tell the master how to reach the hosts", host=members[0].address)
         for name, text in texts.items()
@@ -246,7 +229,8 @@ def plan_hosts_down(config: HostsConfig, members: tuple[Member, ...], facts: tup
     """Take away what was put on the servers: the environment, the wheels, the key and its line."""
     mark = _key_mark(config)
     script = (
-        'rm -rf "$1/env" "$1/wheels" "$1/install.lock" "$1/clusters/$2"; rmdir "$1/clusters" "$1" 2>/dev/null; '
+        f'rm -rf "$1/env" "$1/wheels" "$1/install.lock" "$1/clusters/$2" {INPUTS}; '
+        'rmdir "$1/clusters" "$1" 2>/dev/null; '
         'file=$HOME/.ssh/authorized_keys; [ ! -e "$file" ] || '
         '{ grep -v " $3\\$" "$file" >"$file.new"; cat "$file.new" >"$file"; rm "$file.new"; }'
     )

@@ -6,15 +6,17 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan, Step
-from cpuft.provision.converge import run_here, run_stages
+from cpuft.provision.converge import plan_file, run_here, run_stages
 from cpuft.provision.machine import find_program
+from cpuft.provision.own_wheel import hash_file
 from cpuft.provision.recipe import Recipe, format_install
+from cpuft.provision.wheels import Wheel, fetch_wheels, list_pins, make_stamp, own_folder, read_wheels
 
 STAMP = "etc/cpuft-image.json"
 _BUILD_SECONDS = 1800.0
@@ -29,29 +31,63 @@ _VOLATILE = (
     "proc",
     "sys",
     "dev",
+    "etc/ld.so.cache",
+    "etc/shadow",
+    "etc/shadow-",
 )
 """Written anew by every build, with times in it."""
 
+_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
-def plan_image(recipe: Recipe, target: str, debootstrap: str) -> Plan:
-    """Steps that build the image beside `target` and rename it."""
-    root = f"{target}.new"
+# Every host makes keys of its own: those of an image would be the same on all of them, and known to its readers.
+_CLEAN = """set -eu
+rm -rf "$1$2/wheels" "$1$2/install.lock" "$1"/var/cache/apt/* "$1"/root/.cache
+rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/machine-id
+for file in machine-id hostname resolv.conf; do : >"$1/etc/$file"; done
+"""
+
+
+def plan_image(recipe: Recipe, target: str, debootstrap: str, wheels: tuple[Wheel, ...]) -> Plan:
+    """Steps that build the image beside `target`, its Python environment included, and prove that it trains."""
+    root, prefix = f"{target}.new", recipe.environment.prefix
     include = ",".join(package.name for package in recipe.packages)
     strap = (debootstrap, "--variant=minbase", f"--include={include}", recipe.suite, root, recipe.mirror)
-    # Every host makes keys of its own: those of an image would be the same on all of them, and known to its readers.
-    clean = 'rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/machine-id; : >"$1/etc/machine-id"; rm -rf "$1"/var/cache/apt/*'
+    bring = ("install", "-D", "--mode=644", f"--target-directory={root}{prefix}/wheels", *(one.path for one in wheels))
+    pins = list_pins(wheels)
+    install = ("chroot", root, "sh", "-s", prefix, make_stamp(pins, wheels), *pins)
     return Plan(
         (
             (Step("start from nothing", ("rm", "-rf", "--one-file-system", root)),),
             (Step(f"unpack Debian {recipe.suite} and its packages", strap),),
-            (Step("apply the recipe", ("chroot", root, "sh", "-s"), stdin=format_install(recipe)),),
-            (Step("forget what must differ from host to host", ("sh", "-c", clean, "clean", root)),),
+            (Step(f"bring {len(wheels)} wheels", bring),),
+            (Step("apply the recipe, and install the environment", install, stdin=format_install(recipe)),),
+            (plan_file(f"{root}/etc/hosts", _HOSTS, "let it know its own loopback address"),),
+            (Step("check it inside: imports, mpirun, two ranks that add up numbers", _plan_check(root, recipe)),),
+            (
+                Step(
+                    "forget the builder, and what must differ from host to host",
+                    ("sh", "-c", _CLEAN, "clean", root, prefix),
+                ),
+            ),
         )
     )
 
 
-def build(recipe: Recipe, target: str, as_root: bool, say: Callable[[str], None]) -> str:
-    """Build the image in folder `target`; a sentence for the user.
+def _plan_check(root: str, recipe: Recipe) -> tuple[str, ...]:
+    script = str(Path(__file__).with_name("check_image.sh"))
+    spaces = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
+    return ("unshare", *spaces, "sh", script, root, environment_python(recipe))
+
+
+def environment_python(recipe: Recipe) -> str:
+    """Path of the environment's Python in the image."""
+    return f"{recipe.environment.prefix}/env/bin/python"
+
+
+def build(
+    recipe: Recipe, target: str, folder: str, as_root: bool, environ: Mapping[str, str], say: Callable[[str], None]
+) -> str:
+    """Build the image in folder `target` with the wheels of `folder` (empty: download them); a sentence for the user.
 
     Raises
     ------
@@ -61,16 +97,28 @@ def build(recipe: Recipe, target: str, as_root: bool, say: Callable[[str], None]
     if not as_root or not debootstrap:
         raise CpuftError("an image needs root and debootstrap: run it with sudo, after apt-get install debootstrap")
     path = Path(target).absolute()
+    wheels = find_wheels(recipe, folder, environ, say)
+    stamp = {"format": 1, "recipe": recipe.digest, "environment": make_stamp(list_pins(wheels), wheels)}
     if path.exists():
-        if read_stamp(path).get("recipe") == recipe.digest:
+        if stamp.items() <= read_stamp(path).items():
             return f"image {target} is as the recipe says"
-        raise CpuftError(f"{target} exists and is of another recipe: remove it, or name a new directory")
-    run_stages(plan_image(recipe, str(path), debootstrap), lambda step: run_here(step, _BUILD_SECONDS), say)
+        raise CpuftError(f"{target} exists and is of another recipe or version: remove it, or name a new directory")
+    run_stages(plan_image(recipe, str(path), debootstrap, wheels), lambda step: run_here(step, _BUILD_SECONDS), say)
     built = Path(f"{path}.new")
-    stamp = {"format": 1, "recipe": recipe.digest, "packages": list_packages(built), "contents": hash_contents(built)}
-    (built / STAMP).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    lists = {"packages": list_packages(built), "wheels": sorted(list_pins(wheels))}
+    contents = hash_contents(built)
+    told = stamp | {"python": environment_python(recipe), "contents": contents} | lists
+    (built / STAMP).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     built.rename(path)
-    return f"image {target}: contents {stamp['contents']}; next: cpuft provision local --image {target}"
+    return f"image {target}: contents {contents}; next: cpuft provision local --image {target}"
+
+
+def find_wheels(
+    recipe: Recipe, folder: str, environ: Mapping[str, str], say: Callable[[str], None]
+) -> tuple[Wheel, ...]:
+    """What the image's environment is installed from."""
+    source = Path(folder) if folder else fetch_wheels(recipe.environment.python, environ, say)
+    return read_wheels(own_folder(environ), source)
 
 
 def read_stamp(root: Path) -> dict[str, object]:
@@ -98,6 +146,8 @@ def hash_contents(root: Path) -> str:
         inside = os.path.relpath(folder, root)
         names[:] = sorted(n for n in names if os.path.normpath(f"{inside}/{n}") not in _VOLATILE and n != "__pycache__")
         for name in sorted(files):
+            if f"{inside}/{name}" in _VOLATILE:
+                continue
             path = os.path.join(folder, name)
             state = os.lstat(path)
             digest.update(f"{inside}/{name} {state.st_mode:o} {state.st_uid} {state.st_gid}\0".encode())
@@ -110,5 +160,4 @@ def _content(path: str, mode: int) -> bytes:
         return os.readlink(path).encode()
     if not stat.S_ISREG(mode):
         return b""
-    with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).digest()
+    return hash_file(Path(path)).encode()

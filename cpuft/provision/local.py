@@ -18,6 +18,7 @@ from cpuft.provision.options import LocalConfig
 from cpuft.provision.sshfiles import (
     Member,
     format_hosts,
+    format_inside,
     format_known_hosts,
     format_ssh_config,
     format_sshd_config,
@@ -39,6 +40,10 @@ class Place:
     hostfile: str
     python: str
     settings: dict[str, str]
+    there: str = ""
+    """Folder of the cluster's files on the disks of its hosts; empty where they have none, or no environment."""
+    image: str = ""
+    """Fingerprint of the image's contents."""
 
 
 def check_config(config: LocalConfig) -> None:
@@ -50,6 +55,8 @@ def check_config(config: LocalConfig) -> None:
     parse_bits(config.net)
     if config.image and not Path(config.image, "usr/sbin/sshd").exists():
         raise CpuftError(f"--image {config.image}: there is no root filesystem with an sshd: name its directory")
+    if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
+        raise CpuftError(f"--image {config.image}: overlay mounts take no comma, colon or space in a path: move it")
     if not re.fullmatch(r"\d+[kmg]?", config.shm):
         raise CpuftError(f"--shm {config.shm!r} is no size: write e.g. 256m or 1g")
 
@@ -104,7 +111,10 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[s
     hosts = tuple(Host(member.address) for member in members)
     head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} takes it away.\n"
     options = {key: str(value) for key, value in vars(config).items()}
-    entry = Entry(config.name, "local", place.hostfile, f"{base}/ssh_config", place.python, place.settings, options)
+    there = f"{place.there}/ssh_config" if place.there else ""
+    entry = Entry(
+        config.name, "local", place.hostfile, f"{base}/ssh_config", place.python, place.settings, options, there
+    )
     texts = {
         f"{base}/authorized_keys": facts.files[f"{base}/id_ed25519.pub"],
         f"{base}/hosts": format_hosts(members),
@@ -113,6 +123,9 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[s
         f"{base}/cluster.json": format_entry(entry),
         place.hostfile: head + format_hostfile(hosts),
     }
+    if place.there:
+        inside = format_inside(members, place.there, place.python, texts[f"{base}/known_hosts"])
+        texts |= {f"{base}/there/{name}": text for name, text in inside.items()}
     for index, member in enumerate(members, start=1):
         texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(
             member.address, "/run/cpuft", bool(config.image)
@@ -199,12 +212,9 @@ def _fingerprint(config: LocalConfig, facts: MachineFacts, place: Place, index: 
     base = place.directory
     parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
     parts += [str(plan_cpus(config, facts, index))]
-    parts += [facts.network, config.shm, config.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
+    parts += [facts.network, config.shm, config.image, place.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
+    parts += [text for path, text in texts.items() if path.startswith(f"{base}/there/")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _image_path(config: LocalConfig) -> str:
-    return str(Path(config.image).absolute()) if config.image else ""
 
 
 def format_mac(network: str, index: int) -> str:
@@ -229,14 +239,18 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, place: Place, index
         "NODE_QUOTA_US": (str(_quota_us(config) or ""), "CPU time in each 100 ms; empty for no limit"),
         "NODE_RATE": (config.net, "its link's rate; empty for no limit"),
         "NODE_SHM": (config.shm, "size of its /dev/shm"),
-        "NODE_IMAGE": (
-            str(Path(config.image).absolute()) if config.image else "",
-            "its root filesystem; empty for this machine's own",
-        ),
+        "NODE_IMAGE": (_absolute(config.image), "its root filesystem; empty for this machine's own"),
+        "NODE_CONTENTS": (place.image, "fingerprint of that: a disk written over another image is of no use"),
+        "NODE_CLUSTER": (place.directory, "the cluster's files"),
+        "NODE_THERE": (place.there, "where they go on its own disk, so that it can launch; empty for nowhere"),
         "NODE_BOOTED": ("" if verb == "down" else _fingerprint(config, facts, place, index), "to see what has changed"),
     }
     settings = tuple(Setting(name, value, reason) for name, (value, reason) in values.items())
     return Step(why, ("sh", SCRIPT, verb), settings)
+
+
+def _absolute(image: str) -> str:
+    return str(Path(image).absolute()) if image else ""
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, place: Place, word: str, node: str) -> Plan:

@@ -134,12 +134,14 @@ def choose_network(taken: list[str]) -> str:
     raise CpuftError("all of 10.77.0.0 to 10.254.0.0 is in use here: take away clusters with cpuft provision down")
 
 
-def find_groups() -> tuple[str, ...]:
-    """Control group directories: the one of v2, or those of v1's cpu and freezer; none where nothing may be written."""
-    v2 = Path("/sys/fs/cgroup/cgroup.controllers")
-    if v2.exists() and "cpu" in v2.read_text(encoding="utf-8").split():
-        return ("/sys/fs/cgroup",)
-    found = (path for path in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/freezer") if os.path.isdir(path))
+def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
+    """Control group directories: the one of v2, or those of v1's cpu and freezer; none where nothing may be written.
+
+    On a hybrid machine v2 is mounted too, but v1 holds the cpu controller.
+    """
+    if "cpu" in _read(Path(root, "cgroup.controllers")).split():
+        return (root,)
+    found = (path for path in (f"{root}/cpu", f"{root}/freezer") if os.path.isdir(path))
     return tuple(path for path in found if os.access(path, os.W_OK) and os.path.exists(f"{path}/cgroup.procs"))
 
 

@@ -9,6 +9,8 @@
 #   NODE_CGROUPS NODE_QUOTA_US           control groups (a space between), CPU time in 100 ms (empty: no limit)
 #   NODE_RATE NODE_SHM NODE_IMAGE        tc's rate (empty: no limit), size of /dev/shm, root filesystem (empty: ours)
 #   NODE_MAC NODE_BOOTED                 its network card's number, fingerprint of all that is read only here
+#   NODE_CONTENTS                        fingerprint of the image
+#   NODE_CLUSTER NODE_THERE              the cluster's files, and where they go on its own disk (empty: nowhere)
 #
 # There is no `ip netns` here, because that leaves a mount of its own behind: these namespaces end with their process.
 set -eu
@@ -87,6 +89,8 @@ boot() {
     if [ -n "$root" ]; then
         cat "$NODE_HOSTS" >"$root/etc/hosts"
         cat "$NODE_DIR/hostname" >"$root/etc/hostname"
+        [ -z "$NODE_THERE" ] || install -D --mode=600 --target-directory="$root$NODE_THERE" \
+            "$NODE_CLUSTER"/there/* "$NODE_CLUSTER/id_ed25519"
     else
         mount --bind "$NODE_HOSTS" /etc/hosts
         [ ! -e /etc/hostname ] || mount --bind "$NODE_DIR/hostname" /etc/hostname
@@ -108,6 +112,10 @@ boot() {
 # The host's disk: the golden image below, what the host writes above it. It outlives a crash, as a disk does.
 mount_image() {
     root=$NODE_DIR/root
+    if [ "$(cat "$NODE_DIR/contents" 2>/dev/null)" != "$NODE_IMAGE $NODE_CONTENTS" ]; then
+        rm -rf "$NODE_DIR/upper" "$NODE_DIR/work"
+        echo "$NODE_IMAGE $NODE_CONTENTS" >"$NODE_DIR/contents"
+    fi
     mkdir -p "$root" "$NODE_DIR/upper" "$NODE_DIR/work"
     mount -t overlay -o "lowerdir=$NODE_IMAGE,upperdir=$NODE_DIR/upper,workdir=$NODE_DIR/work" overlay "$root"
     mount -t proc proc "$root/proc"
@@ -175,7 +183,8 @@ join() { ip link set dev "$NODE_LINK" up; }
 crash() {
     [ ! -s "$NODE_DIR/pid" ] || kill_holder "$(cat "$NODE_DIR/pid")"
     for group in $NODE_CGROUPS; do
-        [ ! -s "$group/cgroup.procs" ] || xargs kill -KILL <"$group/cgroup.procs" 2>/dev/null || true
+        # Its size says nothing: the kernel's own files are all of size 0.
+        [ ! -e "$group/cgroup.procs" ] || xargs -r kill -KILL <"$group/cgroup.procs" 2>/dev/null || true
     done
 }
 

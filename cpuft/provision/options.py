@@ -30,6 +30,8 @@ class HostsConfig:
     key: str = option("", "private key to log in with (default: ssh's own)")
     port: int = option(22, "port of the hosts' ssh", least=1)
     prefix: str = option("/opt/cpuft", "directory of the environment, the same on every host")
-    wheels: str = option("", "directory of wheels for hosts without internet, pip's own among them")
-    pins: str = option("", "file of exact pins (name==version) that hosts install from their package index")
+    wheels: str = option(
+        "", "directory of wheels to push, pip's own among them (default: downloaded here by exact pins)"
+    )
+    pins: str = option("", "file of exact pins (name==version) that hosts fetch from their own package index instead")
     accept_host_keys: bool = option(False, "take the host keys that are seen first, without asking")

@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import platform
 import zipfile
 from pathlib import Path
 
 import cpuft
+from cpuft.errors import CpuftError
 
-_NEEDS = ("click>=8.1", "paramiko>=3.4", "PyYAML>=6.0", "rich>=13.7")
 _TIME = (1980, 1, 1, 0, 0, 0)
 """The same contents give the same file, and so the same checksum."""
+_FIELDS = ("Requires-Python", "Provides-Extra", "Requires-Dist")
 
 
 def write_own_wheel(folder: Path) -> Path:
-    """Write the wheel into `folder`; its path. Nothing of it depends on when or where it is made."""
+    """Write the wheel into `folder`; its path. Nothing of it depends on when or where it is made.
+
+    Raises
+    ------
+    CpuftError: this cpuft is a bare checkout, whose requirements nothing tells.
+    """
     root = Path(cpuft.__file__).parent
     info = f"cpuft-{cpuft.__version__}.dist-info"
     files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in _package_files(root)}
-    needs = "".join(f"Requires-Dist: {need}\n" for need in _NEEDS)
-    files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: cpuft\nVersion: {cpuft.__version__}\n{needs}".encode()
-    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    # oneCCL's shim is the only compiled file, and called by its C names: any Python 3 of this machine's kind loads it.
+    compiled = any(name.endswith(".so") for name in files)
+    tag = f"py3-none-{'linux_' + platform.machine() if compiled else 'any'}"
+    files[f"{info}/METADATA"] = _format_metadata().encode()
+    purity = "false" if compiled else "true"
+    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: {purity}\nTag: {tag}\n".encode()
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\ncpuft = cpuft.cli:main\n"
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"cpuft-{cpuft.__version__}-py3-none-any.whl"
+    path = folder / f"cpuft-{cpuft.__version__}-{tag}.whl"
     beside = path.with_suffix(".new")
     with zipfile.ZipFile(beside, "w", zipfile.ZIP_STORED) as archive:
         for name, content in files.items():
             archive.writestr(zipfile.ZipInfo(name, _TIME), content)
     beside.rename(path)
     return path
+
+
+def _format_metadata() -> str:
+    """What the installed cpuft says of its requirements, extras among them: setup.cfg is their only source."""
+    try:
+        known = importlib.metadata.metadata("cpuft")
+    except importlib.metadata.PackageNotFoundError:
+        raise CpuftError("this cpuft is not installed, so its requirements are unknown: run scripts/install") from None
+    fields = [f"{name}: {value}\n" for name in _FIELDS for value in known.get_all(name) or []]
+    return f"Metadata-Version: 2.1\nName: cpuft\nVersion: {cpuft.__version__}\n" + "".join(fields)
 
 
 def _package_files(root: Path) -> list[Path]:

@@ -11,7 +11,8 @@ from typing import Any
 from cpuft.errors import CpuftError
 from cpuft.plan import format_comment
 
-_KEYS = {"base", "packages", "files"}
+_KEYS = {"base", "packages", "environment", "files"}
+_ENVIRONMENT = Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,30 @@ class File:
 
 
 @dataclass(frozen=True)
+class Environment:
+    """Where training's Python packages go, and for which Python."""
+
+    prefix: str
+    python: str
+    """Of the suite: "3.11"."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Recipe:
     """All that distinguishes the image from its base."""
 
     suite: str
     mirror: str
     packages: tuple[Package, ...]
+    environment: Environment
     files: tuple[File, ...]
 
     @property
     def digest(self) -> str:
         """A fingerprint of the recipe."""
-        return hashlib.sha256(format_install(self).encode() + self.suite.encode()).hexdigest()[:16]
+        text = "\n".join([format_install(self), self.suite, self.environment.prefix, self.environment.python])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_recipe(path: str) -> Recipe:
@@ -56,7 +69,8 @@ def read_recipe(path: str) -> Recipe:
             raise ValueError(f"it has {', '.join(map(str, values))} instead of {', '.join(sorted(_KEYS))}")
         packages = tuple(Package(**package) for package in values["packages"])
         files = tuple(File(**file) for file in values["files"])
-        return Recipe(values["base"]["suite"], values["base"]["mirror"], packages, files)
+        environment = Environment(**values["environment"])
+        return Recipe(values["base"]["suite"], values["base"]["mirror"], packages, environment, files)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise CpuftError(
             f"recipe {path} cannot be used ({' '.join(str(error).split())}): compare it with ami/recipe.yaml"
@@ -68,6 +82,7 @@ def format_install(recipe: Recipe) -> str:
     parts = [
         "#!/bin/sh",
         "# Made from recipe.yaml by `cpuft provision recipe`: change that, not this. Run it as root.",
+        "#   install.sh [PREFIX STAMP PIN...]      without arguments it installs no training environment",
         "set -eu",
         "missing=",
         'need() { dpkg -s "$1" >/dev/null 2>&1 || missing="$missing $1"; }',
@@ -81,4 +96,5 @@ def format_install(recipe: Recipe) -> str:
         folder = file.path.rpartition("/")[0]
         parts.append(f"{format_comment(file.reason)}\nmkdir -p {shlex.quote(folder)}")
         parts.append(f"printf %s {shlex.quote(file.text)} >{shlex.quote(file.path)}")
+    parts += ["[ $# -gt 0 ] || exit 0", format_comment(recipe.environment.reason), _ENVIRONMENT.rstrip("\n")]
     return "\n".join(parts) + "\n"

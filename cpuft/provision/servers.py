@@ -17,11 +17,11 @@ from cpuft.hostfile import Host, format_hostfile
 from cpuft.plan import Plan, format_plan
 from cpuft.provision import hosts as planning
 from cpuft.provision.converge import converge, lock, run_there
-from cpuft.provision.hosts import ServerFacts, Wheel
+from cpuft.provision.hosts import ServerFacts
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.own_wheel import hash_file, write_own_wheel
 from cpuft.provision.sshfiles import Member, format_known_hosts, format_known_name, format_ssh_config
-from cpuft.registry import Entry, format_entry, state_root
+from cpuft.provision.wheels import Wheel, fetch_wheels, list_pins, read_wheels
+from cpuft.registry import Entry, format_entry, read_entry, state_root
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -43,6 +43,8 @@ class Servers:
         self.directory = state_root(environ) / config.name
         self.ssh_config = str(self.directory / "ssh_config")
         self.known_hosts = self.directory / "known_hosts"
+        self.wheels: tuple[Wheel, ...] = ()
+        self.pins: tuple[str, ...] = ()
         self.hostfile = hostfile or str(Path("hostfiles", config.name).absolute())
 
     def pin_host_keys(self, ask: Ask) -> None:
@@ -67,31 +69,31 @@ class Servers:
 
     def survey(self) -> tuple[ServerFacts, ...]:
         """Facts of every server. Raises CpuftError that names every one that failed."""
+        return tuple(_side_by_side(self.survey_one, list(self.members)))
+
+    def survey_one(self, member: Member) -> ServerFacts:
+        """Facts of one server. Raises CpuftError when it cannot be asked."""
         source = Path(__file__).with_name("survey.sh").read_text(encoding="utf-8")
         command = ssh.quote_command(("sh", "-s", self.config.prefix, self.config.name), {})
+        answer = ssh.run(self.hosts[member.address], command, source, _SURVEY_SECONDS, self.ssh_config)
+        return planning.parse_survey(answer.output or answer.errors, member.address)
 
-        def ask(member: Member) -> ServerFacts:
-            host = self.hosts[member.address]
-            answer = ssh.run(host, command, source, _SURVEY_SECONDS, self.ssh_config)
-            return planning.parse_survey(answer.output or answer.errors, member.address)
+    def choose_wheels(self, facts: tuple[ServerFacts, ...], environ: Mapping[str, str], say: Say) -> None:
+        """Decide what the servers install: --wheels, --pins, or else wheels that are downloaded here and pushed.
 
-        return tuple(_side_by_side(ask, list(self.members)))
-
-    def find_wheels(self) -> tuple[Wheel, ...]:
-        """This cpuft, and all that --wheels holds."""
+        Raises
+        ------
+        CpuftError: a server cannot take it, or the wheels or pins cannot be had.
+        """
+        self._refuse(facts)
         folder = Path(self.config.wheels) if self.config.wheels else None
-        if folder and not any(folder.glob("*.whl")):
-            raise CpuftError(f"--wheels {folder} holds no wheels: fill it with pip download -d {folder} -r PINS")
-        own = write_own_wheel(self.directory / "wheels")
-        paths = [own, *sorted(folder.glob("*.whl") if folder else ())]
-        return tuple(Wheel(str(path), path.name, hash_file(path)) for path in paths)
+        if not folder and not self.config.pins:
+            folder = fetch_wheels(planning.find_python(self.members, facts), environ, say)
+        self.wheels = read_wheels(self.directory / "wheels", folder)
+        self.pins = (*self._read_pins(), self.wheels[0].pin) if self.config.pins else list_pins(self.wheels)
+        self._refuse(facts)
 
-    def find_pins(self, wheels: tuple[Wheel, ...]) -> tuple[str, ...]:
-        """name==version of all that is installed: the lines of --pins, or every wheel there is."""
-        if not self.config.pins:
-            if not self.config.wheels:
-                raise CpuftError("what should the hosts install? give --pins FILE, or --wheels DIR without internet")
-            return tuple(wheel.pin for wheel in wheels if not wheel.name.startswith("pip-"))
+    def _read_pins(self) -> tuple[str, ...]:
         try:
             lines = Path(self.config.pins).read_text(encoding="utf-8").splitlines()
         except OSError as error:
@@ -100,20 +102,26 @@ class Servers:
         loose = [pin for pin in pins if "==" not in pin]
         if loose:
             raise CpuftError(f"--pins {self.config.pins}: {loose[0]!r} is not exact: write name==version")
-        return (*pins, wheels[0].pin)
+        return pins
 
-    def plan(self, facts: tuple[ServerFacts, ...], wheels: tuple[Wheel, ...], pins: tuple[str, ...]) -> Plan:
-        """What is missing. Raises CpuftError that names every server that cannot be provisioned."""
+    def _refuse(self, facts: tuple[ServerFacts, ...]) -> None:
         # A wheel takes its own size, the same unpacked some three times over, and room to work.
-        need_kb = sum(os.path.getsize(wheel.path) for wheel in wheels) * 4 // 1024 + (100 << 10)
+        need_kb = sum(os.path.getsize(wheel.path) for wheel in self.wheels) * 4 // 1024 + (100 << 10)
+        brings_pip = any(wheel.name.startswith("pip-") for wheel in self.wheels) or not (
+            self.wheels or self.config.pins
+        )
         problems = [
-            planning.check_server(member.address, own, self.config, wheels, need_kb)
+            planning.check_server(member.address, own, self.config, brings_pip, need_kb)
             for member, own in zip(self.members, facts)
         ]
         if any(problems):
             raise CpuftError("; ".join(problem for problem in problems if problem))
+
+    def plan(self, facts: tuple[ServerFacts, ...]) -> Plan:
+        """What is missing. Raises CpuftError that names every server that cannot be provisioned."""
+        self._refuse(facts)
         known = self.known_hosts.read_text(encoding="utf-8")
-        return planning.plan_hosts(self.config, self.members, facts, wheels, pins, known)
+        return planning.plan_hosts(self.config, self.members, facts, self.wheels, self.pins, known)
 
     def entry(self) -> Entry:
         """What is remembered of the cluster."""
@@ -122,15 +130,17 @@ class Servers:
         options = {key: str(value) for key, value in asdict(self.config).items()}
         return Entry(self.config.name, "hosts", self.hostfile, self.ssh_config, python, {}, options, there)
 
-    def write_lock(self, pins: tuple[str, ...]) -> None:
-        """Write the lock file beside the hostfile: pins, and CPU and kernel of every host."""
-        reach = Reach(self.ssh_config, self.entry().python)
-        found = gather_facts(tuple(self.hosts.values()), reach)
-        hosts = {
+    def read_hosts(self) -> dict[str, dict[str, object]]:
+        """What the lock file keeps of each host."""
+        found = gather_facts(tuple(self.hosts.values()), Reach(self.ssh_config, self.entry().python))
+        return {
             name: {"cpu": own.cpu_model, "cores": len(own.cores), "kernel": own.kernel, "python": own.python}
             for name, own in zip(self.hosts, found)
         }
-        text = json.dumps({"format": 1, "pins": sorted(pins), "hosts": hosts}, indent=2) + "\n"
+
+    def write_lock(self) -> None:
+        """Write the lock file beside the hostfile: pins, and CPU and kernel of every host."""
+        text = json.dumps({"format": 1, "pins": sorted(self.pins), "hosts": self.read_hosts()}, indent=2) + "\n"
         _write(Path(f"{self.hostfile}.lock"), text)
 
 
@@ -138,26 +148,23 @@ def make(config: HostsConfig, environ: Mapping[str, str], ask: Ask, say: Say) ->
     """Make the servers a cluster, or repair it; a sentence for the user."""
     servers = Servers(config, environ)
     with lock(Path(f"{servers.directory}.lock")):
-        wheels = servers.find_wheels()
-        pins = servers.find_pins(wheels)
         servers.pin_host_keys(ask)
+        servers.choose_wheels(servers.survey(), environ, say)
         # Remembered before anything is done there, so that `down` finds what a killed run has left.
         _write(servers.directory / "cluster.json", format_entry(servers.entry()))
         run = run_there(servers.hosts, servers.ssh_config)
-        converge(servers.survey, lambda facts: servers.plan(facts, wheels, pins), run, say)
+        converge(servers.survey, servers.plan, run, say)
         head = f"# Cluster {config.name}, made by cpuft provision.\n"
         _write(Path(servers.hostfile), head + format_hostfile(tuple(Host(m.address) for m in servers.members)))
-        servers.write_lock(pins)
+        servers.write_lock()
     return f"cluster {config.name}: {len(servers.members)} hosts; next: cpuft doctor --cluster {config.name}"
 
 
 def show(config: HostsConfig, environ: Mapping[str, str], ask: Ask) -> str:
     """The first plan, as a script."""
     servers = Servers(config, environ)
-    wheels = servers.find_wheels()
-    pins = servers.find_pins(wheels)
     servers.pin_host_keys(ask)
-    return format_plan(servers.plan(servers.survey(), wheels, pins))
+    return format_plan(plan_again(servers, environ))
 
 
 def recall(entry: Entry, environ: Mapping[str, str]) -> Servers:
@@ -168,10 +175,41 @@ def recall(entry: Entry, environ: Mapping[str, str]) -> Servers:
     return Servers(parse_arguments(HostsConfig, words), environ, entry.hostfile)
 
 
-def plan_again(servers: Servers) -> Plan:
+def plan_again(servers: Servers, environ: Mapping[str, str]) -> Plan:
     """What a new `cpuft provision hosts` would do now."""
-    wheels = servers.find_wheels()
-    return servers.plan(servers.survey(), wheels, servers.find_pins(wheels))
+    facts = servers.survey()
+    servers.choose_wheels(facts, environ, lambda text: None)
+    return servers.plan(facts)
+
+
+def describe(name: str, environ: Mapping[str, str]) -> str:
+    """A line a host: what it is and has now, or why it cannot be asked."""
+    entry = read_entry(state_root(environ), name)
+    servers = recall(entry, environ)
+
+    def state(member: Member) -> str:
+        try:
+            return planning.describe_server(servers.survey_one(member))
+        except CpuftError as error:
+            return f"down: {error}"
+
+    with ThreadPoolExecutor(max_workers=min(32, len(servers.members))) as pool:
+        states = list(pool.map(state, servers.members))
+    lines = [f"  {member.address}  {text}\n" for member, text in zip(servers.members, states)]
+    return f"cluster {entry.name} (hosts), hostfile {entry.hostfile}\n" + "".join(lines)
+
+
+def list_drift(entry: Entry, environ: Mapping[str, str]) -> list[str]:
+    """What has drifted, host by host: what a new run would do, and what differs from the lock file."""
+    servers = recall(entry, environ)
+    stages = plan_again(servers, environ).stages
+    lines = [f"{step.host}: {step.why}" for stage in stages for step in stage]
+    path = Path(f"{entry.hostfile}.lock")
+    locked = json.loads(path.read_text(encoding="utf-8"))["hosts"] if path.exists() else {}
+    for name, now in servers.read_hosts().items():
+        was = locked.get(name, now)
+        lines += [f"{name}: {key} was {was[key]} and is {now[key]}" for key in now if was.get(key) != now[key]]
+    return lines
 
 
 def take_down(entry: Entry, environ: Mapping[str, str], say: Say) -> None:

@@ -14,6 +14,7 @@ from cpuft.hostfile import Host, format_hostfile
 from cpuft.plan import Plan, format_plan
 from cpuft.provision import local
 from cpuft.provision.converge import converge, lock, run_here, run_stages
+from cpuft.provision.image import read_stamp
 from cpuft.provision.machine import MachineFacts, check_machine, gather_machine
 from cpuft.provision.options import LocalConfig
 from cpuft.registry import Entry, format_entry, read_entry, state_root
@@ -29,7 +30,7 @@ def check(config: LocalConfig) -> None:
 
 def make(config: LocalConfig, environ: Mapping[str, str], say: Say) -> str:
     """Make or repair the cluster; a sentence for the user."""
-    place = _place(config.name, environ)
+    place = _place(config, environ)
     with lock(Path(f"{place.directory}.lock")):
         converge(
             lambda: _gather(config.name, place), lambda facts: local.plan_local(config, facts, place), run_here, say
@@ -40,14 +41,14 @@ def make(config: LocalConfig, environ: Mapping[str, str], say: Say) -> str:
 
 def show(config: LocalConfig, environ: Mapping[str, str]) -> str:
     """The first plan, as a script."""
-    place = _place(config.name, environ)
+    place = _place(config, environ)
     return format_plan(local.plan_local(config, _gather(config.name, place), place))
 
 
 def write_plain(config: LocalConfig, environ: Mapping[str, str]) -> str:
     """A hostfile of this machine alone, with a slot for each host that was asked for."""
     local.check_config(config)
-    place = _place(config.name, environ)
+    place = _place(config, environ)
     entry = Entry(config.name, "plain", place.hostfile, options=_options(config))
     text = f"# Cluster {config.name}, made by cpuft provision.\n" + format_hostfile((Host("localhost", config.nodes),))
     for path, content in ((place.hostfile, text), (f"{place.directory}/cluster.json", format_entry(entry))):
@@ -125,11 +126,15 @@ def _plan_down(name: str, config: LocalConfig, place: local.Place) -> Plan:
     return local.plan_down(config, _gather(name, place), place)
 
 
-def _place(name: str, environ: Mapping[str, str]) -> local.Place:
-    """The hosts see this machine's files, so they run this very cpuft."""
-    package = str(Path(cpuft.__file__).parents[1])
-    directory = str(state_root(environ) / name)
-    return local.Place(directory, str(Path("hostfiles", name).absolute()), sys.executable, {"PYTHONPATH": package})
+def _place(config: LocalConfig, environ: Mapping[str, str]) -> local.Place:
+    """Without an image the hosts see this machine's files and run this very cpuft; with one, the image's."""
+    directory, hostfile = str(state_root(environ) / config.name), str(Path("hostfiles", config.name).absolute())
+    if not config.image:
+        return local.Place(directory, hostfile, sys.executable, {"PYTHONPATH": str(Path(cpuft.__file__).parents[1])})
+    stamp = read_stamp(Path(config.image))
+    python = str(stamp.get("python", ""))
+    there = f"{Path(python).parents[2]}/clusters/{config.name}" if python else ""
+    return local.Place(directory, hostfile, python or "python3", {}, there, str(stamp.get("contents", "")))
 
 
 def _find(name: str, environ: Mapping[str, str]) -> tuple[LocalConfig, local.Place]:
@@ -139,13 +144,14 @@ def _find(name: str, environ: Mapping[str, str]) -> tuple[LocalConfig, local.Pla
 
 def _remembered(name: str, environ: Mapping[str, str]) -> tuple[LocalConfig, local.Place]:
     """What the cluster was asked to be; by its name alone where that was lost."""
-    place = _place(name, environ)
     try:
         entry = read_entry(state_root(environ), name)
     except CpuftError:
-        return LocalConfig(name=name), place
-    place = replace(place, hostfile=entry.hostfile, python=entry.python or place.python, settings=entry.settings)
-    return _parse_options(entry.options), place
+        config = LocalConfig(name=name)
+        return config, _place(config, environ)
+    config = _parse_options(entry.options)
+    place = replace(_place(config, environ), hostfile=entry.hostfile)
+    return config, replace(place, python=entry.python or place.python, settings=entry.settings)
 
 
 def _options(config: LocalConfig) -> dict[str, str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cpuft.hostfile import Host, format_hostfile
+from cpuft.registry import Entry, format_entry
+
 _CLIENT = """
   Port {port}
   UserKnownHostsFile {known_hosts}
@@ -64,6 +67,19 @@ def format_known_hosts(members: tuple[Member, ...], public_keys: tuple[str, ...]
     return "".join(
         f"{format_known_name(member)} {' '.join(key.split()[:2])}\n" for member, key in zip(members, public_keys)
     )
+
+
+def format_inside(members: tuple[Member, ...], folder: str, python: str, known_hosts: str) -> dict[str, str]:
+    """Files by which a host of a cluster reaches all of it, for a folder of its own disk beside the cluster's key."""
+    name = folder.rpartition("/")[2]
+    config = f"{folder}/ssh_config"
+    entry = Entry(name, "inside", f"{folder}/hostfile", config, python, ssh_config_there=config)
+    return {
+        "known_hosts": known_hosts,
+        "ssh_config": format_ssh_config(members, f"{folder}/id_ed25519", f"{folder}/known_hosts"),
+        "hostfile": format_hostfile(tuple(Host(member.address) for member in members)),
+        "cluster.json": format_entry(entry),
+    }
 
 
 def format_known_name(member: Member) -> str:

@@ -18,7 +18,7 @@ echo "stamp $(cat "$prefix/env/stamp" 2>/dev/null)"
 for wheel in "$prefix"/wheels/*.whl; do
     [ ! -e "$wheel" ] || echo "wheel $(basename "$wheel") $(sha256sum <"$wheel" | cut -d' ' -f1)"
 done
-for file in ssh_config known_hosts; do
+for file in ssh_config known_hosts hostfile cluster.json; do
     echo "sum_$file $(sha256sum <"$cluster/$file" 2>/dev/null | cut -d' ' -f1)"
 done
 [ ! -s "$cluster/id_ed25519" ] || echo "key $(cat "$cluster/id_ed25519.pub" 2>/dev/null)"

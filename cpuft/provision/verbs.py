@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cpuft.arguments import make_options, pick
+from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
 from cpuft.provision.options import HostsConfig, LocalConfig
 from cpuft.registry import Entry, list_names, read_entry, state_root
 
@@ -87,7 +87,7 @@ def _hosts(dry_run: bool, **values: Any) -> None:
 
 
 provision.add_command(
-    click.Command("hosts", callback=_hosts, params=[*make_options(HostsConfig), _DRY_RUN], help=_hosts.__doc__)
+    Verb("hosts", callback=_hosts, params=[*make_options(HostsConfig), _DRY_RUN, CONFIG_FILE], help=_hosts.__doc__)
 )
 
 
@@ -113,13 +113,15 @@ def down(name: str, dry_run: bool) -> None:
 @click.argument("name", required=False)
 def status(name: str | None) -> None:
     """What each host of cluster NAME is doing now; all clusters without NAME."""
-    from cpuft.provision import simulate
+    from cpuft.provision import servers, simulate
 
     names = [name] if name else list_names(state_root(os.environ))
     if not names:
         click.echo("no clusters: make one with cpuft provision local")
     for one in names:
-        click.echo(simulate.describe(one, os.environ), nl=False)
+        entry = _find(one)
+        room = servers if entry and entry.kind == "hosts" else simulate
+        click.echo(room.describe(one, os.environ), nl=False)
 
 
 @provision.command()
@@ -130,8 +132,7 @@ def diff(name: str) -> None:
 
     entry = _find(name)
     if entry and entry.kind == "hosts":
-        stages = servers.plan_again(servers.recall(entry, os.environ)).stages
-        lines = [f"{step.host}: {step.why}" for stage in stages for step in stage]
+        lines = servers.list_drift(entry, os.environ)
     else:
         lines = simulate.list_drift(name, os.environ)
     for line in lines:
@@ -144,18 +145,20 @@ def diff(name: str) -> None:
 @provision.command()
 @click.option("--recipe", "recipe_path", default="ami/recipe.yaml", show_default=True, help="what is in it")
 @click.option("--output", required=True, help="directory of the image, made new")
+@click.option("--wheels", default="", help="directory of wheels (default: downloaded by exact pins)")
 @click.option("--dry-run", is_flag=True, help="print what would be done, as a shell script, and do nothing")
-def image(recipe_path: str, output: str, dry_run: bool) -> None:
-    """Build a golden root filesystem from a recipe (root, Debian), for provision local --image."""
+def image(recipe_path: str, output: str, wheels: str, dry_run: bool) -> None:
+    """Build a golden root filesystem from a recipe (root, Debian), and prove that it trains; for local --image."""
     from cpuft.plan import format_plan
-    from cpuft.provision.image import build, plan_image
+    from cpuft.provision.image import build, find_wheels, plan_image
     from cpuft.provision.recipe import read_recipe
 
     recipe = read_recipe(recipe_path)
     if dry_run:
-        click.echo(format_plan(plan_image(recipe, os.path.abspath(output), "debootstrap")), nl=False)
+        found = find_wheels(recipe, wheels, os.environ, _say)
+        click.echo(format_plan(plan_image(recipe, os.path.abspath(output), "debootstrap", found)), nl=False)
     else:
-        click.echo(build(recipe, output, os.geteuid() == 0, _say))
+        click.echo(build(recipe, output, wheels, os.geteuid() == 0, os.environ, _say))
 
 
 @provision.command("recipe")

@@ -8,6 +8,7 @@ import pytest
 
 from cpuft.doctor.checks import CHECKS, find_all
 from cpuft.doctor.finding import describe_stop, format_findings, to_json
+from cpuft.doctor.state import Link
 from cpuft.hostfile import Host
 from tests.doctor.planted import healthy, plant
 
@@ -81,8 +82,16 @@ def test_no_host_has_bf16() -> None:
     assert [f.code for f in find_all(state)] == ["CPUFT-019"]
 
 
+def test_a_slow_link_is_told_by_both_ends() -> None:
+    pairs = [(f"node{a}", f"node{b}") for a in range(1, 5) for b in range(1, 5) if a != b]
+    links = tuple(Link(a, b, 40.0, 4e8 if {a, b} == {"node2", "node3"} else 1e9) for a, b in pairs)
+    findings = find_all(replace(healthy(), links=links))
+    assert [(f.code, f.host) for f in findings] == [("CPUFT-033", "node2"), ("CPUFT-033", "node3")]
+    assert findings[0].evidence == "0.40 Gbit/s to node3, most links carry 1.00"
+
+
 def test_every_check_has_a_fault_above() -> None:
-    planted = {code for code, _ in FAULTS} | {"CPUFT-011", "CPUFT-019"}
+    planted = {code for code, _ in FAULTS} | {"CPUFT-011", "CPUFT-019", "CPUFT-033"}
     assert planted == {check.code for check in CHECKS}
     assert all(f"{check.code}: " in (check.find.__doc__ or "") for check in CHECKS)
 
@@ -114,7 +123,7 @@ def test_findings_alike_are_told_once_and_severe_ones_first() -> None:
     text = format_findings(find_all(state), 4, len(CHECKS))
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
     assert "CPUFT-026 warning on node2, node3: load 9.0 on 8 cores" in text
-    assert text.endswith("4 hosts, 32 checks: 1 errors, 2 warnings\n")
+    assert text.endswith("4 hosts, 33 checks: 1 errors, 2 warnings\n")
 
 
 def test_a_launch_stops_for_severe_findings_only() -> None:

@@ -6,15 +6,16 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.provision.hosts import (
     ServerFacts,
-    Wheel,
     check_server,
-    make_stamp,
+    describe_server,
+    find_python,
     parse_survey,
     plan_hosts,
     plan_hosts_down,
 )
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.sshfiles import Member, format_ssh_config
+from cpuft.provision.sshfiles import Member, format_inside
+from cpuft.provision.wheels import Wheel, make_stamp
 
 CONFIG = HostsConfig(hosts="a,b", name="lab")
 MEMBERS = (Member("a", "a"), Member("b", "b"))
@@ -24,10 +25,7 @@ KNOWN = "a ssh-ed25519 AAAA\nb ssh-ed25519 BBBB\n"
 BARE = ServerFacts("debian 12", "6.1", "x86_64", "3.11.2", False, True, 9 << 20)
 KEY = "ssh-ed25519 KEY cpuft-lab"
 FOLDER = "/opt/cpuft/clusters/lab"
-TEXTS = {
-    "known_hosts": KNOWN,
-    "ssh_config": format_ssh_config(MEMBERS, f"{FOLDER}/id_ed25519", f"{FOLDER}/known_hosts"),
-}
+TEXTS = format_inside(MEMBERS, FOLDER, "/opt/cpuft/env/bin/python", KNOWN)
 SUMS = {name: sha256(text.encode()).hexdigest() for name, text in TEXTS.items()}
 DONE = replace(
     BARE,
@@ -64,20 +62,35 @@ def test_bare_servers_get_all_but_the_login_that_needs_the_masters_key() -> None
     tell = "a: tell the master how to reach the hosts"
     push = "push pip-26-py3-none-any.whl"
     expected = ["a: make the cluster's own key", f"a: {push}", f"b: {push}", f"a: {install}", f"b: {install}"]
-    assert why((BARE, BARE)) == [*expected, tell, tell]
+    assert why((BARE, BARE)) == [*expected, tell, tell, tell, tell]
 
 
 @pytest.mark.parametrize(
     "change, step",
     [
         ({"stamp": ""}, "b: install the environment at /opt/cpuft/env"),
-        ({"wheels": {}}, "b: push pip-26-py3-none-any.whl"),
-        ({"wheels": {WHEELS[0].name: "22"}}, "b: push pip-26-py3-none-any.whl"),
         ({"authorized": ()}, "b: let the master log in"),
     ],
 )
 def test_what_one_server_lacks_is_done_there_only(change: dict[str, object], step: str) -> None:
     assert why((DONE, replace(DONE, **change))) == [step]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wheels", [{}, {WHEELS[0].name: "22"}])
+def test_wheels_go_to_the_servers_that_will_install(wheels: dict[str, str]) -> None:
+    push, install = "b: push pip-26-py3-none-any.whl", "b: install the environment at /opt/cpuft/env"
+    assert why((DONE, replace(DONE, wheels=wheels))) == []  # from an image that had its environment
+    assert why((DONE, replace(DONE, wheels=wheels, stamp=""))) == [push, install]
+
+
+def test_one_environment_needs_one_python() -> None:
+    assert find_python(MEMBERS, (BARE, BARE)) == "3.11"
+    with pytest.raises(CpuftError, match=r"a has 3\.11, b has 3\.13: install one on all of them$"):
+        find_python(MEMBERS, (BARE, replace(BARE, python="3.13.5")))
+
+
+def test_a_server_in_a_line() -> None:
+    assert describe_server(BARE) == "up, debian 12, kernel 6.1, Python 3.11.2, no environment, 9 GB free"
 
 
 def test_a_survey_is_read() -> None:
@@ -106,13 +119,13 @@ def test_anything_else_is_no_survey(text: str) -> None:
     ],
 )
 def test_what_stops_a_server(change: dict[str, object], said: str) -> None:
-    problem = check_server("a", replace(BARE, **change), CONFIG, WHEELS, 1 << 20)  # type: ignore[arg-type]
+    problem = check_server("a", replace(BARE, **change), CONFIG, True, 1 << 20)  # type: ignore[arg-type]
     assert problem[: len(said)] == said
     assert bool(problem) == bool(said)
 
 
 def test_no_pip_and_no_wheel_of_it() -> None:
-    assert "python3-venv" in check_server("a", BARE, CONFIG, (), 0)
+    assert "python3-venv" in check_server("a", BARE, CONFIG, False, 0)
 
 
 def test_down_touches_only_servers_that_have_something() -> None:

@@ -104,6 +104,47 @@ def test_a_full_disk_is_named_and_the_other_host_unharmed(cluster: Simulated) ->
     assert cluster.cpuft(*words(cluster)).returncode == 0
 
 
+def named(cluster: Simulated, *more: str) -> str:
+    """The last line of a run that was refused: it names the second host and not the first, which is unharmed."""
+    done = cluster.cpuft(*words(cluster, *more))
+    assert done.returncode == 2
+    line = done.stderr.splitlines()[-1]
+    assert cluster.hosts[1].name in line
+    assert cluster.hosts[0].name not in line
+    assert cluster.on(1, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
+    return line
+
+
+def test_an_unreachable_host_is_named(cluster: Simulated) -> None:
+    cluster.cpuft("provision", "local", "--name", cluster.name, "cut", "2")
+    try:
+        assert "cannot be used over ssh" in named(cluster)
+        status = cluster.cpuft("provision", "status", NAME).stdout.splitlines()
+    finally:
+        cluster.cpuft("provision", "local", "--name", cluster.name, "join", "2")
+    assert "  up, " in status[1]
+    assert "  down: " in status[2]
+
+
+def test_a_wrong_key_is_named(cluster: Simulated) -> None:
+    # The host itself puts its keys back: nobody else can log in meanwhile.
+    away, back = "mv /run/cpuft/authorized_keys /run/cpuft/away", "mv /run/cpuft/away /run/cpuft/authorized_keys"
+    cluster.on(2, f"{away}; (sleep 6; {back}) >/dev/null 2>&1 </dev/null &")
+    assert "put your public key into its authorized_keys" in named(cluster)
+    end = time.monotonic() + 20
+    while cluster.cpuft("provision", "diff", NAME).returncode:
+        assert time.monotonic() < end
+
+
+def test_a_wrong_python_is_named(cluster: Simulated) -> None:
+    fake = "printf '#!/bin/sh\\necho 3.9.2\\n' >/usr/local/bin/python3; chmod 755 /usr/local/bin/python3"
+    cluster.on(2, f"mount -t tmpfs tmpfs /usr/local/bin; {fake}")
+    try:
+        assert "Python is 3.9.2, 3.10 is the oldest that does" in named(cluster)
+    finally:
+        cluster.on(2, "umount /usr/local/bin")
+
+
 def test_a_changed_host_key_is_refused(cluster: Simulated) -> None:
     known = cluster.folder / "state" / NAME / "known_hosts"
     text = known.read_text()

@@ -47,7 +47,7 @@ class FusedStep:
                 loss = closure()
         kernels = kernels_for(torch.empty(0))
         if kernels is None or any(p.grad is not None and p.grad.is_sparse for p in _group_parameters(self)):  # type: ignore[arg-type]
-            with self.masters.in_place(_group_parameters(self)):  # type: ignore[arg-type]
+            with self.masters.standing_in(self):  # type: ignore[arg-type]
                 super().step()  # type: ignore[misc]
             return loss
         for group in self.param_groups:  # type: ignore[attr-defined]

@@ -5,12 +5,13 @@ Why: bf16 keeps 8 bits. A step of relative size below 1/256 rounds away, and wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 MASTERS_ATTRIBUTE = "_cpuft_masters"
 
@@ -95,6 +96,36 @@ class Masters:
                     parameter.copy_(self._masters[parameter])
                 parameter.grad = grad
                 self.mark(parameter)
+
+    @contextmanager
+    def standing_in(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, `optimizer` holds the masters themselves, with fp32 gradients, in the place of bf16 parameters.
+
+        Those keep their dtype all the while: a parameter that is given data of another one loses the hook by which
+        DistributedDataParallel learns of its gradient (torch then makes it a new gradient accumulator).
+        """
+        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._masters]
+        masters = {p: nn.Parameter(master) for p in mine if (master := self.get(p)) is not None}
+        for parameter, master in masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        _exchange(optimizer, masters)
+        try:
+            yield
+        finally:
+            _exchange(optimizer, {master: parameter for parameter, master in masters.items()})
+            for parameter, master in masters.items():
+                with torch.no_grad():
+                    parameter.copy_(master)
+                self.mark(parameter)
+
+
+def _exchange(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put others in the place of parameters, their state with them."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [others.get(p, p) for p in group["params"]]
+    for old, new in others.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 
 from cpuft.errors import CpuftError
 from cpuft.train.fast import accelerate
+from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
 
 KEY = "bert.encoder.layer.0.intermediate.dense.weight"
@@ -66,7 +68,12 @@ def test_the_trainer_saves_and_resumes(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict()[KEY], through.model.state_dict()[KEY], atol=0, rtol=0)
 
 
-def _ddp_rank(rank: int, folder: str) -> None:
+def _ddp_rank(rank: int, folder: str, kernels: bool) -> None:
+    with contextlib.nullcontext() if kernels else plain_torch():
+        _train_as_rank(rank, folder)
+
+
+def _train_as_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     model = make_model("bert")
@@ -82,8 +89,10 @@ def _ddp_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks_agree_and_train_as_one(tmp_path: Path) -> None:
-    spawn(_ddp_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize("kernels", [True, False])
+def test_two_ranks_agree_and_train_as_one(tmp_path: Path, kernels: bool) -> None:
+    """Without kernels, too: a host without a compiler is one of them."""
+    spawn(_ddp_rank, (str(tmp_path), kernels), nprocs=2)  # type: ignore[no-untyped-call]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     model = make_model("bert")
     model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")

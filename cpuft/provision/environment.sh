@@ -1,0 +1,19 @@
+# The training environment at PREFIX/env, from the wheels in PREFIX/wheels or, without those, from a package index.
+#   arguments: PREFIX STAMP PIN...
+prefix=$1 stamp=$2
+shift 2
+mkdir -p "$prefix"
+# A run that was killed may still be installing here: wait for it, and keep what it has done.
+exec 9>"$prefix/install.lock"
+flock -w 600 9
+[ "$(cat "$prefix/env/stamp" 2>/dev/null || true)" != "$stamp" ] || exit 0
+rm -rf "$prefix/env"
+pip=$(ls "$prefix"/wheels/pip-*.whl 2>/dev/null | tail -n 1)
+if [ -n "$pip" ]; then
+    python3 -m venv --without-pip "$prefix/env"
+    "$prefix/env/bin/python" "$pip/pip" install --quiet --no-index --find-links "$prefix/wheels" "$@"
+else
+    python3 -m venv "$prefix/env"
+    "$prefix/env/bin/python" -m pip install --quiet --find-links "$prefix/wheels" "$@"
+fi
+echo "$stamp" >"$prefix/env/stamp"
