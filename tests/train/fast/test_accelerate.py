@@ -180,6 +180,18 @@ def test_names_and_classes_stay() -> None:
     assert isinstance(optimizer, torch.optim.AdamW)
 
 
+def test_once_more_changes_nothing() -> None:
+    once, twice = make_model("bert"), make_model("bert")
+    one, two = make_optimizer(once), make_optimizer(twice)
+    accelerate(once, one)
+    accelerate(*accelerate(twice, two))
+    for model, optimizer in ((once, one), (twice, two)):
+        model(**make_batch()).loss.backward()
+        optimizer.step()
+    for key, value in once.state_dict().items():
+        torch.testing.assert_close(twice.state_dict()[key], value, atol=0, rtol=0)
+
+
 def test_an_unknown_precision_is_refused() -> None:
     model = make_model("bert")
     with pytest.raises(CpuftError, match="choose one of auto, bf16, fp32"):
