@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from cpuft.train.fast import has_bf16_products
 from cpuft.train.precision import format_products, measure_products, parse_kernel
@@ -29,7 +28,6 @@ def test_products_are_measured_and_nothing_is_printed(precision: str, capfd: pyt
     assert found["fp32_teraflops"] > 0
     if precision == "bf16" and has_bf16_products():
         assert any(isa in found["kernel"] for isa in ("amx", "bf16"))
-        assert not torch.backends.mkldnn.is_available() or found["kernel"].startswith(("brg", "jit", "acl", "x64"))
 
 
 @pytest.mark.parametrize(

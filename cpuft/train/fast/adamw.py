@@ -117,12 +117,13 @@ def clip_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter], mos
     As torch.nn.utils.clip_grad_norm_, of which a fused optimizer saves the second pass: it scales while it steps, so
     that gradients themselves stay as they are.
     """
-    parameters = list(parameters)
+    parameters = [p for p in parameters if p.grad is not None]
     grads = [p.grad for p in parameters if p.grad is not None]
     kernels = kernels_for(torch.empty(0))
-    plain = [g for g in grads if g.is_sparse or not g.is_contiguous() or kernels_for(g) is None]
+    plain = any(g.is_sparse or not g.is_contiguous() or kernels_for(g) is None for g in grads)
     mine = {id(p) for p in _group_parameters(optimizer)}
-    if kernels is None or plain or not isinstance(optimizer, FusedStep) or any(id(p) not in mine for p in parameters):
+    others = any(id(p) not in mine for p in parameters)
+    if kernels is None or plain or others or not isinstance(optimizer, FusedStep):
         return float(torch.nn.utils.clip_grad_norm_(parameters, most))
     total = torch.zeros((), dtype=torch.float64)
     for dtype in {g.dtype for g in grads}:
