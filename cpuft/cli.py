@@ -16,7 +16,7 @@ import click
 
 from cpuft import __version__
 from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
-from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, TrainConfig
+from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig
 from cpuft.errors import CpuftError
 
 _DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
@@ -65,6 +65,7 @@ def _launch_options(*without: str) -> list[click.Option]:
 @verb(
     *_launch_options(),
     *make_options(TrainConfig),
+    *make_options(ScriptConfig),
     _DRY_RUN,
     click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT.py ARGS...]"),
 )
@@ -75,9 +76,11 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     """
     from cpuft.baggage import pack_script, pack_training, plan_rows
     from cpuft.cluster import gather_cluster
-    from cpuft.launch import choose_run_dir, plan_launch, plan_script, plan_training
+    from cpuft.launch import choose_run_dir, plan_launch, plan_script, plan_training, wrap_script
 
-    config, train = pick(LaunchConfig, values), pick(TrainConfig, values)
+    config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
+    if wrap:
+        wrap_script((sys.executable, *script))
     name = Path(script[0]).stem if script else train.task
     command = plan_script(script) if script else ()
     run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
@@ -85,6 +88,7 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     work = cluster.work_dir(run_dir)
     if script:
         command, parcels = pack_script(cluster, command)
+        command = wrap_script(command) if wrap else command
         plan = plan_launch(cluster, config, work, command, "gloo", os.environ)
     else:
         train, parcels = pack_training(cluster, train)

@@ -56,6 +56,7 @@ class TrainConfig:
         "auto", "auto: bf16 where the hardware has it (AMX or AVX512_BF16), else fp32", choices=PRECISIONS
     )
     plain: bool = option(False, "switch the fast path off: the model's own layers, autocast and torch's AdamW")
+    compile: bool = option(False, "torch.compile of the model's own layers, instead of the fast path")
     emulate_bf16: bool = option(False, "run bf16 even where the hardware lacks it: correct, and slower than fp32")
     backend: str = option(
         "auto", "what carries gradients between ranks; auto measures all and remembers the fastest", choices=BACKENDS
@@ -95,6 +96,13 @@ class LaunchConfig:
     ssh_config: str = option("", "ssh client configuration for the hosts (default: your own)")
     check: bool = option(True, "with several hosts: look at them with the doctor before ranks start")
     time_limit: float = option(0.0, "seconds a run may take before it is stopped (0: no limit)", least=0.0)
+
+
+@dataclass(frozen=True)
+class ScriptConfig:
+    """How `cpuft launch` runs a script of yours."""
+
+    wrap: bool = option(False, "with a script: bring the fast path to the Hugging Face Trainer in it")
 
 
 @dataclass(frozen=True)

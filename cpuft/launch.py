@@ -102,6 +102,18 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     return script
 
 
+def wrap_script(command: tuple[str, ...]) -> tuple[str, ...]:
+    """The command that runs a Python script with the fast path under its Trainer.
+
+    Raises
+    ------
+    CpuftError: it is no Python script.
+    """
+    if len(command) < 2 or not command[1].endswith(".py"):
+        raise CpuftError("--wrap takes a Python script: cpuft launch --wrap -- train.py ...")
+    return (command[0], "-m", "cpuft.train.wrap", *command[1:])
+
+
 def plan_launch(
     cluster: Cluster,
     config: LaunchConfig,

@@ -51,6 +51,8 @@ class Header:
     parameters: int
     started: str
     """UTC, ISO 8601."""
+    products: dict[str, Any] = field(default_factory=dict)
+    """What matrix products ran on at the start, on rank 0: see `cpuft.train.precision.measure_products`."""
     format: int = FORMAT
 
     @property

@@ -13,7 +13,15 @@ from cpuft.cluster import Assignment, Cluster, Reach
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
-from cpuft.launch import LEAST_FREE_BYTES, choose_run_dir, plan_launch, plan_script, plan_settings, plan_training
+from cpuft.launch import (
+    LEAST_FREE_BYTES,
+    choose_run_dir,
+    plan_launch,
+    plan_script,
+    plan_settings,
+    plan_training,
+    wrap_script,
+)
 from cpuft.mpi import Flavour
 from cpuft.plan import format_plan
 from tests.conftest import Golden, make_facts
@@ -102,6 +110,10 @@ def test_too_many_comm_cores() -> None:
 def test_scripts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     assert plan_script(("train.py", "--lr", "1")) == (sys.executable, str(tmp_path / "train.py"), "--lr", "1")
+    wrapped = (sys.executable, "-m", "cpuft.train.wrap", str(tmp_path / "train.py"), "--lr", "1")
+    assert wrap_script(plan_script(("train.py", "--lr", "1"))) == wrapped
+    with pytest.raises(CpuftError, match="--wrap takes a Python script"):
+        wrap_script(("bash", "-c", "true"))
     assert plan_script(("bash", "-c", "true")) == ("bash", "-c", "true")
     with pytest.raises(CpuftError, match=r"there is no script other\.py"):
         plan_script(("other.py",))

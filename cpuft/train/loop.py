@@ -19,7 +19,7 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
 from cpuft.train.batches import Batch, Order, count_updates, deal, make_batch, plan_updates
-from cpuft.train.fast import accelerate, fp32_weights
+from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
 from cpuft.train.precision import autocast
 from cpuft.train.prepare import Prepared
 from cpuft.train.world import Place
@@ -66,7 +66,10 @@ class Loop:
         self.optimizer = torch.optim.AdamW(
             group_parameters(model, config.weight_decay), config.learning_rate, fused=True
         )
-        if not config.plain:
+        if config.compile:
+            # The fast layers call kernels of their own, which a graph cannot hold. Lengths differ from step to step.
+            model.compile(dynamic=True)
+        elif not config.plain:
             accelerate(model, self.optimizer, precision=precision)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.parallel: torch.nn.Module = model
@@ -137,7 +140,7 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     )
     waited = max(0.0, clock.last - loop.last_gradient.at) if loop.last_gradient else 0.0
     if loop.config.clip_norm:
-        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), loop.config.clip_norm)
+        clip_gradients(loop.optimizer, loop.model.parameters(), loop.config.clip_norm)
     rate = float(loop.schedule.get_last_lr()[0])
     loop.optimizer.step()
     loop.schedule.step()

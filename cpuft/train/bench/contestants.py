@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from cpuft.train.bench.rows import BATCH, Row, collate, collate_to_the_recipe_s_length, length_grouped, read_rows
+from cpuft.train.fast import accelerate, clip_gradients, has_bf16_products
+from cpuft.train.precision import autocast
 
 LEARNING_RATE = 2e-5
 # A padded row costs the same as any other, so the slowest contestant may see fewer.
@@ -57,11 +59,11 @@ def load(setting: Setting) -> tuple[Any, list[Row]]:
 
 
 def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Row]], None]:
-    """One update as a careful person writes it: forward, backward, clip to 1, step."""
+    """One update as our loop makes it, and a careful person: forward, backward, clip to 1, step."""
 
     def step(rows: list[Row]) -> None:
         model(**collate(rows)).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip_gradients(optimizer, model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -70,15 +72,12 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Ro
 
 def accelerated(model: Any) -> tuple[Any, torch.optim.Optimizer]:
     """The model with its AdamW, both accelerated."""
-    from cpuft.train.fast import accelerate
-
     return accelerate(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0))
 
 
-def _bare_loop(setting: Setting) -> Callable[[], tuple[int, float]]:
+def _bare_loop(setting: Setting, *, compiled: bool = False) -> Callable[[], tuple[int, float]]:
     model, rows = load(setting)
-    model, optimizer = accelerated(model)
-    step = make_step(model.train(), optimizer)
+    step = _compiled_step(model) if compiled else make_step(*accelerated(model.train()))
 
     def turn() -> tuple[int, float]:
         start = time.perf_counter()
@@ -87,6 +86,19 @@ def _bare_loop(setting: Setting) -> Callable[[], tuple[int, float]]:
         return len(rows), time.perf_counter() - start
 
     return turn
+
+
+def _compiled_step(model: Any) -> Callable[[list[Row]], None]:
+    """What --compile trains: the model's own layers as a graph, bf16 by autocast, torch's fused AdamW."""
+    model.train().compile(dynamic=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    step = make_step(model, optimizer)
+
+    def autocast_step(rows: list[Row]) -> None:
+        with autocast("bf16" if has_bf16_products() else "fp32"):
+            step(rows)
+
+    return autocast_step
 
 
 def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> Callable[[], tuple[int, float]]:
@@ -131,10 +143,15 @@ def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> Call
 
 CONTESTANTS: dict[str, Callable[[Setting], Callable[[], tuple[int, float]]]] = {
     "cpuft": _bare_loop,
+    "compiled": lambda setting: _bare_loop(setting, compiled=True),
     "trainer-accelerated": lambda setting: _trainer(setting, bf16=False, dynamic=True, fast=True),
     "trainer-bf16-dynamic": lambda setting: _trainer(setting, bf16=True, dynamic=True, fast=False),
     "trainer-fp32-padded": lambda setting: _trainer(setting, bf16=False, dynamic=False, fast=False),
 }
+
+
+USUAL = tuple(name for name in CONTESTANTS if name != "compiled")
+"""Compiling takes minutes: only for who asks."""
 
 
 class Contestant:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from cpuft.train.fast.kernels import Kernels, kernels_for
+from cpuft.train.fast.kernels import Kernels, addresses, kernels_for, numbers
 from cpuft.train.fast.masters import Masters
 
 
@@ -34,10 +35,24 @@ class _Swap:
             self.open = None
 
 
+@dataclass(frozen=True)
+class Update:
+    """What one parameter's update reads and writes, all contiguous."""
+
+    weights: Tensor
+    """fp32: the master, or the parameter itself."""
+    compute: Tensor | None
+    """bf16, written from the weights; None where they are the parameter."""
+    grad: Tensor
+    state: dict[str, Any]
+
+
 class FusedStep:
     """Mixed in before Adam or AdamW: `step` runs the kernel. State keeps torch's names, so checkpoints are the same."""
 
     masters: Masters
+    gradient_factor: float = 1.0
+    """What the next step multiplies gradients by: see `clip_gradients`."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update; like torch's, it returns what `closure` returned."""
@@ -51,40 +66,74 @@ class FusedStep:
                 super().step()  # type: ignore[misc]
             return loss
         for group in self.param_groups:  # type: ignore[attr-defined]
+            alike: dict[tuple[float, torch.dtype], list[Update]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(kernels, parameter, group)
+                    update = self._update(parameter)
+                    alike.setdefault((float(update.state["step"]), update.grad.dtype), []).append(update)
+            for (count, _), updates in alike.items():
+                run_adamw(kernels, updates, count, group, self.gradient_factor)
+        self.gradient_factor = 1.0
         return loss
 
-    def _step_one(self, kernels: Kernels, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter) -> Update:
+        """A parameter's update with its state, which counts this step already."""
         master = self.masters.get(parameter)
         state = self.state[parameter]  # type: ignore[attr-defined]
-        weights = parameter.detach() if master is None else master
+        weights, compute = (parameter.detach(), None) if master is None else (master, parameter.detach())
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weights), torch.zeros_like(weights)
         state["step"] += 1
-        run_adamw(kernels, parameter, master, state, group)
         torch.autograd.graph.increment_version(parameter)
         if master is not None:
             self.masters.mark(parameter)
+        assert parameter.grad is not None
+        return Update(weights, compute, parameter.grad.contiguous(), state)
 
 
 def run_adamw(
-    kernels: Kernels, parameter: nn.Parameter, master: Tensor | None, state: dict[str, Any], group: dict[str, Any]
+    kernels: Kernels, updates: list[Update], count: float, group: dict[str, Any], factor: float = 1.0
 ) -> None:
-    """AdamW's update of one parameter by the kernel; formula and option names as in torch.optim.AdamW."""
-    assert parameter.grad is not None
-    count = float(state["step"])
+    """AdamW's step number `count` by the kernel; formula and option names as in torch.optim.AdamW.
+
+    `updates` have gradients of one dtype, which are multiplied by `factor` on the way.
+    """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     rate, decay = float(group["lr"]), float(group["weight_decay"])
     shrink, pull = (1.0 - rate * decay, 0.0) if group.get("decoupled_weight_decay") else (1.0, decay)
-    weights = parameter.detach() if master is None else master
-    compute = None if master is None else parameter.detach()
-    arrays = (weights, compute, parameter.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"])
+    columns = [addresses([u.weights for u in updates]), addresses([u.compute for u in updates])]
+    columns.append(addresses([u.grad for u in updates]))
+    columns += [addresses([u.state[name] for u in updates]) for name in ("exp_avg", "exp_avg_sq")]
+    sizes = numbers([u.weights.numel() for u in updates])
     step, root = rate / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
-    numbers = (beta1, beta2, float(group["eps"]), shrink, pull, step, root)
-    kernels.run("adamw", parameter.grad.dtype, *arrays, weights.numel(), *numbers)
+    scalars = (beta1, beta2, float(group["eps"]), shrink, pull, step, root, factor)
+    kernels.run("adamw", updates[0].grad.dtype, *columns, sizes, len(updates), *scalars)
+
+
+def clip_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter], most: float) -> float:
+    """Scale gradients down to norm `most` for the optimizer's next step; their norm, over all `parameters`.
+
+    As torch.nn.utils.clip_grad_norm_, of which a fused optimizer saves the second pass: it scales while it steps, so
+    that gradients themselves stay as they are.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    kernels = kernels_for(torch.empty(0))
+    plain = any(g.is_sparse or not g.is_contiguous() or kernels_for(g) is None for g in grads)
+    mine = {id(p) for p in _group_parameters(optimizer)}
+    others = any(id(p) not in mine for p in parameters)
+    if kernels is None or plain or others or not isinstance(optimizer, FusedStep):
+        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
+    total = torch.zeros((), dtype=torch.float64)
+    for dtype in {g.dtype for g in grads}:
+        some = [g for g in grads if g.dtype == dtype]
+        kernels.run("square_sum", dtype, addresses(some), numbers([g.numel() for g in some]), total, len(some))
+    norm = float(total) ** 0.5
+    # The formula of torch.nn.utils.clip_grads_with_norm_; a norm that is no number is passed on.
+    factor = most / (norm + 1e-6)
+    optimizer.gradient_factor = 1.0 if factor > 1.0 else factor
+    return norm
 
 
 def _fuses(optimizer: Optimizer) -> bool:
@@ -105,13 +154,15 @@ def put_on_masters(optimizer: Optimizer, masters: Masters) -> None:
     The same object with the same state, groups and hooks, so whoever holds it (a learning rate scheduler, a trainer)
     goes on as before. Moments are fp32.
     """
+    if getattr(optimizer, "masters", None) is masters:
+        return
+    optimizer.masters = masters  # type: ignore[attr-defined]
     swap = _Swap(masters)
     optimizer.register_load_state_dict_pre_hook(swap.enter)
     optimizer.register_load_state_dict_post_hook(swap.leave)
     if _fuses(optimizer):
         own = type(optimizer)
         optimizer.__class__ = type(f"Fused{own.__name__}", (FusedStep, own), {"__module__": __name__})
-        optimizer.masters = masters  # type: ignore[attr-defined]
         # Hooks around `step` are put on a class when its first instance is made, and this class had none.
         optimizer._patch_step_function()
         return

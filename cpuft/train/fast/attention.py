@@ -26,18 +26,55 @@ class Heads:
     factor: float
 
 
-def _split(x: Tensor, parts: int, heads: Heads) -> Tensor:
-    """(batch, tokens, parts * heads * size) -> (parts, batch * heads, tokens, size): what batched products want."""
-    batch, tokens, _ = x.shape
-    cut = x.view(batch, tokens, parts, heads.count, heads.size).permute(2, 0, 3, 1, 4)
-    return cut.reshape(parts, batch * heads.count, tokens, heads.size)
+@dataclass(frozen=True)
+class Grid:
+    """Which row of the tokens' matrix stands at which of batch * length places."""
+
+    batch: int
+    length: int
+    places: Tensor | None = None
+    """(tokens,) int64, rising: the place of each row. None: every place has its row, in order."""
+    rows: Tensor | None = None
+    """(batch * length,) int64: the row of each place, -1 where there is none. None with `places`."""
+
+    @staticmethod
+    def of(batch: int, length: int, places: Tensor | None) -> Grid:
+        """The grid in which row i stands at `places[i]`."""
+        if places is None:
+            return Grid(batch, length)
+        rows = torch.full((batch * length,), -1).index_copy_(0, places, torch.arange(places.numel()))
+        return Grid(batch, length, places, rows)
+
+    @property
+    def tokens(self) -> int:
+        """How many rows there are."""
+        return self.batch * self.length if self.places is None else self.places.numel()
 
 
-def _join(x: Tensor, heads: Heads) -> Tensor:
-    """The reverse of `_split`."""
-    parts, _, tokens, size = x.shape
-    cut = x.view(parts, -1, heads.count, tokens, size).permute(1, 3, 0, 2, 4)
-    return cut.reshape(-1, tokens, parts * heads.count * size)
+def split_heads(x: Tensor, parts: int, heads: Heads, grid: Grid) -> Tensor:
+    """(tokens, parts * heads * size) -> (parts, batch * heads, length, size), zero where there is no token."""
+    if kernels := kernels_for(x):
+        made = x.new_empty(parts, grid.batch * heads.count, grid.length, heads.size)
+        sizes = (parts, grid.batch, heads.count, grid.length, heads.size)
+        kernels.run("split_heads", x.dtype, x.contiguous(), grid.rows, made, *sizes)
+        return made
+    if grid.places is not None:
+        x = x.new_zeros(grid.batch * grid.length, x.shape[-1]).index_copy(0, grid.places, x)
+    cut = x.view(grid.batch, grid.length, parts, heads.count, heads.size).permute(2, 0, 3, 1, 4)
+    return cut.reshape(parts, -1, grid.length, heads.size)
+
+
+def join_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:
+    """The reverse of `split_heads`: (parts, batch * heads, length, size) -> (tokens, parts * heads * size)."""
+    parts = x.shape[0]
+    if kernels := kernels_for(x):
+        made = x.new_empty(grid.tokens, parts * heads.count * heads.size)
+        sizes = (parts, grid.batch, heads.count, grid.length, heads.size)
+        kernels.run("join_heads", x.dtype, x.contiguous(), grid.rows, made, *sizes)
+        return made
+    cut = x.view(parts, grid.batch, heads.count, grid.length, heads.size).permute(1, 3, 0, 2, 4)
+    joined = cut.reshape(grid.batch * grid.length, parts * heads.count * heads.size)
+    return joined if grid.places is None else joined.index_select(0, grid.places)
 
 
 def _softmax(scores: Tensor, bias: Tensor | None, heads: Heads, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -79,46 +116,52 @@ def _softmax_backward(probs: Tensor, dropped: Tensor, grad: Tensor, heads: Heads
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor | None, packed: Tensor, bias: Tensor | None, heads: Heads, mask: Mask
+        ctx: Any, query: Tensor | None, packed: Tensor, bias: Tensor | None, heads: Heads, mask: Mask, grid: Grid
     ) -> Tensor:
         if query is None:
-            q, k, v = _split(packed, 3, heads)
+            q, k, v = split_heads(packed, 3, heads, grid)
+            ctx.queries = grid
         else:
-            (q,), (k, v) = _split(query, 1, heads), _split(packed, 2, heads)
+            ctx.queries = Grid(grid.batch, query.shape[0] // grid.batch)
+            (q,), (k, v) = split_heads(query, 1, heads, ctx.queries), split_heads(packed, 2, heads, grid)
         probs, dropped = _softmax(torch.bmm(q, k.transpose(1, 2)), bias, heads, mask)
-        ctx.heads, ctx.mask, ctx.separate = heads, mask, query is not None
+        ctx.heads, ctx.mask, ctx.grid, ctx.separate = heads, mask, grid, query is not None
         ctx.save_for_backward(q, k, v, probs, dropped)
-        return _join(torch.bmm(dropped, v).unsqueeze(0), heads)
+        return join_heads(torch.bmm(dropped, v).unsqueeze(0), heads, ctx.queries)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, probs, dropped = ctx.saved_tensors
         heads: Heads = ctx.heads
-        grad = _split(grad, 1, heads)[0]
+        grad = split_heads(grad, 1, heads, ctx.queries)[0]
         dscores = _softmax_backward(probs, dropped, torch.bmm(grad, v.transpose(1, 2)), heads, ctx.mask)
         made = k.new_empty(2 if ctx.separate else 3, *k.shape)
         torch.bmm(dropped.transpose(1, 2), grad, out=made[-1])
         torch.bmm(dscores.transpose(1, 2), q, out=made[-2])
         dquery = torch.bmm(dscores, k) if ctx.separate else torch.bmm(dscores, k, out=made[0])
-        separate = _join(dquery.unsqueeze(0), heads) if ctx.separate else None
-        return separate, _join(made, heads), None, None, None
+        separate = join_heads(dquery.unsqueeze(0), heads, ctx.queries) if ctx.separate else None
+        return separate, join_heads(made, heads, ctx.grid), None, None, None, None
 
 
-def attention(query: Tensor | None, packed: Tensor, bias: Tensor | None, heads: Heads, mask: Mask) -> Tensor:
+def attention(
+    query: Tensor | None, packed: Tensor, bias: Tensor | None, heads: Heads, mask: Mask, grid: Grid
+) -> Tensor:
     """softmax(factor * query key^T + bias), dropped out, times value.
 
     Parameters
     ----------
-    query: (batch, queries, heads * size), bf16 or fp32; None when `packed` holds it.
-    packed: (batch, tokens, 3 * heads * size), query, key and value side by side; without the query, 2 for 3.
-    bias: fp32, (batch or 1, heads or 1, queries or 1, tokens), tokens next to each other, no gradient. None: no mask.
+    query: (batch * queries, heads * size), bf16 or fp32; None when `packed` holds it.
+    packed: (tokens, 3 * heads * size), query, key and value side by side; without the query, 2 for 3.
+    bias: fp32, (batch or 1, heads or 1, queries or 1, length), keys next to each other, no gradient. None: no mask.
+        Places of the grid without a token have zero keys and values: the bias has to shut them out.
+    grid: where the rows of `packed`, and of the query in it, stand.
 
     Returns
     -------
-    The context, (batch, queries, heads * size). Softmax is fp32 inside, rounded to the dtype once.
+    The context, a row for each query. Softmax is fp32 inside, rounded to the dtype once.
     """
-    result: Tensor = _Attention.apply(query, packed, bias, heads, mask)  # type: ignore[no-untyped-call]
+    result: Tensor = _Attention.apply(query, packed, bias, heads, mask, grid)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -15,7 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ FLAGS = (
     *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
 )
 
-# p pointer, q int64, Q uint64, I uint32, f float, i int: in the order of kernels.cpp.
+# p pointer (or an array of pointers), q int64, Q uint64, I uint32, f float, i int: in the order of kernels.cpp.
 _SIGNATURES = {
     "dropout": "ppqQIfi",
     "norm_forward": "ppppppppqqQIffi",
@@ -38,7 +38,11 @@ _SIGNATURES = {
     "softmax_forward": "ppppqqqqqqqfQIfi",
     "softmax_backward": "pppqqffi",
     "gelu": "pppqi",
-    "adamw": "pppppqfffffffi",
+    "column_sums": "ppqqi",
+    "split_heads": "pppqqqqqi",
+    "join_heads": "pppqqqqqi",
+    "square_sum": "pppqi",
+    "adamw": "ppppppqffffffffi",
 }
 _C_TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
@@ -51,6 +55,19 @@ _C_TYPES: dict[str, Any] = {
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _switched_off = False
 
+Addresses = Any
+"""A ctypes array of addresses or numbers, from `addresses` or `numbers`; None stands for no tensor."""
+
+
+def addresses(tensors: Sequence[torch.Tensor | None]) -> Addresses:
+    """Where these tensors' elements are, one after another, for a kernel that takes many."""
+    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
+
+
+def numbers(values: Sequence[int]) -> Addresses:
+    """An array of int64."""
+    return (ctypes.c_int64 * len(values))(*values)
+
 
 class Kernels:
     """The loaded library. Tensors passed to `run` have to be contiguous, on the CPU, and alive until it returns."""
@@ -60,12 +77,12 @@ class Kernels:
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for name, letters in _SIGNATURES.items():
             for dtype, suffix in _SUFFIXES.items():
-                function = getattr(library, f"{name}_{suffix}")
-                function.argtypes = [_C_TYPES[letter] for letter in letters]
-                function.restype = None
-                self._functions[name, dtype] = function
+                address = ctypes.c_void_p.in_dll(library, f"{name}_{suffix}").value
+                assert address is not None
+                kind = ctypes.CFUNCTYPE(None, *(_C_TYPES[letter] for letter in letters))
+                self._functions[name, dtype] = kind(address)
 
-    def run(self, name: str, dtype: torch.dtype, *arguments: torch.Tensor | int | float | None) -> None:
+    def run(self, name: str, dtype: torch.dtype, *arguments: torch.Tensor | Addresses | int | float | None) -> None:
         """Call kernel `name` for elements of `dtype`; a tensor becomes its address, the thread count is added."""
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         self._functions[name, dtype](*plain, torch.get_num_threads())

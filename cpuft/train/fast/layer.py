@@ -13,7 +13,7 @@ from cpuft.train.fast.attention import Heads, attention
 from cpuft.train.fast.dropout import draw_mask
 from cpuft.train.fast.layout import Layout, layout_of
 from cpuft.train.fast.norm import dropout_add_norm
-from cpuft.train.fast.projection import PackedLinear
+from cpuft.train.fast.projection import PackedLinear, linear
 
 
 @dataclass
@@ -135,18 +135,18 @@ def run_layer(parts: LayerParts, x: Tensor, layout: Layout) -> Tensor:
     assert parts.packed is not None
     attention_mask = draw_mask(_rate(parts.attention_dropout), True)
     if parts.is_last and layout.first_only:
-        both = layout.padded(parts.packed(x, first=1))
+        both = parts.packed(x, first=1)
         x = x[layout.first_rows]
-        context = attention(parts.query(x).unsqueeze(1), both, layout.bias, parts.heads, attention_mask).squeeze(1)
+        query: Tensor | None = linear(parts.query, x)
     else:
-        context = layout.packed(
-            attention(None, layout.padded(parts.packed(x)), layout.bias, parts.heads, attention_mask)
-        )
+        both, query = parts.packed(x), None
+    context = attention(query, both, layout.bias, parts.heads, attention_mask, layout.grid)
     mask = draw_mask(_rate(parts.attention_output_dropout), True)
-    x = dropout_add_norm(parts.attention_output(context), x, parts.attention_norm, mask)
-    inner = parts.inner(x)
+    x = dropout_add_norm(linear(parts.attention_output, context), x, parts.attention_norm, mask)
+    inner = linear(parts.inner, x)
     inner = gelu(inner) if _is_exact_gelu(parts.activation) else parts.activation(inner)
-    return dropout_add_norm(parts.outer(inner), x, parts.outer_norm, draw_mask(_rate(parts.outer_dropout), True))
+    mask = draw_mask(_rate(parts.outer_dropout), True)
+    return dropout_add_norm(linear(parts.outer, inner), x, parts.outer_norm, mask)
 
 
 class FastForward:

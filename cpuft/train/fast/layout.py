@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpuft.train.fast.attention import mask_bias
+from cpuft.train.fast.attention import Grid, mask_bias
 
 # Below this share of padding, gathering the tokens and scattering them at every attention layer costs about what the
 # padding does: batch 32 of 64 places, MiniLM, broke even between 2 and 9 % (a noisy machine with AVX512_BF16).
@@ -18,37 +18,30 @@ LEAST_PADDING = 0.05
 class Layout:
     """How (tokens, hidden) rows inside the encoder map to (batch, length) places of the batch."""
 
-    batch: int
-    length: int
+    grid: Grid
     bias: Tensor | None
     """What attention adds to its scores, see `attention.attention`."""
-    places: Tensor | None = None
-    """(tokens,) place in batch * length of each packed token; None: every place has its row."""
     first_only: bool = False
     """The last layer has to give each row's first token only: nothing reads the others."""
 
     @property
     def first_rows(self) -> Tensor | slice:
         """Which rows are the first tokens."""
-        if self.places is None:
-            return slice(None, None, self.length)
-        return (self.places % self.length == 0).nonzero().squeeze(1)
+        length, rows = self.grid.length, self.grid.rows
+        return slice(None, None, length) if rows is None else rows[::length]
 
     def enter(self, hidden: Tensor) -> Tensor:
         """(batch, length, hidden) -> (tokens, hidden)."""
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return flat if self.places is None else flat.index_select(0, self.places)
+        return flat if self.grid.places is None else flat.index_select(0, self.grid.places)
 
     def padded(self, rows: Tensor) -> Tensor:
         """(tokens, width) -> (batch, length, width), zero where there is no token."""
-        if self.places is not None:
-            blank = rows.new_zeros(self.batch * self.length, rows.shape[-1])
-            rows = blank.index_copy(0, self.places, rows)
-        return rows.view(self.batch, self.length, -1)
-
-    def packed(self, rows: Tensor) -> Tensor:
-        """(batch, length, width) -> (tokens, width): the reverse of `padded`."""
-        return self.enter(rows)
+        grid = self.grid
+        if grid.places is not None:
+            blank = rows.new_zeros(grid.batch * grid.length, rows.shape[-1])
+            rows = blank.index_copy(0, grid.places, rows)
+        return rows.view(grid.batch, grid.length, -1)
 
 
 def layout_of(hidden: Tensor, mask: Tensor | None, *, may_pack: bool, first_only: bool) -> Layout:
@@ -62,10 +55,10 @@ def layout_of(hidden: Tensor, mask: Tensor | None, *, may_pack: bool, first_only
     if bias is not None and bias.shape[2] > 1 and bool((bias == bias[:, :, :1]).all()):
         bias = bias[:, :, :1].contiguous()
     if bias is None or bias.shape[1:3] != (1, 1) or bias.shape[0] != batch:
-        return Layout(batch, length, bias, None, first_only)
+        return Layout(Grid(batch, length), bias, first_only)
     seen = bias[:, 0, 0] > torch.finfo(torch.float32).min / 2
     if not bool(seen[:, 0].all()):
-        return Layout(batch, length, bias, None, False)
+        return Layout(Grid(batch, length), bias, False)
     places = seen.reshape(-1).nonzero().squeeze(1)
     packs = may_pack and places.numel() < (1.0 - LEAST_PADDING) * seen.numel()
-    return Layout(batch, length, bias, places if packs else None, first_only)
+    return Layout(Grid.of(batch, length, places if packs else None), bias, first_only)

@@ -1,4 +1,4 @@
-"""Several linear layers of one input as one product: query, key and value of an attention layer."""
+"""Linear layers: several of one input as one product (query, key and value), and a bias gradient that costs little."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from cpuft.train.fast.kernels import kernels_for
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """The sum of all rows of `x`, (rows, columns) -> (columns,), in its dtype; added up in fp32."""
+    if kernels := kernels_for(x):
+        x = x.contiguous()
+        sums = torch.zeros(x.shape[1], dtype=torch.float32)
+        kernels.run("column_sums", x.dtype, x, sums, *x.shape)
+        return sums.to(x.dtype)
+    return x.sum(0)
 
 
 class _PackedLinear(torch.autograd.Function):
@@ -25,8 +37,15 @@ class _PackedLinear(torch.autograd.Function):
         dx = grad @ weight if ctx.needs_input_grad[0] else None
         dweights: tuple[Tensor | None, ...] = (None,) * (2 * ctx.count)
         if any(ctx.needs_input_grad[3:]):
-            dweights = (*(grad.t() @ x).chunk(ctx.count), *grad.sum(0).chunk(ctx.count))
+            dweights = (*(grad.t() @ x).chunk(ctx.count), *column_sums(grad).chunk(ctx.count))
         return dx, None, None, *dweights
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs)."""
+    weight, bias = layer.weight, layer.bias
+    result: Tensor = _PackedLinear.apply(x, weight.detach(), bias.detach(), weight, bias)  # type: ignore[no-untyped-call]
+    return result
 
 
 class PackedLinear:

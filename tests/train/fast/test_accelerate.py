@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertForMaskedLM, BertForTokenClassification, BertModel, GPT2Config, GPT2Model
+from transformers import (
+    AlbertConfig,
+    AlbertModel,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    MPNetConfig,
+    MPNetModel,
+)
 from transformers.models.bert import BertConfig
 
 from cpuft.errors import CpuftError
@@ -162,9 +173,17 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert {name.split(".")[3] for name, p in model.bert.named_parameters(prefix="bert") if p.grad is not None} == {"1"}
 
 
-def test_other_models_run_unchanged() -> None:
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
+    "albert": lambda: AlbertModel(AlbertConfig(embedding_size=16, num_hidden_groups=1, **SIZES)),
+    "mpnet": lambda: MPNetModel(MPNetConfig(**SIZES)),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_other_models_run_unchanged(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    plain = GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)).eval()
+    plain = make().eval()
     fast = copy.deepcopy(plain)
     accelerate(fast, make_optimizer(fast), precision="bf16")
     ids = make_batch()["input_ids"]
@@ -178,6 +197,18 @@ def test_names_and_classes_stay() -> None:
     assert [name for name, _ in fast.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert isinstance(fast.roberta.encoder.layer[0], type(plain.roberta.encoder.layer[0]))
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_once_more_changes_nothing() -> None:
+    once, twice = make_model("bert"), make_model("bert")
+    one, two = make_optimizer(once), make_optimizer(twice)
+    accelerate(once, one)
+    accelerate(*accelerate(twice, two))
+    for model, optimizer in ((once, one), (twice, two)):
+        model(**make_batch()).loss.backward()
+        optimizer.step()
+    for key, value in once.state_dict().items():
+        torch.testing.assert_close(twice.state_dict()[key], value, atol=0, rtol=0)
 
 
 def test_an_unknown_precision_is_refused() -> None:

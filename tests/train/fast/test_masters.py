@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForSequenceClassification
 
-from cpuft.train.fast import accelerate, fp32_weights
+from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair
 
@@ -50,6 +51,41 @@ def test_an_update_is_the_plain_optimizer_s_on_fp32(name: str, kernels: bool) ->
         for entry, value in slow.items():
             assert entry == "step" or quick[entry] is None or quick[entry].dtype == torch.float32
             torch.testing.assert_close(quick[entry], value, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("most", [1.0, 1e6], ids=["clips", "does not clip"])
+def test_clipping_is_torch_s(name: str, kernels: bool, most: float) -> None:
+    make, options = OPTIMIZERS[name]
+    plain, fast = make_pair("bert")
+    theirs = make(plain.parameters(), **options)
+    _, mine = accelerate(fast, make(fast.parameters(), **options), precision="bf16")
+    generator = torch.Generator().manual_seed(1)
+    with contextlib.nullcontext() if kernels else plain_torch():
+        for _ in range(2):
+            for slow, quick in zip(plain.parameters(), fast.parameters(), strict=True):
+                gradient = torch.randn(slow.shape, generator=generator).to(quick.dtype)
+                slow.grad, quick.grad = gradient.float(), gradient.clone()
+            wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), most)
+            # torch's own on bf16 gradients, which SGD takes, is a bf16 number.
+            assert clip_gradients(mine, fast.parameters(), most) == pytest.approx(float(wanted), rel=5e-3)
+            theirs.step()
+            mine.step()
+    tolerance = 1e-5 if name == "AdamW" else 5e-3
+    start = make_model("bert").state_dict()
+    for key, value in fast.state_dict().items():
+        moved = plain.state_dict()[key] - start[key]
+        torch.testing.assert_close(value - start[key], moved, atol=tolerance * float(moved.abs().max()), rtol=1e-2)
+
+
+def test_a_norm_that_is_no_number_is_passed_on() -> None:
+    model, optimizer = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    assert math.isnan(clip_gradients(optimizer, model.parameters(), 1.0))
+    optimizer.step()
+    assert model.get_parameter(KEY).isnan().all()
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:

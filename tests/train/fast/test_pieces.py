@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cpuft.train.fast.activation import gelu
-from cpuft.train.fast.attention import Heads, attention
+from cpuft.train.fast.attention import Grid, Heads, attention, join_heads, split_heads
 from cpuft.train.fast.dropout import NO_MASK, Mask, kept_elements
 from cpuft.train.fast.kernels import kernels_for, plain_torch
 from cpuft.train.fast.norm import dropout_add_norm
-from cpuft.train.fast.projection import PackedLinear
+from cpuft.train.fast.projection import PackedLinear, linear
 from tests.train.fast.encoders import relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2 / 256}
 MASK = Mask(seed=12345, threshold=6554)
 HEADS = Heads(count=3, size=8, factor=8**-0.5)
+GRID = Grid(batch=2, length=11)
+# The second row of the batch has four tokens.
+LOOSE = Grid.of(2, 11, torch.tensor([*range(11), *range(11, 15)]))
 
 both_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
 with_and_without_mask = pytest.mark.parametrize("mask", [NO_MASK, MASK], ids=["no-dropout", "dropout"])
@@ -108,7 +111,7 @@ BIASES = {
 def test_attention(dtype: torch.dtype, mask: Mask, bias: Tensor | None) -> None:
     torch.manual_seed(0)
     compare(
-        lambda packed: attention(None, packed, bias, HEADS, mask),
+        lambda packed: attention(None, packed.flatten(0, 1), bias, HEADS, mask, GRID).unflatten(0, (2, 11)),
         lambda packed: plain_attention(packed[..., :24], packed[..., 24:], bias, mask),
         [torch.randn(2, 11, 72)],
         dtype,
@@ -120,23 +123,54 @@ def test_attention(dtype: torch.dtype, mask: Mask, bias: Tensor | None) -> None:
 def test_attention_with_one_query(dtype: torch.dtype, mask: Mask) -> None:
     torch.manual_seed(0)
     compare(
-        lambda query, packed: attention(query, packed, BIASES["keys"], HEADS, mask),
-        lambda query, packed: plain_attention(query, packed, BIASES["keys"], mask),
-        [torch.randn(2, 1, 24), torch.randn(2, 11, 48)],
+        lambda query, packed: attention(query, packed.flatten(0, 1), BIASES["keys"], HEADS, mask, GRID),
+        lambda query, packed: plain_attention(query.unsqueeze(1), packed, BIASES["keys"], mask).squeeze(1),
+        [torch.randn(2, 24), torch.randn(2, 11, 48)],
         dtype,
     )
 
 
+@both_dtypes
+@with_and_without_mask
+def test_attention_without_padding(dtype: torch.dtype, mask: Mask) -> None:
+    torch.manual_seed(0)
+    assert LOOSE.places is not None
+    places = LOOSE.places
+
+    def padded(packed: Tensor) -> Tensor:
+        whole = packed.new_zeros(22, 72).index_copy(0, places, packed).view(2, 11, 72)
+        context = plain_attention(whole[..., :24], whole[..., 24:], BIASES["keys"], mask)
+        return context.flatten(0, 1)[places]
+
+    compare(
+        lambda packed: attention(None, packed, BIASES["keys"], HEADS, mask, LOOSE),
+        padded,
+        [torch.randn(15, 72)],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("grid", [GRID, LOOSE], ids=["full", "loose"])
+def test_heads_are_split_and_joined(grid: Grid) -> None:
+    x = torch.randn(grid.tokens, 72)
+    split = split_heads(x, 3, HEADS, grid)
+    assert split.shape == (3, 6, 11, 8)
+    # Second part, second row of the batch, third head, fourth token.
+    torch.testing.assert_close(split[1, 5, 3], x[14, 24 + 16 : 24 + 24], atol=0, rtol=0)
+    assert split[:, :, 4:].view(3, 2, 3, 7, 8)[:, 1].count_nonzero() == (0 if grid is LOOSE else 3 * 3 * 7 * 8)
+    torch.testing.assert_close(join_heads(split, HEADS, grid), x, atol=0, rtol=0)
+
+
 def test_attention_gives_masked_keys_no_gradient() -> None:
-    packed = torch.randn(2, 11, 72, requires_grad=True)
-    attention(None, packed, BIASES["keys"], HEADS, MASK).sum().backward()  # type: ignore[no-untyped-call]
+    packed = torch.randn(22, 72, requires_grad=True)
+    attention(None, packed, BIASES["keys"], HEADS, MASK, GRID).sum().backward()  # type: ignore[no-untyped-call]
     assert packed.grad is not None
-    assert packed.grad[1, 4:, 24:].count_nonzero() == 0
+    assert packed.grad[15:, 24:].count_nonzero() == 0
 
 
 def test_a_row_with_nothing_to_see_is_no_nan() -> None:
     bias = torch.full((2, 1, 1, 11), torch.finfo(torch.float32).min)
-    assert attention(None, torch.randn(2, 11, 72), bias, HEADS, NO_MASK).isfinite().all()
+    assert attention(None, torch.randn(22, 72), bias, HEADS, NO_MASK, GRID).isfinite().all()
 
 
 @both_dtypes
@@ -174,6 +208,19 @@ def test_packed_linear(dtype: torch.dtype, first: int) -> None:
             assert mine.grad is not None
             assert theirs.grad is not None
             assert relative_error(mine.grad, theirs.grad) < TOLERANCE[dtype]
+
+
+@both_dtypes
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_linear(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(0)
+    layer, exact = nn.Linear(16, 40).to(dtype), nn.Linear(16, 40).double()
+    exact.load_state_dict(layer.state_dict())
+    compare(lambda x: linear(layer, x), exact, [torch.randn(tokens, 16)], dtype)
+    for mine, theirs in zip(layer.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert relative_error(mine.grad, theirs.grad) < TOLERANCE[dtype]
 
 
 def test_packed_linear_follows_weights_that_were_moved() -> None:
