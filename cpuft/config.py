@@ -114,7 +114,7 @@ class CompareConfig:
 class BenchConfig:
     """What `cpuft bench comm` measures. Lists have commas between."""
 
-    backends: str = option("gloo,mpi,ccl", "backends to measure")
+    backends: str = option("gloo,mpi,ccl", "backends to measure; auto among them: what it would choose, beside them")
     operations: str = option("all_reduce", "of all_reduce, all_gather, reduce_scatter and broadcast")
     dtypes: str = option("float32,bfloat16", "types of the numbers sent")
     sizes: str = option("1024,32768,1048576,26214400,115343360", "bytes of a message; 26214400 is a DDP bucket")

@@ -9,7 +9,20 @@ from cpuft.errors import CpuftError
 from cpuft.plan import Setting
 from cpuft.topology import HostFacts, RankCores, format_mask
 
-USERS_PREFIXES = ("CCL_", "FI_", "GLOO_", "HF_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "TORCH_", "UCX_")
+USERS_PREFIXES = (
+    "CCL_",
+    "FI_",
+    "GLOO_",
+    "HF_",
+    "I_MPI_",
+    "KMP_",
+    "MALLOC_",
+    "OMP_",
+    "ONEDNN_",
+    "THP_",
+    "TORCH_",
+    "UCX_",
+)
 """Variables of these families that the user has set are passed on to every rank, whatever mpirun is used."""
 
 _TIED_TO_A_RUN = "CPUFT_"
@@ -140,6 +153,8 @@ def host_settings(
         Setting("GLOO_SOCKET_IFNAME", interface.name, interface.reason),
         Setting("FI_TCP_IFACE", interface.name, interface.reason),
         Setting("CCL_KVS_IFACE", interface.name, interface.reason),
+        # torch's c10/core/alignment.h and c10/core/impl/alloc_cpu.cpp: blocks of 2 MiB and more ask for huge pages.
+        Setting("THP_MEM_ALLOC_ENABLE", "1", "huge pages for big tensors: the kernel copies them between ranks faster"),
         *_memory_settings(facts.libraries),
     )
 

@@ -9,25 +9,28 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from cpuft.comm.bench import choose
 from cpuft.comm.choice import Choice, cache_key, read_choice, write_choice
+from cpuft.comm.measure import choose
 
 _PACKAGES = ("torch", "impi-rt", "oneccl-cpu", "mpi4py")
 
 
-def choose_automatically(store: Store, rank: int, size: int, cache: Path) -> Choice:
-    """The choice of rank 0's cache, else a measured one that is put there. All ranks call it together."""
+def choose_automatically(store: Store, rank: int, size: int, cache: Path, dtype: str = "float32") -> Choice:
+    """The choice of rank 0's cache, else a measured one that is put there. All ranks call it together.
+
+    `dtype` is what gradients are sent as: not every library sums 16-bit floats fast.
+    """
     store = PrefixStore("automatic", store)
     store.set(f"host/{rank}", socket.gethostname())
     hosts = [store.get(f"host/{other}").decode() for other in range(size)]
-    key = cache_key(hosts, size, _versions())
+    key = cache_key(hosts, size, _versions() | {"type": dtype})
     if rank == 0:
         remembered = read_choice(cache, key)
         store.set("remembered", json.dumps(remembered and [remembered.backend, remembered.reason]))
     found = json.loads(store.get("remembered"))
     if found:
         return Choice(found[0], found[1])
-    choice = choose(store, rank, size)
+    choice = choose(store, rank, size, dtype=dtype)
     if rank == 0:
         write_choice(cache, key, choice)
     return choice

@@ -13,8 +13,8 @@ from cpuft.errors import CpuftError
 
 GRADIENT_BYTES = 25 * 2**20
 """DistributedDataParallel's default bucket (bucket_cap_mb=25): the message a training run sends most."""
-TIE = 1.05
-"""Backends within 5 % of the fastest are as good: repeated medians on one pair of hosts differ by as much."""
+TIE = 1.02
+"""Backends within 2 % of the fastest are as good: repeated medians on one quiet pair of hosts differ by as much."""
 PREFERENCE = ("gloo", "mpi", "ccl")
 """Among equals, the one with the fewest parts: gloo comes with torch, ccl has threads of its own."""
 
@@ -50,7 +50,7 @@ def choose_backend(timings: Timings, nbytes: int = GRADIENT_BYTES) -> Choice:
 
 
 def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> str:
-    """What a remembered choice holds for: these hosts, in any order, so many ranks, these library versions."""
+    """What a remembered choice holds for: these hosts, in any order, so many ranks, these versions and the like."""
     text = json.dumps([sorted(hosts), ranks, sorted(versions.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

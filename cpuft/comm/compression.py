@@ -84,6 +84,11 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS)}")
 
 
+def gradient_type(compression: str) -> str:
+    """torch's name of the type that most bytes have on their way."""
+    return str(_HALVES.get(compression, torch.float32)).removeprefix("torch.")
+
+
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
     """Make a wrapped model send its gradients compressed. To be called once, before the first backward."""
     reduce = make_reduce(compression, model.process_group)

@@ -13,13 +13,14 @@ from contextlib import ExitStack
 import torch
 
 from cpuft import facts
+from cpuft.comm.compression import gradient_type
 from cpuft.config import TrainConfig, WorkerConfig
 from cpuft.record import Footer, Header, RankPlace, StepLine, Writer
 from cpuft.topology import Precision, choose_precision, effective_flags
 from cpuft.train import ipex
 from cpuft.train.checkpoint import save_model
 from cpuft.train.evaluate import evaluate
-from cpuft.train.loop import Loop, train
+from cpuft.train.loop import Loop, choose_compression, train
 from cpuft.train.model import count_parameters, load_model
 from cpuft.train.prepare import Prepared, prepare, read_prepared
 from cpuft.train.progress import Progress
@@ -35,7 +36,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     flags = effective_flags(tuple(facts.read_cpu_flags()), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
     precision = choose_precision(config.precision, config.emulate_bf16, flags)
     with ExitStack() as stack:
-        place = stack.enter_context(process_group(config.backend, config.comm_timeout))
+        sent_as = gradient_type(choose_compression(config, precision.name))
+        place = stack.enter_context(process_group(config.backend, config.comm_timeout, sent_as))
         places = prove_one_job(place)
         prepared = read_prepared(worker.prepared or str(prepare(config)))
         torch.manual_seed(config.seed)

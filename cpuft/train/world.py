@@ -37,12 +37,13 @@ class Place:
 
 
 @contextmanager
-def process_group(backend: str, timeout_seconds: float) -> Iterator[Place]:
+def process_group(backend: str, timeout_seconds: float, gradient_type: str = "float32") -> Iterator[Place]:
     """Join the other ranks for the time of the context. Alone, this is a world of one.
 
     Parameters
     ----------
     backend: gloo, mpi, ccl, or auto: the fastest of them here, measured once for these hosts.
+    gradient_type: torch's name of the type that `auto` measures with.
 
     Raises
     ------
@@ -54,7 +55,8 @@ def process_group(backend: str, timeout_seconds: float) -> Iterator[Place]:
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     choice = Choice(backend, "as you asked")
     if backend == "auto":
-        choice = choose_automatically(store, rank, size, cache_dir()) if size > 1 else Choice("gloo", "one rank")
+        alone_choice = Choice("gloo", "one rank")
+        choice = choose_automatically(store, rank, size, cache_dir(), gradient_type) if size > 1 else alone_choice
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
     try:
         yield Place(rank, size, choice.backend, choice.reason)

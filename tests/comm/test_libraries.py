@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cpuft.comm import ccl
-from cpuft.comm.bench import bus_factor, repetitions
+from cpuft.comm.measure import bus_factor, repetitions
 from cpuft.comm.mpi import half_handles
 from cpuft.errors import CpuftError
 

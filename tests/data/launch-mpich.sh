@@ -27,6 +27,7 @@ set -euo pipefail
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node1 that routes to 10.0.0.2
 #   FI_TCP_IFACE=ens5  the interface of node1 that routes to 10.0.0.2
 #   CCL_KVS_IFACE=ens5  the interface of node1 that routes to 10.0.0.2
+#   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
 # 
 # settings on node2:
@@ -40,6 +41,7 @@ set -euo pipefail
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node2 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node2 that routes to 10.0.0.1
 #   CCL_KVS_IFACE=ens5  the interface of node2 that routes to 10.0.0.1
+#   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
 # 
 # settings on node3:
@@ -53,6 +55,7 @@ set -euo pipefail
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node3 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node3 that routes to 10.0.0.1
 #   CCL_KVS_IFACE=ens5  the interface of node3 that routes to 10.0.0.1
+#   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
 # 
 # settings on node4:
@@ -66,6 +69,7 @@ set -euo pipefail
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node4 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node4 that routes to 10.0.0.1
 #   CCL_KVS_IFACE=ens5  the interface of node4 that routes to 10.0.0.1
+#   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
 # the run's directory
 mkdir -p /runs/one/logs
@@ -76,14 +80,17 @@ mpirun -iface ens5 -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern 
     -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 -genv TOKENIZERS_PARALLELISM false \
     -host node1 -n 1 -env CPUFT_HOSTNAME node1 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN off -env CPUFT_PIN rank -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
-    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
-    -m cpuft.rank python train.py : -host node2 -n 1 -env CPUFT_HOSTNAME node2 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
+    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -m cpuft.rank python train.py \
+    : -host node2 -n 1 -env CPUFT_HOSTNAME node2 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN off -env CPUFT_PIN rank -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
-    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
-    -m cpuft.rank python train.py : -host node3 -n 1 -env CPUFT_HOSTNAME node3 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
+    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -m cpuft.rank python train.py \
+    : -host node3 -n 1 -env CPUFT_HOSTNAME node3 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN off -env CPUFT_PIN rank -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
-    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
-    -m cpuft.rank python train.py : -host node4 -n 1 -env CPUFT_HOSTNAME node4 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
+    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -m cpuft.rank python train.py \
+    : -host node4 -n 1 -env CPUFT_HOSTNAME node4 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN off -env CPUFT_PIN rank -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
-    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
-    -m cpuft.rank python train.py
+    -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -m cpuft.rank python train.py

@@ -25,6 +25,7 @@ set -euo pipefail
 #   GLOO_SOCKET_IFNAME=lo  all ranks are on one host
 #   FI_TCP_IFACE=lo  all ranks are on one host
 #   CCL_KVS_IFACE=lo  all ranks are on one host
+#   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
 # the run's directory
 mkdir -p /runs/one/logs
@@ -43,11 +44,12 @@ mpirun -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errf
     -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 -genv TOKENIZERS_PARALLELISM false \
     -host node1 -n 2 -env CPUFT_HOSTNAME node1 -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
     -env OMP_NUM_THREADS 14 -env I_MPI_PIN_DOMAIN '[0xfffc,0xfffc0000]' -env CCL_WORKER_COUNT 2 -env CCL_WORKER_AFFINITY 0,1,16,17 \
-    -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
-    -m cpuft.rank python -m cpuft.train --task=mrpc --model=minilm --data-dir= --train-file= \
-    --validation-file= --text-columns= --label-column=label --max-length=128 --padding=dynamic \
-    --batch-size=32 --accumulation=1 --epochs=3.0 --max-steps=0 --max-train-samples=0 \
-    --learning-rate=2e-05 --weight-decay=0.0 --warmup-ratio=0.0 --clip-norm=1.0 --dropout=-1.0 \
-    --precision=auto --engine=torch --plain=False --emulate-bf16=False --backend=auto \
-    --grad-compression=auto --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 --seed=42 \
-    --save-model=True --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines
+    -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env THP_MEM_ALLOC_ENABLE 1 \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -m cpuft.rank python \
+    -m cpuft.train --task=mrpc --model=minilm --data-dir= --train-file= --validation-file= \
+    --text-columns= --label-column=label --max-length=128 --padding=dynamic --batch-size=32 \
+    --accumulation=1 --epochs=3.0 --max-steps=0 --max-train-samples=0 --learning-rate=2e-05 \
+    --weight-decay=0.0 --warmup-ratio=0.0 --clip-norm=1.0 --dropout=-1.0 --precision=auto \
+    --engine=torch --plain=False --emulate-bf16=False --backend=auto --grad-compression=auto \
+    --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 --seed=42 --save-model=True \
+    --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines
