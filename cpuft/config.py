@@ -13,6 +13,7 @@ PRECISIONS = ("auto", "bf16", "fp32")
 PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
+ENGINES = ("torch", "ipex")
 COMPRESSIONS = ("auto", "none", "bf16", "fp16", "powersgd")
 
 
@@ -54,6 +55,9 @@ class TrainConfig:
     dropout: float = option(-1.0, "dropout of hidden states and attention (-1: the model's own)", least=-1.0)
     precision: str = option(
         "auto", "auto: bf16 where the hardware has it (AMX or AVX512_BF16), else fp32", choices=PRECISIONS
+    )
+    engine: str = option(
+        "torch", "torch: our fast path; ipex: Intel's extension, in an environment with torch 2.8", choices=ENGINES
     )
     plain: bool = option(False, "switch the fast path off: the model's own layers, autocast and torch's AdamW")
     compile: bool = option(False, "torch.compile of the model's own layers, instead of the fast path")

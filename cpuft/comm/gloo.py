@@ -27,17 +27,26 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessG
 class WatchedWork(dist.Work):
     """A gloo work whose future never completes (send, recv, reduce_scatter), watched while it is waited for."""
 
-    def __init__(self, work: dist.Work, begin: Callable[[], Operation], end: Callable[[Operation], None]) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        begin: Callable[[], Operation],
+        end: Callable[[Operation], None],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
-        self._work, self._begin, self._end = work, begin, end
+        self._work, self._begin, self._end, self._finish = work, begin, end, finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done."""
         operation = self._begin()
         try:
-            return bool(self._work.wait())
+            done = bool(self._work.wait())
         finally:
             self._end(operation)
+        self._finish()
+        self._finish = lambda: None
+        return done
 
     def is_completed(self) -> bool:
         """Whether it is over."""
@@ -121,14 +130,26 @@ class WatchedGloo(dist.ProcessGroup):
 
         return WatchedWork(work, begin, self._register.end)
 
+    def _reduce_scatter(self, method: str, output: Any, source: Any, opts: Any = None) -> WatchedWork:
+        """A mean is a sum that wait() divides: torch 2.8's gloo leaves a tensor's sum undivided and says nothing."""
+        member, payload = self._member, _payload(source)
+        opts = opts or dist.ReduceScatterOptions()
+        is_mean = opts.reduceOp == dist.ReduceOp.AVG
+        if is_mean:
+            opts.reduceOp = dist.ReduceOp.SUM
+
+        def begin() -> Operation:
+            return self._register.begin(member.label, "reduce_scatter", payload, member.ranks, self._timeout)
+
+        def finish() -> None:
+            if is_mean:
+                for tensor in [output] if isinstance(output, torch.Tensor) else output:
+                    tensor.div_(member.size)
+
+        return WatchedWork(getattr(self._gloo, method)(output, source, opts), begin, self._register.end, finish)
+
     def _watched(self, name: str, call: Callable[[], dist.Work], payload: int) -> dist.Work:
         member = self._member
-        if name == "reduce_scatter":
-
-            def begin() -> Operation:
-                return self._register.begin(member.label, name, payload, member.ranks, self._timeout)
-
-            return WatchedWork(call(), begin, self._register.end)
         operation = self._register.begin(member.label, name, payload, member.ranks, self._timeout)
         try:
             work = call()
@@ -180,6 +201,8 @@ _OPERATIONS = {
 
 def _watched_method(method: str, name: str, contribution: int) -> Callable[..., dist.Work]:
     def call(self: WatchedGloo, *arguments: Any, **options: Any) -> dist.Work:
+        if name == "reduce_scatter":
+            return self._reduce_scatter(method, *arguments, **options)
         payload = _payload(arguments[contribution]) if contribution >= 0 else 0
         return self._watched(name, lambda: getattr(self._gloo, method)(*arguments, **options), payload)
 

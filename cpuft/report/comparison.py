@@ -8,7 +8,17 @@ from cpuft.errors import CpuftError
 from cpuft.record import Record
 
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
-_EQUAL_OPTIONS = ("epochs", "max_steps", "max_length", "padding", "learning_rate", "accumulation", "seed", "dropout")
+_EQUAL_OPTIONS = (
+    "epochs",
+    "max_steps",
+    "max_length",
+    "padding",
+    "learning_rate",
+    "accumulation",
+    "seed",
+    "dropout",
+    "engine",
+)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from cpuft.comm.local_sgd import average_parameters
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
+from cpuft.train import ipex
 from cpuft.train.batches import Batch, Order, count_updates, deal, make_batch, plan_updates
 from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
 from cpuft.train.precision import autocast
@@ -66,7 +67,9 @@ class Loop:
         self.optimizer = torch.optim.AdamW(
             group_parameters(model, config.weight_decay), config.learning_rate, fused=True
         )
-        if config.compile:
+        if config.engine == "ipex":
+            ipex.optimize(model, self.optimizer, precision)
+        elif config.compile:
             # The fast layers call kernels of their own, which a graph cannot hold. Lengths differ from step to step.
             model.compile(dynamic=True)
         elif not config.plain:

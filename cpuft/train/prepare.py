@@ -23,6 +23,7 @@ from cpuft.arguments import parse_arguments
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data import Data, Rows, first_rows, read_data
+from cpuft.train.ipex import check_engine
 from cpuft.train.model import find_model, load_tokenizer
 
 FORMAT = 1
@@ -151,6 +152,7 @@ def main() -> None:
     """Prepare, and put a copy where the run wants it."""
     try:
         output, config = sys.argv[1], parse_arguments(TrainConfig, sys.argv[2:])
+        check_engine(config)
         find_model(config.model)
         shutil.copyfile(prepare(config), output + ".tmp")
         os.rename(output + ".tmp", output)

@@ -18,6 +18,7 @@ from cpuft.comm.compression import gradient_type
 from cpuft.config import TrainConfig, WorkerConfig
 from cpuft.record import Footer, Header, RankPlace, StepLine, Writer
 from cpuft.topology import Precision, choose_precision, effective_flags
+from cpuft.train import ipex
 from cpuft.train.checkpoint import save_model
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, choose_compression, train
@@ -33,6 +34,7 @@ _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     """Train as configured; `started` is the perf_counter value at which this process began."""
+    ipex.check_engine(config)
     flags = effective_flags(tuple(facts.read_cpu_flags()), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
     precision = choose_precision(config.precision, config.emulate_bf16, flags)
     with ExitStack() as stack:
@@ -78,6 +80,7 @@ def make_header(
     flags: tuple[str, ...],
 ) -> Header:
     """What this run is, for the record."""
+    packages = (*_PACKAGES, ipex.PACKAGE) if config.engine == "ipex" else _PACKAGES
     return Header(
         task=config.task,
         model=config.model,
@@ -89,7 +92,7 @@ def make_header(
         precision=precision.name,
         cpu_model=facts.read_cpu_model(),
         cpu_flags=[flag for flag in _DECIDING_FLAGS if flag in flags],
-        versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
         global_batch=config.batch_size * config.accumulation * len(places),
         parameters=parameters,
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
