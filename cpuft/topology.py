@@ -42,13 +42,17 @@ class HostFacts:
     libraries: dict[str, str]
 
     @property
+    def seen_cores(self) -> tuple[Core, ...]:
+        """Cores that this process may run on, in the order of NUMA nodes."""
+        return parse_lscpu(self.lscpu, self.allowed_cpus)
+
+    @property
     def cores(self) -> tuple[Core, ...]:
-        """Cores that this process may use, in the order of NUMA nodes: no more than the control group's quota feeds.
+        """The cores to use: no more than the control group's quota feeds.
 
         Threads beyond it would be stopped in turn, each while the others wait for it.
         """
-        cores = parse_lscpu(self.lscpu, self.allowed_cpus)
-        return cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else cores
+        return self.seen_cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else self.seen_cores
 
 
 @dataclass(frozen=True)

@@ -105,12 +105,12 @@ def check_slots(state: ClusterState) -> Iterator[Finding]:
 def check_quota(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-025: a control group allows less CPU time than the cores that are seen."""
     for one, facts, _ in state.answering:
-        if 0 < facts.cpu_quota < len(facts.cores):
+        if 0 < facts.cpu_quota < len(facts.seen_cores):
             yield Finding(
                 "CPUFT-025",
                 one.name,
-                f"{facts.cpu_quota:g} cores are allowed, {len(facts.cores)} are seen",
-                "a container's or provision local's CPU limit: threads are stopped in mid-step",
+                f"{facts.cpu_quota:g} cores are allowed, {len(facts.seen_cores)} are seen",
+                "a container's or provision local's CPU limit: ranks use no more cores than it feeds",
                 "raise the limit (docker run --cpus), or count on less speed",
                 severe=False,
             )
@@ -119,11 +119,11 @@ def check_quota(state: ClusterState) -> Iterator[Finding]:
 def check_load(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-026: something else computes there."""
     for one, facts, health in state.answering:
-        if health.load > max(1.0, 0.75 * len(facts.cores)):
+        if health.load > max(1.0, 0.75 * len(facts.seen_cores)):
             yield Finding(
                 "CPUFT-026",
                 one.name,
-                f"load {health.load:.1f} on {len(facts.cores)} cores before the run has started",
+                f"load {health.load:.1f} on {len(facts.seen_cores)} cores before the run has started",
                 "another job, or ranks left over: two jobs on the same cores are far slower than half",
                 "look with top, and end or await it",
                 severe=False,

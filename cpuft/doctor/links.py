@@ -64,7 +64,9 @@ def measure_links(hosts: tuple[Host, ...], reach: Reach) -> tuple[Link, ...]:
         orders.append({"source": source, "port": port, "peers": peers, "seconds": SECONDS})
     seconds = _ANSWER_SECONDS * len(rounds)
     with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        answers = list(pool.map(lambda *words: _ask(*words, reach, seconds), hosts, addresses, orders))
+        answers = list(
+            pool.map(lambda host, address, order: _ask(host, address, order, reach, seconds), hosts, addresses, orders)
+        )
     failures = [answer for answer in answers if isinstance(answer, str)]
     if failures:
         raise CpuftError("; ".join(failures))

@@ -116,7 +116,7 @@ def check_mpi(state: ClusterState) -> Iterator[Finding]:
 
 def check_cpu(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-016: another CPU than elsewhere."""
-    for one, own, common in _odd(state, lambda facts, _: (facts.cpu_model, len(facts.cores))):
+    for one, own, common in _odd(state, lambda facts, _: (facts.cpu_model, len(facts.seen_cores))):
         yield Finding(
             "CPUFT-016",
             one.name,

@@ -55,8 +55,9 @@ def process_group(backend: str, timeout_seconds: float, gradient_type: str = "fl
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     choice = Choice(backend, "as you asked")
     if backend == "auto":
-        alone_choice = Choice("gloo", "one rank")
-        choice = choose_automatically(store, rank, size, cache_dir(), gradient_type) if size > 1 else alone_choice
+        choice = Choice("gloo", "one rank")
+        if size > 1:
+            choice = choose_automatically(store, rank, size, cache_dir(), gradient_type)
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
     try:
         yield Place(rank, size, choice.backend, choice.reason)

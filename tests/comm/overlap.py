@@ -1,6 +1,6 @@
 """Run by scripts/bench-comm under cpuft launch: how much of communication hides behind backward.
 
-    overlap.py BACKEND [ROWS [TOKENS]]
+    overlap.py BACKEND [BUCKET_MB [MODEL]]
 
 Takes turns between backward alone, the all-reduces of its buckets alone, and both together as DistributedDataParallel
 does it, and prints medians in milliseconds and how many cores a rank kept busy meanwhile, as one JSON object.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft.comm import start
 from cpuft.comm.compression import make_reduce
@@ -25,6 +25,7 @@ from cpuft.comm.session import leave
 from cpuft.train.model import find_model
 
 ROUNDS = 12
+ROWS, TOKENS = 16, 56
 
 
 class Turns:
@@ -48,11 +49,19 @@ class Turns:
         return statistics.median(seconds), statistics.median(cores)
 
 
+def make_model(name: str) -> torch.nn.Module:
+    """The pretrained encoder, or one of BERT-base's size, whose embeddings are a fifth of its parameters."""
+    made: torch.nn.Module = BertForSequenceClassification(BertConfig(num_labels=2))
+    if name == "minilm":
+        made = BertForSequenceClassification.from_pretrained(find_model(name), num_labels=2)
+    return made
+
+
 def main() -> None:
-    backend, rows, tokens = sys.argv[1], *(int(word) for word in [*sys.argv[2:], "16", "56"][:2])
+    backend, bucket_mb, name = [*sys.argv[1:], *("gloo", "25", "minilm")[len(sys.argv) - 1 :]]
     start(backend, 120)
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(find_model("minilm"), num_labels=2).bfloat16()
+    model = make_model(name).bfloat16()
     size = dist.get_world_size()
     assert dist.group.WORLD is not None
     reduce, buckets = make_reduce("bf16", dist.group.WORLD), {}
@@ -61,9 +70,9 @@ def main() -> None:
         buckets[bucket.index()] = bucket.buffer()
         return reduce(bucket)
 
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=float(bucket_mb))
     parallel.register_comm_hook(None, hook)
-    inputs = torch.randint(1000, 30000, (rows, tokens))
+    inputs = torch.randint(1000, 30000, (ROWS, TOKENS))
 
     def loss() -> torch.Tensor:
         return parallel(input_ids=inputs).logits.float().sum() / size  # type: ignore[no-any-return]
@@ -89,7 +98,19 @@ def main() -> None:
         times = {f"{name}_ms": round(seconds * 1e3, 2) for name, (seconds, _) in found.items()}
         cores = {f"{name}_cores": round(busy, 2) for name, (_, busy) in found.items()}
         sent = sum(buffer.nbytes for buffer in buckets.values())
-        print(json.dumps({"backend": backend, **times, **cores, "bytes": sent, "share": round(share, 3)}))
+        print(
+            json.dumps(
+                {
+                    "backend": backend,
+                    "bucket_mb": bucket_mb,
+                    "model": name,
+                    **times,
+                    **cores,
+                    "bytes": sent,
+                    "share": round(share, 3),
+                }
+            )
+        )
     leave(0)
 
 

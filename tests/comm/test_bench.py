@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from cpuft.comm.bench import format_table, merge, plan_sweep
@@ -38,6 +41,6 @@ def test_without_gloo_there_is_no_ratio() -> None:
     "options, complaint",
     (({"backends": "glo"}, "gloo"), ({"sizes": "1M"}, "list of bytes"), ({"dtypes": "bf16"}, "bfloat16")),
 )
-def test_an_unknown_name_or_size_is_refused(options: dict[str, str], complaint: str) -> None:
+def test_an_unknown_name_or_size_is_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(CpuftError, match=complaint):
-        plan_sweep(BenchConfig(**options))
+        plan_sweep(replace(BenchConfig(), **options))

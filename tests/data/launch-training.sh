@@ -7,6 +7,7 @@ set -euo pipefail
 #   MASTER_PORT=40001  a port that is free on the master
 #   CPUFT_WORLD_SIZE=2  ranks asked for: every rank checks that it finds as many
 #   I_MPI_FABRICS=shm  one host: ranks meet in shared memory
+#   CCL_ATL_SHM=1  one host: ranks meet in shared memory
 #   FI_PROVIDER=tcp  works on every network; set it to efa, verbs or psm3 where the hosts have that
 #   CCL_ATL_TRANSPORT=ofi  oneCCL's own transport over libfabric, as in the recipe
 #   CCL_PROCESS_LAUNCHER=hydra  oneCCL reads ranks from mpirun
@@ -14,6 +15,7 @@ set -euo pipefail
 #   KMP_BLOCKTIME=1  idle OpenMP threads yield their core after 1 ms
 #   KMP_AFFINITY=granularity=fine,compact,1,0  one OpenMP thread a core, none moves
 #   TOKENIZERS_PARALLELISM=false  rows are tokenised before ranks start
+#   CPUFT_RUN_DIR=/runs/one  what a script of yours writes there on the master, you get
 # 
 # settings on node1:
 #   CPUFT_HOSTNAME=node1  every rank checks that it is where the plan put it
@@ -34,15 +36,16 @@ python -m cpuft.train.prepare /runs/one/data.npz --task=mrpc --model=minilm --da
     --train-file= --validation-file= --text-columns= --label-column=label --max-length=128 \
     --padding=dynamic --batch-size=32 --accumulation=1 --epochs=3.0 --max-steps=0 \
     --max-train-samples=0 --learning-rate=2e-05 --weight-decay=0.0 --warmup-ratio=0.0 \
-    --clip-norm=1.0 --dropout=-1.0 --precision=auto --engine=torch --plain=False \
+    --clip-norm=1.0 --dropout=-1.0 --precision=auto --engine=torch --plain=False --compile=False \
     --emulate-bf16=False --backend=auto --grad-compression=auto --sync-every=1 --comm-timeout=300.0 \
     --eval-batch-size=32 --seed=42 --save-model=True
 # start 2 ranks with intel's mpirun; output of rank N: /runs/one/logs/rank-N.out and .err
 mpirun -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
     -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 2 -genv I_MPI_FABRICS shm \
-    -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra -genv CCL_LOG_LEVEL error \
-    -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 -genv TOKENIZERS_PARALLELISM false \
-    -host node1 -n 2 -env CPUFT_HOSTNAME node1 -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
+    -genv CCL_ATL_SHM 1 -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra \
+    -genv CCL_LOG_LEVEL error -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 \
+    -genv TOKENIZERS_PARALLELISM false -genv CPUFT_RUN_DIR /runs/one -host node1 -n 2 -env CPUFT_HOSTNAME node1 \
+    -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
     -env OMP_NUM_THREADS 14 -env I_MPI_PIN_DOMAIN '[0xfffc,0xfffc0000]' -env CCL_WORKER_COUNT 2 -env CCL_WORKER_AFFINITY 0,1,16,17 \
     -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env THP_MEM_ALLOC_ENABLE 1 \
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -m cpuft.rank python \
@@ -50,6 +53,6 @@ mpirun -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errf
     --text-columns= --label-column=label --max-length=128 --padding=dynamic --batch-size=32 \
     --accumulation=1 --epochs=3.0 --max-steps=0 --max-train-samples=0 --learning-rate=2e-05 \
     --weight-decay=0.0 --warmup-ratio=0.0 --clip-norm=1.0 --dropout=-1.0 --precision=auto \
-    --engine=torch --plain=False --emulate-bf16=False --backend=auto --grad-compression=auto \
-    --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 --seed=42 --save-model=True \
-    --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines
+    --engine=torch --plain=False --compile=False --emulate-bf16=False --backend=auto \
+    --grad-compression=auto --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 --seed=42 \
+    --save-model=True --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines
