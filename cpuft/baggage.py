@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 import sys
 import tarfile
@@ -62,7 +63,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
     parcels: list[Parcel] = []
     for index, word in enumerate(command[len(words) :]):
         option, value = _split_option(word)
-        path = Path(value).absolute()
+        path = Path(os.path.abspath(value))  # without dots, unlike Path.absolute
         # A program's bare name is looked for on the host's own PATH.
         is_name = index == 0 and "/" not in value
         if is_name or not value or not path.exists() or path in (Path.cwd(), *Path.cwd().parents):

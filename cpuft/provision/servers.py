@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,7 +37,10 @@ class Servers:
         names = [name.strip() for name in config.hosts.split(",") if name.strip()]
         if not names or len(set(names)) < len(names):
             raise CpuftError(f"--hosts {config.hosts!r}: give different names or addresses, a comma between")
-        self.config = config
+        # What is remembered must hold wherever the next command is typed.
+        paths = {name: getattr(config, name) for name in ("key", "wheels", "pins") if getattr(config, name)}
+        absolute = {name: str(Path(path).expanduser().absolute()) for name, path in paths.items()}
+        self.config = replace(config, **absolute)  # type: ignore[arg-type]  # all of them are texts
         self.members = tuple(Member(name, name, config.user, config.port) for name in names)
         self.hosts = {name: Host(name) for name in names}
         self.directory = state_root(environ) / config.name

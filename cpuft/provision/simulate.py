@@ -30,6 +30,7 @@ def check(config: LocalConfig) -> None:
 
 def make(config: LocalConfig, environ: Mapping[str, str], say: Say) -> str:
     """Make or repair the cluster; a sentence for the user."""
+    config = _without_here(config)
     place = _place(config, environ)
     with lock(Path(f"{place.directory}.lock")):
         converge(
@@ -41,6 +42,7 @@ def make(config: LocalConfig, environ: Mapping[str, str], say: Say) -> str:
 
 def show(config: LocalConfig, environ: Mapping[str, str]) -> str:
     """The first plan, as a script."""
+    config = _without_here(config)
     place = _place(config, environ)
     return format_plan(local.plan_local(config, _gather(config.name, place), place))
 
@@ -124,6 +126,11 @@ def _gather(name: str, place: local.Place) -> MachineFacts:
 
 def _plan_down(name: str, config: LocalConfig, place: local.Place) -> Plan:
     return local.plan_down(config, _gather(name, place), place)
+
+
+def _without_here(config: LocalConfig) -> LocalConfig:
+    """What is remembered must hold wherever the next command is typed."""
+    return replace(config, image=os.path.abspath(config.image)) if config.image else config
 
 
 def _place(config: LocalConfig, environ: Mapping[str, str]) -> local.Place:
