@@ -33,9 +33,9 @@ python -m cpuft.train.prepare /runs/one/data.npz --task=mrpc --model=minilm --da
     --train-file= --validation-file= --text-columns= --label-column=label --max-length=128 \
     --padding=dynamic --batch-size=32 --accumulation=1 --epochs=3.0 --max-steps=0 \
     --max-train-samples=0 --learning-rate=2e-05 --weight-decay=0.0 --warmup-ratio=0.0 \
-    --clip-norm=1.0 --dropout=-1.0 --precision=auto --plain=False --emulate-bf16=False \
-    --backend=auto --grad-compression=auto --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 \
-    --seed=42 --save-model=True
+    --clip-norm=1.0 --dropout=-1.0 --precision=auto --plain=False --compile=False \
+    --emulate-bf16=False --backend=auto --grad-compression=auto --sync-every=1 --comm-timeout=300.0 \
+    --eval-batch-size=32 --seed=42 --save-model=True
 # start 2 ranks with intel's mpirun; output of rank N: /runs/one/logs/rank-N.out and .err
 mpirun -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
     -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 2 -genv I_MPI_FABRICS shm \
@@ -48,6 +48,6 @@ mpirun -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errf
     --validation-file= --text-columns= --label-column=label --max-length=128 --padding=dynamic \
     --batch-size=32 --accumulation=1 --epochs=3.0 --max-steps=0 --max-train-samples=0 \
     --learning-rate=2e-05 --weight-decay=0.0 --warmup-ratio=0.0 --clip-norm=1.0 --dropout=-1.0 \
-    --precision=auto --plain=False --emulate-bf16=False --backend=auto --grad-compression=auto \
-    --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 --seed=42 --save-model=True \
-    --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines
+    --precision=auto --plain=False --compile=False --emulate-bf16=False --backend=auto \
+    --grad-compression=auto --sync-every=1 --comm-timeout=300.0 --eval-batch-size=32 --seed=42 \
+    --save-model=True --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines
