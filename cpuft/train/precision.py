@@ -71,10 +71,12 @@ def _rate(dtype: torch.dtype) -> float:
 
 def _kernel(dtype: torch.dtype) -> str:
     # Who has oneDNN talking already hears it anyway, and would not after this.
-    if not torch.backends.mkldnn.is_available() or os.environ.get("ONEDNN_VERBOSE", "0") != "0":
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not has_onednn or os.environ.get("ONEDNN_VERBOSE", "0") != "0":
         return ""
     left, right = torch.randn(2, 64, 64).to(dtype)
-    with _output() as lines, torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+    verbose = torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)  # type: ignore[no-untyped-call]
+    with _output() as lines, verbose:
         torch.mm(left, right)
     return parse_kernel("".join(lines))
 

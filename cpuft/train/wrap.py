@@ -29,7 +29,8 @@ def wrap_trainer(done: list[str]) -> None:
     @functools.wraps(own)
     def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = own(self, *args, **kwargs)
-        accelerate(self.model, optimizer)
+        # When it trains once more, the Trainer has wrapped the optimizer in one of Accelerate's.
+        accelerate(self.model, getattr(optimizer, "optimizer", optimizer))
         done.append(type(self.model).__name__)
         return optimizer
 

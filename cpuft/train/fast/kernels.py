@@ -26,7 +26,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 # -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. Not -ffast-math: linking
 # with it makes every thread of the process flush denormals, torch's too.
 FLAGS = (
-    *("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"),
+    *("-O3", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"),
     *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
 )
 
@@ -96,23 +96,27 @@ def _load() -> tuple[Kernels | None, str]:
     if compiler is None:
         return None, "off: no C++ compiler; install g++ for the fast kernels"
     try:
-        return Kernels(_build(compiler)), "on"
+        return Kernels(build(compiler)), "on"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         return None, f"off: {compiler} could not build them: {str(said).strip().splitlines()[-1:]}"
 
 
-def _build(compiler: str) -> Path:
-    """The library's path, built unless the cache has it. Ranks that race build twice and rename over each other."""
+def build(compiler: str, processor: str = "native") -> Path:
+    """The library's path, built unless the cache has it. Ranks that race build twice and rename over each other.
+
+    `processor` is what the compiler's -march takes.
+    """
+    flags = (f"-march={processor}", *FLAGS)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    key = hashlib.sha256("\n".join([SOURCE.read_text(), *FLAGS, version, _processor()]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join([SOURCE.read_text(), *flags, version, _processor()]).encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpuft"
     library = home / f"kernels-{key}.so"
     if not library.exists():
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home) as folder:
             made = Path(folder) / "kernels.so"
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            command = [compiler, *flags, str(SOURCE), "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
             made.replace(library)
     return library
