@@ -38,7 +38,7 @@ ALLOWED = {
     "provision": FOURTH | {"provision", "launch"},
     "doctor": FOURTH | {"doctor", "launch"},
     "train": WORKER | {"train", "comm"},
-    "comm": WORKER | {"comm"},
+    "comm": WORKER | {"comm", "rank"},
     "report": {"record", "errors", "report"},
 }
 FREE = {"cli", "__init__", "__main__"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 
 GRADIENT_BYTES = 25 * 2**20
-"""DistributedDataParallel's default bucket (bucket_cap_mb=25): the message a training run sends most."""
+"""About what the word embeddings of a small encoder take, the biggest message of a step, and DDP's own bucket."""
 TIE = 1.02
 """Backends within 2 % of the fastest are as good: repeated medians on one quiet pair of hosts differ by as much."""
 PREFERENCE = ("gloo", "mpi", "ccl")

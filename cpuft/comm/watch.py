@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -14,6 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.liveness import Line
 from cpuft.comm.operations import Operation, Register, describe_absence, describe_failure, find_overdue
+from cpuft.rank import abort_job
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: not the rank's own fault, and worth another try."""
@@ -129,15 +129,5 @@ def _leave(text: str) -> None:
     threading.Thread(target=sys.stdout.flush, daemon=True).start()
     # mpirun kills all ranks when the first one ends: the others need a moment for a line of their own.
     time.sleep(_PARTING_SECONDS)
-    _abort_job()
+    abort_job(os.environ, EXIT_CODE)
     os._exit(EXIT_CODE)
-
-
-def _abort_job() -> None:
-    """Ask hydra, if it started this rank, to end all others: a stopped rank cannot end itself.
-
-    mpirun does that on its own only for ranks that have initialized MPI. The line is the abort of the PMI-1 wire
-    protocol (MPICH's src/pmi), which hydra of MPICH and Intel MPI speaks on the descriptor PMI_FD.
-    """
-    with contextlib.suppress(KeyError, ValueError, OSError):
-        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={EXIT_CODE}\n".encode())

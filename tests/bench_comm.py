@@ -1,0 +1,133 @@
+"""Run by scripts/bench-comm: what the backends reach on this machine, in turn, against the bars of the project."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from cpuft.record import read_record
+from cpuft.report.bandwidth import parse_bench
+
+ROUNDS = 5
+BUCKET = 26214400
+SIZES = (1 << 20, BUCKET, 110 << 20)
+CLUSTER = "bench-comm"
+Medians = list[Mapping[tuple[str, int], float]]
+"""Of each round: backend and bytes -> median seconds."""
+
+
+def cpuft(folder: Path, *words: str) -> str:
+    """Run cpuft in a folder; what it printed. Its complaints go to the terminal."""
+    environ = dict(os.environ) | {"CPUFT_STATE": str(folder / "state")}
+    command = [sys.executable, "-m", "cpuft", *words]
+    return subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def measure(folder: Path, name: str, sizes: Sequence[int], *where: str) -> Medians:
+    """All-reduces of fp32 over each backend, and over what auto chooses, round by round."""
+    words = ["--backends", "auto,gloo,mpi,ccl", "--dtypes", "float32", "--rounds", str(ROUNDS)]
+    words += ["--sizes", ",".join(map(str, sizes)), "--run-dir", str(folder / name)]
+    print(cpuft(folder, "bench", "comm", "--np", "2", *where, *words))
+    rows = parse_bench((folder / name / "comm.jsonl").read_text(), name)
+    each = len(rows) // ROUNDS
+    return [
+        {(row["backend"].partition(":")[0], row["nbytes"]): statistics.median(row["seconds"]) for row in part}
+        for part in (rows[at : at + each] for at in range(0, len(rows), each))
+    ]
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """Median, least and largest."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def check_one_host(folder: Path) -> bool:
+    """The better of ccl and mpi at least 4 times as fast as gloo."""
+    rounds = measure(folder, "one-host", [BUCKET])
+    better = {name: [one["gloo", BUCKET] / one[name, BUCKET] for one in rounds] for name in ("ccl", "mpi")}
+    for name, ratios in better.items():
+        print(f"one host, 25 MiB: {name} is {spread(ratios)} times as fast as gloo")
+    return max(map(statistics.median, better.values())) >= 4
+
+
+@contextmanager
+def two_hosts(folder: Path, *words: str) -> Iterator[None]:
+    """Two simulated hosts for the time of the context."""
+    cpuft(folder, "provision", "local", "--name", CLUSTER, "--nodes", "2", *words)
+    try:
+        yield
+    finally:
+        cpuft(folder, "provision", "down", CLUSTER)
+
+
+def check_two_hosts(folder: Path) -> bool:
+    """auto within 5 % of the best, and of gloo, at three sizes."""
+    with two_hosts(folder):
+        rounds = measure(folder, "two-hosts", SIZES, "--cluster", CLUSTER)
+    well = True
+    for size in SIZES:
+        medians = {
+            name: statistics.median(one[name, size] for one in rounds) for name in ("auto", "gloo", "mpi", "ccl")
+        }
+        behind, gloo = medians["auto"] / min(medians.values()), medians["auto"] / medians["gloo"]
+        print(f"two hosts, {size >> 20} MiB: auto takes {behind:.3f} of the best's time, {gloo:.3f} of gloo's")
+        well &= max(behind, gloo) <= 1.05
+    return well
+
+
+def check_overlap(folder: Path) -> bool:
+    """Backward with communication at most 60 % of backward and communication one after the other."""
+    turns = list(itertools.product(("gloo", "mpi", "ccl"), ("25", "4")))
+    for backend, bucket in turns:
+        _overlap(folder, "one host", backend, bucket)
+    with two_hosts(folder, "--net", "1gbit"):
+        shares = [_overlap(folder, "two hosts", *turn, "--cluster", CLUSTER) for turn in turns]
+    return min(shares) <= 0.6
+
+
+def _overlap(folder: Path, place: str, backend: str, bucket: str, *where: str) -> float:
+    script = str(Path(__file__).parent / "comm/overlap.py")
+    run_dir = folder / f"overlap-{len(where)}-{backend}-{bucket}"
+    cpuft(folder, "launch", "--np", "2", "--run-dir", str(run_dir), *where, "--", script, backend, bucket)
+    found = json.loads((run_dir / "logs/rank-0.out").read_text().splitlines()[-1])
+    print(place, json.dumps(found))
+    return float(found["share"])
+
+
+def check_compression(folder: Path, data: str) -> bool:
+    """MRPC's metric with gradients as bf16 within 0.01 of fp32's, and half the bytes."""
+    runs = {}
+    for compression in ("none", "bf16"):
+        job = ["launch", "--np", "2", "--task", "mrpc", "--data-dir", data, "--learning-rate", "1e-4", "--plain"]
+        cpuft(folder, *job, "--grad-compression", compression, "--no-save-model", "--run-dir", f"mrpc-{compression}")
+        record = read_record(str(folder / f"mrpc-{compression}"))
+        assert record.footer is not None
+        runs[compression] = record.metrics | {"bytes_per_step": record.footer.bytes_per_step}
+    print(json.dumps(runs))
+    near = all(abs(runs["bf16"][name] - runs["none"][name]) <= 0.01 for name in ("accuracy", "f1"))
+    return near and runs["bf16"]["bytes_per_step"] <= 0.51 * runs["none"]["bytes_per_step"]
+
+
+def main() -> None:
+    """All measurements; exit code 1 when a bar is missed."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        results = {"one host": check_one_host(folder)}
+        if os.geteuid() == 0:
+            results |= {"two hosts": check_two_hosts(folder), "overlap": check_overlap(folder)}
+        if sys.argv[1:]:
+            results["compression"] = check_compression(folder, str(Path(sys.argv[1]).absolute()))
+        print(json.dumps(results))
+    sys.exit(not all(results.values()))
+
+
+if __name__ == "__main__":
+    main()
