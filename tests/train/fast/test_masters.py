@@ -47,8 +47,9 @@ def test_an_update_is_the_plain_optimizer_s_on_fp32(name: str, kernels: bool) ->
         torch.testing.assert_close(value, wanted[key], atol=2e-6, rtol=1e-5, msg=key)
     for parameter, value in zip(fast.parameters(), plain.parameters(), strict=True):
         assert parameter.dtype == torch.float32 or (parameter - value).abs().max() < value.abs().max() / 128
-    for slow, quick in zip(theirs.state.values(), mine.state.values(), strict=True):
-        for entry, value in slow.items():
+    for own, other in zip(fast.parameters(), plain.parameters(), strict=True):
+        quick = mine.state[own]
+        for entry, value in theirs.state[other].items():
             assert entry == "step" or quick[entry] is None or quick[entry].dtype == torch.float32
             torch.testing.assert_close(quick[entry], value, atol=2e-6, rtol=1e-5)
 
