@@ -53,8 +53,8 @@ def find_problem(config: TrainConfig, versions: Mapping[str, str], machine: str)
     for name, version in versions.items():
         if not version.startswith(f"{VERSION}."):
             return f"--engine ipex needs {name} {VERSION}, and here is {version or 'none'}: {_ELSEWHERE}"
-    if config.plain:
-        return "--plain and --engine ipex exclude each other: leave one of them out"
+    if config.plain or config.compile:
+        return "--engine ipex excludes --plain and --compile: leave either it or them out"
     if config.sync_every > 1:
         return "--sync-every cannot average the fp32 weights that IPEX keeps to itself: leave it or --engine out"
     return ""

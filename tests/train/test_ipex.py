@@ -37,7 +37,14 @@ MOVE = "use the environment that scripts/check-ipex makes, or leave --engine out
             "2.8.0",
             "2.8.0",
             "x86_64",
-            "--plain and --engine ipex exclude each other: leave one of them out",
+            "--engine ipex excludes --plain and --compile: leave either it or them out",
+        ),
+        (
+            TrainConfig(engine="ipex", compile=True),
+            "2.8.0",
+            "2.8.0",
+            "x86_64",
+            "--engine ipex excludes --plain and --compile: leave either it or them out",
         ),
         (
             TrainConfig(engine="ipex", sync_every=2),
