@@ -19,9 +19,9 @@ from cpuft.report.bandwidth import parse_bench
 ROUNDS = 5
 BUCKET = 26214400
 SIZES = (1 << 20, BUCKET, 110 << 20)
-CLUSTER = "bench-comm"
-Medians = list[Mapping[tuple[str, int], float]]
-"""Of each round: backend and bytes -> median seconds."""
+CLUSTER = "bench"
+Rounds = list[Mapping[tuple[str, int], list[float]]]
+"""Of each round: backend and bytes -> seconds of each repetition."""
 
 
 def cpuft(folder: Path, *words: str) -> str:
@@ -31,7 +31,7 @@ def cpuft(folder: Path, *words: str) -> str:
     return subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def measure(folder: Path, name: str, sizes: Sequence[int], *where: str) -> Medians:
+def measure(folder: Path, name: str, sizes: Sequence[int], *where: str) -> Rounds:
     """All-reduces of fp32 over each backend, and over what auto chooses, round by round."""
     words = ["--backends", "auto,gloo,mpi,ccl", "--dtypes", "float32", "--rounds", str(ROUNDS)]
     words += ["--sizes", ",".join(map(str, sizes)), "--run-dir", str(folder / name)]
@@ -39,7 +39,7 @@ def measure(folder: Path, name: str, sizes: Sequence[int], *where: str) -> Media
     rows = parse_bench((folder / name / "comm.jsonl").read_text(), name)
     each = len(rows) // ROUNDS
     return [
-        {(row["backend"].partition(":")[0], row["nbytes"]): statistics.median(row["seconds"]) for row in part}
+        {(row["backend"].partition(":")[0], row["nbytes"]): row["seconds"] for row in part}
         for part in (rows[at : at + each] for at in range(0, len(rows), each))
     ]
 
@@ -52,7 +52,8 @@ def spread(ratios: Sequence[float]) -> str:
 def check_one_host(folder: Path) -> bool:
     """The better of ccl and mpi at least 4 times as fast as gloo."""
     rounds = measure(folder, "one-host", [BUCKET])
-    better = {name: [one["gloo", BUCKET] / one[name, BUCKET] for one in rounds] for name in ("ccl", "mpi")}
+    medians = [{name: statistics.median(one[name, BUCKET]) for name in ("gloo", "mpi", "ccl")} for one in rounds]
+    better = {name: [one["gloo"] / one[name] for one in medians] for name in ("ccl", "mpi")}
     for name, ratios in better.items():
         print(f"one host, 25 MiB: {name} is {spread(ratios)} times as fast as gloo")
     return max(map(statistics.median, better.values())) >= 4
@@ -75,7 +76,8 @@ def check_two_hosts(folder: Path) -> bool:
     well = True
     for size in SIZES:
         medians = {
-            name: statistics.median(one[name, size] for one in rounds) for name in ("auto", "gloo", "mpi", "ccl")
+            name: statistics.median(itertools.chain.from_iterable(one[name, size] for one in rounds))
+            for name in ("auto", "gloo", "mpi", "ccl")
         }
         behind, gloo = medians["auto"] / min(medians.values()), medians["auto"] / medians["gloo"]
         print(f"two hosts, {size >> 20} MiB: auto takes {behind:.3f} of the best's time, {gloo:.3f} of gloo's")
