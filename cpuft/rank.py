@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 
 from cpuft.environment import World, parse_world
@@ -77,7 +79,34 @@ def run_worker(command: list[str], environ: Mapping[str, str]) -> int:
         end_with_parent()
         os.execvpe(command[0], command, dict(environ))
     status = os.waitpid(child, 0)[1]
+    remove_shared_memory(child)
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def remove_shared_memory(process: int) -> None:
+    """Unlink what libfabric's shm provider leaves of a process that did not get to its exit handlers: 64 MB each time.
+
+    It names its segments PID:N:N (prov/shm of libfabric).
+    """
+    for path in glob.glob(f"/dev/shm/{process}:*"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def remove_abandoned_memory(folder: str = "/dev/shm", least_age: float = 60.0) -> None:
+    """Unlink the segments of processes of ours that are gone: killed together with the parent that would have done it.
+
+    Parameters
+    ----------
+    least_age: seconds; processes of another PID namespace look gone too, and need theirs only while they start.
+    """
+    for path in glob.glob(f"{folder}/*:*:*"):
+        process = os.path.basename(path).partition(":")[0]
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            old = time.time() - found.st_mtime >= least_age
+            if process.isdecimal() and old and found.st_uid == os.getuid() and not os.path.exists(f"/proc/{process}"):
+                os.unlink(path)
 
 
 def format_failure(world: World, hostname: str, code: int) -> str:
@@ -96,6 +125,7 @@ def main() -> None:
     end_with_parent()
     hostname, code = socket.gethostname(), 2
     world = World(0, 1, 0, 1)
+    remove_abandoned_memory()
     try:
         world = parse_world(os.environ)
         check_place(world, os.environ, hostname)

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from cpuft.comm.operations import Register, Traffic
 from cpuft.comm.watch import Watch
 from cpuft.errors import CpuftError
+from cpuft.rank import remove_shared_memory
 
 TIMEOUT_VARIABLE = "CPUFT_COMM_TIMEOUT"
 
@@ -55,6 +56,7 @@ def leave(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    remove_shared_memory(os.getpid())
     os._exit(code)
 
 

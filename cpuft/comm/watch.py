@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.liveness import Line
 from cpuft.comm.operations import Operation, Register, describe_absence, describe_failure, find_overdue
-from cpuft.rank import abort_job
+from cpuft.rank import abort_job, remove_shared_memory
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: not the rank's own fault, and worth another try."""
@@ -130,4 +130,5 @@ def _leave(text: str) -> None:
     # mpirun kills all ranks when the first one ends: the others need a moment for a line of their own.
     time.sleep(_PARTING_SECONDS)
     abort_job(os.environ, EXIT_CODE)
+    remove_shared_memory(os.getpid())
     os._exit(EXIT_CODE)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import cpuft
+from cpuft.rank import remove_abandoned_memory
 
 MPIRUN = Path(sys.prefix, "bin", "mpiexec.hydra")
 ROOT = Path(cpuft.__file__).parents[1]
@@ -41,9 +42,13 @@ def mpirun(
     """Run a module of this directory on so many ranks; the output is kept whole for the assertion that may fail."""
     command = [str(MPIRUN), "-iface", "lo", "-host", "localhost", "-n", str(ranks)]
     command += [sys.executable, "-m", f"tests.comm.{module}", *arguments]
-    return subprocess.run(
-        command, env=settings(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
-    )
+    try:
+        return subprocess.run(
+            command, env=settings(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
+        )
+    finally:
+        # Here no cpuft.rank sweeps behind a rank that is killed.
+        remove_abandoned_memory(least_age=0.0)
 
 
 def become_rank() -> None:
