@@ -119,13 +119,14 @@ class Masters:
                 self.mark(parameter)
 
 
-def _exchange(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def _exchange(optimizer: Optimizer, others: Mapping[Any, nn.Parameter]) -> None:
     """Put others in the place of parameters, their state with them."""
     for group in optimizer.param_groups:
         group["params"][:] = [others.get(p, p) for p in group["params"]]
-    for old, new in others.items():
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+    state = list(optimizer.state.items())
+    optimizer.state.clear()
+    for parameter, values in state:
+        optimizer.state[others.get(parameter, parameter)] = values
 
 
 @contextmanager
