@@ -96,8 +96,11 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
         # Ranks of one host meet in shared memory, not over its loopback.
         "CCL_ATL_SHM": "1",
     }
-    if len(cores) <= workers:
-        settings["CCL_YIELD"] = "sched_yield"
+    at = environment.get("CCL_WORKER_AFFINITY", settings["CCL_WORKER_AFFINITY"])
+    if cores.intersection(int(core) for core in at.split(",") if core.isdigit()):
+        # A worker without a core of its own gets out of the way; the default keeps spinning. Not by sched_yield, for
+        # the reason in the shim.
+        settings["CCL_YIELD"] = "sleep"
     if "PMI_RANK" not in environment:
         settings |= {
             "CCL_PROCESS_LAUNCHER": "none",

@@ -84,6 +84,11 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS)}")
 
 
+def narrow(gradient: torch.Tensor, compression: str) -> torch.Tensor:
+    """A gradient in the type that it is sent as; itself when it has that type."""
+    return gradient.to(_HALVES.get(compression, gradient.dtype))
+
+
 def gradient_type(compression: str) -> str:
     """torch's name of the type that most bytes have on their way."""
     return str(_HALVES.get(compression, torch.float32)).removeprefix("torch.")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft.comm import take_traffic
 from cpuft.comm.compression import Reduce, make_reduce
 from cpuft.comm.local_sgd import average_parameters
+from cpuft.comm.rows import RowExchange, exchange_rows
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
@@ -46,15 +48,19 @@ class Clock:
 
 
 class LastGradient:
-    """When DDP had the last bucket of gradients ready: what backward takes after that is waiting for others."""
+    """When the last gradient was ready: what backward takes after that is waiting for others."""
 
     def __init__(self, reduce: Reduce) -> None:
         self._reduce = reduce
         self.at = 0.0
 
+    def note(self, *_: object) -> None:
+        """A gradient is ready."""
+        self.at = time.perf_counter()
+
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Note the time, then average the bucket over all ranks."""
-        self.at = time.perf_counter()
+        self.note()
         return self._reduce(bucket)
 
 
@@ -81,16 +87,22 @@ class Loop:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._rate)
         self.parallel: torch.nn.Module = model
         self.last_gradient: LastGradient | None = None
+        self.rows: RowExchange | None = None
         if place.size > 1 and config.sync_every == 1:
-            assert dist.group.WORLD is not None
-            last = self.last_gradient = LastGradient(
-                make_reduce(choose_compression(config, precision), dist.group.WORLD)
-            )
-            self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)
-            # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
-            self.parallel.register_comm_hook(None, lambda _, bucket: last.reduce(bucket))
+            self._exchange_gradients(choose_compression(config, precision))
         # Ranks share weights, not dropout masks.
         torch.manual_seed(config.seed + 1 + place.rank)
+
+    def _exchange_gradients(self, compression: str) -> None:
+        """Layers' gradients by DDP, in the course of backward; word embeddings' after it, by rows."""
+        assert dist.group.WORLD is not None
+        self.rows = exchange_rows(self.model, compression, dist.group.WORLD)
+        last = self.last_gradient = LastGradient(make_reduce(compression, dist.group.WORLD))
+        if self.rows:
+            self.rows.weight.register_post_accumulate_grad_hook(last.note)  # type: ignore[no-untyped-call]
+        self.parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)
+        # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
+        self.parallel.register_comm_hook(None, lambda _, bucket: last.reduce(bucket))
 
     def _rate(self, update: int) -> float:
         return learning_rate_factor(update, self.updates, self.config.warmup_ratio)
@@ -146,6 +158,9 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
         for index, (batch, weight) in enumerate(micro)
     )
     waited = max(0.0, clock.last - loop.last_gradient.at) if loop.last_gradient else 0.0
+    if loop.rows:
+        loop.rows.average(name_tokens(loop.prepared, rows))
+        waited += clock.lap("communication")
     if loop.config.clip_norm:
         clip_gradients(loop.optimizer, loop.model.parameters(), loop.config.clip_norm)
     rate = float(loop.schedule.get_last_lr()[0])
@@ -153,6 +168,8 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     loop.schedule.step()
     # DDP's gradients are views of its buckets, and must stay where they are.
     loop.optimizer.zero_grad(set_to_none=loop.parallel is loop.model)
+    if loop.rows:
+        loop.rows.clear()
     clock.lap("update")
     if loop.place.size > 1 and loop.parallel is loop.model and _is_due(loop, number):
         with fp32_weights(loop.model):
@@ -161,6 +178,13 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     dist.all_reduce(totals)
     waited += clock.lap("communication")
     return _line(clock, number, rate, len(rows), totals.tolist(), waited)
+
+
+def name_tokens(prepared: Prepared, rows: Order) -> torch.Tensor:
+    """The tokens of an update's rows on all ranks, and the one that pads: what any rank looks up in it."""
+    tokens = prepared.train
+    parts = [tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]] for row in rows]
+    return torch.from_numpy(np.concatenate([*parts, [prepared.pad_id]]).astype(np.int64))
 
 
 def _is_due(loop: Loop, number: int) -> bool:

@@ -2,12 +2,14 @@
 
     overlap.py BACKEND [BUCKET_MB [MODEL]]
 
-Takes turns between backward alone, the all-reduces of its buckets alone, and both together as DistributedDataParallel
-does it, and prints medians in milliseconds and how many cores a rank kept busy meanwhile, as one JSON object.
+Takes turns between backward alone, the all-reduces of its gradients alone, and both together as training does it:
+layers by DistributedDataParallel, word embeddings by rows. Prints medians in milliseconds, how many cores a rank kept
+busy meanwhile, and the bytes it sent, as one JSON object.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -19,8 +21,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification
 
-from cpuft.comm import start
+from cpuft.comm import start, take_traffic
 from cpuft.comm.compression import make_reduce
+from cpuft.comm.rows import exchange_rows
 from cpuft.comm.session import leave
 from cpuft.train.model import find_model
 
@@ -70,34 +73,44 @@ def main() -> None:
         buckets[bucket.index()] = bucket.buffer()
         return reduce(bucket)
 
+    exchange = exchange_rows(model, "bf16", dist.group.WORLD)
+    assert exchange is not None
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=float(bucket_mb))
     parallel.register_comm_hook(None, hook)
-    inputs = torch.randint(1000, 30000, (ROWS, TOKENS))
+    tokens = torch.randint(1000, 30000, (size, ROWS, TOKENS))
+    inputs = tokens[dist.get_rank()]
 
     def loss() -> torch.Tensor:
         return parallel(input_ids=inputs).logits.float().sum() / size  # type: ignore[no-any-return]
+
+    def together(loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        exchange.average(tokens)
 
     def reduce_all() -> None:
         works = [dist.all_reduce(buffer, async_op=True) for _, buffer in sorted(buckets.items())]
         for work in works:
             assert work is not None
             work.wait()
+        exchange.average(tokens)
 
     turns = Turns()
     for _ in range(ROUNDS):
-        together = loss()
-        turns.take("together", together.backward)
+        turns.take("together", functools.partial(together, loss()))
         with parallel.no_sync():
+            exchange.clear()
             alone = loss()
             turns.take("backward", alone.backward)
+        take_traffic()
         turns.take("communication", reduce_all)
+        sent = take_traffic()
         model.zero_grad(set_to_none=False)
+        exchange.clear()
     if dist.get_rank() == 0:
         found = {name: turns.medians(name) for name in ("backward", "communication", "together")}
         share = found["together"][0] / (found["backward"][0] + found["communication"][0])
         times = {f"{name}_ms": round(seconds * 1e3, 2) for name, (seconds, _) in found.items()}
         cores = {f"{name}_cores": round(busy, 2) for name, (_, busy) in found.items()}
-        sent = sum(buffer.nbytes for buffer in buckets.values())
         print(
             json.dumps(
                 {
@@ -106,7 +119,7 @@ def main() -> None:
                     "model": name,
                     **times,
                     **cores,
-                    "bytes": sent,
+                    "bytes": sent.nbytes,
                     "share": round(share, 3),
                 }
             )

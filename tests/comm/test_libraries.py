@@ -30,21 +30,34 @@ def test_handles_of_16_bit_floats_belong_to_a_library(library: str, handles: dic
 @pytest.mark.parametrize(
     "environment, cores, expected",
     (
-        ({"PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, {0, 1, 2, 3}, {"CCL_WORKER_AFFINITY": "3,2"}),
-        ({"PMI_RANK": "0", "MPI_LOCALNRANKS": "2"}, {0, 1}, {"CCL_WORKER_AFFINITY": "1,0", "CCL_YIELD": "sched_yield"}),
-        ({"PMI_RANK": "0", "CCL_WORKER_COUNT": "2"}, {4, 5, 6, 7}, {"CCL_WORKER_AFFINITY": "7,6"}),
+        (
+            {"PMI_RANK": "0", "MPI_LOCALNRANKS": "2"},
+            {0, 1, 2, 3},
+            {"CCL_WORKER_AFFINITY": "3,2", "CCL_YIELD": "sleep"},
+        ),
+        (
+            {"PMI_RANK": "0", "MPI_LOCALNRANKS": "2", "CCL_WORKER_AFFINITY": "0,1"},
+            {2, 3},
+            {"CCL_WORKER_AFFINITY": "3,2"},
+        ),
+        (
+            {"PMI_RANK": "0", "CCL_WORKER_COUNT": "2"},
+            {4, 5, 6, 7},
+            {"CCL_WORKER_AFFINITY": "7,6", "CCL_YIELD": "sleep"},
+        ),
         (
             {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
             {0, 1, 2, 3},
             {
                 "CCL_WORKER_AFFINITY": "3,2",
+                "CCL_YIELD": "sleep",
                 "CCL_PROCESS_LAUNCHER": "none",
                 "CCL_LOCAL_RANK": "1",
                 "CCL_LOCAL_SIZE": "2",
             },
         ),
     ),
-    ids=("workers on the last cores", "cores are scarce", "two workers", "no mpirun"),
+    ids=("workers on the last cores", "workers on cores of their own", "two workers", "no mpirun"),
 )
 def test_what_oneccl_is_told(environment: dict[str, str], cores: set[int], expected: dict[str, str]) -> None:
     always = {"CCL_WORKER_OFFLOAD": "1", "CCL_ATL_TRANSPORT": "ofi", "CCL_ATL_SHM": "1"}

@@ -31,3 +31,12 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
     assert found["local_sgd"]["bytes"] == 4 * PARAMETERS
     assert found["local_sgd"]["loss"] < 0.2
     assert found["fsdp"]["rows"] == 64
+    layer = 32 + 1
+    for name, width in {"none": 4, "bf16": 2, "fp16": 2}.items():
+        # Words 1, 3, 7 and 900.
+        assert found[f"rows {name}"] == {
+            "equal": True,
+            "named": 4,
+            "bytes": width * (4 * 32 + layer),
+            "whole bytes": width * (1000 * 32 + layer),
+        }

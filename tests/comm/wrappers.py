@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft import comm
 from cpuft.comm.compression import compress_gradients
 from cpuft.comm.local_sgd import average_parameters
+from cpuft.comm.rows import exchange_rows
 from tests.comm.ranks import become_rank
 
 STEPS = 14
@@ -82,6 +83,48 @@ def fsdp() -> Result:
     return result | {"norm": float(total.full_tensor()), "rows": float(first.full_tensor().shape[0])}
 
 
+class Lookup(torch.nn.Module):
+    """A look-up of 1000 words and a layer over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(1000, 32)
+        self.layer = torch.nn.Linear(32, 1)
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.words
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.words(tokens))  # type: ignore[no-any-return]
+
+
+def embedding_gradient(compression: str, by_rows: bool) -> tuple[torch.Tensor, int]:
+    """The word embedding's mean gradient after two accumulated passes of a rank, and the bytes that took."""
+    model = Lookup()
+    assert dist.group.WORLD is not None
+    exchange = exchange_rows(model, compression, dist.group.WORLD) if by_rows else None
+    parallel = DistributedDataParallel(model)
+    compress_gradients(parallel, compression)
+    # Ranks name words of their own, and words of both; word 7 twice in a row.
+    named = torch.tensor([[[1, 7], [7, 3]], [[3, 7], [900, 3]]])
+    comm.take_traffic()
+    first, last = named[dist.get_rank() % 2]
+    with parallel.no_sync():
+        torch.autograd.backward(parallel(first).square().sum())
+    torch.autograd.backward(parallel(last).sin().sum())
+    if exchange:
+        exchange.average(named)
+    gradient = model.words.weight.grad
+    assert gradient is not None
+    return gradient.clone(), comm.take_traffic().nbytes
+
+
+def embedding(compression: str) -> Result:
+    (whole, most), (rows, nbytes) = (embedding_gradient(compression, by_rows) for by_rows in (False, True))
+    return {"equal": torch.equal(whole, rows), "named": int(rows.any(1).sum()), "bytes": nbytes, "whole bytes": most}
+
+
 def local_sgd() -> Result:
     model = make_model()
     updates = itertools.count(1)
@@ -98,6 +141,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     comm.start(sys.argv[1], timeout_seconds=20)
     found = {f"ddp {name}": ddp(name) for name in ("none", "bf16", "fp16", "powersgd")}
+    found |= {f"rows {name}": embedding(name) for name in ("none", "bf16", "fp16")}
     found |= {"zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
     Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
