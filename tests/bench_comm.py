@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from cpuft.comm.choice import BUCKET_BYTES
 from cpuft.record import read_record
 from cpuft.report.bandwidth import parse_bench
-from cpuft.train.loop import BUCKET_MB
 
 ROUNDS = 5
 BUCKET = 26214400
@@ -106,7 +106,19 @@ def check_overlap(folder: Path) -> bool:
 def _overlap(folder: Path, place: str, backend: str, *where: str) -> float:
     script = str(Path(__file__).parent / "comm/overlap.py")
     run_dir = folder / f"overlap-{place.replace(' ', '-')}-{backend}"
-    cpuft(folder, "launch", "--np", "2", "--run-dir", str(run_dir), *where, "--", script, backend, str(BUCKET_MB))
+    cpuft(
+        folder,
+        "launch",
+        "--np",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        *where,
+        "--",
+        script,
+        backend,
+        str(BUCKET_BYTES / 2**20),
+    )
     found = json.loads((run_dir / "logs/rank-0.out").read_text().splitlines()[-1])
     print(place, json.dumps(found), flush=True)
     return float(found["share"])

@@ -92,7 +92,7 @@ def test_the_choice_of_a_backend_is_remembered(tmp_path: Path) -> None:
     (remembered,) = (tmp_path / "cache/cpuft").glob("backend-*.json")
     assert json.loads(remembered.read_text())["backend"] == first.header.backend
     said = Path("run/logs/rank-0.err").read_text()
-    assert f"gradients over {first.header.backend}: all-reduce of 25 MiB takes" in said
+    assert f"gradients over {first.header.backend}: all-reduce of 1 MiB takes" in said
 
 
 def test_bench_measures_and_plots() -> None:

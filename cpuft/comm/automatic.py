@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from cpuft.comm.choice import Choice, cache_key, read_choice, write_choice
+from cpuft.comm.choice import BUCKET_BYTES, Choice, cache_key, read_choice, write_choice
 from cpuft.comm.measure import choose
 
 _PACKAGES = ("torch", "impi-rt", "oneccl-cpu", "mpi4py")
@@ -23,7 +23,7 @@ def choose_automatically(store: Store, rank: int, size: int, cache: Path, dtype:
     store = PrefixStore("automatic", store)
     store.set(f"host/{rank}", socket.gethostname())
     hosts = [store.get(f"host/{other}").decode() for other in range(size)]
-    key = cache_key(hosts, size, _versions() | {"type": dtype})
+    key = cache_key(hosts, size, _versions() | {"type": dtype, "bytes": str(BUCKET_BYTES)})
     if rank == 0:
         remembered = read_choice(cache, key)
         store.set("remembered", json.dumps(remembered and [remembered.backend, remembered.reason]))

@@ -33,15 +33,17 @@ def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
     pooled: dict[tuple[str, str, str, int], Measurement] = {}
     for found in measurements:
         key = found.backend, found.operation, found.dtype, found.nbytes
-        before = pooled[key].seconds if key in pooled else ()
-        pooled[key] = dataclasses.replace(found, seconds=before + found.seconds)
+        if before := pooled.get(key):
+            found = dataclasses.replace(found, seconds=before.seconds + found.seconds, busy=before.busy + found.busy)
+        pooled[key] = found
     return list(pooled.values())
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """The measurements as aligned text, the rounds of each together; times are the median and the middle half."""
+    """The measurements as aligned text, the rounds of each together; times are the median and the middle half,
+    and busy the share of a rank's cores."""
     lines = [
-        f"{'operation':14} {'type':9} {'bytes':>11} {'backend':9} {'ms':>9} {'middle half':>19} "
+        f"{'operation':14} {'type':9} {'bytes':>11} {'backend':9} {'ms':>9} {'middle half':>19} {'busy':>5} "
         f"{'alg GB/s':>9} {'bus GB/s':>9} {'x gloo':>7}"
     ]
     rows = merge(measurements)
@@ -49,7 +51,7 @@ def format_table(measurements: Sequence[Measurement]) -> str:
     for row in sorted(rows, key=lambda one: (one.operation, one.dtype, one.nbytes, one.median_seconds)):
         low, _, high = statistics.quantiles(row.seconds, n=4)
         reference = gloo.get((row.operation, row.dtype, row.nbytes))
-        times = f"{row.median_seconds * 1e3:9.3f} {low * 1e3:9.3f} {high * 1e3:9.3f}"
+        times = f"{row.median_seconds * 1e3:9.3f} {low * 1e3:9.3f} {high * 1e3:9.3f} {statistics.median(row.busy):5.0%}"
         rates = f"{row.algorithm_bytes_per_second / 1e9:9.3f} {row.bus_bytes_per_second / 1e9:9.3f}"
         ratio = f"{reference / row.median_seconds:7.2f}" if reference else " " * 7
         lines.append(f"{row.operation:14} {row.dtype:9} {row.nbytes:11} {row.backend:9} {times} {rates} {ratio}")

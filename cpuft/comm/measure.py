@@ -7,6 +7,7 @@ it compares with the link's own speed whatever n. Of all_gather and reduce_scatt
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from cpuft.comm.choice import GRADIENT_BYTES, Choice, choose_backend
+from cpuft.comm.choice import BUCKET_BYTES, Choice, choose_backend
 from cpuft.comm.registration import BACKENDS, start
 from cpuft.errors import CpuftError
 
@@ -39,6 +40,8 @@ class Measurement:
     ranks: int
     seconds: tuple[float, ...]
     """Each repetition; of the slowest rank; warm-up left out."""
+    busy: tuple[float, ...]
+    """Each repetition; the share of its cores that the busiest rank kept busy, its library's threads included."""
 
     @property
     def median_seconds(self) -> float:
@@ -72,14 +75,17 @@ def measure(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) 
     call = _operation(operation, getattr(torch, dtype), nbytes)
     for _ in range(max(2, repeat // 5)):
         call()
-    seconds = torch.empty(repeat, dtype=torch.float64)
+    found = torch.empty((2, repeat), dtype=torch.float64)
+    cores = len(os.sched_getaffinity(0))
     for at in range(repeat):
         dist.barrier()
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.process_time()
         call()
-        seconds[at] = time.perf_counter() - begun
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return Measurement(backend, operation, dtype, nbytes, dist.get_world_size(), tuple(seconds.tolist()))
+        seconds = time.perf_counter() - begun
+        found[:, at] = torch.tensor([seconds, min(1.0, (time.process_time() - worked) / seconds / cores)])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    seconds_of_all, busy = (tuple(row) for row in found.tolist())
+    return Measurement(backend, operation, dtype, nbytes, dist.get_world_size(), seconds_of_all, busy)
 
 
 def _operation(name: str, dtype: torch.dtype, nbytes: int) -> Callable[[], object]:
@@ -154,7 +160,7 @@ def _leave() -> None:
 
 
 def choose(
-    store: Store, rank: int, size: int, nbytes: int = GRADIENT_BYTES, dtype: str = "float32", timeout: float = 60.0
+    store: Store, rank: int, size: int, nbytes: int = BUCKET_BYTES, dtype: str = "float32", timeout: float = 60.0
 ) -> Choice:
     """A short measured choice: all-reduces of one message over each backend, in turn. The same on all ranks.
 
@@ -163,8 +169,8 @@ def choose(
     """
     if size == 1:
         return Choice("gloo", "one rank has nobody to send to")
-    timings: dict[str, dict[int, list[float]]] = {}
+    timings: dict[str, list[tuple[float, float]]] = {}
     plan = [(backend, "all_reduce", dtype, nbytes) for _ in range(_CHOICE_ROUNDS) for backend in BACKENDS]
     for found in sweep(PrefixStore(f"choice {dtype} {nbytes}", store), rank, size, plan, timeout):
-        timings.setdefault(found.backend, {}).setdefault(found.nbytes, []).extend(found.seconds)
+        timings.setdefault(found.backend, []).extend(zip(found.seconds, found.busy, strict=True))
     return choose_backend(timings, nbytes)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm import take_traffic
+from cpuft.comm.choice import BUCKET_BYTES
 from cpuft.comm.compression import Reduce, make_reduce
 from cpuft.comm.local_sgd import average_parameters
 from cpuft.comm.rows import RowExchange, exchange_rows
@@ -26,10 +27,6 @@ from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
 from cpuft.train.precision import autocast
 from cpuft.train.prepare import Prepared
 from cpuft.train.world import Place
-
-BUCKET_MB = 4
-"""Layers are on their way while backward goes on. scripts/bench-comm, MiniLM over 1 Gbit/s: 614 ms against 744 with
-DDP's own 25, which a small encoder's layers never fill; on one host no difference."""
 
 
 class Clock:
@@ -100,7 +97,9 @@ class Loop:
         last = self.last_gradient = LastGradient(make_reduce(compression, dist.group.WORLD))
         if self.rows:
             self.rows.weight.register_post_accumulate_grad_hook(last.note)  # type: ignore[no-untyped-call]
-        self.parallel = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MB)
+        self.parallel = DistributedDataParallel(
+            self.model, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_BYTES / 2**20
+        )
         # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
         self.parallel.register_comm_hook(None, lambda _, bucket: last.reduce(bucket))
 

@@ -14,7 +14,8 @@ from cpuft.errors import CpuftError
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:
-    return Measurement(backend, "all_reduce", "float32", 2**20, 2, tuple(one / 1e3 for one in milliseconds))
+    seconds = tuple(one / 1e3 for one in milliseconds)
+    return Measurement(backend, "all_reduce", "float32", 2**20, 2, seconds, (0.5,) * len(seconds))
 
 
 def test_rounds_take_turns() -> None:

@@ -26,24 +26,27 @@ MIB = 2**20
 def test_the_fastest_median_wins(
     gloo: tuple[float, ...], mpi: tuple[float, ...], ccl: tuple[float, ...], chosen: str
 ) -> None:
-    timings = {"gloo": {25 * MIB: gloo}, "mpi": {25 * MIB: mpi}, "ccl": {25 * MIB: ccl}}
-    assert choose_backend(timings).backend == chosen
+    timings = {name: [(one, 0.5) for one in found] for name, found in {"gloo": gloo, "mpi": mpi, "ccl": ccl}.items()}
+    assert choose_backend(timings, 25 * MIB).backend == chosen
 
 
-def test_the_size_nearest_to_the_message_counts() -> None:
-    timings = {"gloo": {MIB: [9.0], 100 * MIB: [1.0]}, "mpi": {MIB: [1.0], 100 * MIB: [9.0]}}
-    assert choose_backend(timings, 2 * MIB).backend == "mpi"
-    assert choose_backend(timings, 110 * MIB).backend == "gloo"
+def test_what_a_backend_takes_from_compute_counts() -> None:
+    # What 1 Gbit/s allows is the same for all; spinning on a rank's only core is not, and on one of 28 almost is.
+    timings = {"mpi": [(0.198, 1.0)], "gloo": [(0.200, 0.13)], "ccl": [(0.199, 0.33)]}
+    assert choose_backend(timings, MIB).backend == "gloo"
+    assert choose_backend(timings | {"mpi": [(0.198, 1 / 28)]}, MIB).backend == "mpi"
 
 
 def test_the_reason_is_one_line_with_all_figures() -> None:
-    timings = {"mpi": {25 * MIB: [0.0047]}, "gloo": {25 * MIB: [0.042]}}
-    assert choose_backend(timings).reason == ("all-reduce of 25 MiB takes gloo 42.00 ms, mpi 4.70 ms (median)")
+    timings = {"mpi": [(0.0047, 1.0)], "gloo": [(0.042, 0.87)]}
+    assert choose_backend(timings, 25 * MIB).reason == (
+        "all-reduce of 25 MiB takes gloo 42.00 ms (87% busy), mpi 4.70 ms (100% busy)"
+    )
 
 
 def test_nothing_measured_says_what_to_do() -> None:
     with pytest.raises(CpuftError, match="--backend gloo"):
-        choose_backend({})
+        choose_backend({}, MIB)
 
 
 def test_a_choice_is_remembered_for_its_hosts(tmp_path: Path) -> None:
