@@ -88,7 +88,7 @@ def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
         network,
         bridge in links,
         nodes,
-        _read_files(directory, hostfile),
+        read_files(directory, hostfile),
         tuple(sorted(os.sched_getaffinity(0))),
     )
 
@@ -213,8 +213,9 @@ def wait_for_ssh(address: str, seconds: float) -> bool:
         time.sleep(0.05)
 
 
-def _read_files(directory: Path, hostfile: Path) -> dict[str, str]:
-    paths = [path for pattern in ("*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
+def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
+    """The cluster's own files on this machine, by path; of private keys only that they are there."""
+    paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
     texts = {str(path): "private" if _is_private(path) else _read_raw(path) for path in paths}
     return texts | ({str(hostfile): _read_raw(hostfile)} if hostfile.exists() else {})
 

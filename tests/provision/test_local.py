@@ -14,7 +14,7 @@ from cpuft.provision.local import (
     plan_local,
     plan_texts,
 )
-from cpuft.provision.machine import MachineFacts, NodeFacts
+from cpuft.provision.machine import MachineFacts, NodeFacts, read_files
 from cpuft.provision.options import LocalConfig
 from cpuft.registry import read_entry
 
@@ -52,6 +52,18 @@ def test_keys_come_before_the_files_that_are_made_from_them() -> None:
 
 def test_a_whole_cluster_is_missing_nothing() -> None:
     assert plan_local(CONFIG, whole(), PLACE).stages == ()
+
+
+def test_every_file_that_is_planned_is_found_again(tmp_path: Path) -> None:
+    base, hostfile = tmp_path / "local", tmp_path / "hostfiles/local"
+    keys = {path.replace("/state", str(tmp_path)): text for path, text in KEYS.items()}
+    place = Place(str(base), str(hostfile), "python3", {}, there="/opt/cpuft/clusters/local")
+    texts = plan_texts(CONFIG, replace(EMPTY, files=keys), place)
+    for path, text in texts.items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+    assert f"{base}/there/cluster.json" in texts
+    assert read_files(base, hostfile) == texts
 
 
 @pytest.mark.parametrize(
