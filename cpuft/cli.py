@@ -76,11 +76,10 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     """
     from cpuft.baggage import pack_script, pack_training, plan_rows
     from cpuft.cluster import gather_cluster
-    from cpuft.launch import choose_run_dir, plan_launch, plan_script, plan_training, wrap_script
+    from cpuft.launch import choose_run_dir, end_script, plan_launch, plan_script, plan_training
 
     config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
-    if wrap:
-        wrap_script((sys.executable, *script))
+    end_script((sys.executable, *script), sys.executable, wrap)
     name = Path(script[0]).stem if script else train.task
     command = plan_script(script) if script else ()
     run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
@@ -88,7 +87,7 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     work = cluster.work_dir(run_dir)
     if script:
         command, parcels = pack_script(cluster, command)
-        command = wrap_script(command) if wrap else command
+        command = end_script(command, cluster.python, wrap)
         plan = plan_launch(cluster, config, work, command, "gloo", os.environ)
     else:
         train, parcels = pack_training(cluster, train)

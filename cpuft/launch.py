@@ -102,16 +102,18 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     return script
 
 
-def wrap_script(command: tuple[str, ...]) -> tuple[str, ...]:
-    """The command that runs a Python script with the fast path under its Trainer.
+def end_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
+    """The command that runs a script of `python` to a good end, and with `wrap` with the fast path under its Trainer.
 
     Raises
     ------
-    CpuftError: it is no Python script.
+    CpuftError: it is no Python script, and `wrap` wants one.
     """
-    if len(command) < 2 or not command[1].endswith(".py"):
-        raise CpuftError("--wrap takes a Python script: cpuft launch --wrap -- train.py ...")
-    return (command[0], "-m", "cpuft.train.wrap", *command[1:])
+    if len(command) < 2 or command[0] != python or not command[1].endswith(".py"):
+        if wrap:
+            raise CpuftError("--wrap takes a Python script: cpuft launch --wrap -- train.py ...")
+        return command
+    return (command[0], "-m", "cpuft.train.wrap" if wrap else "cpuft.script", *command[1:])
 
 
 def plan_launch(

@@ -150,7 +150,9 @@ def _cause(error: Exception, seconds: float) -> str:
         return f"{text}: add its key to known_hosts after you have compared it"
     if "does not match" in text:
         return f"{text}: its key has changed: find out why before you take the old one out of known_hosts"
-    if "timed out" in text or "protocol banner" in text or isinstance(error, TimeoutError):
+    if "protocol banner" in text:
+        return "what answered on its port did not greet as an ssh server: does sshd run there, and let this machine in?"
+    if "timed out" in text or isinstance(error, TimeoutError):
         return f"no answer in {seconds:.0f} s: is it on, and its ssh port open to this machine?"
     if "Authentication" in text or "No authentication" in text:
         return f"{text}: put your public key into its authorized_keys"

@@ -37,7 +37,8 @@ ALLOWED = {
     "master": FOURTH | {"rank", "supervise", "baggage"},
     "provision": FOURTH | {"provision", "launch"},
     "doctor": FOURTH | {"doctor", "launch"},
-    "train": WORKER | {"train", "comm"},
+    "script": set(),
+    "train": WORKER | {"train", "comm", "script"},
     "comm": WORKER | {"comm", "rank"},
     "report": {"record", "errors", "report"},
 }

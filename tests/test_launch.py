@@ -16,11 +16,11 @@ from cpuft.hostfile import Host
 from cpuft.launch import (
     LEAST_FREE_BYTES,
     choose_run_dir,
+    end_script,
     plan_launch,
     plan_script,
     plan_settings,
     plan_training,
-    wrap_script,
 )
 from cpuft.mpi import Flavour
 from cpuft.plan import format_plan
@@ -110,10 +110,13 @@ def test_too_many_comm_cores() -> None:
 def test_scripts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     assert plan_script(("train.py", "--lr", "1")) == (sys.executable, str(tmp_path / "train.py"), "--lr", "1")
-    wrapped = (sys.executable, "-m", "cpuft.train.wrap", str(tmp_path / "train.py"), "--lr", "1")
-    assert wrap_script(plan_script(("train.py", "--lr", "1"))) == wrapped
+    command, python = plan_script(("train.py", "--lr", "1")), sys.executable
+    words = (str(tmp_path / "train.py"), "--lr", "1")
+    assert end_script(command, python, wrap=True) == (python, "-m", "cpuft.train.wrap", *words)
+    assert end_script(command, python, wrap=False) == (python, "-m", "cpuft.script", *words)
+    assert end_script(("bash", "some.py"), python, wrap=False) == ("bash", "some.py")
     with pytest.raises(CpuftError, match="--wrap takes a Python script"):
-        wrap_script(("bash", "-c", "true"))
+        end_script(("bash", "-c", "true"), python, wrap=True)
     assert plan_script(("bash", "-c", "true")) == ("bash", "-c", "true")
     with pytest.raises(CpuftError, match=r"there is no script other\.py"):
         plan_script(("other.py",))

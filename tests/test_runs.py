@@ -165,6 +165,25 @@ def test_a_users_script_finds_its_world() -> None:
     assert Path("run/logs/rank-1.out").read_text() == "3.0 --lr a b 1 2 1 2 1 127.0.0.1 1\n"
 
 
+LEAVES = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(32, 2))
+for _ in range(20):
+    model(torch.randn(8, 32)).square().mean().backward()
+print("done")
+"""
+
+
+def test_a_script_that_leaves_while_gloo_still_tidies_up_ends() -> None:
+    script = write_script(LEAVES)
+    # Run by Python itself, two of five times it hung.
+    for turn in range(4):
+        done = run_cpuft("launch", "--np", "2", "--run-dir", f"run{turn}", "--", script, seconds=60)
+        assert (done.returncode, done.stdout.splitlines()[0]) == (0, "done"), done.stderr
+
+
 @needs_glue
 def test_the_hugging_face_trainer_runs_under_launch() -> None:
     from cpuft.train.model import find_model

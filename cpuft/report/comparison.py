@@ -49,6 +49,8 @@ class Comparison:
     model: str
     precision: str
     epochs: float
+    max_steps: int
+    """Updates that each run was limited to; 0 for whole epochs."""
     scaling: str
     """weak: the batch a rank is fixed; strong: the global batch is; mixed: neither; single: one run only."""
     rows: tuple[Row, ...]
@@ -81,6 +83,7 @@ def compare(records: list[Record]) -> Comparison:
         header.model,
         header.precision,
         float(header.options["epochs"]),
+        int(header.options.get("max_steps", 0)),
         scaling,
         rows,
         tuple(make_notes(rows, scaling, records)),
@@ -121,8 +124,8 @@ def _make_row(record: Record, baseline: Record) -> Row:
     assert record.footer is not None
     assert baseline.footer is not None
     header, footer = record.header, record.footer
-    # Epochs are equal and steps are whole: the last batch makes the rows trained on equal, too.
-    speedup = baseline.footer.train_seconds / footer.train_seconds
+    # Of whole epochs all runs train on the same rows, and this is the ratio of seconds, too.
+    speedup = footer.samples_per_second / baseline.footer.samples_per_second
     return Row(
         header.world_size,
         len(header.hosts),
@@ -151,6 +154,8 @@ def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> li
         notes.append("strong scaling: the global batch is fixed, so every run makes the same updates.")
     if scaling == "mixed":
         notes.append("neither the batch a rank nor the global batch is the same in all runs.")
+    if len({record.footer.samples for record in records if record.footer}) > 1:
+        notes.append("the runs trained on different numbers of rows, so speedup is that of samples/s, not of seconds.")
     same_cores = [row.np for row in rows[1:] if row.cores <= base.cores and row.np > base.np]
     if same_cores:
         listed = ", ".join(map(str, same_cores))

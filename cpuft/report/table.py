@@ -51,7 +51,8 @@ def format_title(comparison: Comparison) -> str:
     """What was run."""
     c = comparison
     kind = "" if c.scaling == "single" else f", {c.scaling} scaling"
-    return f"{c.task} with {c.model}, {c.epochs:g} epochs, {c.precision}{kind}"
+    length = f"{c.max_steps} updates" if c.max_steps else f"{c.epochs:g} epochs"
+    return f"{c.task} with {c.model}, {length}, {c.precision}{kind}"
 
 
 def format_text(comparison: Comparison) -> str:

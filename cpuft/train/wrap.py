@@ -6,12 +6,11 @@ python -m cpuft.train.wrap SCRIPT.py ARGS...
 from __future__ import annotations
 
 import functools
-import os
-import runpy
 import sys
 from typing import Any
 
 from cpuft.errors import CpuftError
+from cpuft.script import end, run_script
 
 
 def wrap_trainer(done: list[str]) -> None:
@@ -37,25 +36,19 @@ def wrap_trainer(done: list[str]) -> None:
     Trainer.create_optimizer = create_optimizer
 
 
-def main() -> None:
-    """Run the script as Python would; exit 2 with one line where its model cannot be accelerated."""
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+def main() -> int:
+    """Run the script as Python would; 2 after one line where its model cannot be accelerated, else its exit code."""
     done: list[str] = []
-    try:
-        wrap_trainer(done)
-        runpy.run_path(script, run_name="__main__")
-    except CpuftError as error:
-        print(f"cpuft: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    if not done:
+    wrap_trainer(done)
+    code = run_script(sys.argv[1:], refusals=(CpuftError,))
+    if not done and not code:
         print(
-            f"cpuft: --wrap changed nothing: {script} made no optimizer in a Hugging Face Trainer; "
+            f"cpuft: --wrap changed nothing: {sys.argv[0]} made no optimizer in a Hugging Face Trainer; "
             f"call cpuft.accelerate(model, optimizer) in it",
             file=sys.stderr,
         )
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    end(main())

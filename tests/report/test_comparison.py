@@ -28,6 +28,17 @@ def test_the_recipes_speedups() -> None:
     assert [round(row.efficiency, 2) for row in rows] == [1.0, 0.84, 0.75]
 
 
+def test_runs_of_some_updates_are_compared_by_their_rate() -> None:
+    # Weak scaling: two ranks train on twice the rows in as many updates.
+    one, two = (make_record(np, np, 10.0, options={"max_steps": 20}) for np in (1, 2))
+    assert one.footer
+    footer = dataclasses.replace(one.footer, samples=2 * one.footer.samples, samples_per_second=2 * 1100.4)
+    comparison = compare([one, dataclasses.replace(two, footer=footer)])
+    assert [round(row.speedup, 2) for row in comparison.rows] == [1.0, 2.0]
+    assert "20 updates" in format_text(comparison)
+    assert any("different numbers of rows" in note for note in comparison.notes)
+
+
 def test_tables(golden: Golden) -> None:
     comparison = compare(RECIPE)
     golden("report.txt", format_text(comparison))

@@ -1,0 +1,65 @@
+"""A user's Python script, run as Python would, and ended without what makes some of them hang.
+
+    python -m cpuft.script SCRIPT.py ARGS...
+
+gloo's threads let go of the last tensors after the collective is over, for which they need the interpreter. When that
+is being taken down by then, Python 3.11 ends such a thread, which holds the lock that the process group's destructor
+waits for: the rank never ends, or aborts. With a core a rank that happened to two ranks in five.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ()) -> int:
+    """Run a script with its arguments as `__main__`; its exit code.
+
+    An exception is reported as Python does, but one of `refusals` in one line, and the code is 2.
+    """
+    path, sys.argv = words[0], list(words)
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = path
+    try:
+        with open(path, "rb") as file:
+            exec(compile(file.read(), path, "exec"), module.__dict__)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    except refusals as error:
+        print(f"cpuft: error: {error}", file=sys.stderr)
+        return 2
+    except BaseException as error:
+        # Without this function's own frame.
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def end(code: int) -> NoReturn:
+    """End the process: its threads, exit handlers and buffers as Python does, but the interpreter is not taken down."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    mpi = sys.modules.get("mpi4py.MPI")
+    # mpi4py does that when the interpreter goes; without it mpirun takes the rank for a failed one.
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end(run_script(sys.argv[1:]))

@@ -1,0 +1,48 @@
+"""A script of the user's, as Python runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(folder: Path, text: str, *words: str, module: tuple[str, ...] = ("-m", "cpuft.script")) -> tuple[str, str, int]:
+    """Output, complaints and exit code of a script."""
+    (folder / "beside.py").write_text("NAME = 'beside'\n")
+    (folder / "script.py").write_text(text)
+    command = [sys.executable, *module, str(folder / "script.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout, done.stderr, done.returncode
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys, beside; print(__name__, __file__, sys.argv, sys.path[0], beside.NAME)",
+        "raise SystemExit",
+        "raise SystemExit(7)",
+        "import sys; sys.exit('no data')",
+        "def f():\n    raise ValueError('boom')\nf()",
+        "def f(:",
+        "import sys; sys.stderr.write('x'); sys.stdout.write('no newline')",
+        "import atexit, threading, time\natexit.register(print, 'handler')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()",
+        "import ctypes; ctypes.CDLL(None).puts(b'from C')",
+        "import multiprocessing\ndef f(x): return x + 1\n"
+        "if __name__ == '__main__':\n    print(multiprocessing.get_context('spawn').Pool(1).map(f, [1]))",
+        "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+    ],
+    ids=["names", "exit", "code", "words", "traceback", "syntax", "buffers", "ends", "C", "spawn", "pickle"],
+)
+def test_a_script_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
+    assert run(tmp_path, text, "--lr", "1") == run(tmp_path, text, "--lr", "1", module=())
+
+
+def test_the_interpreter_is_not_taken_down(tmp_path: Path) -> None:
+    # What is left to C's exit handlers, and to modules' destructors, is what threads of gloo trip over.
+    text = "class A:\n    def __del__(self): print('gone', flush=True)\nkept = A()\n"
+    assert run(tmp_path, text, module=())[0] == "gone\n"
+    assert run(tmp_path, text)[0] == ""
