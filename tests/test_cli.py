@@ -52,7 +52,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--iface", "eth77"], "has no interface eth77 with an address"),
         (["launch", "--", "none.py"], "there is no script none.py: name it as seen from"),
         (["compare", "--np", "1,x"], "--np '1,x' is no list of different rank numbers: write e.g. --np 1,2,4"),
-        (["report", "none"], "none holds no record.jsonl: name the directory of a run"),
+        (["report", "none"], "there is no none: name the directory of a run"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_starts_nothing(words: list[str], message: str, tmp_path: Path) -> None:
