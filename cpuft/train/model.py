@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,11 @@ def load_tokenizer(name: str) -> Any:
     """The model's own fast tokenizer. Raises CpuftError when it cannot be had."""
     import transformers
 
+    source = find_model(name)
+    if not Path(source).is_dir():
+        print(f"looking for model {name} at the Hugging Face hub", file=sys.stderr, flush=True)
     try:
-        return transformers.AutoTokenizer.from_pretrained(find_model(name))
+        return transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise CpuftError(_cannot_load(name, error)) from None
 
