@@ -27,8 +27,10 @@ Run = Callable[[Step], tuple[int, str]]
 """Runs one step; its exit code and what it said."""
 
 
-def converge(gather: Callable[[], F], plan: Callable[[F], Plan], run: Run, say: Callable[[str], None]) -> F:
-    """Execute plans until one is empty; the facts that were found last.
+def converge(
+    gather: Callable[[], F], plan: Callable[[F], Plan], run: Run, say: Callable[[str], None], found: F | None = None
+) -> F:
+    """Execute plans until one is empty; the facts that were found last. `found` are facts gathered just now.
 
     Raises
     ------
@@ -36,7 +38,7 @@ def converge(gather: Callable[[], F], plan: Callable[[F], Plan], run: Run, say: 
     """
     before: Plan | None = None
     while True:
-        facts = gather()
+        facts, found = gather() if found is None else found, None
         missing = plan(facts)
         if not missing.stages:
             return facts

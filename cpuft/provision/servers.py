@@ -152,11 +152,12 @@ def make(config: HostsConfig, environ: Mapping[str, str], ask: Ask, say: Say) ->
     servers = Servers(config, environ)
     with lock(Path(f"{servers.directory}.lock")):
         servers.pin_host_keys(ask)
-        servers.choose_wheels(servers.survey(), environ, say)
+        found = servers.survey()
+        servers.choose_wheels(found, environ, say)
         # Remembered before anything is done there, so that `down` finds what a killed run has left.
         _write(servers.directory / "cluster.json", format_entry(servers.entry()))
         run = run_there(servers.hosts, servers.ssh_config)
-        converge(servers.survey, servers.plan, run, say)
+        converge(servers.survey, servers.plan, run, say, found)
         head = f"# Cluster {config.name}, made by cpuft provision.\n"
         _write(Path(servers.hostfile), head + format_hostfile(tuple(Host(m.address) for m in servers.members)))
         servers.write_lock()

@@ -27,6 +27,13 @@ def test_it_ends_when_nothing_is_missing() -> None:
     assert converge(lambda: len(done), plan, run, quiet) == 1
 
 
+def test_facts_at_hand_are_not_gathered_again() -> None:
+    def gather() -> int:
+        raise AssertionError
+
+    assert converge(gather, lambda facts: Plan(), lambda step: (0, ""), quiet, found=7) == 7
+
+
 def test_the_same_plan_twice_is_stuck_and_says_on_what() -> None:
     with pytest.raises(CpuftError, match="changed nothing: make it: look at"):
         converge(lambda: 0, lambda facts: Plan(((STEP,),)), lambda step: (0, ""), quiet)
