@@ -20,8 +20,10 @@ def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
     A weight that an output layer or a second look-up shares has gradients in every row: None, as for a module that is
     more than a look-up.
     """
-    find = getattr(model, "get_input_embeddings", None)
-    module = find() if find else None
+    try:
+        module = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
     if type(module) is not torch.nn.Embedding or not module.weight.requires_grad:
         return None
     readers = [owner for owner in model.modules() if any(p is module.weight for p in owner.parameters(recurse=False))]

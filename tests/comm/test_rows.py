@@ -46,3 +46,11 @@ def test_a_weight_with_other_readers_or_none_is_exchanged_whole() -> None:
     frozen.get_input_embeddings().requires_grad_(False)
     assert find_embedding(frozen) is None
     assert find_embedding(torch.nn.Linear(2, 2)) is None
+
+
+def test_a_model_that_does_not_tell_is_exchanged_whole() -> None:
+    class Silent(torch.nn.Module):
+        def get_input_embeddings(self) -> torch.nn.Module:
+            raise NotImplementedError
+
+    assert find_embedding(Silent()) is None
