@@ -9,11 +9,9 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from cpuft import ssh
 from cpuft.cluster import INPUTS, Cluster
@@ -22,7 +20,6 @@ from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
 from cpuft.plan import Plan, Step
 
-T = TypeVar("T")
 _ROWS = "data.npz"
 _SEND_SECONDS = 1800.0
 _TRAINING_INPUTS = ("model", "data_dir", "train_file", "validation_file")
@@ -122,23 +119,14 @@ def send_parcels(parcels: tuple[Parcel, ...], cluster: Cluster, say: Callable[[s
     hosts = [assignment.host for assignment in cluster.assignments]
     if not parcels:
         return
-    lacking = _on_all(hosts, lambda host: _find_lacking(host, parcels, cluster))
+    lacking = ssh.side_by_side(lambda host: _find_lacking(host, parcels, cluster), hosts)
     for parcel in parcels:
         needy = [host for host, missing in zip(hosts, lacking) if parcel.there in missing]
         if needy:
             with tempfile.NamedTemporaryFile(suffix=".tar") as file:
                 size = _write_tar(parcel, file.name)
                 say(f"send {parcel.sources[0].name} ({size / 1e6:.1f} MB) to {len(needy)} hosts")
-                _on_all(needy, partial(_send, parcel=parcel, tar=file.name, cluster=cluster))
-
-
-def _on_all(hosts: list[Host], function: Callable[[Host], T]) -> list[T]:
-    with ThreadPoolExecutor(max_workers=min(16, len(hosts))) as pool:
-        answers = [pool.submit(function, host) for host in hosts]
-    failures = [str(answer.exception()) for answer in answers if isinstance(answer.exception(), CpuftError)]
-    if failures:
-        raise CpuftError("; ".join(failures))
-    return [answer.result() for answer in answers]
+                ssh.side_by_side(partial(_send, parcel=parcel, tar=file.name, cluster=cluster), needy)
 
 
 def _write_tar(parcel: Parcel, path: str) -> int:

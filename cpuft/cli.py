@@ -79,7 +79,8 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     from cpuft.launch import choose_run_dir, end_script, plan_launch, plan_script, plan_training
 
     config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
-    end_script((sys.executable, *script), sys.executable, wrap)
+    if wrap:
+        end_script((sys.executable, *script), sys.executable, wrap)
     name = Path(script[0]).stem if script else train.task
     command = plan_script(script) if script else ()
     run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")

@@ -4,7 +4,7 @@
 
 gloo's threads let go of the last tensors after the collective is over, for which they need the interpreter. When that
 is being taken down by then, Python 3.11 ends such a thread, which holds the lock that the process group's destructor
-waits for: the rank never ends, or aborts. With a core a rank that happened to two ranks in five.
+waits for: the rank never ends, or aborts. With a core a rank that happened in two runs of five.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ())
     except BaseException as error:
         # Without this function's own frame.
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        # Python sets these, too; exit handlers see by them that the script failed.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
@@ -51,10 +53,23 @@ def end(code: int) -> NoReturn:
     """End the process: its threads, exit handlers and buffers as Python does, but the interpreter is not taken down."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    if code == 0:
+        _finalize_mpi()
+    flush_and_exit(code)
+
+
+def _finalize_mpi() -> None:
+    """What mpi4py does when the interpreter goes; without it mpirun takes the rank for a failed one.
+
+    A failed one leaves without: it would wait for the others. So does one whose mpi4py is told so, as by cpuft.comm.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
-    # mpi4py does that when the interpreter goes; without it mpirun takes the rank for a failed one.
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+    if mpi and sys.modules["mpi4py"].rc.finalize is not False and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
+
+
+def flush_and_exit(code: int) -> NoReturn:
+    """End the process at once, with what it has written, in Python and in C."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     ctypes.CDLL(None).fflush(None)

@@ -10,10 +10,11 @@ import shlex
 import shutil
 import socket
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import paramiko
 
 _CONNECT_SECONDS = 10.0
+H = TypeVar("H")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,18 @@ def _named(host: Host, seconds: float) -> Iterator[None]:
         yield
     except (paramiko.SSHException, OSError, EOFError) as error:
         raise CpuftError(f"host {host.name} cannot be used over ssh ({_cause(error, seconds)})") from None
+
+
+def side_by_side(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
+    """The function's answer for every host, asked all at once. Raises CpuftError that names every one that failed."""
+    if not hosts:
+        return []
+    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
+        answers = [pool.submit(function, host) for host in hosts]
+    failures = [str(answer.exception()) for answer in answers if isinstance(answer.exception(), CpuftError)]
+    if failures:
+        raise CpuftError("; ".join(failures))
+    return [answer.result() for answer in answers]
 
 
 def quote_command(command: Sequence[str], settings: Mapping[str, str]) -> str:

@@ -39,7 +39,7 @@ ALLOWED = {
     "doctor": FOURTH | {"doctor", "launch"},
     "script": set(),
     "train": WORKER | {"train", "comm", "script"},
-    "comm": WORKER | {"comm", "rank"},
+    "comm": WORKER | {"comm", "rank", "script"},
     "report": {"record", "errors", "report"},
 }
 FREE = {"cli", "__init__", "__main__"}

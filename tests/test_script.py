@@ -30,12 +30,13 @@ def run(folder: Path, text: str, *words: str, module: tuple[str, ...] = ("-m", "
         "import sys; sys.stderr.write('x'); sys.stdout.write('no newline')",
         "import atexit, threading, time\natexit.register(print, 'handler')\n"
         "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()",
+        "import atexit, sys\natexit.register(lambda: print(type(sys.last_value)))\nraise ValueError",
         "import ctypes; ctypes.CDLL(None).puts(b'from C')",
         "import multiprocessing\ndef f(x): return x + 1\n"
         "if __name__ == '__main__':\n    print(multiprocessing.get_context('spawn').Pool(1).map(f, [1]))",
         "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
     ],
-    ids=["names", "exit", "code", "words", "traceback", "syntax", "buffers", "ends", "C", "spawn", "pickle"],
+    ids=["names", "exit", "code", "words", "traceback", "syntax", "buffers", "ends", "failed", "C", "spawn", "pickle"],
 )
 def test_a_script_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
     assert run(tmp_path, text, "--lr", "1") == run(tmp_path, text, "--lr", "1", module=())

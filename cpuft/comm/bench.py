@@ -40,8 +40,10 @@ def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """The measurements as aligned text, the rounds of each together; times are the median and the middle half,
-    and busy the share of a rank's cores."""
+    """The measurements as aligned text, a line for all rounds of each.
+
+    Times are the median and the middle half; busy is the share of a rank's cores.
+    """
     lines = [
         f"{'operation':14} {'type':9} {'bytes':>11} {'backend':9} {'ms':>9} {'middle half':>19} {'busy':>5} "
         f"{'alg GB/s':>9} {'bus GB/s':>9} {'x gloo':>7}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,16 +48,13 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
     """
     if not timings:
         raise CpuftError("no backend could be measured: run `cpuft doctor`, or give one with --backend gloo")
-    seconds, busy = ({name: statistics.median(part) for name, part in _columns(timings, at)} for at in (0, 1))
+    seconds = {name: statistics.median(second for second, _ in found) for name, found in timings.items()}
+    busy = {name: statistics.median(share for _, share in found) for name, found in timings.items()}
     costs = {name: seconds[name] * (1 + busy[name]) for name in timings}
     equal = [name for name, cost in costs.items() if cost <= TIE * min(costs.values())]
     chosen = min(equal, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE))
     figures = ", ".join(f"{name} {seconds[name] * 1e3:.2f} ms ({busy[name]:.0%} busy)" for name in sorted(timings))
     return Choice(chosen, f"all-reduce of {nbytes / 2**20:.3g} MiB takes {figures}")
-
-
-def _columns(timings: Timings, at: int) -> Iterator[tuple[str, list[float]]]:
-    return ((name, [one[at] for one in found]) for name, found in timings.items())
 
 
 def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 from datetime import timedelta
 from typing import NoReturn
@@ -15,6 +14,7 @@ from cpuft.comm.operations import Register, Traffic
 from cpuft.comm.watch import Watch
 from cpuft.errors import CpuftError
 from cpuft.rank import remove_shared_memory
+from cpuft.script import flush_and_exit
 
 TIMEOUT_VARIABLE = "CPUFT_COMM_TIMEOUT"
 
@@ -54,10 +54,8 @@ def leave(code: int) -> NoReturn:
     impi-rt 2021.18) then frees its endpoints twice at exit and aborts, whatever the exit code was to be.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
     remove_shared_memory(os.getpid())
-    os._exit(code)
+    flush_and_exit(code)
 
 
 def timeout_seconds(given: timedelta) -> float:

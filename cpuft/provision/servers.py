@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
 
 from cpuft import ssh
 from cpuft.cluster import Reach, gather_facts
@@ -23,7 +22,6 @@ from cpuft.provision.sshfiles import Member, format_known_hosts, format_known_na
 from cpuft.provision.wheels import Wheel, fetch_wheels, list_pins, read_wheels
 from cpuft.registry import Entry, format_entry, read_entry, state_root
 
-T = TypeVar("T")
 Say = Callable[[str], None]
 Ask = Callable[[str], bool]
 _SURVEY_SECONDS = 120.0
@@ -54,7 +52,7 @@ class Servers:
         """Learn the keys of servers never seen before, each after `ask` has agreed; known ones are never replaced."""
         known = self._read_known()
         unknown = [member for member in self.members if format_known_name(member) not in known]
-        scanned = _side_by_side(lambda member: ssh.scan_host_key(member.address, member.port), unknown)
+        scanned = ssh.side_by_side(lambda member: ssh.scan_host_key(member.address, member.port), unknown)
         for member, key in zip(unknown, scanned):
             if not ask(f"{member.address} shows the key {key.split()[0]} {ssh.fingerprint(key)}. Is that right?"):
                 raise CpuftError(f"the key of {member.address} was not accepted: compare it there with ssh-keygen -l")
@@ -72,7 +70,7 @@ class Servers:
 
     def survey(self) -> tuple[ServerFacts, ...]:
         """Facts of every server. Raises CpuftError that names every one that failed."""
-        return tuple(_side_by_side(self.survey_one, list(self.members)))
+        return tuple(ssh.side_by_side(self.survey_one, list(self.members)))
 
     def survey_one(self, member: Member) -> ServerFacts:
         """Facts of one server. Raises CpuftError when it cannot be asked."""
@@ -230,18 +228,6 @@ def take_down(entry: Entry, environ: Mapping[str, str], say: Say) -> None:
         for path in sorted(servers.directory.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         servers.directory.rmdir()
-
-
-def _side_by_side(function: Callable[[Member], T], members: list[Member]) -> list[T]:
-    """The function's answer for every member. Raises CpuftError that names every one that failed."""
-    if not members:
-        return []
-    with ThreadPoolExecutor(max_workers=min(32, len(members))) as pool:
-        answers = [pool.submit(function, member) for member in members]
-    failures = [str(answer.exception()) for answer in answers if isinstance(answer.exception(), CpuftError)]
-    if failures:
-        raise CpuftError("; ".join(failures))
-    return [answer.result() for answer in answers]
 
 
 def _write(path: Path, text: str) -> None:

@@ -97,3 +97,9 @@ def make_batch(tokens: Tokens, rows: Order, pad_id: int, width: int, is_regressi
         inputs["token_type_ids"] = torch.from_numpy(types)
     labels = torch.from_numpy(tokens.labels[rows])
     return Batch(inputs, labels if is_regression else labels.long(), int(lengths.sum()))
+
+
+def name_tokens(tokens: Tokens, rows: Order, pad_id: int) -> torch.Tensor:
+    """The tokens of an update's rows on all ranks, and the one that pads: what any rank looks up in it. int64."""
+    parts = [tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]] for row in rows]
+    return torch.from_numpy(np.concatenate([*parts, [pad_id]]).astype(np.int64))

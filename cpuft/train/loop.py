@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,7 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.record import StepLine
 from cpuft.train import ipex
-from cpuft.train.batches import Batch, Order, count_updates, deal, make_batch, plan_updates
+from cpuft.train.batches import Batch, Order, count_updates, deal, make_batch, name_tokens, plan_updates
 from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
 from cpuft.train.precision import autocast
 from cpuft.train.prepare import Prepared
@@ -158,7 +157,7 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     )
     waited = max(0.0, clock.last - loop.last_gradient.at) if loop.last_gradient else 0.0
     if loop.rows:
-        loop.rows.average(name_tokens(loop.prepared, rows))
+        loop.rows.average(name_tokens(loop.prepared.train, rows, loop.prepared.pad_id))
         waited += clock.lap("communication")
     if loop.config.clip_norm:
         clip_gradients(loop.optimizer, loop.model.parameters(), loop.config.clip_norm)
@@ -177,13 +176,6 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     dist.all_reduce(totals)
     waited += clock.lap("communication")
     return _line(clock, number, rate, len(rows), totals.tolist(), waited)
-
-
-def name_tokens(prepared: Prepared, rows: Order) -> torch.Tensor:
-    """The tokens of an update's rows on all ranks, and the one that pads: what any rank looks up in it."""
-    tokens = prepared.train
-    parts = [tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]] for row in rows]
-    return torch.from_numpy(np.concatenate([*parts, [prepared.pad_id]]).astype(np.int64))
 
 
 def _is_due(loop: Loop, number: int) -> bool:
