@@ -136,15 +136,15 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
 def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
     from cpuft.cluster import gather_cluster, read_hosts
+    from cpuft.environment import export_settings
     from cpuft.launch import plan_settings
     from cpuft.plan import format_export
 
     config = pick(LaunchConfig, values)
     config = replace(config, np=max(config.np, len(read_hosts(config))))
     shared, per_host = plan_settings(gather_cluster(config), config, "gloo", os.environ)
-    for setting in shared + per_host[0]:
-        if not setting.name.startswith("CPUFT_"):
-            click.echo(format_export(setting))
+    for setting in export_settings(shared + per_host[0]):
+        click.echo(format_export(setting))
 
 
 @verb(*make_options(BenchConfig), *_launch_options(), _DRY_RUN, group=bench)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ USERS_PREFIXES = (
 """Variables of these families that the user has set are passed on to every rank, whatever mpirun is used."""
 
 _TIED_TO_A_RUN = "CPUFT_"
+_EXPORTED = "CPUFT_EXPORTED"
 _UNSUITABLE = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tailscale", "cni", "flannel", "cali")
 
 
@@ -181,12 +183,30 @@ def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
     if preload:
         names = " and ".join(name for name in (allocator, "iomp5") if name in libraries)
         settings += (Setting("LD_PRELOAD", ":".join(preload), f"{names}: found on this host"),)
+    reason = f"{allocator or 'glibc'} keeps freed blocks instead of faulting them in again at each step"
+    if allocator == "jemalloc":
+        settings += (Setting("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1", reason),)  # jemalloc(3)
     if not allocator:
         # glibc's own upper limit of the threshold is 32 MiB (mallopt(3), M_MMAP_THRESHOLD).
-        reason = "glibc keeps freed blocks instead of faulting them in again at each step"
         settings += (Setting("MALLOC_MMAP_THRESHOLD_", str(32 << 20), reason),)
         settings += (Setting("MALLOC_TRIM_THRESHOLD_", str(4 << 30), reason),)
     return settings
+
+
+def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """What `cpuft env` exports: `settings` without those of a run, and a list of them for `users_variables`."""
+    exported = tuple(setting for setting in settings if not setting.name.startswith(_TIED_TO_A_RUN))
+    listed = json.dumps({setting.name: setting.value for setting in exported})
+    return (*exported, Setting(_EXPORTED, listed, "so that cpuft launch in this shell still chooses for itself"))
+
+
+def users_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without what `cpuft env` exported into it and the user has not changed since."""
+    try:
+        exported = dict(json.loads(environ.get(_EXPORTED, "{}")))
+    except (ValueError, TypeError):
+        exported = {}
+    return {name: value for name, value in environ.items() if exported.get(name) != value}
 
 
 def keep_users_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:

@@ -37,6 +37,7 @@ def plan_settings(
     cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
     """The shared settings, and each host's own, with the user's values kept."""
+    environ = environment.users_variables(environ)
     placements, reason = plan_placements(cluster, config, backend)
     interfaces = plan_interfaces(cluster, config.iface)
     port = config.master_port or cluster.facts[0].free_port
@@ -131,11 +132,12 @@ def plan_launch(
         for assignment, settings in zip(cluster.assignments, per_host)
     )
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
-    logs = f"{run_dir}/logs"
+    logs, folder = f"{run_dir}/logs", os.path.dirname(run_dir)
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (cluster.python, "-m", "cpuft.rank", *command)
     words = mpi.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
-    make = Step("the run's directory", ("mkdir", "-p", logs))
+    # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
+    make = Step("make the run's directory", ("sh", "-c", 'mkdir -p "$0" && mkdir "$1" "$1/logs"', folder, run_dir))
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
         words,

@@ -70,7 +70,7 @@ def format_comment(text: str) -> str:
 
 
 def format_plan(plan: Plan) -> str:
-    """A shell script that does what the plan does, with the reason of each step and setting.
+    """A shell script that does what the plan does, says each step as it begins, and has a reason for each setting.
 
     Settings of a step are set in a subshell of its own; a step's failure ends the script with its exit code.
     """
@@ -92,10 +92,11 @@ def _format_step(step: Step) -> str:
         remote = " ".join([f"{s.name}={shlex.quote(s.value)}" for s in step.settings] + [command])
         command = f"ssh -o BatchMode=yes {shlex.quote(step.host)} {shlex.quote(remote)}"
     command += f" <{shlex.quote(step.stdin_file)}" if step.stdin_file else _format_stdin(step.stdin)
+    say = f"echo {shlex.quote(f'cpuft: {step.why}')} >&2"
     if step.host or not step.settings:
-        return f"{format_comment(step.why)}\n{command}"
+        return f"{say}\n{command}"
     exports = "\n".join(format_export(setting) for setting in step.settings)
-    return f"{format_comment(step.why)}\n(\n{exports}\n{command}\n)"
+    return f"{say}\n(\n{exports}\n{command}\n)"
 
 
 def _format_stdin(text: str) -> str:

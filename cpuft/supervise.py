@@ -19,6 +19,8 @@ from cpuft.rank import FAILURE, parse_failure
 _TRACE_LINES = 15
 _CHECK_FAILED = 2
 """Exit code of a step that refused its input with one line."""
+_UNSAID = (FAILURE, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
+"""Lines of rank 0 that only its log keeps: the mark for this supervisor; oneCCL's word on our own setting."""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Tail:
             return
         self.position += len(new)
         if new:
-            self.stream.write("".join(line for line in _lines(new) if not line.startswith(FAILURE)))
+            self.stream.write("".join(line for line in _lines(new) if not any(mark in line for mark in _UNSAID)))
             self.stream.flush()
 
 
@@ -54,10 +56,11 @@ def run_plan(plan: Plan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[
 
     Raises
     ------
-    CpuftError: a step before the ranks refused the input; the run directory is taken away again.
+    CpuftError: a step before the ranks refused the input; the run directory is taken away again. Or it existed.
     Interrupted: a signal came; all ranks are gone, and the record up to then is kept.
     """
-    *before, last = [step for stage in plan.stages for step in stage]
+    make, *before, last = [step for stage in plan.stages for step in stage]
+    _make_run_dir(make, environ)
     try:
         for step in before:
             _run_before(step, environ)
@@ -66,6 +69,14 @@ def run_plan(plan: Plan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[
         shutil.rmtree(run_dir, ignore_errors=True)
         raise
     return _run_ranks(last, Path(run_dir) / "logs", hosts, environ, seconds)
+
+
+def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
+    try:
+        _run_before(step, environ)
+    except RuntimeError as error:
+        said = str(error).splitlines()[-1]
+        raise CpuftError(f"there is no room for this run ({said}): name a new place with --run-dir") from None
 
 
 def _write(path: Path, text: str) -> None:

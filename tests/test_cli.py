@@ -94,3 +94,11 @@ def test_settings_can_be_evaluated() -> None:
     address, transport, threads = done.stdout.split()
     assert (address, transport) == ("127.0.0.1", "ofi")
     assert int(threads) >= 1
+
+
+def test_a_launch_after_env_in_the_same_shell_chooses_for_itself() -> None:
+    cpuft = f"{sys.executable} -m cpuft"
+    script = f'eval "$({cpuft} env)"; export FI_PROVIDER=efa; {cpuft} launch --np 2 --dry-run'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    (kept,) = [line for line in done.stdout.splitlines() if "kept as you set" in line and ": " in line]
+    assert kept == "# kept as you set them: FI_PROVIDER"

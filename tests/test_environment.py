@@ -7,15 +7,20 @@ import dataclasses
 import pytest
 
 from cpuft.environment import (
+    Interface,
     World,
     choose_interface,
+    export_settings,
     forwarded_settings,
+    host_settings,
     keep_users_values,
     kept_names,
     parse_world,
+    users_variables,
 )
 from cpuft.errors import CpuftError
 from cpuft.plan import Setting
+from cpuft.topology import RankCores
 from tests.conftest import make_facts
 
 INTEL = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -85,7 +90,36 @@ def test_the_users_values_are_kept_and_said() -> None:
     assert kept_names(kept) == ["OMP_NUM_THREADS"]
 
 
+def test_what_env_exported_is_the_users_only_once_changed() -> None:
+    settings = (Setting("OMP_NUM_THREADS", "2", ""), Setting("FI_PROVIDER", "tcp", ""), Setting("CPUFT_CORES", "0", ""))
+    shell = {setting.name: setting.value for setting in export_settings(settings)} | {"FI_PROVIDER": "efa"}
+    assert "CPUFT_CORES" not in shell
+    users = users_variables(shell | {"HOME": "/root"})
+    assert {name: users.get(name) for name in ("OMP_NUM_THREADS", "FI_PROVIDER", "HOME")} == {
+        "OMP_NUM_THREADS": None,
+        "FI_PROVIDER": "efa",
+        "HOME": "/root",
+    }
+    assert users_variables({"CPUFT_EXPORTED": "no json", "OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+
+
 def test_families_of_variables_travel_but_secrets_do_not() -> None:
     environ = {"CCL_LOG_LEVEL": "info", "HF_HOME": "/x", "HF_TOKEN": "secret", "PATH": "/bin", "FI_PROVIDER": "efa"}
     found = forwarded_settings(environ, (Setting("FI_PROVIDER", "efa", ""),))
     assert [setting.name for setting in found] == ["CCL_LOG_LEVEL", "HF_HOME"]
+
+
+@pytest.mark.parametrize(
+    "libraries, expected",
+    [
+        ({}, ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"]),
+        ({"jemalloc": "/j.so", "tcmalloc_minimal": "/t.so"}, ["LD_PRELOAD"]),
+        ({"jemalloc": "/j.so"}, ["LD_PRELOAD", "MALLOC_CONF"]),
+        ({"iomp5": "/i.so"}, ["LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"]),
+    ],
+)
+def test_whatever_allocates_is_told_to_keep_what_is_freed(libraries: dict[str, str], expected: list[str]) -> None:
+    loopback = Interface("lo", "127.0.0.1", "")
+    facts = dataclasses.replace(make_facts(1), libraries=libraries)
+    settings = host_settings(facts, loopback, (RankCores((0, 1)),), True, "")
+    assert [s.name for s in settings if s.name.startswith(("LD_", "MALLOC_"))] == expected

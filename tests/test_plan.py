@@ -20,7 +20,7 @@ def test_a_script_passes_every_value_on_as_it_is(value: str) -> None:
         ["bash"], input=format_plan(Plan(((step,), (show,)), (value,))), capture_output=True, text=True
     )
     assert done.stdout == f"{value}|{value}{value}"
-    assert done.stderr == ""
+    assert done.stderr == f"cpuft: {value}\ncpuft: show\n"
 
 
 @pytest.mark.parametrize("value", AWKWARD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,27 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_every_command_works(command: str, tmp_path: Path) -> None:
-    (tmp_path / "hostfiles").symlink_to(ROOT / "hostfiles")
+    shutil.copytree(ROOT / "hostfiles", tmp_path / "hostfiles")
     (tmp_path / "train.py").write_text("")
     for ranks in (1, 2):
         write_record(make_record(ranks), tmp_path / f"runs/mrpc-np{ranks}")
+    state = {"CPUFT_STATE": str(tmp_path / "state")}
+    lab = run_cpuft("provision", "local", "--without-root", "--name", "lab", "--nodes", "4", settings=state)
+    assert lab.returncode == 0, lab.stderr
     words = shlex.split(command.removeprefix('eval "$(').removesuffix(')"'))[1:]
     place = words.index("--") if "--" in words else len(words)
     words[place:place] = ["--dry-run"] if words[0] in ("launch", "compare", "bench", "provision") else []
-    done = run_cpuft(*words)
+    done = run_cpuft(*words, settings=state)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_script_in_it_trains(tmp_path: Path) -> None:
+    (script,) = re.findall(r"^```python\n(.*?init_process_group.*?)^```", README.read_text("utf-8"), re.DOTALL | re.M)
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", "train.py", "--lr", "1e-4")
+    assert done.returncode == 0, done.stderr
+    said = [(tmp_path / f"run/logs/rank-{rank}.out").read_text() for rank in (0, 1)]
+    assert [line.split(" loss ")[0] for line in said] == ["rank 0 of 2:", "rank 1 of 2:"]
 
 
 @pytest.mark.parametrize("script", sorted(set(re.findall(r"scripts/[a-z-]+", README.read_text(encoding="utf-8")))))

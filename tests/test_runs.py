@@ -127,6 +127,12 @@ def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
     done = subprocess.run(["bash"], input=plan.stdout, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert read_record("run").footer is not None
+    assert f"cpuft: start 2 ranks with intel's mpirun; output of rank N: {tmp_path}/run/logs/rank-N.out" in done.stderr
+    again = subprocess.run(["bash"], input=plan.stdout, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 1
+    assert f"{tmp_path}/run" in again.stderr.splitlines()[-1]
+    assert "File exists" in again.stderr
+    assert read_record("run").footer is not None
 
 
 def test_compare_reports(tmp_path: Path) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
+from pathlib import Path
+
 import pytest
 
 from cpuft.environment import World
+from cpuft.errors import CpuftError
+from cpuft.plan import Plan, Step
 from cpuft.rank import format_failure, parse_cores, parse_failure
-from cpuft.supervise import describe_exit, describe_failures, find_failures, worst_exit_code
+from cpuft.supervise import Tail, describe_exit, describe_failures, find_failures, run_plan, worst_exit_code
 from tests.conftest import Golden
 
 RAISED = 'step 1\nTraceback (most recent call last):\n  File "train.py", line 5, in <module>\nValueError: odd data\n'
@@ -57,3 +63,28 @@ def test_exit_codes_in_words(code: int, words: str) -> None:
 )
 def test_worst_exit_code(codes: list[int], fallback: int, code: int) -> None:
     assert worst_exit_code(codes, fallback) == code
+
+
+def test_of_two_launches_into_one_directory_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found it free; the first has made it since."""
+    monkeypatch.chdir(tmp_path)
+    make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
+    assert run_plan(Plan(((make,), (Step("train", ("true",)),))), "run", (), os.environ, 0.0) == 0
+    with pytest.raises(CpuftError, match=r"File exists.*name a new place with --run-dir"):
+        run_plan(Plan(((make,), (Step("train", ("true",)),))), "run", (), os.environ, 0.0)
+    assert (tmp_path / "run" / "logs").is_dir()
+
+
+def test_what_is_not_the_users_affair_stays_in_the_log(tmp_path: Path) -> None:
+    log, shown = tmp_path / "rank-0.err", io.StringIO()
+    warning = "2026:11:21-11:00:00:(123) |CCL_WARN| value of CCL_LOG_LEVEL changed to be error (default:warn)\n"
+    tail = Tail(log, shown)
+    tail.copy()
+    log.write_text(f"step 1\n{warning}{format_failure(World(0, 2, 0, 2), 'node1', 1)}\n", encoding="utf-8")
+    tail.copy()
+    with log.open("a", encoding="utf-8") as file:
+        file.write("|CCL_WARN| something else\n")
+    tail.copy()
+    assert shown.getvalue() == "step 1\n|CCL_WARN| something else\n"

@@ -123,7 +123,7 @@ def check_load(state: ClusterState) -> Iterator[Finding]:
             yield Finding(
                 "CPUFT-026",
                 one.name,
-                f"load {health.load:.1f} on {len(facts.seen_cores)} cores before the run has started",
+                f"{health.load:.1f} of {len(facts.seen_cores)} cores are at work before the run has started",
                 "another job, or ranks left over: two jobs on the same cores are far slower than half",
                 "look with top, and end or await it",
                 severe=False,

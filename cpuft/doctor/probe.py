@@ -24,7 +24,7 @@ PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "m
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
 _SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
-_STEAL_SECONDS = 0.25
+_WATCH_SECONDS = 0.25
 
 
 def _read(path: str) -> str:
@@ -93,13 +93,16 @@ def read_free(path: str) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def read_steal() -> float:
-    """Share of CPU time that other guests of the machine took, over a quarter of a second."""
+def watch_cpu() -> tuple[float, float]:
+    """Over a quarter of a second: cores that were at work, and the share of CPU time that other guests took."""
     before = _read("/proc/stat").split("\n")[0].split()[1:]
-    time.sleep(_STEAL_SECONDS)
+    time.sleep(_WATCH_SECONDS)
     after = _read("/proc/stat").split("\n")[0].split()[1:]
-    spent = [int(b) - int(a) for a, b in zip(before, after)]
-    return spent[7] / max(1, sum(spent[:8])) if len(spent) > 7 else 0.0
+    # proc_stat(5): user nice system idle iowait irq softirq steal, in ticks of all cores together.
+    spent = [int(b) - int(a) for a, b in zip(before, after)][:8]
+    if len(spent) < 8 or not sum(spent):
+        return 0.0, 0.0
+    return (1 - (spent[3] + spent[4]) / sum(spent)) * (os.cpu_count() or 1), spent[7] / sum(spent)
 
 
 def read_mtus() -> dict[str, int]:
@@ -192,9 +195,9 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
     `order` holds: port, peers (addresses), seconds (for the ports), ssh_options, ssh_peers.
     """
     now = time.time()
-    with ThreadPoolExecutor(max_workers=3) as pool:
+    working, steal = watch_cpu()  # before anything else, so that it does not see this probe itself at work
+    with ThreadPoolExecutor(max_workers=2) as pool:
         ssh = pool.submit(try_ssh, order["ssh_options"], order["ssh_peers"])
-        steal = pool.submit(read_steal)
         ports = try_ports(order["port"], order["peers"], order["seconds"])
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         governors = {_read(path) for path in glob.glob("/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
@@ -211,10 +214,11 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "mtus": read_mtus(),
             "governors": sorted(governors - {""}),
             "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
-            "load": os.getloadavg()[0],
+            # The average alone remembers a run that has just ended; a moment alone sees what soon passes.
+            "load": min(working, os.getloadavg()[0]),
             "memlock": -1 if soft == resource.RLIM_INFINITY else soft,
             "leftovers": find_leftovers(),
-            "steal": steal.result(),
+            "steal": steal,
             "ssh": ssh.result(),
             **ports,
         }

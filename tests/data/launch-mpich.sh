@@ -73,9 +73,9 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node4 that routes to 10.0.0.1
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
-# the run's directory
-mkdir -p /runs/one/logs
-# start 4 ranks with mpich's mpirun; output of rank N: /runs/one/logs/rank-N.out and .err
+echo 'cpuft: make the run'"'"'s directory' >&2
+sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one
+echo 'cpuft: start 4 ranks with mpich'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 mpirun -iface ens5 -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
     -genv MASTER_ADDR 10.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 4 -genv I_MPI_FABRICS shm:ofi \
     -genv CCL_ATL_SHM 1 -genv FI_PROVIDER efa -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra \

@@ -29,9 +29,9 @@ set -euo pipefail
 #   CCL_KVS_IFACE=lo  all ranks are on one host
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
-# the run's directory
-mkdir -p /runs/one/logs
-# check and tokenise the rows once, before any rank starts
+echo 'cpuft: make the run'"'"'s directory' >&2
+sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one
+echo 'cpuft: check and tokenise the rows once, before any rank starts' >&2
 python -m cpuft.train.prepare /runs/one/data.npz --task=mrpc --model=minilm --data-dir= \
     --train-file= --validation-file= --text-columns= --label-column=label --max-length=128 \
     --padding=dynamic --batch-size=32 --accumulation=1 --epochs=3.0 --max-steps=0 \
@@ -39,7 +39,7 @@ python -m cpuft.train.prepare /runs/one/data.npz --task=mrpc --model=minilm --da
     --clip-norm=1.0 --dropout=-1.0 --precision=auto --engine=torch --plain=False --compile=False \
     --emulate-bf16=False --backend=auto --grad-compression=auto --sync-every=1 --comm-timeout=300.0 \
     --eval-batch-size=32 --seed=42 --save-model=True
-# start 2 ranks with intel's mpirun; output of rank N: /runs/one/logs/rank-N.out and .err
+echo 'cpuft: start 2 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 mpirun -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
     -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 2 -genv I_MPI_FABRICS shm \
     -genv CCL_ATL_SHM 1 -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra \

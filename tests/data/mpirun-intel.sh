@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 set -euo pipefail
-# start
+echo 'cpuft: start' >&2
 (
 # how mpirun's ssh reaches the other hosts
 export I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS='-F /etc/ssh config'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -79,13 +79,22 @@ def _product(event: Any, bf16: bool) -> Product | None:
     return Product(batch, left[-2], left[-1], right[-1], dtype)
 
 
-def measure_step(step: Callable[[], None], bf16: bool, repeats: int = 3) -> Breakdown:
-    """Profile one call of `step`, a training step that has been run before; its seconds are of `repeats` without it."""
+def measure_step(step: Callable[[], None], bf16: bool, repeats: int = 5) -> Breakdown:
+    """Profile `step`, a training step, once the allocator has settled.
+
+    Its seconds are the median of `repeats` calls without the profiler; the kinds are those of the median call under
+    it: one call alone may have met the kernel zeroing new pages.
+    """
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
+    profiles = sorted((_profile(step, bf16) for _ in range(repeats)), key=lambda found: found.seconds)
+    return replace(profiles[repeats // 2], seconds=median(seconds))
+
+
+def _profile(step: Callable[[], None], bf16: bool) -> Breakdown:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         start = time.perf_counter()
         step()
@@ -98,7 +107,7 @@ def measure_step(step: Callable[[], None], bf16: bool, repeats: int = 3) -> Brea
             products[product] += 1
     kinds["idle"] = max(0.0, profiled - sum(kinds.values()))
     ordered = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    return Breakdown(median(seconds), ordered, products)
+    return Breakdown(profiled, ordered, products)
 
 
 def time_products(products: Counter[Product], repeats: int = 5) -> float:
