@@ -221,3 +221,27 @@ def test_a_model_without_fp32_weights_is_refused() -> None:
     model = make_model("bert").to(torch.bfloat16)
     with pytest.raises(CpuftError, match="load the model with dtype="):
         accelerate(model, make_optimizer(model))
+
+
+def gradient_moments(model: nn.Module, batch: dict[str, torch.Tensor], draws: int) -> tuple[torch.Tensor, float]:
+    """Mean of all gradients over dropout's masks, flat, and the root of the trace of their covariance."""
+    total, squares = torch.zeros(()), 0.0
+    for _ in range(draws):
+        model.zero_grad()
+        model(**batch).loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+        total, squares = total + gradient, squares + float(gradient.square().sum())
+    mean = total / draws
+    return mean, (squares / draws - float(mean.square().sum())) ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+def test_dropout_s_noise_in_the_gradients_is_the_plain_model_s(kind: str) -> None:
+    """Masks that hang together, between elements, layers or steps, would make it larger; a wrong scale, biased."""
+    draws, batch = 400, make_batch()
+    plain, fast = make_model(kind, dropout=0.2), make_model(kind, dropout=0.2)
+    accelerate(fast, make_optimizer(fast), precision="fp32")
+    (mean, noise), (fast_mean, fast_noise) = (gradient_moments(model, batch, draws) for model in (plain, fast))
+    assert fast_noise == pytest.approx(noise, rel=0.1)
+    # What two means of so many draws differ by on average is noise * sqrt(2 / draws).
+    assert float((fast_mean - mean).norm()) < 1.5 * noise * (2 / draws) ** 0.5
