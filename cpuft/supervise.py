@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from cpuft.rank import FAILURE, parse_failure
 _TRACE_LINES = 15
 _CHECK_FAILED = 2
 """Exit code of a step that refused its input with one line."""
+_END_SECONDS = 30.0
+"""How long ranks may take to end once one has failed: those that save something have time, a lost host has not."""
 _UNSAID = (FAILURE, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
 """Lines of rank 0 that only its log keeps: the mark for this supervisor; oneCCL's word on our own setting."""
 
@@ -43,6 +46,40 @@ class Tail:
         if new:
             self.stream.write("".join(line for line in _lines(new) if not any(mark in line for mark in _UNSAID)))
             self.stream.flush()
+
+
+class StuckError(Exception):
+    """A rank has failed, and mpirun waits all the same."""
+
+
+@dataclass
+class Ending:
+    """Watches for the end of a run in which a rank has failed: mpirun waits without limit for a host that is lost."""
+
+    logs: Path
+    failed_at: float = 0.0
+    looked_at: float = 0.0
+
+    def check(self) -> None:
+        """Look at most once a second. Raises StuckError when a rank failed longer than `_END_SECONDS` ago."""
+        now = time.monotonic()
+        if now - self.looked_at < 1:
+            return
+        self.looked_at = now
+        if not self.failed_at and any(_has_failed(path) for path in self.logs.glob("rank-*.err")):
+            self.failed_at = now
+        if self.failed_at and now - self.failed_at > _END_SECONDS:
+            raise StuckError(
+                f"mpirun did not end within {_END_SECONDS:.0f} s of a rank's failure, so it was ended: "
+                f"a host may not answer, look with cpuft doctor"
+            )
+
+
+def _has_failed(log: Path) -> bool:
+    """Whether a rank's log ends with the mark of its failure."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        return FAILURE.encode() in file.read()
 
 
 def _lines(data: bytes) -> list[str]:
@@ -100,13 +137,19 @@ def _run_before(step: Step, environ: Mapping[str, str]) -> None:
 def _run_ranks(step: Step, logs: Path, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float) -> int:
     tails = [Tail(logs / "rank-0.out", sys.stdout), Tail(logs / "rank-0.err", sys.stderr)]
 
-    def copy_tails() -> None:
+    ending = Ending(logs)
+
+    def watch() -> None:
         for tail in tails:
             tail.copy()
+        ending.check()
 
     with (logs / "mpirun.log").open("wb") as output:
         try:
-            code = execute.run_step(step, environ, output, copy_tails, seconds)
+            code = execute.run_step(step, environ, output, watch, seconds)
+        except StuckError as error:
+            print(f"cpuft: {error}", file=sys.stderr)
+            code = 1
         except TimeoutError as error:
             raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
     if not code:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from cpuft import supervise
 from cpuft.environment import World
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan, Step
@@ -88,3 +90,20 @@ def test_what_is_not_the_users_affair_stays_in_the_log(tmp_path: Path) -> None:
         file.write("|CCL_WARN| something else\n")
     tail.copy()
     assert shown.getvalue() == "step 1\n|CCL_WARN| something else\n"
+
+
+def test_mpirun_that_waits_for_a_lost_host_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has said whom it missed and ended; the host of rank 1 is frozen, and mpirun would wait for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(supervise, "_END_SECONDS", 1.0)
+    make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
+    said = f"did not arrive: rank 1\n{format_failure(World(0, 2, 0, 1), 'vm', 75)}\n"
+    wait = Step("train", ("sh", "-c", 'printf "$1" >run/logs/rank-0.err; exec sleep 100', "train", said))
+    start = time.monotonic()
+    assert run_plan(Plan(((make,), (wait,))), "run", ("node1", "node2"), os.environ, 0.0) == 75
+    assert time.monotonic() - start < 30
+    errors = capfd.readouterr().err
+    assert "mpirun did not end within 1 s of a rank's failure" in errors
+    assert errors.rstrip().endswith("cpuft: rank 0 on node1 failed")

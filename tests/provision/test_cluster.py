@@ -107,6 +107,36 @@ def test_an_interrupt_ends_the_ranks_on_all_hosts(cluster: Simulated) -> None:
         assert "sleeps.py" not in cluster.on(index, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
 
 
+def test_a_host_that_freezes_ends_the_run(cluster: Simulated) -> None:
+    """The other rank gives up after five seconds; mpirun alone would wait for the frozen host for ever."""
+    script = cluster.folder / "waits.py"
+    script.write_text(
+        "import datetime, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))\n"
+        "print('here', flush=True)\n"
+        "while True: dist.all_reduce(torch.ones(1))\n"
+    )
+    words = ["launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "frozen", "--", str(script)]
+    command = [sys.executable, "-m", "cpuft", *words]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    with subprocess.Popen(
+        command, cwd=cluster.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        try:
+            cluster.cpuft("provision", "local", "--name", cluster.name, "pause", "2")
+            errors = process.communicate(timeout=150)[1]
+        finally:
+            process.kill()
+            repair(cluster)
+    assert process.returncode == 1, errors
+    assert "mpirun did not end within 30 s of a rank's failure" in errors
+    assert f"rank 0 on {cluster.hosts[0].name} failed" in errors.splitlines()[-1]
+    for index in (1, 2):
+        assert "waits.py" not in cluster.on(index, "sleep 3; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+
+
 def test_a_host_that_is_off_is_named_before_anything_starts(cluster: Simulated) -> None:
     assert cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "2").returncode == 0
     done = cluster.cpuft("launch", "--np", "3", "--cluster", cluster.name, "--run-dir", "never")
