@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.cluster import Cluster, find_flavour
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
 pytestmark = needs_root
@@ -80,7 +81,8 @@ def test_a_script_runs_on_every_host_and_its_output_comes_back(cluster: Simulate
     assert done.stdout.splitlines()[0] == f"0 {cluster.name}-1 {master}"
     told = sorted(path.read_text() for path in (cluster.folder / "run" / "logs").glob("rank-*.out"))
     assert told == [f"{rank} {cluster.name}-{rank + 1} {master}\n" for rank in range(3)]
-    assert not list(Path("/var/tmp").glob("cpuft-*"))
+    work = Cluster((), (), find_flavour(""), away=True).work_dir(str(cluster.folder / "run"))
+    assert not Path(work).parent.exists()
 
 
 def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
