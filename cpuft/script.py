@@ -5,18 +5,26 @@
 gloo's threads let go of the last tensors after the collective is over, for which they need the interpreter. When that
 is being taken down by then, Python 3.11 ends such a thread, which holds the lock that the process group's destructor
 waits for: the rank never ends, or aborts. With a core a rank that happened in two runs of five.
+
+The same thread and destructor wait for each other when a function returns whose DistributedDataParallel was the last to
+hold the group (two runs of a hundred, torch 2.13): so the group of all ranks is never destroyed, only shut down.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
+import importlib.util
 import os
 import sys
 import threading
 import types
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib.machinery import ModuleSpec
+from typing import Any, NoReturn
+
+_MODULE = "torch.distributed.distributed_c10d"
 
 
 def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ()) -> int:
@@ -49,6 +57,44 @@ def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ())
     return 0
 
 
+class _KeepGroups:
+    """An import hook that changes torch's `init_process_group` when, and if, the script imports torch."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec and spec.loader:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                module.init_process_group = _keeping(module.init_process_group, module)  # type: ignore[attr-defined]
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _keeping(own: Any, module: Any) -> Any:
+    @functools.wraps(own)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        own(*args, **kwargs)
+        keep_for_good(module.group.WORLD)
+
+    return init_process_group
+
+
+def keep_process_groups() -> None:
+    """Never destroy the group of all ranks that the script is going to make. To be called before torch is imported."""
+    sys.meta_path.insert(0, _KeepGroups())
+
+
+def keep_for_good(thing: object) -> None:
+    """Never let go of it, not even when the interpreter is taken down."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
 def end(code: int) -> NoReturn:
     """End the process: its threads, exit handlers and buffers as Python does, but the interpreter is not taken down."""
     threading._shutdown()  # type: ignore[attr-defined]
@@ -77,4 +123,5 @@ def flush_and_exit(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    keep_process_groups()
     end(run_script(sys.argv[1:]))

@@ -47,3 +47,46 @@ def test_the_interpreter_is_not_taken_down(tmp_path: Path) -> None:
     text = "class A:\n    def __del__(self): print('gone', flush=True)\nkept = A()\n"
     assert run(tmp_path, text, module=())[0] == "gone\n"
     assert run(tmp_path, text)[0] == ""
+
+
+LEAVES_A_FUNCTION = """
+import torch, torch.distributed as dist
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    {start}
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.randn(1, 2)).sum().backward()
+    dist.destroy_process_group()
+
+def is_gloos(task):
+    try:
+        return "gloo_runloop" in (task / "comm").read_text()
+    except OSError:  # ended meanwhile
+        return False
+
+def count_threads():
+    return sum(map(is_gloos, Path("/proc/self/task").iterdir()))
+
+main()  # something of torch holds the first group that a model was made for
+before = count_threads()
+main()
+print(count_threads() > before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "module", "kept"),
+    [
+        ("dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)", "cpuft.script", True),
+        ("from cpuft.comm import start; start('gloo', 60, dist.HashStore(), 0, 1)", "cpuft.script", True),
+        ("dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)", "", False),
+    ],
+    ids=["torch", "cpuft", "python"],
+)
+def test_no_model_is_the_last_to_hold_the_group(tmp_path: Path, start: str, module: str, kept: bool) -> None:
+    # Were it, its end and a thread of gloo could wait for each other: with a core a rank, two runs of a hundred did.
+    text = LEAVES_A_FUNCTION.format(start=start)
+    output, complaints, code = run(tmp_path, text, module=("-m", module) if module else ())
+    assert (output, code) == (f"{kept}\n", 0), complaints

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.script import end, run_script
+from cpuft.script import end, keep_process_groups, run_script
 
 
 def wrap_trainer(done: list[str]) -> None:
@@ -39,6 +39,7 @@ def wrap_trainer(done: list[str]) -> None:
 def main() -> int:
     """Run the script as Python would; 2 after one line where its model cannot be accelerated, else its exit code."""
     done: list[str] = []
+    keep_process_groups()
     wrap_trainer(done)
     code = run_script(sys.argv[1:], refusals=(CpuftError,))
     if not done and not code:

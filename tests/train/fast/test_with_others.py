@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from cpuft.errors import CpuftError
+from cpuft.script import keep_for_good
 from cpuft.train.fast import accelerate
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
@@ -76,6 +77,7 @@ def _ddp_rank(rank: int, folder: str, kernels: bool) -> None:
 def _train_as_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    keep_for_good(dist.group.WORLD)  # as cpuft.script does
     model = make_model("bert")
     model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")
     wrapped = DistributedDataParallel(model)
@@ -92,7 +94,9 @@ def _train_as_rank(rank: int, folder: str) -> None:
 @pytest.mark.parametrize("kernels", [True, False])
 def test_two_ranks_agree_and_train_as_one(tmp_path: Path, kernels: bool) -> None:
     """Without kernels, too: a host without a compiler is one of them."""
-    spawn(_ddp_rank, (str(tmp_path), kernels), nprocs=2)  # type: ignore[no-untyped-call]
+    ranks = spawn(_ddp_rank, (str(tmp_path), kernels), nprocs=2, join=False, daemon=True)  # type: ignore[no-untyped-call]
+    # The first to end, then the other.
+    assert ranks.join(timeout=120) or ranks.join(timeout=30)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     model = make_model("bert")
     model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")
