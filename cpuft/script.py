@@ -91,7 +91,7 @@ def keep_process_groups() -> None:
 
 
 def keep_for_good(thing: object) -> None:
-    """Never let go of it, not even when the interpreter is taken down."""
+    """Never let go of it. For a process that `end`s or leaves as here, since destructors also wait for threads."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

@@ -14,21 +14,14 @@ from cpuft.comm.group import Membership
 from cpuft.comm.operations import Operation, Register
 from cpuft.comm.session import close_watch
 from cpuft.comm.watch import Watch
-from cpuft.script import keep_for_good
 
 _LATER_SECONDS = 60.0
 """gloo's own timeout comes after the watchdog's, whose line says more."""
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessGroupGloo:
-    """torch's gloo backend over the interfaces of GLOO_SOCKET_IFNAME (several names: several connections).
-
-    Never destroyed: a model's Reducer that is the last to hold it would wait in its destructor, with the interpreter's
-    lock, for gloo's threads, and they for that lock.
-    """
-    gloo = ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout + _LATER_SECONDS))
-    keep_for_good(gloo)
-    return gloo
+    """torch's gloo backend over the interfaces of GLOO_SOCKET_IFNAME (several names: several connections)."""
+    return ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout + _LATER_SECONDS))
 
 
 class WatchedWork(dist.Work):

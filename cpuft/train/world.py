@@ -23,6 +23,7 @@ from cpuft.comm.choice import Choice
 from cpuft.errors import CpuftError
 from cpuft.facts import find_free_port
 from cpuft.record import RankPlace
+from cpuft.script import keep_for_good
 from cpuft.train.prepare import cache_dir
 
 
@@ -59,6 +60,7 @@ def process_group(backend: str, timeout_seconds: float, gradient_type: str = "fl
         if size > 1:
             choice = choose_automatically(store, rank, size, cache_dir(), gradient_type)
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
+    keep_for_good(dist.group.WORLD)
     try:
         yield Place(rank, size, choice.backend, choice.reason)
     finally:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from cpuft.errors import CpuftError
-from cpuft.script import keep_for_good
+from cpuft.script import flush_and_exit, keep_for_good
 from cpuft.train.fast import accelerate
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
@@ -89,6 +89,7 @@ def _train_as_rank(rank: int, folder: str) -> None:
         optimizer.zero_grad()
     torch.save(wrapped.state_dict(), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+    flush_and_exit(0)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
