@@ -189,7 +189,7 @@ def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
     if not allocator:
         # glibc's own upper limit of the threshold is 32 MiB (mallopt(3), M_MMAP_THRESHOLD).
         settings += (Setting("MALLOC_MMAP_THRESHOLD_", str(32 << 20), reason),)
-        settings += (Setting("MALLOC_TRIM_THRESHOLD_", str(4 << 30), reason),)
+        settings += (Setting("MALLOC_TRIM_THRESHOLD_", str(1 << 40), reason),)
     return settings
 
 
