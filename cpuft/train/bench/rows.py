@@ -15,13 +15,18 @@ BATCH = 32
 Row = dict[str, Any]
 
 
-def read_rows(folder: Path, tokenizer: Any, count: int) -> list[Row]:
-    """The first `count` training rows of MRPC in GLUE's layout: `input_ids`, `token_type_ids`, `label` of each."""
-    path = folder / "train.tsv"
+def read_rows(path: Path, tokenizer: Any, count: int | None = None) -> list[Row]:
+    """The first `count` rows (all, if None) of MRPC in GLUE's layout: `input_ids`, `token_type_ids`, `label` of each.
+
+    Raises
+    ------
+    CpuftError: there is no such file.
+    """
     if not path.is_file():
-        raise CpuftError(f"{path} is not there: give --data the folder that holds MRPC's train.tsv")
+        raise CpuftError(f"{path} is not there: give --data the folder that holds MRPC's train.tsv and dev.tsv")
     # No quoting: some rows hold a lone quotation mark.
-    lines = [line.split("\t") for line in path.read_text(encoding="utf-8-sig").split("\n")[1 : count + 1]]
+    text = path.read_text(encoding="utf-8-sig").rstrip("\n")
+    lines = [line.split("\t") for line in text.split("\n")[1:][:count]]
     first, second, labels = [c[3] for c in lines], [c[4] for c in lines], [int(c[0]) for c in lines]
     encoded = tokenizer(first, second, truncation=True, max_length=MAX_LENGTH)
     return [
