@@ -55,6 +55,7 @@ def _make_option(field: dataclasses.Field[Any], kind: type) -> click.Option:
         click_type = _Name(meta["choices"])
     elif meta["least"] is not None:
         click_type = (click.IntRange if kind is int else click.FloatRange)(min=meta["least"])
+        click_type.name = "whole number" if kind is int else "number"
     names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
     return click.Option(
         [*names, field.name],
@@ -101,19 +102,29 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        text = Path(path).read_text(encoding="utf-8")
+        values, tree = yaml.safe_load(text) or {}, yaml.compose(text)
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"--config {path} cannot be read ({error}): name a YAML file") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise CpuftError(f"--config {path} is no YAML (line {line}: {error.problem}): write `option: value`") from None
     except yaml.YAMLError as error:
         raise CpuftError(
-            f"--config {path} is no YAML ({' '.join(str(error).split())}): write `option: value` lines"
+            f"--config {path} is no YAML ({' '.join(str(error).split())}): write `option: value`"
         ) from None
     if not isinstance(values, dict):
         raise CpuftError(f"--config {path} holds no mapping: write `option: value` lines")
+    # A mapping keeps the last of equal keys; the tree has them all.
+    keys = [str(key.value).replace("-", "_") for key, _ in tree.value] if tree and values else []
     values = {str(key).replace("-", "_"): value for key, value in values.items()}
-    for key in values:
+    for key, value in values.items():
         if key not in known:
             raise CpuftError(f"--config {path}: no option {key!r}: {near_names(key, known)}")
+        if value is None:
+            raise CpuftError(f"--config {path}: {key!r} has no value: give it one, or leave the line out")
+        if keys.count(key) > 1:
+            raise CpuftError(f"--config {path}: {key!r} is there twice: keep one of the lines")
     return {key: _as_option(value) for key, value in values.items()}
 
 
@@ -121,4 +132,4 @@ def _as_option(value: Any) -> Any:
     """What a flag would have taken: a list of ranks is written with commas there."""
     if isinstance(value, list):
         return ",".join(map(str, value))
-    return value if isinstance(value, (bool, int, float)) else str(value)
+    return value if isinstance(value, bool) else str(value)

@@ -16,7 +16,7 @@ from pathlib import Path
 from cpuft import ssh
 from cpuft.cluster import INPUTS, Cluster
 from cpuft.config import TrainConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.hostfile import Host
 from cpuft.plan import Plan, Step
 
@@ -125,7 +125,7 @@ def send_parcels(parcels: tuple[Parcel, ...], cluster: Cluster, say: Callable[[s
         if needy:
             with tempfile.NamedTemporaryFile(suffix=".tar") as file:
                 size = _write_tar(parcel, file.name)
-                say(f"send {parcel.sources[0].name} ({size / 1e6:.1f} MB) to {len(needy)} hosts")
+                say(f"send {parcel.sources[0].name} ({size / 1e6:.1f} MB) to {counted(len(needy), 'host')}")
                 ssh.side_by_side(partial(_send, parcel=parcel, tar=file.name, cluster=cluster), needy)
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import click
+from click.core import ParameterSource
 
 from cpuft import __version__
 from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
-from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
 
 _DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
@@ -79,6 +80,8 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     from cpuft.launch import choose_run_dir, end_script, plan_launch, plan_script, plan_training
 
     config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
+    if script:
+        _refuse_training_options()
     if wrap:
         end_script((sys.executable, *script), sys.executable, wrap)
     name = Path(script[0]).stem if script else train.task
@@ -149,7 +152,11 @@ def env(**values: Any) -> None:
 
 @verb(*make_options(BenchConfig), *_launch_options(), _DRY_RUN, group=bench)
 def comm(dry_run: bool, **values: Any) -> None:
-    """Measure every backend between the ranks: latency, algorithm and bus bandwidth, as nccl-tests define them."""
+    """Measure every backend between the ranks: latency, algorithm and bus bandwidth, as nccl-tests define them.
+
+    ms is the median, beside it the middle half of all repetitions; busy is the share of a rank's cores that the
+    backend keeps busy meanwhile; x gloo says how many times as fast as gloo it is.
+    """
     from cpuft.cluster import gather_cluster
     from cpuft.launch import choose_run_dir, plan_bench
     from cpuft.report.bandwidth import write_plot
@@ -190,6 +197,17 @@ def report(runs: tuple[str, ...], as_json: bool, markdown: bool, config: str) ->
         click.echo(format_markdown(comparison) if markdown else format_text(comparison), nl=False)
 
 
+def _refuse_training_options() -> None:
+    """A script does not see cpuft's own training options; whoever gives them expects that it does."""
+    context = click.get_current_context()
+    given = [
+        name for name in option_names(TrainConfig) if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        raise CpuftError(f"{flag} is for cpuft's own training: a script takes its options behind its name, after --")
+
+
 def _progress() -> str:
     return "bar" if sys.stderr.isatty() else "lines"
 
@@ -199,7 +217,7 @@ def _print_plans(plans: Sequence[Any], cluster: Any) -> None:
     from cpuft.plan import Plan, format_plan
 
     stages = tuple(stage for plan in plans for stage in (plan_there(plan, cluster) if cluster.away else plan).stages)
-    click.echo(format_plan(Plan(stages, plans[0].notes)), nl=False)
+    click.echo(format_plan(Plan(stages, plans[0].notes), os.getcwd()), nl=False)
 
 
 def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
@@ -219,7 +237,9 @@ def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, parcels: tuple[A
             return run_plan_there(plan, run_dir, cluster, os.environ, seconds, parcels)
         return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds)
     except Interrupted as stopped:
-        kept = f"what it recorded is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
+        recorded = (Path(run_dir) / "record.jsonl").exists()
+        what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"
+        kept = f"{what} is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
         click.echo(f"cpuft: stopped by {stopped}: all ranks are gone, {kept}", err=True)
         sys.exit(stopped.exit_code)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cpuft import execute, facts, mpi, registry, ssh
 from cpuft.config import LaunchConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.hostfile import Host, read_hostfile
 from cpuft.topology import HostFacts, parse_facts
 
@@ -137,7 +137,7 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
         return _fill(hosts, np, slots)
     room = sum(min(share, slots[host.name] or share) for host in hosts)
     raise CpuftError(
-        f"{np} ranks do not fit: {len(hosts)} hosts have {room} slots"
+        f"{np} ranks do not fit: {counted(len(hosts), 'host')} with {counted(room, 'slot')}"
         f"{f' at --ppn {ppn}' if ppn else ''}: lower --np, or add hosts or slots=N to the hostfile"
     )
 

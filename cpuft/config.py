@@ -92,7 +92,7 @@ class LaunchConfig:
     ppn: int = option(0, "ranks a host (0: spread over the hosts, the first hosts filled first)", least=0)
     cluster: str = option("", "cluster made by cpuft provision, by name (instead of --hostfile)")
     hostfile: str = option("", "hosts, one a line, the first is the master (default: this machine)")
-    run_dir: str = option("", "directory of the run, made new (default: runs/<task>-np<N>-<time>)")
+    run_dir: str = option("", "directory of the run, made new (default: one in runs/, by what is run, and the time)")
     mpirun: str = option("", "mpirun to use (default: the one of the environment, then of PATH)")
     iface: str = option("", "network interface between the hosts (default: the one that routes to them)")
     master_port: int = option(0, "port of the master rank's store (0: a free one)", least=0)

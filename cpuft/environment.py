@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.plan import Setting
 from cpuft.topology import HostFacts, RankCores, format_mask
 
@@ -152,7 +152,7 @@ def host_settings(
     return (
         Setting("CPUFT_HOSTNAME", facts.hostname, "every rank checks that it is where the plan put it"),
         Setting("CPUFT_CORES", cores, "hardware threads of each rank of this host, in turn"),
-        Setting("OMP_NUM_THREADS", str(threads), f"one OpenMP thread for each of a rank's {threads} cores"),
+        Setting("OMP_NUM_THREADS", str(threads), f"one OpenMP thread a core: a rank has {counted(threads, 'core')}"),
         *pinning,
         *_comm_settings(ranks, comm_reason),
         Setting("GLOO_SOCKET_IFNAME", interface.name, interface.reason),

@@ -14,6 +14,11 @@ class CpuftError(Exception):
     """
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def near_names(name: str, known: Iterable[str]) -> str:
     """The names most like `name`, best first; all of them when none is close. Text for the end of an error."""
     names = sorted(known)

@@ -15,6 +15,7 @@ from cpuft.cluster import Cluster
 from cpuft.config import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan, Setting, Step
+from cpuft.sweep import plan_sweep
 from cpuft.topology import RankCores, choose_comm_cores, choose_precision, effective_flags, plan_placement
 
 LEAST_FREE_BYTES = 256 << 20
@@ -149,7 +150,15 @@ def plan_launch(
 def plan_bench(
     cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
 ) -> Plan:
-    """Measure the backends on these hosts."""
+    """Measure the backends on these hosts.
+
+    Raises
+    ------
+    CpuftError: a value of `bench` that cannot be measured, or fewer than two ranks.
+    """
+    plan_sweep(bench)
+    if config.np < 2:
+        raise CpuftError("bench comm measures what goes on between ranks: start two or more, --np 2")
     command = (cluster.python, "-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
     return plan_launch(cluster, config, run_dir, command, "auto", environ)
 
@@ -167,13 +176,24 @@ def plan_notes(
     return tuple(notes)
 
 
+def refuse_unread_rows(train: TrainConfig) -> None:
+    """Raises CpuftError when rows are named that `train.task` does not read: it would train on others."""
+    own = ("train_file", "validation_file", "text_columns")
+    unread = [name for name in own if getattr(train, name)] if train.task != "files" else []
+    if unread:
+        raise CpuftError(f"--{unread[0].replace('_', '-')} says nothing to --task {train.task}: add --task files")
+    if train.data_dir and train.task in ("demo", "files"):
+        raise CpuftError(f"--data-dir says nothing to --task {train.task}: name a GLUE task, such as --task mrpc")
+
+
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
     """The training options for these hosts: where only some have bf16 and `auto` is asked for, all use fp32.
 
     Raises
     ------
-    CpuftError: bf16 asked for where a host lacks it.
+    CpuftError: bf16 asked for where a host lacks it; options of rows that --task does not read.
     """
+    refuse_unread_rows(train)
     limit = environ.get("ONEDNN_MAX_CPU_ISA", "")
     choices = [
         choose_precision(train.precision, train.emulate_bf16, effective_flags(facts.cpu_flags, limit))

@@ -69,13 +69,15 @@ def format_comment(text: str) -> str:
     return "\n".join(f"# {line}" for line in text.splitlines() or [""])
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: Plan, folder: str = "") -> str:
     """A shell script that does what the plan does, says each step as it begins, and has a reason for each setting.
 
+    `folder` is what relative paths in it start from; without it, that is where the script is run.
     Settings of a step are set in a subshell of its own; a step's failure ends the script with its exit code.
     """
     parts = ["#!/usr/bin/env bash", "set -euo pipefail"]
     parts += [format_comment(note) for note in plan.notes]
+    parts += [f"cd {shlex.quote(folder)}"] if folder else []
     for stage in plan.stages:
         scripts = [_format_step(step) for step in stage]
         if len(scripts) == 1:

@@ -101,7 +101,7 @@ def run_plan(plan: Plan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[
     try:
         for step in before:
             _run_before(step, environ)
-        _write(Path(run_dir) / "plan.sh", format_plan(plan))
+        _write(Path(run_dir) / "plan.sh", format_plan(plan, os.getcwd()))
     except BaseException:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise

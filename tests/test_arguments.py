@@ -64,7 +64,14 @@ def test_yaml_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text, message",
-    [("- a\n", "holds no mapping"), ("a: [", "is no YAML"), ("tsk: mrpc\n", r"no option 'tsk': did you mean task\?")],
+    [
+        ("- a\n", "holds no mapping"),
+        ("a: [", r"is no YAML \(line 1: .*\): write"),
+        ("tsk: mrpc\n", r"no option 'tsk': did you mean task\?"),
+        ("task:\n", "'task' has no value: give it one, or leave the line out"),
+        ("max-steps: 3\nmax_steps: 4\n", "'max_steps' is there twice: keep one of the lines"),
+        ("seed: 3\nseed: 3\n", "'seed' is there twice"),
+    ],
 )
 def test_yaml_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"

@@ -50,6 +50,14 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--config", "none.yaml"], "--config none.yaml cannot be read"),
         (["launch", "--config", "bad.yaml"], "--config bad.yaml: no option 'tsk': did you mean task?"),
         (["launch", "--iface", "eth77"], "has no interface eth77 with an address"),
+        (["launch", "--config", "half.yaml"], "Invalid value for '--max-steps': '3.5' is not a valid whole number."),
+        (["launch", "--train-file", "x.csv"], "--train-file says nothing to --task demo: add --task files"),
+        (["launch", "--data-dir", "glue"], "--data-dir says nothing to --task demo: name a GLUE task"),
+        (["compare", "--validation-file", "x.csv"], "--validation-file says nothing to --task demo: add --task files"),
+        (["launch", "--task", "mrpc", "--", "same"], "--task is for cpuft's own training: a script takes its options"),
+        (["bench", "comm", "--np", "2", "--sizes", "7"], "--sizes: 7 bytes hold no whole number of float32: take"),
+        (["bench", "comm", "--np", "2", "--backends", "nccl"], "--backends knows no 'nccl': did you mean ccl?"),
+        (["bench", "comm"], "bench comm measures what goes on between ranks: start two or more, --np 2"),
         (["launch", "--", "none.py"], "there is no script none.py: name it as seen from"),
         (["compare", "--np", "1,x"], "--np '1,x' is no list of different rank numbers: write e.g. --np 1,2,4"),
         (["report", "none"], "there is no none: name the directory of a run"),
@@ -57,6 +65,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_starts_nothing(words: list[str], message: str, tmp_path: Path) -> None:
     files = {
+        "half.yaml": "max-steps: 3.5\n",
         "bad": "localhost\nb slot=4\n",
         "twice": "localhost\nlocalhost\n",
         "same": "localhost\n127.0.0.1\n",

@@ -37,8 +37,8 @@ def test_ranks_are_dealt_in_the_hostfiles_order(text: str, np: int, ppn: int, pl
     "text, np, ppn, message",
     [
         ("a:2\n", 3, 0, "3 ranks on a, which has 2 slots: lower --np, or say slots=3 in a hostfile"),
-        ("a:2\nb:2\n", 5, 0, "5 ranks do not fit: 2 hosts have 4 slots: lower --np, or add hosts"),
-        ("a\nb\n", 5, 2, "5 ranks do not fit: 2 hosts have 4 slots at --ppn 2: lower --np, or add hosts"),
+        ("a:2\nb:2\n", 5, 0, "5 ranks do not fit: 2 hosts with 4 slots: lower --np, or add hosts"),
+        ("a\nb\n", 5, 2, "5 ranks do not fit: 2 hosts with 4 slots at --ppn 2: lower --np, or add hosts"),
         ("a:1\nb\n", 4, 2, "2 ranks on a, which has 1 slots: lower --np, or say slots=2 in a hostfile"),
     ],
 )

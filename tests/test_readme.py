@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,14 @@ def test_the_script_in_it_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = [(tmp_path / f"run/logs/rank-{rank}.out").read_text() for rank in (0, 1)]
     assert [line.split(" loss ")[0] for line in said] == ["rank 0 of 2:", "rank 1 of 2:"]
+
+
+def test_the_line_around_a_loop_of_ones_own(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.M)
+    (text,) = (block for block in blocks if "cpuft.accelerate" in block)
+    found: dict[str, Any] = {}
+    exec(text, found)
+    assert type(found["optimizer"]).__name__ == "FusedAdamW"
 
 
 @pytest.mark.parametrize("script", sorted(set(re.findall(r"scripts/[a-z-]+", README.read_text(encoding="utf-8")))))

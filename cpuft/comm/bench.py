@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import statistics
 import sys
@@ -17,14 +16,12 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft.arguments import parse_arguments
-from cpuft.comm.measure import Measurement, Turn, choose, sweep
-from cpuft.comm.registration import BACKENDS
+from cpuft.comm.measure import Measurement, choose, sweep
 from cpuft.comm.session import leave
 from cpuft.config import BenchConfig
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError
+from cpuft.sweep import plan_sweep
 
-TYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 FORMAT = "cpuft-comm-bench-1"
 
 
@@ -72,25 +69,6 @@ def format_record(measurements: Sequence[Measurement]) -> str:
         for found in measurements
     ]
     return "".join(json.dumps(row) + "\n" for row in [header, *rows])
-
-
-def plan_sweep(config: BenchConfig) -> list[Turn]:
-    """Backend, operation, type and bytes of each measurement, in turn.
-
-    Raises
-    ------
-    CpuftError: an unknown name, or a size that is no number.
-    """
-    lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
-    known = {"backends": ("auto", *BACKENDS), "operations": OPERATIONS, "dtypes": TYPES}
-    for kind, names in known.items():
-        for name in lists[kind]:
-            if name not in names:
-                raise CpuftError(f"--{kind} knows no {name!r}: {near_names(name, names)}")
-    if not all(size.isdecimal() and int(size) for size in lists["sizes"]):
-        raise CpuftError(f"--sizes {config.sizes} is no list of bytes: write e.g. 1024,26214400")
-    turns = itertools.product(range(config.rounds), *(lists[name] for name in lists))
-    return [(backend, operation, dtype, int(size)) for _, backend, operation, dtype, size in turns]
 
 
 def main() -> None:

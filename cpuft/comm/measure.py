@@ -21,9 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from cpuft.comm.choice import BUCKET_BYTES, Choice, choose_backend
 from cpuft.comm.registration import BACKENDS, start
 from cpuft.errors import CpuftError
+from cpuft.sweep import Turn
 
-Turn = tuple[str, str, str, int]
-"""Backend (or auto), operation, type and bytes of one measurement."""
 _CHOICE_ROUNDS = 3
 """A busy moment of the hosts lasts seconds: backends measured in turn share it."""
 

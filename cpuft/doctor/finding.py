@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from cpuft.errors import counted
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -38,7 +40,10 @@ def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str
         for finding, names in alike.items()
     ]
     severe = sum(finding.severe for finding in findings)
-    parts.append(f"{hosts} hosts, {checks} checks: {severe} errors, {len(findings) - severe} warnings")
+    parts.append(
+        f"{counted(hosts, 'host')}, {counted(checks, 'check')}: {counted(severe, 'error')}, "
+        f"{counted(len(findings) - severe, 'warning')}"
+    )
     return "\n".join(parts) + "\n"
 
 

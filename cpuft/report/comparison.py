@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.record import Record
 
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
@@ -19,6 +19,9 @@ _EQUAL_OPTIONS = (
     "dropout",
     "engine",
 )
+
+MOST_EFFICIENCY = 1.1
+"""More than this needs a word. A little over 1 happens: smaller shares fit caches better."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ def compare(records: list[Record]) -> Comparison:
     for record in records:
         if record.footer is None:
             raise CpuftError(
-                f"{record.path} did not finish ({len(record.steps)} steps): run it again, or leave it out of the report"
+                f"{record.path} did not finish ({counted(len(record.steps), 'step')} recorded): run it "
+                f"again, or leave it out of the report"
             )
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
     refuse_differences(records)
@@ -147,8 +151,8 @@ def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> li
     notes = [f"speedup and efficiency are relative to np {base.np} ({base.hosts} host{'s' * (base.hosts > 1)})."]
     if scaling == "weak":
         notes.append(
-            "weak scaling: the batch a rank is fixed, so the global batch grows with the ranks, and updates get fewer; "
-            "compare the metrics."
+            "weak scaling: the batch a rank is fixed, so the global batch grows with the ranks"
+            f"{'' if records[0].header.options.get('max_steps') else ', and updates get fewer'}; compare the metrics."
         )
     if scaling == "strong":
         notes.append("strong scaling: the global batch is fixed, so every run makes the same updates.")
@@ -156,6 +160,12 @@ def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> li
         notes.append("neither the batch a rank nor the global batch is the same in all runs.")
     if len({record.footer.samples for record in records if record.footer}) > 1:
         notes.append("the runs trained on different numbers of rows, so speedup is that of samples/s, not of seconds.")
+    notes += [
+        f"np {row.np} is {row.speedup:.2f} times as fast as np {base.np}, more than its ranks explain: something else "
+        f"kept the hosts busy in the meantime, or cores were idle at np {base.np}; run both again before you trust it."
+        for row in rows[1:]
+        if row.efficiency > MOST_EFFICIENCY
+    ]
     same_cores = [row.np for row in rows[1:] if row.cores <= base.cores and row.np > base.np]
     if same_cores:
         listed = ", ".join(map(str, same_cores))

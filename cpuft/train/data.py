@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.config import TrainConfig
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, counted, near_names
 from cpuft.train.demo import make_pairs
 from cpuft.train.tasks import TASKS, Task
 
@@ -68,11 +68,11 @@ def _read_glue_split(task: Task, path: Path) -> Rows:
     return parse_tsv(_read_text(path), task, str(path))
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, option: str = "--data-dir") -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise CpuftError(f"there is no file {path}: check --data-dir, --train-file and --validation-file") from None
+        raise CpuftError(f"there is no file {path}: check {option}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"{path} cannot be read ({error}): it must be a UTF-8 text file you may read") from None
 
@@ -95,7 +95,7 @@ def parse_tsv(text: str, task: Task, source: str) -> Rows:
         cells = line.rstrip("\r").split("\t")
         if len(cells) <= max(places):
             raise CpuftError(
-                f"{source}, line {number} has {len(cells)} columns, {columns[max(places)]!r} is column "
+                f"{source}, line {number} has {counted(len(cells), 'column')}, {columns[max(places)]!r} is column "
                 f"{max(places) + 1}: mend or remove that line"
             )
         rows.texts.append(tuple(cells[place] for place in places[:-1]))
@@ -132,18 +132,51 @@ def _read_files(task: Task, config: TrainConfig) -> Data:
     for flag, path in (("--train-file", config.train_file), ("--validation-file", config.validation_file)):
         if not path:
             raise CpuftError(f"--task files needs {flag}: name a CSV, TSV or JSON lines file")
-    tables = [read_table(Path(path)) for path in (config.train_file, config.validation_file)]
+    tables = [
+        read_table(Path(config.train_file), "--train-file"),
+        read_table(Path(config.validation_file), "--validation-file"),
+    ]
     texts = _text_columns(tables[0], config)
     task = replace(task, texts=texts, label=config.label_column)
     for table in tables:
         for name in (*texts, task.label):
             _find_column(table.columns, name, table.source)
-    found = sorted({row[task.label].strip() for table in tables for _, row in table.rows})
-    task = replace(task, labels=tuple(found), metrics=("accuracy", "f1") if len(found) == 2 else ("accuracy",))
-    if _are_scores(found):
-        task = replace(task, labels=(), metrics=("pearson", "spearman"))
+        _refuse_gaps(table, (*texts, task.label))
+    task = _find_labels(task, *tables)
     train, validation = (_table_rows(table, task) for table in tables)
     return Data(task, train, {"": validation})
+
+
+def _refuse_gaps(table: Table, names: Sequence[str]) -> None:
+    """Raises CpuftError for no rows, a row without one of these columns (JSON lines may), or without a label."""
+    if not table.rows:
+        raise CpuftError(f"{table.source} has no rows: give a file with at least one row below its header")
+    for number, row in table.rows:
+        missing = next((name for name in names if name not in row), "") or ("" if row[names[-1]].strip() else names[-1])
+        if missing:
+            raise CpuftError(f"{table.source}, line {number} has no {missing!r}: mend or remove that line")
+
+
+def _find_labels(task: Task, train: Table, validation: Table) -> Task:
+    """The task with the classes that the training rows have, or as a regression where labels are scores.
+
+    Raises
+    ------
+    CpuftError: training rows have one class only, or validation rows one more.
+    """
+    found = sorted({row[task.label].strip() for _, row in train.rows})
+    others = {row[task.label].strip(): number for number, row in reversed(validation.rows)}
+    if _are_scores([*found, *others]):
+        return replace(task, labels=(), metrics=("pearson", "spearman"))
+    if len(found) < 2:
+        raise CpuftError(f"all rows of {train.source} have the label {found[0]!r}: give rows of two labels or more")
+    for label, number in others.items():
+        if label not in found:
+            raise CpuftError(
+                f"{validation.source}, line {number}: no row of {train.source} has the label {label!r}: mend that "
+                f"line, or train on rows that have it"
+            )
+    return replace(task, labels=tuple(found), metrics=("accuracy", "f1") if len(found) == 2 else ("accuracy",))
 
 
 @dataclass(frozen=True)
@@ -155,9 +188,16 @@ class Table:
     rows: list[tuple[int, dict[str, str]]]
 
 
-def read_table(path: Path) -> Table:
-    """A CSV or TSV file with a header line (quoting as RFC 4180 has it), or JSON lines (.json, .jsonl)."""
-    text = _read_text(path)
+def read_table(path: Path, option: str = "--train-file") -> Table:
+    """A CSV or TSV file with a header line (quoting as RFC 4180 has it), or JSON lines (.json, .jsonl).
+
+    Raises
+    ------
+    CpuftError: it is not there (`option` named it), empty, no UTF-8 text, or has a line that does not fit the others.
+    """
+    text = _read_text(path, option)
+    if not text.strip():
+        raise CpuftError(f"{path} is empty: give a file with rows")
     if path.suffix in (".json", ".jsonl", ".ndjson"):
         rows = [
             _parse_json_row(line, f"{path}, line {n}", n) for n, line in enumerate(text.splitlines(), 1) if line.strip()
@@ -169,9 +209,11 @@ def read_table(path: Path) -> Table:
     for cells in reader:
         if not cells:
             continue
-        if len(cells) < len(columns):
+        if len(cells) != len(columns):
+            quotes = " (a text with a comma stands in quotation marks)" if len(cells) > len(columns) else ""
             raise CpuftError(
-                f"{path}, line {reader.line_num} has {len(cells)} columns, its header {len(columns)}: mend that line"
+                f"{path}, line {reader.line_num} has {counted(len(cells), 'column')}, its header {len(columns)}: "
+                f"mend that line{quotes}"
             )
         table.rows.append((reader.line_num, dict(zip(columns, cells))))
     return table
@@ -180,7 +222,7 @@ def read_table(path: Path) -> Table:
 def _parse_json_row(line: str, where: str, number: int) -> tuple[int, dict[str, str]]:
     try:
         values = json.loads(line)
-        return number, {str(key): str(value) for key, value in values.items()}
+        return number, {str(key): "" if value is None else str(value) for key, value in values.items()}
     except (ValueError, AttributeError):
         raise CpuftError(
             f"{where} is not a JSON object: write one object a line, {{'text': ..., 'label': ...}}"
@@ -209,13 +251,9 @@ def _are_scores(labels: Sequence[str]) -> bool:
 def _table_rows(table: Table, task: Task) -> Rows:
     rows = Rows([], [])
     for number, row in table.rows:
-        where = f"{table.source}, line {number}"
-        missing = next((name for name in (*task.texts, task.label) if name not in row), "")
-        if missing:
-            raise CpuftError(f"{where} has no {missing!r}: mend that line")
         rows.texts.append(tuple(row[name] for name in task.texts))
-        rows.labels.append(parse_label(row[task.label], task, where))
-    return _not_empty(rows, table.source)
+        rows.labels.append(parse_label(row[task.label], task, f"{table.source}, line {number}"))
+    return rows
 
 
 def _read_hub(task: Task) -> Data:

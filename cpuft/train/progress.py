@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from cpuft.errors import counted
 from cpuft.record import EvaluationLine, Header, StepLine
 
 _LINES = 10
@@ -25,7 +26,7 @@ class Progress:
         """Say what is about to be trained, in what precision and over what backend, and why."""
         self._start = time.perf_counter()
         if self._shown:
-            ranks = f"{header.world_size} rank{'s' if header.world_size > 1 else ''} on {', '.join(header.hosts)}"
+            ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
             self._say(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
         if self._shown and header.world_size > 1:
             self._say(f"gradients over {header.backend}: {backend_reason}")
@@ -51,6 +52,12 @@ class Progress:
         rate = self._samples / (time.perf_counter() - self._start)
         self._bar.set_postfix_str(f"loss {line.loss:.4f}, {rate:.1f} samples/s", refresh=False)
         self._bar.update()
+
+    def evaluating(self, rows: int) -> None:
+        """Say that evaluation begins: it may take a while."""
+        self._close()
+        if self._shown:
+            self._say(f"evaluating on {counted(rows, 'row')}")
 
     def evaluated(self, line: EvaluationLine) -> None:
         """Show metrics."""

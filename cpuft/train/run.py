@@ -60,6 +60,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             if writer:
                 writer.write(line)
         checksum = prove_equal_parameters(model, "after the last step")
+        progress.evaluating(sum(len(rows) for rows in prepared.validation.values()))
         evaluation = evaluate(model, prepared, config, precision.name, place, len(steps))
         progress.evaluated(evaluation)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))

@@ -6,6 +6,7 @@ python -m cpuft.train.wrap SCRIPT.py ARGS...
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import Any
 
@@ -30,6 +31,8 @@ def wrap_trainer(done: list[str]) -> None:
         optimizer = own(self, *args, **kwargs)
         # When it trains once more, the Trainer has wrapped the optimizer in one of Accelerate's.
         accelerate(self.model, getattr(optimizer, "optimizer", optimizer))
+        if not done and os.environ.get("RANK", "0") == "0":
+            print(f"cpuft: --wrap: {type(self.model).__name__} trains on the fast path", file=sys.stderr, flush=True)
         done.append(type(self.model).__name__)
         return optimizer
 
@@ -45,7 +48,7 @@ def main() -> int:
     if not done and not code:
         print(
             f"cpuft: --wrap changed nothing: {sys.argv[0]} made no optimizer in a Hugging Face Trainer; "
-            f"call cpuft.accelerate(model, optimizer) in it",
+            f"call cpuft.accelerate(model, optimizer) in it, if it does not yet",
             file=sys.stderr,
         )
     return code

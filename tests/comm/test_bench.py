@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from cpuft.comm.bench import format_table, merge, plan_sweep
+from cpuft.comm.bench import format_table, merge
 from cpuft.comm.measure import Measurement
 from cpuft.config import BenchConfig
 from cpuft.errors import CpuftError
+from cpuft.sweep import plan_sweep
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:

@@ -21,7 +21,7 @@ set -euo pipefail
 # settings on node1:
 #   CPUFT_HOSTNAME=node1  every rank checks that it is where the plan put it
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   OMP_NUM_THREADS=28  one OpenMP thread a core: a rank has 28 cores
 #   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank on cores of its own, comm workers' cores left out
 #   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers on cores that compute leaves free
@@ -34,7 +34,7 @@ set -euo pipefail
 # settings on node2:
 #   CPUFT_HOSTNAME=node2  every rank checks that it is where the plan put it
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   OMP_NUM_THREADS=28  one OpenMP thread a core: a rank has 28 cores
 #   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank on cores of its own, comm workers' cores left out
 #   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers on cores that compute leaves free
@@ -47,7 +47,7 @@ set -euo pipefail
 # settings on node3:
 #   CPUFT_HOSTNAME=node3  every rank checks that it is where the plan put it
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   OMP_NUM_THREADS=28  one OpenMP thread a core: a rank has 28 cores
 #   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank on cores of its own, comm workers' cores left out
 #   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers on cores that compute leaves free
@@ -60,7 +60,7 @@ set -euo pipefail
 # settings on node4:
 #   CPUFT_HOSTNAME=node4  every rank checks that it is where the plan put it
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   OMP_NUM_THREADS=28  one OpenMP thread a core: a rank has 28 cores
 #   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank on cores of its own, comm workers' cores left out
 #   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers on cores that compute leaves free

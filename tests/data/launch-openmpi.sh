@@ -21,7 +21,7 @@ set -euo pipefail
 # settings on node1:
 #   CPUFT_HOSTNAME=node1  every rank checks that it is where the plan put it
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   OMP_NUM_THREADS=28  one OpenMP thread a core: a rank has 28 cores
 #   I_MPI_PIN=off  mpirun does not pin here: cpuft.rank is the one owner
 #   CPUFT_PIN=rank  cpuft.rank pins each rank to its CPUFT_CORES
 #   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
@@ -35,7 +35,7 @@ set -euo pipefail
 # settings on node2:
 #   CPUFT_HOSTNAME=node2  every rank checks that it is where the plan put it
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   OMP_NUM_THREADS=28  one OpenMP thread a core: a rank has 28 cores
 #   I_MPI_PIN=off  mpirun does not pin here: cpuft.rank is the one owner
 #   CPUFT_PIN=rank  cpuft.rank pins each rank to its CPUFT_CORES
 #   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
@@ -49,7 +49,7 @@ set -euo pipefail
 # settings on node3:
 #   CPUFT_HOSTNAME=node3  every rank checks that it is where the plan put it
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   OMP_NUM_THREADS=28  one OpenMP thread a core: a rank has 28 cores
 #   I_MPI_PIN=off  mpirun does not pin here: cpuft.rank is the one owner
 #   CPUFT_PIN=rank  cpuft.rank pins each rank to its CPUFT_CORES
 #   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
@@ -63,7 +63,7 @@ set -euo pipefail
 # settings on node4:
 #   CPUFT_HOSTNAME=node4  every rank checks that it is where the plan put it
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=28  one OpenMP thread for each of a rank's 28 cores
+#   OMP_NUM_THREADS=28  one OpenMP thread a core: a rank has 28 cores
 #   I_MPI_PIN=off  mpirun does not pin here: cpuft.rank is the one owner
 #   CPUFT_PIN=rank  cpuft.rank pins each rank to its CPUFT_CORES
 #   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication

@@ -20,7 +20,7 @@ set -euo pipefail
 # settings on node1:
 #   CPUFT_HOSTNAME=node1  every rank checks that it is where the plan put it
 #   CPUFT_CORES=2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=14  one OpenMP thread for each of a rank's 14 cores
+#   OMP_NUM_THREADS=14  one OpenMP thread a core: a rank has 14 cores
 #   I_MPI_PIN_DOMAIN=[0xfffc,0xfffc0000]  each rank on cores of its own, comm workers' cores left out
 #   CCL_WORKER_COUNT=2  2 of 16 cores a rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,16,17  oneCCL's workers on cores that compute leaves free

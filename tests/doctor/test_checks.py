@@ -123,7 +123,7 @@ def test_findings_alike_are_told_once_and_severe_ones_first() -> None:
     text = format_findings(find_all(state), 4, len(CHECKS))
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
     assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores" in text
-    assert text.endswith("4 hosts, 33 checks: 1 errors, 2 warnings\n")
+    assert text.endswith("4 hosts, 33 checks: 1 error, 2 warnings\n")
 
 
 def test_a_launch_stops_for_severe_findings_only() -> None:

@@ -74,7 +74,7 @@ def test_different_jobs_are_refused_by_name_of_what_differs(changes: dict[str, A
 
 
 def test_an_unfinished_run_is_refused() -> None:
-    with pytest.raises(CpuftError, match=r"runs/np-2 did not finish \(1 steps\)"):
+    with pytest.raises(CpuftError, match=r"runs/np-2 did not finish \(1 step recorded\)"):
         compare([make_record(1), dataclasses.replace(make_record(2), footer=None)])
 
 
@@ -89,6 +89,19 @@ def test_ranks_that_share_the_baselines_cores_are_told() -> None:
     assert notes[-1] == (
         "np 2 ran on no more cores than np 1 (16): its speedup shows what splitting costs, not what more hosts bring."
     )
+
+
+def test_more_than_the_ranks_explain_gets_a_word() -> None:
+    slow, fast, fair = make_record(1, 1, 300.0), make_record(2, 2, 100.0), make_record(4, 4, 70.0)
+    suspicious = [note for note in compare([slow, fast, fair]).notes if "more than its ranks explain" in note]
+    assert [note.split(",")[0] for note in suspicious] == ["np 2 is 3.00 times as fast as np 1"]
+
+
+def test_updates_get_fewer_only_where_epochs_are_whole() -> None:
+    whole = [make_record(1, 1), make_record(2, 2)]
+    limited = [make_record(np, np, options={"max_steps": 20}) for np in (1, 2)]
+    assert any("updates get fewer" in note for note in compare(whole).notes)
+    assert not any("updates get fewer" in note for note in compare(limited).notes)
 
 
 def write_record(record: Record, folder: Path) -> None:

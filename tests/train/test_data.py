@@ -89,13 +89,32 @@ def test_the_users_json_lines(tmp_path: Path) -> None:
         ("text,label\n", "train.csv has no rows"),
         ("text\na\n", "train.csv has no column 'label'"),
         ("body,label\na,1\n", "train.csv has no column sentence1 or text: name one or two of body with --text-columns"),
-        ("text,label\na,1\nb\n", "train.csv, line 3 has 1 columns, its header 2: mend that line"),
+        ("text,label\na,1\nb\n", "train.csv, line 3 has 1 column, its header 2: mend that line"),
+        ("text,label\na, b,1\n", "line 2 has 3 columns, its header 2: mend that line (a text with a comma stands in"),
+        ("text,label\na,1\nb,\n", "train.csv, line 3 has no 'label': mend or remove that line"),
+        ("text,label\na,1\nb,1\n", "train.csv have the label '1': give rows of two labels or more"),
+        ("text,label\na,0\nb,2\n", "validation.csv, line 2: no row of "),
+        ("", "train.csv is empty: give a file with rows"),
     ],
 )
 def test_what_is_wrong_with_the_users_files(train: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(CpuftError) as error:
         read_data(files(tmp_path, train, "text,label\na,1\n"))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "a"}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
+        ('{"label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
+        ('{"text": "a", "label": null}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
+    ],
+)
+def test_gaps_in_json_lines(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CpuftError) as error:
+        read_data(files(tmp_path, '{"text": "a", "label": 0}\n' + line, '{"text": "a", "label": 0}', "jsonl"))
+    assert str(error.value).endswith(message)
 
 
 def test_missing_files(tmp_path: Path) -> None:
