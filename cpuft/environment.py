@@ -141,8 +141,9 @@ def host_settings(
     threads = min(len(rank.compute) for rank in ranks)
     domains = ",".join(format_mask(rank.compute) for rank in ranks)
     cores = ";".join(",".join(map(str, rank.compute)) for rank in ranks)
+    left_out = ", comm workers' cores left out" if ranks[0].comm else ""
     pinning = (
-        (Setting("I_MPI_PIN_DOMAIN", f"[{domains}]", "each rank on cores of its own, comm workers' cores left out"),)
+        (Setting("I_MPI_PIN_DOMAIN", f"[{domains}]", f"each rank on cores of its own{left_out}"),)
         if pinned_by_mpi
         else (
             Setting("I_MPI_PIN", "off", "mpirun does not pin here: cpuft.rank is the one owner"),

@@ -12,12 +12,12 @@ from cpuft.report.table import format_markdown, format_text, to_json
 
 
 def find_runs(paths: Sequence[str]) -> list[str]:
-    """Run directories: the named ones, or those one level below a named one that holds no record itself."""
+    """Run directories, each once: the named ones, or those one level below a named one that holds no record itself."""
     runs: list[str] = []
     for path in paths:
         below = sorted(str(record.parent) for record in Path(path).glob(f"*/{FILE_NAME}"))
         runs += [path] if (Path(path) / FILE_NAME).exists() or not below else below
-    return runs
+    return list({Path(run).resolve(): run for run in reversed(runs)}.values())[::-1]
 
 
 def write_report(comparison: Comparison, run_dir: str) -> Path:

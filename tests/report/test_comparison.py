@@ -115,7 +115,7 @@ def test_files(tmp_path: Path) -> None:
     write_record(make_record(2, 2), tmp_path / "np-2")
     runs = [str(tmp_path / "np-1"), str(tmp_path / "np-2")]
     assert find_runs([str(tmp_path)]) == runs
-    assert find_runs(runs) == runs
+    assert find_runs([*runs, runs[0] + "/", *runs]) == runs
     assert find_runs([str(tmp_path / "none")]) == [str(tmp_path / "none")]
     assert write_report(compare(RECIPE), str(tmp_path)) == tmp_path / "report.md"
     assert sorted(path.name for path in tmp_path.glob("report.*")) == ["report.json", "report.md", "report.txt"]
