@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from cpuft.record import read_record
+from cpuft.train import tasks
 
 # What each task trains on, and the metric that is compared.
 TASKS = {
@@ -21,19 +22,16 @@ PATHS: dict[str, tuple[str, ...]] = {"fast": (), "plain": ("--plain",)}
 MOST_WORSE = 0.005
 
 
-FOLDERS = {"mrpc": "MRPC", "sst2": "SST-2"}
-
-
 def hold_out(glue: Path, records: Path, task: str, count: int) -> Path:
     """A GLUE folder whose task has its last `count` training rows in the development set: a metric of less noise."""
     made = records / f"glue-held-out-{count}"
-    folder = made / FOLDERS[task]
+    own, folder = glue / tasks.TASKS[task].folder, made / tasks.TASKS[task].folder
     if not folder.exists():
-        head, *rows = (glue / FOLDERS[task] / "train.tsv").read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-        own = (glue / FOLDERS[task] / "dev.tsv").read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+        head, *rows = (own / "train.tsv").read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
+        dev = (own / "dev.tsv").read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
         folder.mkdir(parents=True)
         (folder / "train.tsv").write_text("\n".join([head, *rows[:-count]]) + "\n", encoding="utf-8")
-        (folder / "dev.tsv").write_text("\n".join(own + rows[-count:]) + "\n", encoding="utf-8")
+        (folder / "dev.tsv").write_text("\n".join(dev + rows[-count:]) + "\n", encoding="utf-8")
     return made
 
 
@@ -73,17 +71,17 @@ def main() -> None:
     )
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma between")
     options = parser.parse_args()
-    tasks: list[str] = options.tasks.split(",")
-    found: dict[tuple[str, str], list[float]] = {(task, path): [] for task in tasks for path in PATHS}
+    names: list[str] = options.tasks.split(",")
+    found: dict[tuple[str, str], list[float]] = {(task, path): [] for task in names for path in PATHS}
     # Seed by seed, so that a run that is stopped early has whole pairs.
     for seed in options.seeds.split(","):
         for task, path in found:
             glue = hold_out(options.glue, options.records, task, options.held_out) if options.held_out else options.glue
             found[task, path].append(metric_of(glue, options.records, task, path, int(seed)))
-    lines = [summarise(task, found[task, "fast"], found[task, "plain"]) for task in tasks]
+    lines = [summarise(task, found[task, "fast"], found[task, "plain"]) for task in names]
     for line in lines:
         print(json.dumps(line))
-    sys.exit(any(statistics.mean(found[t, "plain"]) - statistics.mean(found[t, "fast"]) > MOST_WORSE for t in tasks))
+    sys.exit(any(statistics.mean(found[t, "plain"]) - statistics.mean(found[t, "fast"]) > MOST_WORSE for t in names))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Finding:
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
     """Findings for a terminal, the severe ones first; a line of praise when there is none."""
     if not findings:
-        return f"{hosts} host{'s' if hosts != 1 else ''}, {checks} checks: all is well\n"
+        return f"{counted(hosts, 'host')}, {counted(checks, 'check')}: all is well\n"
     alike: dict[Finding, list[str]] = {}
     for finding in sorted(findings, key=lambda one: (not one.severe, one.code)):
         alike.setdefault(replace(finding, host=""), []).append(finding.host)

@@ -148,7 +148,7 @@ def _make_row(record: Record, baseline: Record) -> Row:
 def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
     """Baseline, kind of scaling, and whatever makes the numbers mean less than they seem to."""
     base = rows[0]
-    notes = [f"speedup and efficiency are relative to np {base.np} ({base.hosts} host{'s' * (base.hosts > 1)})."]
+    notes = [f"speedup and efficiency are relative to np {base.np} ({counted(base.hosts, 'host')})."]
     if scaling == "weak":
         notes.append(
             "weak scaling: the batch a rank is fixed, so the global batch grows with the ranks"

@@ -17,7 +17,7 @@ def find_runs(paths: Sequence[str]) -> list[str]:
     for path in paths:
         below = sorted(str(record.parent) for record in Path(path).glob(f"*/{FILE_NAME}"))
         runs += [path] if (Path(path) / FILE_NAME).exists() or not below else below
-    return list({Path(run).resolve(): run for run in reversed(runs)}.values())[::-1]
+    return list({Path(run).resolve(): run for run in runs}.values())
 
 
 def write_report(comparison: Comparison, run_dir: str) -> Path:

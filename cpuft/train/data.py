@@ -100,13 +100,13 @@ def parse_tsv(text: str, task: Task, source: str) -> Rows:
             )
         rows.texts.append(tuple(cells[place] for place in places[:-1]))
         rows.labels.append(parse_label(cells[places[-1]], task, f"{source}, line {number}"))
-    return _not_empty(rows, source)
-
-
-def _not_empty(rows: Rows, source: str) -> Rows:
-    if not rows.labels:
-        raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
+    _refuse_empty(rows.labels, source)
     return rows
+
+
+def _refuse_empty(rows: Sequence[object], source: str) -> None:
+    if not rows:
+        raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
 
 
 def _find_column(columns: Sequence[str], name: str, source: str) -> int:
@@ -141,20 +141,19 @@ def _read_files(task: Task, config: TrainConfig) -> Data:
     for table in tables:
         for name in (*texts, task.label):
             _find_column(table.columns, name, table.source)
-        _refuse_gaps(table, (*texts, task.label))
+        _refuse_gaps(table, texts, task.label)
     task = _find_labels(task, *tables)
     train, validation = (_table_rows(table, task) for table in tables)
     return Data(task, train, {"": validation})
 
 
-def _refuse_gaps(table: Table, names: Sequence[str]) -> None:
-    """Raises CpuftError for no rows, a row without one of these columns (JSON lines may), or without a label."""
-    if not table.rows:
-        raise CpuftError(f"{table.source} has no rows: give a file with at least one row below its header")
+def _refuse_gaps(table: Table, texts: Sequence[str], label: str) -> None:
+    """Raises CpuftError for no rows, a row without one of these columns (JSON lines may), or with an empty label."""
+    _refuse_empty(table.rows, table.source)
     for number, row in table.rows:
-        missing = next((name for name in names if name not in row), "") or ("" if row[names[-1]].strip() else names[-1])
+        missing = [name for name in texts if name not in row] + [label] * (not row.get(label, "").strip())
         if missing:
-            raise CpuftError(f"{table.source}, line {number} has no {missing!r}: mend or remove that line")
+            raise CpuftError(f"{table.source}, line {number} has no {missing[0]!r}: mend or remove that line")
 
 
 def _find_labels(task: Task, train: Table, validation: Table) -> Task:

@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from cpuft.errors import CpuftError
+from cpuft.train.data import first_rows, parse_tsv
+from cpuft.train.tasks import TASKS
 
 MAX_LENGTH = 128
 BATCH = 32
 Row = dict[str, Any]
 
 
-def read_rows(path: Path, tokenizer: Any, count: int | None = None) -> list[Row]:
-    """The first `count` rows (all, if None) of MRPC in GLUE's layout: `input_ids`, `token_type_ids`, `label` of each.
+def read_rows(path: Path, tokenizer: Any, count: int = 0) -> list[Row]:
+    """The first `count` rows (0: all) of MRPC in GLUE's layout: `input_ids`, `token_type_ids`, `label` of each.
 
     Raises
     ------
-    CpuftError: there is no such file.
+    CpuftError: there is no such file, or a line that is not MRPC's.
     """
     if not path.is_file():
         raise CpuftError(f"{path} is not there: give --data the folder that holds MRPC's train.tsv and dev.tsv")
-    # No quoting: some rows hold a lone quotation mark.
-    text = path.read_text(encoding="utf-8-sig").rstrip("\n")
-    lines = [line.split("\t") for line in text.split("\n")[1:][:count]]
-    first, second, labels = [c[3] for c in lines], [c[4] for c in lines], [int(c[0]) for c in lines]
+    rows = first_rows(parse_tsv(path.read_text(encoding="utf-8-sig"), TASKS["mrpc"], str(path)), count)
+    first, second = ([texts[at] for texts in rows.texts] for at in (0, 1))
     encoded = tokenizer(first, second, truncation=True, max_length=MAX_LENGTH)
     return [
-        {"input_ids": ids, "token_type_ids": types, "label": label}
-        for ids, types, label in zip(encoded["input_ids"], encoded["token_type_ids"], labels, strict=True)
+        {"input_ids": ids, "token_type_ids": types, "label": int(label)}
+        for ids, types, label in zip(encoded["input_ids"], encoded["token_type_ids"], rows.labels, strict=True)
     ]
 
 
