@@ -11,6 +11,7 @@ import click
 
 from cpuft.config import option_names
 from cpuft.errors import CpuftError, near_names
+from cpuft.loader import load, parse_yaml
 
 C = TypeVar("C")
 
@@ -92,44 +93,40 @@ def _value_options(config: type) -> list[click.Option]:
     return options
 
 
-def read_config(path: str, known: Sequence[str]) -> dict[str, Any]:
+def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
     """Option values from a YAML file, for click's default_map. Dashes and underscores are one in its keys.
 
     Raises
     ------
-    CpuftError: no such file, no YAML, no mapping, or a key that is no option.
+    CpuftError: no such file, no YAML, no mapping, a key that is no option or there twice, or a value no flag can have.
     """
-    import yaml
-
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        values, tree = yaml.safe_load(text) or {}, yaml.compose(text)
+        values = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"--config {path} cannot be read ({error}): name a YAML file") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise CpuftError(f"--config {path} is no YAML (line {line}: {error.problem}): write `option: value`") from None
-    except yaml.YAMLError as error:
-        raise CpuftError(
-            f"--config {path} is no YAML ({' '.join(str(error).split())}): write `option: value`"
-        ) from None
-    if not isinstance(values, dict):
+    except ValueError as error:
+        raise CpuftError(f"--config {path} is no YAML ({error}): write `option: value`") from None
+    if not isinstance(values or {}, dict):
         raise CpuftError(f"--config {path} holds no mapping: write `option: value` lines")
-    # A mapping keeps the last of equal keys; the tree has them all.
-    keys = [str(key.value).replace("-", "_") for key, _ in tree.value] if tree and values else []
-    values = {str(key).replace("-", "_"): value for key, value in values.items()}
-    for key, value in values.items():
+    options: dict[str, str] = {}
+    for name, value in (values or {}).items():
+        key = name.replace("-", "_")
         if key not in known:
             raise CpuftError(f"--config {path}: no option {key!r}: {near_names(key, known)}")
         if value is None:
             raise CpuftError(f"--config {path}: {key!r} has no value: give it one, or leave the line out")
-        if keys.count(key) > 1:
+        if key in options:
             raise CpuftError(f"--config {path}: {key!r} is there twice: keep one of the lines")
-    return {key: _as_option(value) for key, value in values.items()}
+        options[key] = _as_option(value, f"--config {path}: {key!r}")
+    return options
 
 
-def _as_option(value: Any) -> Any:
+def _as_option(value: Any, where: str) -> str:
     """What a flag would have taken: a list of ranks is written with commas there."""
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return value if isinstance(value, bool) else str(value)
+    try:
+        text = ",".join(load(list[str], value if isinstance(value, list) else [value], where))
+    except ValueError as error:
+        raise CpuftError(f"{error}: write what its flag takes, or a list of that") from None
+    if "\0" in text:
+        raise CpuftError(f"{where} holds a null character: write what its flag takes")
+    return text

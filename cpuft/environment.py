@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError, counted
+from cpuft.loader import load, parse_json
 from cpuft.plan import Setting
 from cpuft.topology import HostFacts, RankCores, format_mask
 
@@ -204,8 +205,8 @@ def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
 def users_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without what `cpuft env` exported into it and the user has not changed since."""
     try:
-        exported = dict(json.loads(environ.get(_EXPORTED, "{}")))
-    except (ValueError, TypeError):
+        exported = load(dict[str, str], parse_json(environ.get(_EXPORTED, "{}")))
+    except ValueError:
         exported = {}
     return {name: value for name, value in environ.items() if exported.get(name) != value}
 

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import shlex
 from dataclasses import dataclass, field
-from typing import Any
+
+from cpuft.loader import load, parse_json
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,8 @@ def dump_plan(plan: Plan) -> str:
 
 
 def load_plan(text: str) -> Plan:
-    """The plan that `dump_plan` wrote."""
-    values = json.loads(text)
-    stages = tuple(tuple(_load_step(step) for step in stage) for stage in values["stages"])
-    return Plan(stages, tuple(values["notes"]))
-
-
-def _load_step(values: dict[str, Any]) -> Step:
-    settings = tuple(Setting(**setting) for setting in values.pop("settings"))
-    return Step(**values | {"command": tuple(values["command"]), "settings": settings})
+    """The plan that `dump_plan` wrote. Raises ValueError for another text."""
+    return load(Plan, parse_json(text), "the plan")
 
 
 def format_export(setting: Setting) -> str:

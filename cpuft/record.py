@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from cpuft.errors import CpuftError
+from cpuft.loader import load, parse_json
 
 FORMAT = 1
 FILE_NAME = "record.jsonl"
@@ -130,7 +131,7 @@ class Record:
 
 
 Line = Header | StepLine | EvaluationLine | Footer
-_KINDS: dict[str, type[Header] | type[StepLine] | type[EvaluationLine] | type[Footer]] = {
+_KINDS: dict[str, type[Line]] = {
     "header": Header,
     "step": StepLine,
     "evaluation": EvaluationLine,
@@ -179,7 +180,7 @@ def parse_record(text: str, path: str = "record") -> Record:
             continue
         try:
             parsed.append(_parse_line(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             if number == len(lines):
                 break
             raise CpuftError(
@@ -197,13 +198,13 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def _parse_line(text: str) -> Line:
-    values: dict[str, Any] = json.loads(text)
-    cls = _KINDS[values.pop("kind")]
-    if cls is Header:
-        if values.get("format") != FORMAT:
-            raise ValueError(f"format {values.get('format')}, this version reads {FORMAT}")
-        values["ranks"] = [RankPlace(**place) for place in values["ranks"]]
-    return cls(**values)
+    values = load(dict[str, Any], parse_json(text))
+    kind = load(str, values.pop("kind", None), "its kind")
+    if kind == "header" and values.get("format") != FORMAT:
+        raise ValueError(f"format {values.get('format')!r:.60}, this version reads {FORMAT}")
+    if kind not in _KINDS:
+        raise ValueError(f"kind {kind[:60]!r} is unknown")
+    return load(_KINDS[kind], values)
 
 
 def read_record(run_dir: str) -> Record:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cpuft.errors import CpuftError, near_names
+from cpuft.loader import load, parse_json
 
 FILE_NAME = "cluster.json"
 
@@ -66,11 +67,10 @@ def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
 def read_entry(root: Path, name: str) -> Entry:
     """The cluster called `name`. Raises CpuftError with the known names when there is none."""
     try:
-        values = json.loads((root / name / FILE_NAME).read_text(encoding="utf-8"))
-        return Entry(**values)
+        return load(Entry, parse_json((root / name / FILE_NAME).read_text(encoding="utf-8")))
     except OSError:
         raise _unknown(name, list_names(root)) from None
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise CpuftError(f"{root / name / FILE_NAME} is damaged ({error}): provision {name} again") from None
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
+from cpuft.loader import load, parse_json
 
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
 
@@ -66,10 +65,8 @@ class RankCores:
 def parse_facts(text: str, host: str) -> HostFacts:
     """Facts from the JSON that `cpuft.facts` prints on `host`. Raises CpuftError when it is not that."""
     try:
-        values: dict[str, Any] = json.loads(text)
-        lists = {"cpu_flags": tuple(values["cpu_flags"]), "allowed_cpus": tuple(values["allowed_cpus"])}
-        return HostFacts(**{field.name: values[field.name] for field in fields(HostFacts)} | lists)
-    except (ValueError, KeyError, TypeError):
+        return load(HostFacts, parse_json(text))
+    except ValueError:
         last = (text.strip().splitlines() or ["nothing"])[-1]
         raise CpuftError(
             f"host {host} did not report its facts (it said: {last[:200]}): check that python3 runs there over ssh"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "cpuft"
-FIRST = {"errors", "config"}
+FIRST = {"errors", "config", "loader"}
 SECOND = FIRST | {"arguments", "hostfile", "topology", "record", "facts"}
 THIRD = SECOND | {"environment", "plan", "mpi"}
 FOURTH = THIRD | {"execute", "ssh", "registry", "cluster"}
@@ -17,6 +17,7 @@ WORKER = SECOND - {"hostfile"}
 ALLOWED = {
     "errors": set(),
     "config": set(),
+    "loader": set(),
     "arguments": FIRST,
     "hostfile": FIRST,
     "topology": FIRST,

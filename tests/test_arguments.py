@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import get_type_hints
 
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.arguments import parse_arguments, read_config
-from cpuft.config import TrainConfig, WorkerConfig, format_arguments, option_names
+from cpuft.arguments import CONFIG_FILE, Verb, make_options, parse_arguments, read_config
+from cpuft.config import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names
 from cpuft.errors import CpuftError
 from cpuft.train.__main__ import parse_worker
 
@@ -59,7 +60,51 @@ def test_yaml_values(tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     path.write_text("learning-rate: 2e-5\nnp: [1, 2]\nsave_model: false\ntask: mrpc\n")
     names = [*option_names(TrainConfig), "np"]
-    assert read_config(str(path), names) == {"learning_rate": "2e-5", "np": "1,2", "save_model": False, "task": "mrpc"}
+    assert read_config(str(path), names) == {
+        "learning_rate": "2e-5",
+        "np": "1,2",
+        "save_model": "false",
+        "task": "mrpc",
+    }
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("save_model: false", False),
+        ("save_model: No", False),
+        ("save_model: true", True),
+        ("run_dir: 2026-13-01", "2026-13-01"),
+        ("run_dir: !!timestamp x", "x"),
+        ("run_dir: 010", "010"),
+        ("learning_rate: 2e-5", 2e-5),
+        ("seed: 7", 7),
+        ("np: 2", 2),
+    ],
+)
+def test_a_file_says_what_a_flag_says(text: str, value: object, tmp_path: Path) -> None:
+    path, name = tmp_path / "options.yaml", text.partition(":")[0]
+    path.write_text(text)
+    verb = Verb("x", params=[*make_options(TrainConfig), *make_options(LaunchConfig), CONFIG_FILE])
+    assert verb.make_context("x", ["--config", str(path)]).params[name] == value
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("run_dir: [[a]]", "'run_dir'[0] is ['a'], and must be a text: write what its flag takes"),
+        ("run_dir: {a: b}", "'run_dir'[0] is {'a': 'b'}, and must be a text: write what its flag takes"),
+        ('run_dir: "a\\0b"', "'run_dir' holds a null character"),
+        ('run_dir: "\\ud800"', "'run_dir'[0] holds half a character"),
+        ("run_dir: " + "[" * 5000, "is no YAML (it is nested too deep): write `option: value`"),
+        ("run_dir: &a [*a]", "is no YAML (line 1: only a text can have an alias): write"),
+    ],
+)
+def test_a_value_that_no_flag_has(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    with pytest.raises(CpuftError, match=re.escape(message)):
+        read_config(str(path), option_names(LaunchConfig))
 
 
 @pytest.mark.parametrize(

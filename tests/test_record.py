@@ -38,6 +38,17 @@ def test_a_line_cut_short_is_forgiven_wherever_it_was_cut() -> None:
         ("", "has no header"),
         ("{}\n{}\n", "line 1 is not a record line"),
         ('{"kind": "header", "format": 99}\n', "format 99, this version reads 1"),
+        ('{"kind": "header", "format": 1}\n', "line 1 is not a record line .it has no 'task'"),
+        ('{"kind": "step", "step": "1"}\n', "line 1 is not a record line .it has no 'loss'"),
+        (
+            '{"kind": "evaluation", "step": "1", "metrics": {}, "rows": 1, "seconds": 1}\n',
+            "it.step is '1', and must be a wh",
+        ),
+        ('{"kind": []}\n', "its kind is .., and must be a text"),
+        ('{"kind": "end"}\n', "kind 'end' is unknown"),
+        ("[" * 100_000 + "\n", "line 1 is not a record line .it is nested too deep"),
+        ('{"kind": "step", "step": ' + "9" * 5000 + "}\n", "line 1 is not a record line"),
+        ("5\n", "it is 5, and must be an object"),
     ],
 )
 def test_what_is_no_record(text: str, message: str) -> None:

@@ -18,6 +18,7 @@ from cpuft.doctor import link
 from cpuft.doctor.state import Link
 from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
+from cpuft.loader import load, parse_json
 
 SECONDS = 0.5
 """Of sending each way over each link: some 60 MB at 1 Gbit/s."""
@@ -84,7 +85,7 @@ def _ask(host: Host, address: str, order: dict[str, Any], reach: Reach, seconds:
             command = f"exec $(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_LOADER)}"
             answer = ssh.run(host, command, json.dumps(order), seconds, reach.ssh_config)
             text = answer.output or answer.errors
-        return list(json.loads(text))
+        return load(list[dict[str, Any]], parse_json(text))
     except CpuftError as error:
         return str(error)
     except ValueError:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from cpuft.hostfile import Host
 from cpuft.topology import HostFacts
@@ -89,8 +88,3 @@ class ClusterState:
     def answering(self) -> tuple[tuple[HostState, HostFacts, Health], ...]:
         """Hosts that could be asked."""
         return tuple((h, h.facts, h.health) for h in self.hosts if h.facts and h.health)
-
-
-def parse_health(values: dict[str, Any]) -> Health:
-    """Health from the probe's object. Raises KeyError when a field is missing."""
-    return Health(**{field.name: values[field.name] for field in fields(Health)})

@@ -17,9 +17,10 @@ from cpuft import execute, facts, ssh
 from cpuft.cluster import Reach, is_here
 from cpuft.doctor import probe
 from cpuft.doctor.finding import Finding
-from cpuft.doctor.state import ClusterState, HostState, parse_health
+from cpuft.doctor.state import ClusterState, Health, HostState
 from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
+from cpuft.loader import load, parse_json
 from cpuft.topology import parse_facts
 
 PORT_SECONDS = 3.0
@@ -92,15 +93,15 @@ def _examine(host: Host, resolved: tuple[str, str], order: dict[str, Any], reach
     try:
         text = _ask(host, address, json.dumps(order), reach)
         after = time.time()
-        values = json.loads(text)
-        health = parse_health(values["health"])
+        values = load(dict[str, Any], parse_json(text))
+        health = load(Health, values.get("health"), "health")
         # Its clock was read at some moment between these two: only what lies outside is surely wrong.
         skew = max(0.0, health.time - after) + min(0.0, health.time - before)
-        return HostState(host, address, parse_facts(json.dumps(values["facts"]), host.name), health, skew=skew)
+        return HostState(host, address, parse_facts(json.dumps(values.get("facts")), host.name), health, skew=skew)
     except CpuftError as error:
         return HostState(host, address, failure=str(error))
-    except (ValueError, KeyError) as error:
-        return HostState(host, address, failure=f"its answer is not understood ({error!r}): is there a Python 3?")
+    except ValueError as error:
+        return HostState(host, address, failure=f"its answer is not understood ({error}): is there a Python 3?")
 
 
 def _ask(host: Host, address: str, order: str, reach: Reach) -> str:
