@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "cpuft"
-FIRST = {"errors", "config", "loader"}
+FIRST = {"errors", "config", "files", "loader"}
 SECOND = FIRST | {"arguments", "hostfile", "topology", "record", "facts"}
 THIRD = SECOND | {"environment", "plan", "mpi"}
 FOURTH = THIRD | {"execute", "ssh", "registry", "cluster"}
@@ -18,6 +18,7 @@ ALLOWED = {
     "errors": set(),
     "config": set(),
     "loader": set(),
+    "files": {"errors"},
     "arguments": FIRST,
     "hostfile": FIRST,
     "topology": FIRST,

@@ -74,7 +74,6 @@ def read_choice(folder: Path, key: str) -> Choice | None:
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
     """Remember a choice."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"backend-{key}.json"
     beside = path.with_suffix(".tmp")
     beside.write_text(json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n")

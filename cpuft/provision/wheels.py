@@ -15,6 +15,7 @@ from pathlib import Path
 import cpuft
 from cpuft import execute
 from cpuft.errors import CpuftError
+from cpuft.files import cache_folder
 from cpuft.provision.own_wheel import hash_file, write_own_wheel
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
@@ -74,7 +75,7 @@ def fetch_wheels(python: str, environ: Mapping[str, str], say: Callable[[str], N
     # Of cpuft only the requirements count here: its code changes from day to day, what it needs does not.
     needs = "\n".join(sorted(_requirements()))
     text = f"{python}\n{platform.machine()}\n{_PINS.read_text(encoding='utf-8')}\n{needs}\n{EXTRAS}"
-    folder = _cache(environ) / f"{python}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    folder = own_folder(environ).parent / f"{python}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if folder.exists():
         return folder
     say(f"download wheels for Python {python} into {folder}")
@@ -90,7 +91,7 @@ def fetch_wheels(python: str, environ: Mapping[str, str], say: Callable[[str], N
 
 def own_folder(environ: Mapping[str, str]) -> Path:
     """Where this cpuft's own wheel is kept."""
-    return _cache(environ) / "own"
+    return cache_folder(environ) / "wheels" / "own"
 
 
 def _own_python() -> str:
@@ -101,11 +102,6 @@ def _requirements() -> list[str]:
     import importlib.metadata
 
     return importlib.metadata.requires("cpuft") or []
-
-
-def _cache(environ: Mapping[str, str]) -> Path:
-    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '/root')}/.cache"
-    return Path(home, "cpuft", "wheels")
 
 
 def _find_constraints(folder: Path) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from cpuft.arguments import parse_arguments
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.files import cache_folder
 from cpuft.train.data import Data, Rows, first_rows, read_data
 from cpuft.train.ipex import check_engine
 from cpuft.train.model import find_model, load_tokenizer
@@ -98,12 +99,12 @@ def prepare(config: TrainConfig) -> Path:
 
     Raises
     ------
-    CpuftError: anything wrong with the task, the data or the model's tokenizer.
+    CpuftError: anything wrong with the task, the data, the model's tokenizer or the cache.
     """
     data = read_data(config)
     data = Data(data.task, first_rows(data.train, config.max_train_samples), data.validation)
     checksum = checksum_rows(data, config)
-    path = cache_dir() / f"{data.task.name}-{checksum}.npz"
+    path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
     if path.exists():
         return path
     tokenizer = load_tokenizer(config.model)
@@ -118,17 +119,11 @@ def prepare(config: TrainConfig) -> Path:
     for key, rows in [("train", data.train), *((f"validation{k}", rows) for k, rows in data.validation.items())]:
         tokens = tokenize(rows, tokenizer, config.max_length)
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(f".{os.getpid()}.tmp")
     with beside.open("wb") as file:
         np.savez(file, **arrays)
     beside.rename(path)
     return path
-
-
-def cache_dir() -> Path:
-    """Where prepared data is kept: $XDG_CACHE_HOME/cpuft, or ~/.cache/cpuft."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpuft"
 
 
 def read_prepared(path: str) -> Prepared:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from cpuft.comm.automatic import choose_automatically
 from cpuft.comm.choice import Choice
 from cpuft.errors import CpuftError
 from cpuft.facts import find_free_port
+from cpuft.files import cache_folder
 from cpuft.record import RankPlace
 from cpuft.script import keep_for_good
-from cpuft.train.prepare import cache_dir
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ def process_group(backend: str, timeout_seconds: float, gradient_type: str = "fl
     if backend == "auto":
         choice = Choice("gloo", "one rank")
         if size > 1:
-            choice = choose_automatically(store, rank, size, cache_dir(), gradient_type)
+            # Only rank 0 remembers: other hosts need no home for it.
+            cache = Path() if rank else cache_folder(os.environ)
+            choice = choose_automatically(store, rank, size, cache, gradient_type)
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
     keep_for_good(dist.group.WORLD)
     try:

@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 
+from cpuft.errors import CpuftError
+from cpuft.files import cache_folder
+
 SOURCE = Path(__file__).with_name("kernels.cpp")
 
 # -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. Not -ffast-math: linking
@@ -97,6 +100,8 @@ def _load() -> tuple[Kernels | None, str]:
         return None, "off: no C++ compiler; install g++ for the fast kernels"
     try:
         return Kernels(build(compiler)), "on"
+    except CpuftError as error:
+        return None, f"off: {error}"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         return None, f"off: {compiler} could not build them: {str(said).strip().splitlines()[-1:]}"
@@ -106,14 +111,17 @@ def build(compiler: str, processor: str = "native") -> Path:
     """The library's path, built unless the cache has it. Ranks that race build twice and rename over each other.
 
     `processor` is what the compiler's -march takes.
+
+    Raises
+    ------
+    CpuftError: the cache may be another user's work, who could run code as this one.
     """
     flags = (f"-march={processor}", *FLAGS)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     key = hashlib.sha256("\n".join([SOURCE.read_text(), *flags, version, _processor()]).encode()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpuft"
+    home = cache_folder(os.environ)
     library = home / f"kernels-{key}.so"
     if not library.exists():
-        home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home) as folder:
             made = Path(folder) / "kernels.so"
             command = [compiler, *flags, str(SOURCE), "-o", str(made)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from cpuft.errors import CpuftError
 from cpuft.train.fast.kernels import Kernels, addresses, build, kernels_for, numbers
 
 ROWS, COLS = 5, 37
@@ -48,3 +50,17 @@ def test_every_processor_s_build_gives_the_same(processor: str, dtype: torch.dty
     found = run_all(Kernels(build(compiler, processor)), dtype)
     for mine, theirs in zip(found, run_all(native, dtype), strict=True):
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_a_library_that_others_could_have_written_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do shift; done\necho planted >"$1"\n')
+    compiler.chmod(0o700)
+    planted = build(str(compiler))
+    assert build(str(compiler)) == planted
+    planted.parent.chmod(0o777)
+    with pytest.raises(CpuftError, match=r"is open to others' writing \(mode 777\)"):
+        build(str(compiler))

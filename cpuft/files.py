@@ -1,0 +1,87 @@
+"""Folders that are this user's alone: made, looked at and taken away, here and (as shell text) on other hosts."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+
+PRIVATE = """private() {
+    # Made in one step with its mode. What was there must be a folder of ours that nobody else may look into: 41c0 is
+    # that with mode 700, and stat follows no link.
+    said=$(mkdir -m 700 -- "$1" 2>&1) || [ -e "$1" ] || [ -L "$1" ] || { echo "$said" >&2; return 1; }
+    [ "$(stat -c '%f %u' -- "$1")" = "41c0 $(id -u)" ] || {
+        echo "$1 is no folder of mode 700 of user $(id -un) ($(stat -c '%A %U' -- "$1")): see what it is, remove it" >&2
+        return 1
+    }
+}
+"""
+"""`private FOLDER`: makes a folder for this user alone. One of another user, for others to write, or a link fails."""
+
+REMOVE = """remove() {
+    root=$(readlink -f -- "$1") || root=/
+    home=$(readlink -f -- "${HOME:-/}") || home=/
+    shift
+    for path; do
+        [ -e "$path" ] || [ -L "$path" ] || continue
+        real=$(readlink -f -- "$path") || real=/
+        case "$home/" in "$real"/*) real=/ ;; esac
+        case "$real" in
+            "$root"/?*) rm -rf --one-file-system --preserve-root=all -- "$path" ;;
+            *) echo "$path is not below $root, or holds a home: it stays" >&2; return 1 ;;
+        esac
+    done
+}
+"""
+"""`remove ROOT PATH...`: takes away what lies below ROOT on one disk. What resolves to anything else, to / or to what
+holds this user's home fails."""
+
+
+def remove_command(root: str, *paths: str) -> tuple[str, ...]:
+    """A command that takes away `paths`, each of which must lie below `root`."""
+    return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """$XDG_CACHE_HOME/cpuft or ~/.cache/cpuft, made now where it is not there.
+
+    Raises
+    ------
+    CpuftError: it cannot be made, or others could have written there.
+    """
+    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
+    return make_private(Path(home, "cpuft"), "set XDG_CACHE_HOME to a folder of your own")
+
+
+def make_private(folder: Path, advice: str) -> Path:
+    """Make a folder for this user alone; one of ours that others could only read is closed to them.
+
+    Raises
+    ------
+    CpuftError: it cannot be made, or is a link, another user's, or open to others' writing; ends with `advice`.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            trouble = _describe_doubt(folder)
+            if trouble:
+                raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}") from None
+            folder.chmod(0o700)
+    except OSError as error:
+        raise CpuftError(f"folder {folder} cannot be made ({error.strerror}): {advice}") from None
+    return folder
+
+
+def _describe_doubt(folder: Path) -> str:
+    """Why what is in a folder may be another user's work; empty where only this user can have written there."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "is a link or a file"
+    if found.st_uid != os.geteuid():
+        return f"is user {found.st_uid}'s, and you are {os.geteuid()}"
+    return f"is open to others' writing (mode {found.st_mode & 0o777:o})" if found.st_mode & 0o022 else ""
