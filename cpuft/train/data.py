@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, counted, near_names
+from cpuft.loader import load, parse_json
 from cpuft.train.demo import make_pairs
 from cpuft.train.tasks import TASKS, Task
+
+_MOST_SCORE = 3e38
+"""Larger ones are infinite as float32, which models compute in."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ def _read_glue_split(task: Task, path: Path) -> Rows:
 
 def _read_text(path: Path, option: str = "--data-dir") -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline="") as file:  # a line end inside quotation marks is text
+            return file.read()
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}: check {option}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -119,10 +127,10 @@ def parse_label(text: str, task: Task, where: str) -> float:
     """A class number, or a score for regression. Raises CpuftError for what is neither."""
     text = text.strip()
     if task.is_regression:
-        try:
-            return float(text)
-        except ValueError:
-            raise CpuftError(f"{where}: score {text!r} is no number: mend that line") from None
+        with suppress(ValueError):
+            if abs(float(text)) < _MOST_SCORE:
+                return float(text)
+        raise CpuftError(f"{where}: score {text!r} is no number: mend that line")
     if text not in task.labels:
         raise CpuftError(f"{where}: label {text!r} is not one of {', '.join(task.labels)}: mend that line")
     return float(task.labels.index(text))
@@ -198,34 +206,44 @@ def read_table(path: Path, option: str = "--train-file") -> Table:
     if not text.strip():
         raise CpuftError(f"{path} is empty: give a file with rows")
     if path.suffix in (".json", ".jsonl", ".ndjson"):
-        rows = [
-            _parse_json_row(line, f"{path}, line {n}", n) for n, line in enumerate(text.splitlines(), 1) if line.strip()
-        ]
-        return Table(str(path), sorted(rows[0][1]) if rows else [], rows)
-    reader = csv.reader(text.splitlines(keepends=True), delimiter="\t" if path.suffix == ".tsv" else ",")
-    columns = next(reader, [])
-    table = Table(str(path), columns, [])
-    for cells in reader:
-        if not cells:
-            continue
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        found = [_parse_json_row(line, f"{path}, line {number}", number) for number, line in lines]
+        return Table(str(path), sorted(found[0][1]), found)
+    (_, columns), *rows = _split_cells(text, "\t" if path.suffix == ".tsv" else ",", str(path))
+    for number, cells in rows:
         if len(cells) != len(columns):
             quotes = " (a text with a comma stands in quotation marks)" if len(cells) > len(columns) else ""
             raise CpuftError(
-                f"{path}, line {reader.line_num} has {counted(len(cells), 'column')}, its header {len(columns)}: "
+                f"{path}, line {number} has {counted(len(cells), 'column')}, its header {len(columns)}: "
                 f"mend that line{quotes}"
             )
-        table.rows.append((reader.line_num, dict(zip(columns, cells))))
-    return table
+    return Table(str(path), columns, [(number, dict(zip(columns, cells))) for number, cells in rows])
+
+
+def _split_cells(text: str, delimiter: str, source: str) -> list[tuple[int, list[str]]]:
+    """The cells of each line that has any, with the line's number; of cells that span lines the last one's."""
+    csv.field_size_limit(sys.maxsize)  # the format knows no limit
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        return [(reader.line_num, cells) for cells in reader if cells]
+    except csv.Error as error:
+        raise CpuftError(f"{source}, line {reader.line_num} is no CSV ({error}): mend that line") from None
 
 
 def _parse_json_row(line: str, where: str, number: int) -> tuple[int, dict[str, str]]:
+    """Lists and objects are no cells: of the columns that are asked for, they count as missing."""
     try:
-        values = json.loads(line)
-        return number, {str(key): "" if value is None else str(value) for key, value in values.items()}
-    except (ValueError, AttributeError):
+        values = load(dict[str, Any], parse_json(line))
+        cells = {key: "" if value is None else str(value) for key, value in values.items() if not _is_nested(value)}
+        return number, load(dict[str, str], cells)
+    except ValueError as error:
         raise CpuftError(
-            f"{where} is not a JSON object: write one object a line, {{'text': ..., 'label': ...}}"
+            f"{where} is not a JSON object ({error}): write one object a line, {{'text': ..., 'label': ...}}"
         ) from None
+
+
+def _is_nested(value: object) -> bool:
+    return isinstance(value, (list, dict))
 
 
 def _text_columns(table: Table, config: TrainConfig) -> tuple[str, ...]:

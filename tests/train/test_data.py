@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpuft.config import TrainConfig
@@ -73,6 +76,65 @@ def test_the_users_csv(tmp_path: Path) -> None:
     assert (data.task.labels, data.train.labels, data.validation[""].labels) == (("ham", "spam"), [1.0, 0.0], [0.0])
 
 
+QUOTED = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+"""Whatever a quoted text may hold: U+2028, U+0085, form feeds, line ends."""
+
+LABELS = st.sampled_from("01")
+
+
+@pytest.mark.parametrize("dialect, ending", [("excel", "csv"), ("excel-tab", "tsv"), ("unix", "csv")])
+@given(rows=st.lists(st.tuples(QUOTED, LABELS), min_size=1))
+@example(rows=[("a\u2028b\x85c\x0cd\x1ce\r\nf\rg\n", "1"), ("x" * 200_000, "0"), ("\x0c", "1")])
+def test_every_quoted_text_reads_back(rows: list[tuple[str, str]], dialect: str, ending: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"x.{ending}")
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, dialect, quoting=csv.QUOTE_ALL).writerows([("text", "label"), *rows])
+        assert [tuple(row.values()) for _, row in read_table(path).rows] == rows
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@given(rows=st.lists(st.tuples(QUOTED, LABELS), min_size=1))
+@example(rows=[("a\u2028b\x85c\u2029d", "1")])
+def test_every_json_text_reads_back(rows: list[tuple[str, str]], end: str) -> None:
+    lines = [json.dumps({"text": text, "label": int(label)}, ensure_ascii=False) + end for text, label in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.jsonl")
+        path.write_bytes("".join(lines).encode())
+        assert [(number, row["text"], row["label"]) for number, row in read_table(path).rows] == [
+            (number, *row) for number, row in enumerate(rows, start=1)
+        ]
+
+
+def test_what_no_csv_file_has_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text,label\na,1\nb\rc,2\n")
+    with pytest.raises(CpuftError, match=r"x.csv, line 3"):
+        read_table(tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize("label", ["nan", "inf", "-inf", "Infinity", "1e999"])
+def test_a_label_that_is_no_number_is_named_with_its_line(label: str, tmp_path: Path) -> None:
+    config = files(tmp_path, f"text,label\na,0\nb,{label}\n", "text,label\na,0\n")
+    with pytest.raises(CpuftError, match=rf"train.csv, line 3: score '{label}' is no number: mend that line"):
+        read_data(config)
+    config = files(tmp_path, "text,label\na,0.5\nb,1\n", f"text,label\na,1\nb,{label}\n")
+    with pytest.raises(CpuftError, match=rf"validation.csv, line 3: score '{label}' is no number: mend that line"):
+        read_data(config)
+    with pytest.raises(CpuftError, match=rf"x, line 2: score '{label}' is no number: mend that line"):
+        parse_tsv(f"index\tsentence1\tsentence2\tscore\n0\ta\tb\t{label}\n", TASKS["stsb"], "x")
+
+
+def test_a_score_that_no_model_can_meet(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=r"train.csv, line 3: score '1e300' is no number: mend that line"):
+        read_data(files(tmp_path, "text,label\na,0.5\nb,1e300\n", "text,label\na,1\n"))
+
+
+def test_a_word_that_could_be_a_number_is_a_class_among_words(tmp_path: Path) -> None:
+    """nan is a language, Min Nan Chinese."""
+    data = read_data(files(tmp_path, "text,label\na,nan\nb,deu\n", "text,label\na,nan\n"))
+    assert data.task.labels == ("deu", "nan")
+
+
 def test_the_users_json_lines(tmp_path: Path) -> None:
     row = '{"sentence1": "a", "sentence2": "b", "label": 0.5}\n'
     data = read_data(files(tmp_path, row, row, "jsonl"))
@@ -109,12 +171,21 @@ def test_what_is_wrong_with_the_users_files(train: str, message: str, tmp_path: 
         ('{"text": "a"}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
         ('{"label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
         ('{"text": "a", "label": null}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
+        ('{"text": ["a"], "label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
+        ('{"text": "a", "label": {"b": 1}}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
     ],
 )
 def test_gaps_in_json_lines(line: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(CpuftError) as error:
         read_data(files(tmp_path, '{"text": "a", "label": 0}\n' + line, '{"text": "a", "label": 0}', "jsonl"))
     assert str(error.value).endswith(message)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "5", '{"a": ' + "9" * 5000 + "}", '{"text": "\\ud800"}', "{} {}"])
+def test_lines_that_are_no_json_rows(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a", "label": 1, "others": [[1]]}\n' + line + "\n")
+    with pytest.raises(CpuftError, match=r"x\.jsonl, line 2 is not a JSON object \([^\n]+\): write one object a line"):
+        read_table(tmp_path / "x.jsonl")
 
 
 def test_missing_files(tmp_path: Path) -> None:
