@@ -8,6 +8,8 @@ waits for: the rank never ends, or aborts. With a core a rank that happened in t
 
 The same thread and destructor wait for each other when a function returns whose DistributedDataParallel was the last to
 hold the group (two runs of a hundred, torch 2.13): so the group of all ranks is never destroyed, only shut down.
+
+torch's store asks nobody who they are and listens on all interfaces: here on the master's address only.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ import atexit
 import ctypes
 import functools
 import importlib.util
+import ipaddress
 import os
+import socket
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
-
-_MODULE = "torch.distributed.distributed_c10d"
 
 
 def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ()) -> int:
@@ -57,37 +59,70 @@ def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ())
     return 0
 
 
-class _KeepGroups:
-    """An import hook that changes torch's `init_process_group` when, and if, the script imports torch."""
+class _ChangeTorch:
+    """An import hook that changes modules of torch when, and if, the script imports them."""
+
+    def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
+        self._changes = changes
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec and spec.loader:
+        change = self._changes.pop(name, None)
+        spec = importlib.util.find_spec(name) if change else None
+        if change and spec and spec.loader:
             execute = spec.loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 execute(module)
-                module.init_process_group = _keeping(module.init_process_group, module)  # type: ignore[attr-defined]
+                change(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _keeping(own: Any, module: Any) -> Any:
+def _keep_groups(distributed_c10d: Any) -> None:
+    own = distributed_c10d.init_process_group
+
     @functools.wraps(own)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         own(*args, **kwargs)
-        keep_for_good(module.group.WORLD)
+        keep_for_good(distributed_c10d.group.WORLD)
 
-    return init_process_group
+    distributed_c10d.init_process_group = init_process_group
 
 
-def keep_process_groups() -> None:
-    """Never destroy the group of all ranks that the script is going to make. To be called before torch is imported."""
-    sys.meta_path.insert(0, _KeepGroups())
+def listen_narrowly(rendezvous: Any) -> None:
+    """Let stores that torch.distributed.rendezvous makes listen on the address alone that they are made for.
+
+    Where that is a name, or no address of this host, they listen on all interfaces as ever: a name may mean loopback
+    on its own host. Doing it again changes nothing.
+    """
+    own = rendezvous.TCPStore
+
+    @functools.wraps(own)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        listener = _listen(kwargs["host_name"], kwargs["port"]) if kwargs.get("is_master") else None
+        return own(*args, **kwargs, **({"master_listen_fd": listener.detach()} if listener else {}))
+
+    if not hasattr(own, "__wrapped__"):
+        rendezvous.TCPStore = make
+
+
+def _listen(address: str, port: int) -> socket.socket | None:
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+    except (ValueError, OSError):
+        return None  # torch says better what is wrong, or finds the store that this process has there already
+
+
+def change_torch() -> None:
+    """Never destroy the group of all ranks that the script is going to make, and let its store listen narrowly.
+
+    To be called before torch is imported.
+    """
+    name = "torch.distributed"
+    changes = {f"{name}.distributed_c10d": _keep_groups, f"{name}.rendezvous": listen_narrowly}
+    sys.meta_path.insert(0, _ChangeTorch(changes))
 
 
 def keep_for_good(thing: object) -> None:
@@ -123,5 +158,5 @@ def flush_and_exit(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    keep_process_groups()
+    change_torch()
     end(run_script(sys.argv[1:]))

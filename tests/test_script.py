@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +11,15 @@ from pathlib import Path
 import pytest
 
 
-def run(folder: Path, text: str, *words: str, module: tuple[str, ...] = ("-m", "cpuft.script")) -> tuple[str, str, int]:
+def run(
+    folder: Path, text: str, *words: str, module: tuple[str, ...] = ("-m", "cpuft.script"), **settings: str
+) -> tuple[str, str, int]:
     """Output, complaints and exit code of a script."""
     (folder / "beside.py").write_text("NAME = 'beside'\n")
     (folder / "script.py").write_text(text)
     command = [sys.executable, *module, str(folder / "script.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    environ = dict(os.environ) | settings
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
     return done.stdout, done.stderr, done.returncode
 
 
@@ -90,3 +95,42 @@ def test_no_model_is_the_last_to_hold_the_group(tmp_path: Path, start: str, modu
     text = LEAVES_A_FUNCTION.format(start=start)
     output, complaints, code = run(tmp_path, text, module=("-m", module) if module else ())
     assert (output, code) == (f"{kept}\n", 0), complaints
+
+
+STORE = """
+import os, sys, torch.distributed as dist
+{start}
+lines = [line.split() for name in ("tcp", "tcp6") for line in open("/proc/net/" + name)]
+here = [words[1].split(":") for words in lines if words[3] == "0A"]
+print([address for address, port in here if int(port, 16) == int(os.environ["MASTER_PORT"])])
+dist.destroy_process_group()
+"""
+BY_ENVIRONMENT = "dist.init_process_group('gloo')"
+BY_ADDRESS = "dist.init_process_group('gloo', f'tcp://127.0.0.1:{os.environ[\"MASTER_PORT\"]}', rank=0, world_size=1)"
+TWICE = f"{BY_ENVIRONMENT}; dist.destroy_process_group(); {BY_ENVIRONMENT}"
+LOOPBACK, ALL = "0100007F", "0" * 32
+
+
+@pytest.mark.parametrize(
+    ("start", "master", "module", "address"),
+    [
+        (BY_ENVIRONMENT, "127.0.0.1", "cpuft.script", LOOPBACK),
+        (BY_ADDRESS, "127.0.0.1", "cpuft.script", LOOPBACK),
+        (TWICE, "127.0.0.1", "cpuft.script", LOOPBACK),
+        ("from cpuft.comm import start; start('gloo')", "127.0.0.1", "cpuft.script", LOOPBACK),
+        ("from cpuft.comm import start; start('gloo')", "127.0.0.1", "", LOOPBACK),
+        # A name may mean loopback on its own host, and another address elsewhere.
+        (BY_ENVIRONMENT, "localhost", "cpuft.script", ALL),
+        (BY_ENVIRONMENT, "127.0.0.1", "", ALL),
+    ],
+)
+def test_the_store_listens_on_the_masters_address(
+    tmp_path: Path, start: str, master: str, module: str, address: str
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": master, "MASTER_PORT": str(port)}
+    text = STORE.format(start=start)
+    output, complaints, code = run(tmp_path, text, module=("-m", module) if module else (), **world)
+    assert (output, code) == (f"['{address}']\n", 0), complaints

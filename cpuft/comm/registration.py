@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +22,7 @@ from cpuft.comm.mpi import MpiCollectives
 from cpuft.comm.session import open_watch, register, timeout_seconds
 from cpuft.comm.subgroup import SubgroupCollectives
 from cpuft.errors import CpuftError, near_names
+from cpuft.script import listen_narrowly
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ Connect = Callable[[Store, int, int, str], Collectives]
 
 
 def register_backends() -> None:
-    """Make the backends known to torch.distributed. Doing it again changes nothing."""
+    """Make the backends known to torch.distributed, and its stores modest. Doing it again changes nothing."""
+    # By its name: torch.distributed has a function of that name, too.
+    listen_narrowly(importlib.import_module("torch.distributed.rendezvous"))
     libraries: dict[str, Connect] = {"ccl": CclCollectives, "mpi": MpiCollectives}
     for name, connect in libraries.items():
         creator = functools.partial(_make_group, connect)

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.script import end, keep_process_groups, run_script
+from cpuft.script import change_torch, end, run_script
 
 
 def wrap_trainer(done: list[str]) -> None:
@@ -42,7 +42,7 @@ def wrap_trainer(done: list[str]) -> None:
 def main() -> int:
     """Run the script as Python would; 2 after one line where its model cannot be accelerated, else its exit code."""
     done: list[str] = []
-    keep_process_groups()
+    change_torch()
     wrap_trainer(done)
     code = run_script(sys.argv[1:], refusals=(CpuftError,))
     if not done and not code:
