@@ -141,7 +141,7 @@ def plan_launch(
     make = Step("make the run's directory", ("sh", "-c", 'mkdir -p "$0" && mkdir "$1" "$1/logs"', folder, run_dir))
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
-        words,
+        (*mpi.MAKE_KEY, *words),
         mpi.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root),
     )
     return Plan(((make,), (start,)), plan_notes(cluster, shared, per_host))
@@ -170,6 +170,7 @@ def plan_notes(
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
     kept = sorted({name for settings in (shared, *per_host) for name in environment.kept_names(settings)})
     notes += [f"kept as you set them: {', '.join(kept)}"] if kept else []
+    notes += [f"{mpi.KEY}: by it ranks know each other; made as they start, it is on no command line and in no file"]
     notes += ["", "settings on every host:"] + [f"  {s.name}={s.value}  {s.reason}" for s in shared]
     for assignment, settings in zip(cluster.assignments, per_host):
         notes += ["", f"settings on {assignment.host.name}:"] + [f"  {s.name}={s.value}  {s.reason}" for s in settings]

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from cpuft.errors import CpuftError
 from cpuft.plan import Setting
 
+KEY = "CPUFT_RUN_KEY"
+"""The run's key, by which ranks know each other. mpirun hands its own environment on over connections of its own, so
+that the key is on no command line, in no plan and in no file."""
+MAKE_KEY = ("sh", "-c", f'export {KEY}="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \\n")"; exec "$@"', "key")
+"""Words before a command that runs it with a new key."""
+
 
 @dataclass(frozen=True)
 class Flavour:
@@ -87,7 +93,18 @@ def _plan_openmpi(
     iface: str,
 ) -> tuple[str, ...]:
     """Settings travel as `env NAME=value`: Open MPI's -x is one for all argument sets, and drops empty values."""
-    words = [flavour.path, "--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--output-filename", logs]
+    words = [
+        flavour.path,
+        "-x",
+        KEY,
+        "--bind-to",
+        "none",
+        "--map-by",
+        "slot",
+        "--oversubscribe",
+        "--output-filename",
+        logs,
+    ]
     words += ["--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
     for index, group in enumerate(groups):
         words += [":"] if index else []

@@ -171,6 +171,29 @@ def test_a_users_script_finds_its_world() -> None:
     assert Path("run/logs/rank-1.out").read_text() == "3.0 --lr a b 1 2 1 2 1 127.0.0.1 1\n"
 
 
+SECRET = """
+import glob, hashlib, os, torch.distributed as dist
+dist.init_process_group("gloo")
+key = os.environ["CPUFT_RUN_KEY"].encode()
+def holds_key(path):
+    try:
+        return key in open(path, "rb").read()
+    except OSError:  # a folder, or ended meanwhile
+        return False
+places = glob.glob("/proc/[0-9]*/cmdline") + glob.glob(os.environ["CPUFT_RUN_DIR"] + "/**", recursive=True)
+print(len(key), list(filter(holds_key, places)), hashlib.sha256(key).hexdigest())
+dist.destroy_process_group()
+"""
+
+
+def test_all_ranks_have_a_key_that_nobody_else_can_read() -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(SECRET))
+    assert done.returncode == 0, done.stderr
+    told = [Path(f"run/logs/rank-{rank}.out").read_text() for rank in (0, 1)]
+    assert told[0].startswith("64 [] ")
+    assert told[0] == told[1]
+
+
 LEAVES = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

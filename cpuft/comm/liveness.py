@@ -7,103 +7,56 @@ hub only relays lines and tells of closed connections, so nothing is sent while 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import secrets
-import selectors
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
 
 from torch._C._distributed_c10d import Store
 
+from cpuft.comm.hub import HELLO_BYTES, WELCOME, Hub, prove
+from cpuft.errors import CpuftError
+
+KEY_VARIABLE = "CPUFT_RUN_KEY"
+"""The run's key, the same for all its ranks. mpirun hands its environment on over connections of its own, so it is on
+no command line and in no file. Where no launch has made one, the first rank's goes through the store."""
+
 Message = dict[str, Any]
-_SEND_SECONDS = 1.0
 _JOIN_SECONDS = 60.0
-
-
-class Hub:
-    """A relay: what one rank writes, all ranks read; a rank whose connection closes is told as {"gone": rank}."""
-
-    def __init__(self, token: str, host: str) -> None:
-        self._token = token
-        self._listener = socket.create_server((host, 0), backlog=1024)
-        self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._ranks: dict[socket.socket, int] = {}
-        self._partial: dict[socket.socket, bytes] = {}
-        threading.Thread(target=self._run, name="cpuft-comm-hub", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is self._listener:
-                    self._accept()
-                else:
-                    self._read(connection)
-
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(_SEND_SECONDS)
-        self._partial[connection] = b""
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _read(self, connection: socket.socket) -> None:
-        try:
-            data = connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            self._drop(connection)
-            return
-        *lines, self._partial[connection] = (self._partial[connection] + data).split(b"\n")
-        for line in lines:
-            if connection in self._ranks:
-                self._relay(line)
-            elif not self._admit(connection, line):
-                return
-
-    def _admit(self, connection: socket.socket, line: bytes) -> bool:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            hello = json.loads(line)
-            if secrets.compare_digest(str(hello["token"]), self._token):
-                self._ranks[connection] = int(hello["rank"])
-                return True
-        self._drop(connection)
-        return False
-
-    def _drop(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        self._partial.pop(connection)
-        rank = self._ranks.pop(connection, None)
-        connection.close()
-        if rank is not None:
-            self._relay(json.dumps({"gone": rank}).encode())
-
-    def _relay(self, line: bytes) -> None:
-        for connection in self._ranks:
-            with contextlib.suppress(OSError):
-                connection.sendall(line + b"\n")
+_AGAIN_SECONDS = 0.2
 
 
 class Line:
-    """A rank's connection to the hub. `heard` is called with each message, on a thread of its own."""
+    """A rank's connection to the hub. `heard` is called with each message, on a thread of its own.
 
-    def __init__(self, store: Store, rank: int, first: bool, heard: Callable[[Message], None]) -> None:
+    Parameters
+    ----------
+    first: true on exactly one rank, which opens the hub for `ranks`.
+
+    Raises
+    ------
+    CpuftError: the hub does not let this rank in, or what the store says of it is not the run's own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        first: bool,
+        heard: Callable[[Message], None],
+        join_seconds: float = _JOIN_SECONDS,
+    ) -> None:
         if first:
-            token = secrets.token_hex(16)
-            host = _address()
-            self._hub = Hub(token, host)
-            store.set("liveness", json.dumps({"host": host, "port": self._hub.port, "token": token}))
-        place = json.loads(store.get("liveness"))
+            _open_hub(store, ranks)
+        address, key = _find_hub(store, rank)
         self._heard = heard
-        self._socket = socket.create_connection((place["host"], place["port"]), timeout=_JOIN_SECONDS)
-        self._socket.settimeout(None)
-        self.say({"rank": rank, "token": place["token"]})
+        self._socket, self._lines = _join(address, key, rank, join_seconds)
         threading.Thread(target=self._run, name="cpuft-comm-line", daemon=True).start()
 
     def say(self, message: Message) -> None:
@@ -118,10 +71,52 @@ class Line:
             self._socket.close()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
-            for line in lines:
+        with contextlib.suppress(OSError, ValueError), self._lines:
+            for line in self._lines:
                 self._heard(json.loads(line))
         self._heard({"hub": "gone"})
+
+
+def _seal(key: bytes, host: str, port: int) -> str:
+    return prove(key, host.encode(), str(port).encode()).decode()
+
+
+def _open_hub(store: Store, ranks: Sequence[int]) -> None:
+    own, host = os.environ.get(KEY_VARIABLE, ""), _address()
+    key = own or secrets.token_hex(32)
+    port = Hub(key.encode(), host, ranks, lambda text: os.write(2, text.encode() + b"\n")).port
+    place = {"host": host, "port": port, "seal": _seal(key.encode(), host, port)}
+    store.set("liveness", json.dumps(place if own else place | {"key": key}))
+
+
+def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:
+    """The hub's address, which only a rank of this run can have written, and the run's key."""
+    place = json.loads(store.get("liveness"))
+    key = (os.environ.get(KEY_VARIABLE, "") or place.get("key", "")).encode()
+    address = str(place["host"]), int(place["port"])
+    if not hmac.compare_digest(str(place["seal"]), _seal(key, *address)):
+        raise CpuftError(f"rank {rank} has another {KEY_VARIABLE} than the first rank: start all by one cpuft launch")
+    return address, key
+
+
+def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tuple[socket.socket, BinaryIO]:
+    """Say hello; again where a crowd of strangers was in the way."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection(address, timeout=left)
+            lines = connection.makefile("rb")
+            nonce, own = lines.readline(HELLO_BYTES).strip(), str(rank).encode()
+            connection.sendall(own + b" " + prove(key, nonce, own) + b"\n")
+            if lines.readline(HELLO_BYTES) == WELCOME:
+                connection.settimeout(None)
+                return connection, lines
+            connection.close()
+        time.sleep(_AGAIN_SECONDS)
+    raise CpuftError(
+        f"rank {rank} was not let in by the first rank at {address[0]} port {address[1]} in {seconds:.0f} s: "
+        f"look whether this rank runs twice, and whether a firewall is between the two hosts"
+    )
 
 
 def _address() -> str:

@@ -116,7 +116,7 @@ def _make_group(connect: Connect, options: Any, _: Any) -> CollectiveGroup:
     if connect is CclCollectives and not member.is_world:
         connect = SubgroupCollectives
     timeout = timeout_seconds(options.timeout)
-    watch = open_watch(options.store, member.ranks[member.rank], member.rank, member.size)
+    watch = open_watch(options.store, member.rank, member.ranks)
     operation = register.begin(f"{member.label} from nothing", "connect", 0, member.ranks, timeout)
     try:
         library = connect(options.store, member.rank, member.size, member.label)
@@ -128,6 +128,6 @@ def _make_group(connect: Connect, options: Any, _: Any) -> CollectiveGroup:
 def _make_gloo(options: Any, _: Any) -> WatchedGloo:
     member = _membership(options)
     timeout = timeout_seconds(options.timeout)
-    watch = open_watch(options.store, member.ranks[member.rank], member.rank, member.size)
+    watch = open_watch(options.store, member.rank, member.ranks)
     gloo = connect_gloo(options.store, member.rank, member.size, timeout)
     return WatchedGloo(gloo, options.store, member, timeout, register, watch)

@@ -23,13 +23,13 @@ _watch: Watch | None = None
 _lock = threading.Lock()
 
 
-def open_watch(store: Store, rank: int, group_rank: int, size: int) -> Watch:
-    """The process's watchdog; the first group that asks brings its ranks together."""
+def open_watch(store: Store, group_rank: int, ranks: tuple[int, ...]) -> Watch:
+    """The process's watchdog; the first group that asks brings its `ranks` together."""
     global _watch
     with _lock:
         if _watch is None:
             _watch = Watch(register)
-            _watch.join(store, rank, size, first=group_rank == 0)
+            _watch.join(store, ranks[group_rank], ranks, first=group_rank == 0)
         return _watch
 
 

@@ -40,11 +40,11 @@ class Watch:
         self._ending = threading.Lock()
         self._closed = threading.Event()
 
-    def join(self, store: Store, rank: int, size: int, first: bool) -> None:
-        """Meet the other ranks and start to watch. `first` is true on exactly one rank, which runs the hub."""
+    def join(self, store: Store, rank: int, ranks: tuple[int, ...], first: bool) -> None:
+        """Meet the other `ranks` and start to watch. `first` is true on exactly one rank, which runs the hub."""
         self._rank = rank
-        if size > 1:
-            self._line = Line(store, rank, first, self._heard)
+        if len(ranks) > 1:
+            self._line = Line(store, rank, ranks, first, self._heard)
         threading.Thread(target=self._run, name="cpuft-comm-watch", daemon=True).start()
 
     def close(self) -> None:

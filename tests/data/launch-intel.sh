@@ -2,6 +2,7 @@
 set -euo pipefail
 # ranks: 1 on node1, 1 on node2, 1 on node3, 1 on node4
 # kept as you set them: FI_PROVIDER
+# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line and in no file
 # 
 # settings on every host:
 #   MASTER_ADDR=10.0.0.1  the master's address: the interface of node1 that routes to 10.0.0.2
@@ -72,7 +73,8 @@ set -euo pipefail
 echo 'cpuft: make the run'"'"'s directory' >&2
 sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one
 echo 'cpuft: start 4 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
-mpirun -iface ens5 -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
+sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
+    -iface ens5 -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
     -genv MASTER_ADDR 10.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 4 -genv I_MPI_FABRICS shm:ofi \
     -genv CCL_ATL_SHM 1 -genv FI_PROVIDER efa -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra \
     -genv CCL_LOG_LEVEL error -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 \

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 set -euo pipefail
 # ranks: 2 on node1
+# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line and in no file
 # 
 # settings on every host:
 #   MASTER_ADDR=127.0.0.1  the master's address: all ranks are on one host
@@ -40,7 +41,8 @@ python -m cpuft.train.prepare /runs/one/data.npz --task=mrpc --model=minilm --da
     --emulate-bf16=False --backend=auto --grad-compression=auto --sync-every=1 --comm-timeout=300.0 \
     --eval-batch-size=32 --seed=42 --save-model=True
 echo 'cpuft: start 2 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
-mpirun -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
+sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
+    -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
     -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 2 -genv I_MPI_FABRICS shm \
     -genv CCL_ATL_SHM 1 -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra \
     -genv CCL_LOG_LEVEL error -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 \
