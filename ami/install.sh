@@ -47,16 +47,35 @@ w /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor - - - - performance
 ' >/etc/tmpfiles.d/cpuft.conf
 [ $# -gt 0 ] || exit 0
 # the same path as on servers that cpuft provision hosts installs, from the same pins
+remove() {
+    root=$(readlink -f -- "$1") || root=/
+    home=$(readlink -f -- "${HOME:-/}") || home=/
+    shift
+    for path; do
+        [ -e "$path" ] || [ -L "$path" ] || continue
+        real=$(readlink -f -- "$path") || real=/
+        case "$home/" in "$real"/*) real=/ ;; esac
+        case "$real" in
+            "$root"/?*) rm -rf --one-file-system --preserve-root=all -- "$path" ;;
+            *) echo "$path is not below $root, or holds a home: it stays" >&2; return 1 ;;
+        esac
+    done
+}
 # The training environment at PREFIX/env, from the wheels in PREFIX/wheels or, without those, from a package index.
 #   arguments: PREFIX STAMP PIN...
 prefix=$1 stamp=$2
 shift 2
+# Only what this script has made is ever taken away: its lock and its stamp are the marks.
+if [ -e "$prefix/env" ] && [ ! -f "$prefix/install.lock" ] && [ ! -f "$prefix/env/stamp" ]; then
+    echo "$prefix/env is not cpuft's: move it away, or name another prefix" >&2
+    exit 1
+fi
 mkdir -p "$prefix"
 # A run that was killed may still be installing here: wait for it, and keep what it has done.
 exec 9>"$prefix/install.lock"
 flock -w 600 9
 [ "$(cat "$prefix/env/stamp" 2>/dev/null || true)" != "$stamp" ] || exit 0
-rm -rf "$prefix/env"
+remove "$prefix" "$prefix/env"
 pip=$(ls "$prefix"/wheels/pip-*.whl 2>/dev/null | tail -n 1)
 if [ -n "$pip" ]; then
     python3 -m venv --without-pip "$prefix/env"

@@ -85,12 +85,14 @@ class Cluster:
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
     """The provisioned cluster that the run is for, by its name or its hostfile."""
-    roots = registry.search_roots(environ)
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
+    if not config.cluster and not config.hostfile:
+        return None
+    roots = registry.search_roots(environ)
     if config.cluster:
         return registry.find_entry(roots, config.cluster)
-    return registry.find_by_hostfile(roots, config.hostfile) if config.hostfile else None
+    return registry.find_by_hostfile(roots, config.hostfile)
 
 
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:

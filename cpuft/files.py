@@ -1,4 +1,4 @@
-"""Folders that are this user's alone: made, looked at and taken away, here and (as shell text) on other hosts."""
+"""Files written whole; folders that are this user's alone; trees taken away: here and, as shell text, on hosts."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ REMOVE = """remove() {
 """
 """`remove ROOT PATH...`: takes away what lies below ROOT on one disk. What resolves to anything else, to / or to what
 holds this user's home fails."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place and rename it, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.rename(path)
 
 
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import reprlib
+import stat
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +18,12 @@ from cpuft.errors import CpuftError, near_names
 from cpuft.loader import load, parse_json
 
 FILE_NAME = "cluster.json"
+HOSTFILES = "hostfiles"
+"""Folder of the hostfiles that `cpuft provision` writes, in its working directory; each is called as its cluster."""
+_NAME = re.compile(r"[a-z][a-z0-9]{0,62}")
+_MARK = "made by cpuft provision"
+KINDS = ("local", "hosts", "plain", "inside")
+"""`plain` is a hostfile and nothing else, `inside` a cluster as its own hosts know it."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +31,9 @@ class Entry:
     """One cluster, as `cluster.json` in its directory."""
 
     name: str
+    """That of its directory."""
     kind: str
-    """local, hosts, plain (a hostfile and nothing else) or inside (a cluster as its own hosts know it)"""
+    """One of `KINDS`."""
     hostfile: str
     """Absolute path."""
     ssh_config: str = ""
@@ -41,12 +53,18 @@ def state_root(environ: Mapping[str, str]) -> Path:
 
     Raises
     ------
-    CpuftError: its path holds white space, which ssh's configuration and mpirun's options cannot carry.
+    CpuftError: its path holds white space, which ssh's configuration and mpirun's options cannot carry; or others may
+    write there, and so decide what commands on a cluster do.
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
     if len(str(root).split()) > 1:
         raise CpuftError(f"{str(root)!r} holds white space, which mpirun cannot pass to ssh: set CPUFT_STATE elsewhere")
+    found = root.stat() if os.path.exists(root) else None
+    if found and (found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH):
+        raise CpuftError(
+            f"others may write to {root}: look at what is there, and set CPUFT_STATE to a folder of your own"
+        )
     return root
 
 
@@ -56,22 +74,84 @@ def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[
     return (own, Path(prefix).parent / "clusters") if Path(prefix).name == "env" else (own,)
 
 
+def check_name(name: str) -> str:
+    """`name`, if a cluster can be called so: it becomes part of paths, names of links and of control groups.
+
+    Raises
+    ------
+    CpuftError: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise CpuftError(f"{reprlib.repr(name)} is no name of a cluster: use small letters and digits, a letter first")
+    return name
+
+
 def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
     """The cluster called `name` in the first of `roots` that has it. Raises CpuftError when none does."""
+    check_name(name)
     for root in roots:
-        if (root / name / FILE_NAME).exists():
+        if os.path.exists(root / name / FILE_NAME):
             return read_entry(root, name)
     raise _unknown(name, sorted(name for root in roots for name in list_names(root)))
 
 
+def recall(root: Path, name: str) -> Entry | None:
+    """The cluster called `name`, None where there is none. Raises CpuftError for what is no name, or damaged."""
+    return read_entry(root, name) if os.path.exists(root / check_name(name) / FILE_NAME) else None
+
+
 def read_entry(root: Path, name: str) -> Entry:
-    """The cluster called `name`. Raises CpuftError with the known names when there is none."""
+    """The cluster called `name`.
+
+    Raises
+    ------
+    CpuftError: there is none (with the known names), or what is there was not written by `cpuft provision`: commands
+    act on what an entry names.
+    """
+    path = root / check_name(name) / FILE_NAME
     try:
-        return load(Entry, parse_json((root / name / FILE_NAME).read_text(encoding="utf-8")))
+        entry = load(Entry, parse_json(path.read_text(encoding="utf-8")))
+        _check_entry(entry, path.parent)
+        return entry
     except OSError:
         raise _unknown(name, list_names(root)) from None
     except ValueError as error:
-        raise CpuftError(f"{root / name / FILE_NAME} is damaged ({error}): provision {name} again") from None
+        raise CpuftError(f"{path} is damaged ({error}): provision {name} again") from None
+
+
+def _check_entry(entry: Entry, directory: Path) -> None:
+    """Raises ValueError when an entry is another cluster's, or names a path that a cluster of its kind does not own."""
+    names = {entry.name, entry.options.get("name", directory.name)}
+    if names != {directory.name}:
+        raise ValueError(f"it is the entry of {reprlib.repr((names - {directory.name}).pop())}")
+    if entry.kind not in KINDS:
+        raise ValueError(f"there is no kind {reprlib.repr(entry.kind)}: {', '.join(KINDS)}")
+    hostfile = Path(entry.hostfile)
+    if entry.kind == "inside":
+        ours = os.path.realpath(hostfile) == os.path.realpath(directory / "hostfile")
+    else:
+        ours = hostfile.is_absolute() and ".." not in hostfile.parts
+        ours = ours and hostfile.parts[-2:] == (HOSTFILES, directory.name)
+    if not ours:
+        raise ValueError(f"{reprlib.repr(entry.hostfile)} is no hostfile of a cluster of kind {entry.kind}")
+    if entry.ssh_config and os.path.realpath(entry.ssh_config) != os.path.realpath(directory / "ssh_config"):
+        raise ValueError(f"{reprlib.repr(entry.ssh_config)} is not its ssh configuration")
+
+
+def refuse_other_kind(root: Path, name: str, kind: str) -> None:
+    """Raises CpuftError when `name` is a cluster of another kind than `kind`, whose hosts would be lost."""
+    entry = None
+    with suppress(CpuftError):  # a damaged entry is written anew
+        entry = recall(root, name)
+    if entry and entry.kind != kind:
+        raise CpuftError(
+            f"{name} is a cluster of kind {entry.kind} already: choose another --name, or cpuft provision down {name}"
+        )
+
+
+def carries_mark(text: str) -> bool:
+    """Whether a hostfile is one that `cpuft provision` wrote, and may write over or take away."""
+    return _MARK in text.partition("\n")[0]
 
 
 def _unknown(name: str, known: list[str]) -> CpuftError:
@@ -81,7 +161,8 @@ def _unknown(name: str, known: list[str]) -> CpuftError:
 
 def list_names(root: Path) -> list[str]:
     """Names of all clusters."""
-    return sorted(path.parent.name for path in root.glob(f"*/{FILE_NAME}"))
+    names = sorted(path.parent.name for path in root.glob(f"*/{FILE_NAME}"))
+    return [name for name in names if _NAME.fullmatch(name)]
 
 
 def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:

@@ -2,12 +2,17 @@
 #   arguments: PREFIX STAMP PIN...
 prefix=$1 stamp=$2
 shift 2
+# Only what this script has made is ever taken away: its lock and its stamp are the marks.
+if [ -e "$prefix/env" ] && [ ! -f "$prefix/install.lock" ] && [ ! -f "$prefix/env/stamp" ]; then
+    echo "$prefix/env is not cpuft's: move it away, or name another prefix" >&2
+    exit 1
+fi
 mkdir -p "$prefix"
 # A run that was killed may still be installing here: wait for it, and keep what it has done.
 exec 9>"$prefix/install.lock"
 flock -w 600 9
 [ "$(cat "$prefix/env/stamp" 2>/dev/null || true)" != "$stamp" ] || exit 0
-rm -rf "$prefix/env"
+remove "$prefix" "$prefix/env"
 pip=$(ls "$prefix"/wheels/pip-*.whl 2>/dev/null | tail -n 1)
 if [ -n "$pip" ]; then
     python3 -m venv --without-pip "$prefix/env"

@@ -5,20 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from cpuft.cluster import INPUTS
 from cpuft.errors import CpuftError
+from cpuft.files import REMOVE
 from cpuft.plan import Plan, Step
 from cpuft.provision.converge import plan_file
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.sshfiles import Member, format_inside
-from cpuft.provision.wheels import Wheel, make_stamp
+from cpuft.provision.wheels import INSTALL, Wheel, make_stamp
 
 _LEAST_PYTHON = (3, 10)
-_INSTALL = "set -eu\n" + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
 _RECEIVE = """set -eu
-mkdir -p "$(dirname "$1")"
+mkdir -p "${1%/*}"
+: >>"${1%/*/*}/install.lock"
 cat >"$1.part.$$"
 echo "$2  $1.part.$$" | sha256sum --check --quiet
 mv -f "$1.part.$$" "$1"
@@ -28,6 +27,26 @@ umask 077
 mkdir -p "$(dirname "$1")"
 rm -f "$1" "$1.pub"
 ssh-keygen -q -t ed25519 -N "" -C "$2" -f "$1"
+"""
+_DOWN = f"""set -eu
+{REMOVE}
+prefix=$1
+if [ -f "$prefix/install.lock" ] || [ -f "$prefix/env/stamp" ]; then
+    remove "$prefix" "$prefix/env" "$prefix/wheels" "$prefix/install.lock"
+fi
+remove "$prefix" "$prefix/clusters/$2"
+rmdir "$prefix/clusters" 2>/dev/null || true
+case "$prefix" in /*/*) rmdir "$prefix" 2>/dev/null || true ;; esac
+for folder in /var/tmp/cpuft-*; do
+    [ -O "$folder" ] && [ ! -L "$folder" ] || continue
+    case "$folder" in */cpuft-inputs) remove /var/tmp "$folder" ;; *) remove /var/tmp "$folder/inputs" ;; esac
+    rmdir "$folder" 2>/dev/null || true
+done
+file=$HOME/.ssh/authorized_keys
+[ -e "$file" ] || exit 0
+grep -v " $3\\$" "$file" >"$file.new" || [ $? = 1 ]
+cat "$file.new" >"$file"
+rm "$file.new"
 """
 _AUTHORIZE = 'umask 077; mkdir -p "$HOME/.ssh"; echo "$1" >>"$HOME/.ssh/authorized_keys"'
 
@@ -45,6 +64,10 @@ class ServerFacts:
     free_kb: int = 0
     stamp: str = ""
     """Of the environment that is installed; empty when none is, or when it is half done."""
+    marked: bool = False
+    """Whether cpuft has put, or begun to put, something below the prefix."""
+    foreign: str = ""
+    """What is in the way below the prefix, and not cpuft's."""
     wheels: dict[str, str] = field(default_factory=dict)
     """File name -> SHA-256."""
     sums: dict[str, str] = field(default_factory=dict)
@@ -82,6 +105,8 @@ def parse_survey(text: str, host: str) -> ServerFacts:
         "writable" in values,
         int(values["free_kb"]),
         values.get("stamp", ""),
+        "marked" in values,
+        values.get("foreign", ""),
         wheels,
         sums,
         values.get("key", ""),
@@ -96,6 +121,8 @@ def check_server(host: str, facts: ServerFacts, config: HostsConfig, brings_pip:
         return f"{host}: Python is {facts.python or 'missing'}, 3.10 is the oldest that does: apt-get install python3"
     if not facts.writable:
         return f"{host}: {config.prefix} cannot be written: log in as root, or name a --prefix of your own"
+    if facts.foreign:
+        return f"{host}: {facts.foreign} is not cpuft's: move it away, or name another --prefix"
     if not facts.ensurepip and not brings_pip:
         return f"{host}: there is no pip: apt-get install python3-venv, or leave out --pins and --wheels"
     if not facts.stamp and facts.free_kb < need_kb:
@@ -196,7 +223,7 @@ def _plan_environment(
     pins: tuple[str, ...],
     stamp: str,
 ) -> list[Step]:
-    command = ("sh", "-c", _INSTALL, "install", config.prefix, stamp, *pins)
+    command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, stamp, *pins)
     return [
         Step(f"install the environment at {config.prefix}/env", command, host=member.address)
         for member, own in zip(members, facts)
@@ -227,17 +254,10 @@ def _plan_master_files(
 
 def plan_hosts_down(config: HostsConfig, members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> Plan:
     """Take away what was put on the servers: the environment, the wheels, the key and its line."""
-    mark = _key_mark(config)
-    script = (
-        f'rm -rf "$1/env" "$1/wheels" "$1/install.lock" "$1/clusters/$2" {INPUTS}; '
-        'rmdir "$1/clusters" "$1" 2>/dev/null; '
-        'file=$HOME/.ssh/authorized_keys; [ ! -e "$file" ] || '
-        '{ grep -v " $3\\$" "$file" >"$file.new"; cat "$file.new" >"$file"; rm "$file.new"; }'
-    )
-    command = ("sh", "-c", script, "remove", config.prefix, config.name, mark)
+    command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, _key_mark(config))
     steps = tuple(
         Step("take away the environment and the key", command, host=member.address)
         for member, own in zip(members, facts)
-        if own.stamp or own.wheels or own.key or any(line.endswith(f" {mark}") for line in own.authorized)
+        if own.marked or own.stamp or own.key or any(line.endswith(f" {command[-1]}") for line in own.authorized)
     )
     return Plan((steps,)) if steps else Plan()

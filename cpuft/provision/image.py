@@ -11,11 +11,13 @@ from pathlib import Path
 
 from cpuft import execute
 from cpuft.errors import CpuftError
+from cpuft.files import REMOVE
 from cpuft.plan import Plan, Step
 from cpuft.provision.converge import plan_file, run_here, run_stages
 from cpuft.provision.machine import find_program
 from cpuft.provision.own_wheel import hash_file
 from cpuft.provision.recipe import Recipe, format_install
+from cpuft.provision.sources import choose_mirror, gather_sources
 from cpuft.provision.wheels import Wheel, fetch_wheels, list_pins, make_stamp, own_folder, read_wheels
 
 STAMP = "etc/cpuft-image.json"
@@ -34,31 +36,44 @@ _VOLATILE = (
     "etc/ld.so.cache",
     "etc/shadow",
     "etc/shadow-",
+    STAMP,
 )
 """Written anew by every build, with times in it."""
 
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 # Every host makes keys of its own: those of an image would be the same on all of them, and known to its readers.
-_CLEAN = """set -eu
-rm -rf "$1$2/wheels" "$1$2/install.lock" "$1"/var/cache/apt/* "$1"/root/.cache
-rm -f "$1"/etc/ssh/ssh_host_* "$1"/etc/machine-id
-for file in machine-id hostname resolv.conf; do : >"$1/etc/$file"; done
+_CLEAN = f"""set -eu
+{REMOVE}
+remove "$1" "$1$2/wheels" "$1$2/install.lock" "$1"/var/cache/apt/* "$1"/root/.cache "$1"/etc/ssh/ssh_host_*
+for file in machine-id hostname resolv.conf; do rm -f "$1/etc/$file"; : >"$1/etc/$file"; done
+"""
+
+# Written first, and whole at the end: what carries it is an image of ours, or was to be one.
+_BEGIN = f"""set -eu
+{REMOVE}
+if [ -e "$1" ] && [ ! -f "$1/{STAMP}" ]; then
+    echo "$1 is not cpuft's: move it away, or name another --output" >&2
+    exit 1
+fi
+remove "$(dirname "$1")" "$1"
+mkdir -p "$1/etc"
+echo "{{}}" >"$1/{STAMP}"
 """
 
 
-def plan_image(recipe: Recipe, target: str, debootstrap: str, wheels: tuple[Wheel, ...]) -> Plan:
+def plan_image(recipe: Recipe, target: str, debootstrap: str, mirror: str, wheels: tuple[Wheel, ...]) -> Plan:
     """Steps that build the image beside `target`, its Python environment included, and prove that it trains."""
     root, prefix = f"{target}.new", recipe.environment.prefix
     include = ",".join(package.name for package in recipe.packages)
-    strap = (debootstrap, "--variant=minbase", f"--include={include}", recipe.suite, root, recipe.mirror)
+    strap = (debootstrap, "--variant=minbase", f"--include={include}", recipe.base.suite, root, mirror)
     bring = ("install", "-D", "--mode=644", f"--target-directory={root}{prefix}/wheels", *(one.path for one in wheels))
     pins = list_pins(wheels)
     install = ("chroot", root, "sh", "-s", prefix, make_stamp(pins, wheels), *pins)
     return Plan(
         (
-            (Step("start from nothing", ("rm", "-rf", "--one-file-system", root)),),
-            (Step(f"unpack Debian {recipe.suite} and its packages", strap),),
+            (Step("start from nothing", ("sh", "-c", _BEGIN, "begin", root)),),
+            (Step(f"unpack Debian {recipe.base.suite} and its packages", strap),),
             (Step(f"bring {len(wheels)} wheels", bring),),
             (Step("apply the recipe, and install the environment", install, stdin=format_install(recipe)),),
             (plan_file(f"{root}/etc/hosts", _HOSTS, "let it know its own loopback address"),),
@@ -97,13 +112,15 @@ def build(
     if not as_root or not debootstrap:
         raise CpuftError("an image needs root and debootstrap: run it with sudo, after apt-get install debootstrap")
     path = Path(target).absolute()
+    mirror = find_mirror(recipe)
     wheels = find_wheels(recipe, folder, environ, say)
     stamp = {"format": 1, "recipe": recipe.digest, "environment": make_stamp(list_pins(wheels), wheels)}
     if path.exists():
         if stamp.items() <= read_stamp(path).items():
             return f"image {target} is as the recipe says"
         raise CpuftError(f"{target} exists and is of another recipe or version: remove it, or name a new directory")
-    run_stages(plan_image(recipe, str(path), debootstrap, wheels), lambda step: run_here(step, _BUILD_SECONDS), say)
+    plan = plan_image(recipe, str(path), debootstrap, mirror, wheels)
+    run_stages(plan, lambda step: run_here(step, _BUILD_SECONDS), say)
     built = Path(f"{path}.new")
     lists = {"packages": list_packages(built), "wheels": sorted(list_pins(wheels))}
     contents = hash_contents(built)
@@ -111,6 +128,17 @@ def build(
     (built / STAMP).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     built.rename(path)
     return f"image {target}: contents {contents}; next: cpuft provision local --image {target}"
+
+
+def find_mirror(recipe: Recipe) -> str:
+    """Where the image's packages come from. Raises CpuftError where neither the recipe nor this machine's apt tells."""
+    return recipe.base.mirror or choose_mirror(gather_sources(), recipe.base.suite)
+
+
+def check_image(image: str) -> None:
+    """Raises CpuftError when --image is given and is none."""
+    if image and not os.path.exists(f"{image}/usr/sbin/sshd"):
+        raise CpuftError(f"--image {image}: there is no root filesystem with an sshd: name its directory")
 
 
 def find_wheels(

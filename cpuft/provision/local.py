@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -15,6 +16,7 @@ from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.converge import plan_file
 from cpuft.provision.machine import MachineFacts, NodeFacts
 from cpuft.provision.options import LocalConfig
+from cpuft.provision.ownership import check_hostfile, plan_removal
 from cpuft.provision.sshfiles import (
     Member,
     format_hosts,
@@ -23,12 +25,16 @@ from cpuft.provision.sshfiles import (
     format_ssh_config,
     format_sshd_config,
 )
-from cpuft.registry import Entry, format_entry
+from cpuft.registry import FILE_NAME, Entry, check_name, format_entry
 
 SCRIPT = str(Path(__file__).with_name("node.sh"))
 FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
 """Words of `cpuft provision local WORD NODE`, and node.sh's own."""
 
+_KEY_MARK = "cpuft"
+"""The comment of keys that we made."""
+_LINK_NAME = 15
+"""Characters of an interface's name: IFNAMSIZ of linux/if.h, less the closing 0."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -48,17 +54,21 @@ class Place:
 
 def check_config(config: LocalConfig) -> None:
     """Raises CpuftError for a name, a rate or a number of hosts that cannot be."""
-    if not re.fullmatch(r"[a-z][a-z0-9]{0,7}", config.name):
-        raise CpuftError(f"--name {config.name!r}: interface names are short: use 8 small letters and digits at most")
-    if config.nodes > 99:
-        raise CpuftError(f"--nodes {config.nodes}: one machine holds 99 hosts at most: lower it")
+    link = f"cpuft-{check_name(config.name)}-{config.nodes}"
+    _check_nodes(config.nodes)
+    if len(link) > _LINK_NAME:
+        most = len(config.name) - len(link) + _LINK_NAME
+        raise CpuftError(f"--name {config.name!r}: interface names are short: with so many hosts use {most} at most")
     parse_bits(config.net)
-    if config.image and not Path(config.image, "usr/sbin/sshd").exists():
-        raise CpuftError(f"--image {config.image}: there is no root filesystem with an sshd: name its directory")
     if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
         raise CpuftError(f"--image {config.image}: overlay mounts take no comma, colon or space in a path: move it")
     if not re.fullmatch(r"\d+[kmg]?", config.shm):
         raise CpuftError(f"--shm {config.shm!r} is no size: write e.g. 256m or 1g")
+
+
+def _check_nodes(nodes: int) -> None:
+    if nodes > 99:
+        raise CpuftError(f"--nodes {nodes}: one machine holds 99 hosts at most: lower it")
 
 
 def parse_bits(rate: str) -> int:
@@ -72,7 +82,8 @@ def parse_bits(rate: str) -> int:
 
 
 def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
-    """Hosts with their names and addresses, the master first."""
+    """Hosts with their names and addresses, the master first. Raises CpuftError for more than a machine holds."""
+    _check_nodes(config.nodes)
     addresses = IPv4Network(network)
     return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
 
@@ -94,14 +105,21 @@ def _plan_keys(config: LocalConfig, facts: MachineFacts, place: Place) -> list[S
     for index in range(1, config.nodes + 1):
         wanted[f"{place.directory}/nodes/{index}/host_key"] = "make host keys for this cluster"
     # ssh-keygen asks before it overwrites: a half-written pair goes away first.
-    script = (
-        'umask 077; mkdir -p "$(dirname "$1")"; rm -f "$1" "$1.pub"; ssh-keygen -q -t ed25519 -N "" -C cpuft -f "$1"'
-    )
+    script = 'umask 077; mkdir -p "$(dirname "$1")"; rm -f "$1" "$1.pub"; ssh-keygen -q -t ed25519 -N "" '
+    script += f'-C {_KEY_MARK} -f "$1"'
     return [
         Step(why, ("sh", "-c", script, "keygen", path))
         for path, why in wanted.items()
         if not (facts.files.get(path) and facts.files.get(f"{path}.pub"))
     ]
+
+
+def make_entry(config: LocalConfig, place: Place) -> Entry:
+    """What is remembered of the cluster."""
+    options = {key: str(value) for key, value in vars(config).items()}
+    there = f"{place.there}/ssh_config" if place.there else ""
+    own = f"{place.directory}/ssh_config"
+    return Entry(config.name, "local", place.hostfile, own, place.python, place.settings, options, there)
 
 
 def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[str, str]:
@@ -110,17 +128,12 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[s
     public = tuple(facts.files[f"{base}/nodes/{i}/host_key.pub"] for i in range(1, config.nodes + 1))
     hosts = tuple(Host(member.address) for member in members)
     head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} takes it away.\n"
-    options = {key: str(value) for key, value in vars(config).items()}
-    there = f"{place.there}/ssh_config" if place.there else ""
-    entry = Entry(
-        config.name, "local", place.hostfile, f"{base}/ssh_config", place.python, place.settings, options, there
-    )
     texts = {
         f"{base}/authorized_keys": facts.files[f"{base}/id_ed25519.pub"],
         f"{base}/hosts": format_hosts(members),
         f"{base}/known_hosts": format_known_hosts(members, public),
         f"{base}/ssh_config": format_ssh_config(members, f"{base}/id_ed25519", f"{base}/known_hosts"),
-        f"{base}/cluster.json": format_entry(entry),
+        f"{base}/{FILE_NAME}": format_entry(make_entry(config, place)),
         place.hostfile: head + format_hostfile(hosts),
     }
     if place.there:
@@ -134,9 +147,7 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[s
 
 
 def _plan_files(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
-    found = facts.files.get(place.hostfile, "")
-    if found and "made by cpuft provision" not in found:
-        raise CpuftError(f"{place.hostfile} is not cpuft's: move it away, or choose another --name")
+    check_hostfile(place.hostfile, facts.files.get(place.hostfile, ""))
     return [
         plan_file(path, text, "write the cluster's ssh files and hostfile")
         for path, text in plan_texts(config, facts, place).items()
@@ -275,13 +286,14 @@ def plan_down(config: LocalConfig, facts: MachineFacts, place: Place) -> Plan:
     for group in facts.groups:
         path = f"{group}/cpuft-{config.name}"
         rest.append(Step("take away the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
-    stages = (tuple(downs), tuple(rest), (_plan_removal(place),)) if facts.files or facts.bridge or downs else ()
+    ours = _is_ours(facts.files, place)
+    removal = plan_removal(facts.files, place.directory, place.hostfile) if ours else ()
+    stages = (tuple(downs), tuple(rest), removal) if ours or facts.bridge or downs else ()
     return Plan(tuple(stage for stage in stages if stage))
 
 
-def _plan_removal(place: Place) -> Step:
-    # The hostfile's directory goes too when nothing else is in it.
-    script = 'rm -rf --one-file-system "$1" && rm -f "$2" && { rmdir "$(dirname "$2")" 2>/dev/null || true; }'
-    return Step(
-        "take away its keys, files and hostfile", ("sh", "-c", script, "remove", place.directory, place.hostfile)
-    )
+def _is_ours(files: Mapping[str, str], place: Place) -> bool:
+    """Whether the directory has an entry, which was read, or keys that were made before there was one."""
+    own = {path: text for path, text in files.items() if path.startswith(f"{place.directory}/")}
+    keyed = any(path.endswith(".pub") and text.rstrip().endswith(f" {_KEY_MARK}") for path, text in own.items())
+    return keyed or f"{place.directory}/{FILE_NAME}" in own

@@ -113,7 +113,8 @@ boot() {
 mount_image() {
     root=$NODE_DIR/root
     if [ "$(cat "$NODE_DIR/contents" 2>/dev/null)" != "$NODE_IMAGE $NODE_CONTENTS" ]; then
-        rm -rf "$NODE_DIR/upper" "$NODE_DIR/work"
+        case "$NODE_DIR" in "$NODE_CLUSTER"/nodes/[1-9]*) ;; *) exit 1 ;; esac
+        rm -rf --one-file-system --preserve-root=all "$NODE_DIR/upper" "$NODE_DIR/work"
         echo "$NODE_IMAGE $NODE_CONTENTS" >"$NODE_DIR/contents"
     fi
     mkdir -p "$root" "$NODE_DIR/upper" "$NODE_DIR/work"

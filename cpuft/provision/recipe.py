@@ -6,13 +6,12 @@ import hashlib
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cpuft.errors import CpuftError
+from cpuft.loader import load, parse_yaml
 from cpuft.plan import format_comment
-
-_KEYS = {"base", "packages", "environment", "files"}
-_ENVIRONMENT = Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
+from cpuft.provision.ownership import check_prefix
+from cpuft.provision.wheels import INSTALL
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,19 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Base:
+    """What debootstrap unpacks."""
+
+    suite: str
+    mirror: str = ""
+    """Where it is fetched from; empty for where the builder's own apt fetches from."""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """All that distinguishes the image from its base."""
 
-    suite: str
-    mirror: str
+    base: Base
     packages: tuple[Package, ...]
     environment: Environment
     files: tuple[File, ...]
@@ -55,23 +62,17 @@ class Recipe:
     @property
     def digest(self) -> str:
         """A fingerprint of the recipe."""
-        text = "\n".join([format_install(self), self.suite, self.environment.prefix, self.environment.python])
+        text = "\n".join([format_install(self), self.base.suite, self.environment.prefix, self.environment.python])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_recipe(path: str) -> Recipe:
     """The recipe in a YAML file. Raises CpuftError for a file that cannot be read or is no recipe."""
-    import yaml
-
     try:
-        values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        if set(values) != _KEYS:
-            raise ValueError(f"it has {', '.join(map(str, values))} instead of {', '.join(sorted(_KEYS))}")
-        packages = tuple(Package(**package) for package in values["packages"])
-        files = tuple(File(**file) for file in values["files"])
-        environment = Environment(**values["environment"])
-        return Recipe(values["base"]["suite"], values["base"]["mirror"], packages, environment, files)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+        recipe = load(Recipe, parse_yaml(Path(path).read_text(encoding="utf-8")))
+        check_prefix(recipe.environment.prefix)
+        return recipe
+    except (OSError, ValueError, CpuftError) as error:
         raise CpuftError(
             f"recipe {path} cannot be used ({' '.join(str(error).split())}): compare it with ami/recipe.yaml"
         ) from None
@@ -96,5 +97,5 @@ def format_install(recipe: Recipe) -> str:
         folder = file.path.rpartition("/")[0]
         parts.append(f"{format_comment(file.reason)}\nmkdir -p {shlex.quote(folder)}")
         parts.append(f"printf %s {shlex.quote(file.text)} >{shlex.quote(file.path)}")
-    parts += ["[ $# -gt 0 ] || exit 0", format_comment(recipe.environment.reason), _ENVIRONMENT.rstrip("\n")]
+    parts += ["[ $# -gt 0 ] || exit 0", format_comment(recipe.environment.reason), INSTALL.rstrip("\n")]
     return "\n".join(parts) + "\n"

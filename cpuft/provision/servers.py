@@ -8,19 +8,23 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from cpuft import ssh
 from cpuft.cluster import Reach, gather_facts
 from cpuft.errors import CpuftError
+from cpuft.files import write_text
 from cpuft.hostfile import Host, format_hostfile
-from cpuft.plan import Plan, format_plan
+from cpuft.loader import load, parse_json
+from cpuft.plan import Plan, Step, format_plan
 from cpuft.provision import hosts as planning
-from cpuft.provision.converge import converge, lock, run_there
+from cpuft.provision.converge import converge, lock, run_here, run_stages, run_there
 from cpuft.provision.hosts import ServerFacts
 from cpuft.provision.options import HostsConfig
+from cpuft.provision.ownership import check_hostfile, check_prefix, plan_removal, read_raw
 from cpuft.provision.sshfiles import Member, format_known_hosts, format_known_name, format_ssh_config
 from cpuft.provision.wheels import Wheel, fetch_wheels, list_pins, read_wheels
-from cpuft.registry import Entry, format_entry, read_entry, state_root
+from cpuft.registry import FILE_NAME, Entry, check_name, format_entry, read_entry, refuse_other_kind, state_root
 
 Say = Callable[[str], None]
 Ask = Callable[[str], bool]
@@ -35,6 +39,8 @@ class Servers:
         names = [name.strip() for name in config.hosts.split(",") if name.strip()]
         if not names or len(set(names)) < len(names):
             raise CpuftError(f"--hosts {config.hosts!r}: give different names or addresses, a comma between")
+        check_name(config.name)
+        check_prefix(config.prefix)
         # What is remembered must hold wherever the next command is typed.
         paths = {name: getattr(config, name) for name in ("key", "wheels", "pins") if getattr(config, name)}
         absolute = {name: str(Path(path).expanduser().absolute()) for name, path in paths.items()}
@@ -58,9 +64,9 @@ class Servers:
                 raise CpuftError(f"the key of {member.address} was not accepted: compare it there with ssh-keygen -l")
             known[format_known_name(member)] = key
         keys = tuple(known[format_known_name(member)] for member in self.members)
-        _write(self.known_hosts, format_known_hosts(self.members, keys))
+        write_text(self.known_hosts, format_known_hosts(self.members, keys))
         key_path = str(Path(self.config.key).expanduser().absolute()) if self.config.key else ""
-        _write(Path(self.ssh_config), format_ssh_config(self.members, key_path, str(self.known_hosts)))
+        write_text(Path(self.ssh_config), format_ssh_config(self.members, key_path, str(self.known_hosts)))
 
     def _read_known(self) -> dict[str, str]:
         if not self.known_hosts.exists():
@@ -124,6 +130,15 @@ class Servers:
         known = self.known_hosts.read_text(encoding="utf-8")
         return planning.plan_hosts(self.config, self.members, facts, self.wheels, self.pins, known)
 
+    def plan_down(self, facts: tuple[ServerFacts, ...]) -> Plan:
+        """What is to be taken from the servers."""
+        return planning.plan_hosts_down(self.config, self.members, facts)
+
+    def plan_removal(self) -> tuple[Step, ...]:
+        """What is to be taken from here."""
+        files = {self.hostfile: read_raw(Path(self.hostfile))}
+        return plan_removal(files, str(self.directory), self.hostfile, f"{self.hostfile}.lock")
+
     def entry(self) -> Entry:
         """What is remembered of the cluster."""
         python = f"{self.config.prefix}/env/bin/python"
@@ -142,22 +157,24 @@ class Servers:
     def write_lock(self) -> None:
         """Write the lock file beside the hostfile: pins, and CPU and kernel of every host."""
         text = json.dumps({"format": 1, "pins": sorted(self.pins), "hosts": self.read_hosts()}, indent=2) + "\n"
-        _write(Path(f"{self.hostfile}.lock"), text)
+        write_text(Path(f"{self.hostfile}.lock"), text)
 
 
 def make(config: HostsConfig, environ: Mapping[str, str], ask: Ask, say: Say) -> str:
     """Make the servers a cluster, or repair it; a sentence for the user."""
     servers = Servers(config, environ)
+    refuse_other_kind(state_root(environ), config.name, "hosts")
+    check_hostfile(servers.hostfile, read_raw(Path(servers.hostfile)))
     with lock(Path(f"{servers.directory}.lock")):
         servers.pin_host_keys(ask)
         found = servers.survey()
         servers.choose_wheels(found, environ, say)
         # Remembered before anything is done there, so that `down` finds what a killed run has left.
-        _write(servers.directory / "cluster.json", format_entry(servers.entry()))
+        write_text(servers.directory / FILE_NAME, format_entry(servers.entry()))
         run = run_there(servers.hosts, servers.ssh_config)
         converge(servers.survey, servers.plan, run, say, found)
         head = f"# Cluster {config.name}, made by cpuft provision.\n"
-        _write(Path(servers.hostfile), head + format_hostfile(tuple(Host(m.address) for m in servers.members)))
+        write_text(Path(servers.hostfile), head + format_hostfile(tuple(Host(m.address) for m in servers.members)))
         servers.write_lock()
     return f"cluster {config.name}: {len(servers.members)} hosts; next: cpuft doctor --cluster {config.name}"
 
@@ -206,32 +223,33 @@ def list_drift(entry: Entry, environ: Mapping[str, str]) -> list[str]:
     servers = recall(entry, environ)
     stages = plan_again(servers, environ).stages
     lines = [f"{step.host}: {step.why}" for stage in stages for step in stage]
-    path = Path(f"{entry.hostfile}.lock")
-    locked = json.loads(path.read_text(encoding="utf-8"))["hosts"] if path.exists() else {}
+    locked = read_lock(Path(f"{entry.hostfile}.lock"))
     for name, now in servers.read_hosts().items():
         was = locked.get(name, now)
-        lines += [f"{name}: {key} was {was[key]} and is {now[key]}" for key in now if was.get(key) != now[key]]
+        lines += [f"{name}: {key} was {was.get(key)} and is {now[key]}" for key in now if was.get(key) != now[key]]
     return lines
+
+
+def read_lock(path: Path) -> dict[str, dict[str, Any]]:
+    """What the lock file keeps of each host; nothing where there is none. Raises CpuftError for a damaged one."""
+    if not path.exists():
+        return {}
+    try:
+        values = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
+        return load(dict[str, dict[str, Any]], values.get("hosts"), "hosts")
+    except (OSError, ValueError) as error:
+        raise CpuftError(f"{path} is damaged ({error}): remove it, and run cpuft provision hosts again") from None
 
 
 def take_down(entry: Entry, environ: Mapping[str, str], say: Say) -> None:
     """Take away what was put on the servers, then what is remembered of them here."""
     servers = recall(entry, environ)
-
-    def plan(facts: tuple[ServerFacts, ...]) -> Plan:
-        return planning.plan_hosts_down(servers.config, servers.members, facts)
-
     with lock(Path(f"{servers.directory}.lock")):
-        converge(servers.survey, plan, run_there(servers.hosts, servers.ssh_config), say)
-        for path in (Path(entry.hostfile), Path(f"{entry.hostfile}.lock")):
-            path.unlink(missing_ok=True)
-        for path in sorted(servers.directory.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        servers.directory.rmdir()
+        converge(servers.survey, servers.plan_down, run_there(servers.hosts, servers.ssh_config), say)
+        run_stages(Plan((servers.plan_removal(),)), run_here, say)
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    beside.rename(path)
+def show_down(entry: Entry, environ: Mapping[str, str]) -> str:
+    """What `take_down` would do, as a script."""
+    servers = recall(entry, environ)
+    return format_plan(Plan((*servers.plan_down(servers.survey()).stages, servers.plan_removal())))

@@ -9,15 +9,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import cpuft
-from cpuft.errors import CpuftError
+from cpuft.files import write_text
 from cpuft.hostfile import Host, format_hostfile
 from cpuft.plan import Plan, format_plan
 from cpuft.provision import local
 from cpuft.provision.converge import converge, lock, run_here, run_stages
-from cpuft.provision.image import read_stamp
+from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.machine import MachineFacts, check_machine, gather_machine
 from cpuft.provision.options import LocalConfig
-from cpuft.registry import Entry, format_entry, read_entry, state_root
+from cpuft.provision.ownership import check_hostfile, read_raw
+from cpuft.registry import FILE_NAME, Entry, format_entry, read_entry, recall, refuse_other_kind, state_root
 
 Say = Callable[[str], None]
 
@@ -25,6 +26,7 @@ Say = Callable[[str], None]
 def check(config: LocalConfig) -> None:
     """Raises CpuftError when the cluster cannot be had on this machine."""
     local.check_config(config)
+    check_image(config.image)
     check_machine(os.geteuid() == 0)
 
 
@@ -32,10 +34,18 @@ def make(config: LocalConfig, environ: Mapping[str, str], say: Say) -> str:
     """Make or repair the cluster; a sentence for the user."""
     config = _without_here(config)
     place = _place(config, environ)
+    refuse_other_kind(state_root(environ), config.name, "local")
+    check_hostfile(place.hostfile, read_raw(Path(place.hostfile)))
+
+    def plan(facts: MachineFacts) -> Plan:
+        return local.plan_local(config, facts, place)
+
     with lock(Path(f"{place.directory}.lock")):
-        converge(
-            lambda: _gather(config.name, place), lambda facts: local.plan_local(config, facts, place), run_here, say
-        )
+        found = _gather(config.name, place)
+        plan(found)
+        # Remembered before anything is made, so that `down` finds what a killed run has left.
+        write_text(Path(place.directory, FILE_NAME), format_entry(local.make_entry(config, place)))
+        converge(lambda: _gather(config.name, place), plan, run_here, say, found)
     made = f"cluster {config.name}: {config.nodes} hosts in {_shown(place.hostfile)}"
     return f"{made}; next: cpuft doctor --cluster {config.name}"
 
@@ -51,12 +61,12 @@ def write_plain(config: LocalConfig, environ: Mapping[str, str]) -> str:
     """A hostfile of this machine alone, with a slot for each host that was asked for."""
     local.check_config(config)
     place = _place(config, environ)
+    refuse_other_kind(state_root(environ), config.name, "plain")
+    check_hostfile(place.hostfile, read_raw(Path(place.hostfile)))
     entry = Entry(config.name, "plain", place.hostfile, options=_options(config))
     text = f"# Cluster {config.name}, made by cpuft provision.\n" + format_hostfile((Host("localhost", config.nodes),))
-    for path, content in ((place.hostfile, text), (f"{place.directory}/cluster.json", format_entry(entry))):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(f"{path}.new").write_text(content, encoding="utf-8")
-        Path(f"{path}.new").rename(path)
+    write_text(Path(place.directory, FILE_NAME), format_entry(entry))
+    write_text(Path(place.hostfile), text)
     return f"cluster {config.name}: this machine with {config.nodes} slots in {_shown(place.hostfile)}"
 
 
@@ -73,17 +83,22 @@ def take_down(name: str, environ: Mapping[str, str], say: Say) -> None:
     ------
     CpuftError: there is nothing of that name.
     """
-    config, place = _remembered(name, environ)
-    if not _plan_down(name, config, place).stages:
-        read_entry(state_root(environ), name)
+    config, place, _ = _plan_down(name, environ)
     with lock(Path(f"{place.directory}.lock")):
         converge(lambda: _gather(name, place), lambda facts: local.plan_down(config, facts, place), run_here, say)
 
 
 def show_down(name: str, environ: Mapping[str, str]) -> str:
     """What `take_down` would do, as a script."""
+    return format_plan(_plan_down(name, environ)[-1])
+
+
+def _plan_down(name: str, environ: Mapping[str, str]) -> tuple[LocalConfig, local.Place, Plan]:
     config, place = _remembered(name, environ)
-    return format_plan(_plan_down(name, config, place))
+    plan = local.plan_down(config, _gather(name, place), place)
+    if not plan.stages:
+        read_entry(state_root(environ), name)
+    return config, place, plan
 
 
 def describe(name: str, environ: Mapping[str, str]) -> str:
@@ -124,10 +139,6 @@ def _gather(name: str, place: local.Place) -> MachineFacts:
     return gather_machine(name, Path(place.directory), Path(place.hostfile))
 
 
-def _plan_down(name: str, config: LocalConfig, place: local.Place) -> Plan:
-    return local.plan_down(config, _gather(name, place), place)
-
-
 def _without_here(config: LocalConfig) -> LocalConfig:
     """What is remembered must hold wherever the next command is typed."""
     return replace(config, image=os.path.abspath(config.image)) if config.image else config
@@ -151,9 +162,8 @@ def _find(name: str, environ: Mapping[str, str]) -> tuple[LocalConfig, local.Pla
 
 def _remembered(name: str, environ: Mapping[str, str]) -> tuple[LocalConfig, local.Place]:
     """What the cluster was asked to be; by its name alone where that was lost."""
-    try:
-        entry = read_entry(state_root(environ), name)
-    except CpuftError:
+    entry = recall(state_root(environ), name)
+    if not entry:
         config = LocalConfig(name=name)
         return config, _place(config, environ)
     config = _parse_options(entry.options)

@@ -15,6 +15,11 @@ while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
 [ -w "$folder" ] && echo "writable yes"
 echo "free_kb $(df -Pk "$folder" | awk 'NR == 2 { print $4 }')"
 echo "stamp $(cat "$prefix/env/stamp" 2>/dev/null)"
+if [ -f "$prefix/install.lock" ] || [ -f "$prefix/env/stamp" ]; then
+    echo "marked yes"
+else
+    for folder in env wheels; do [ ! -e "$prefix/$folder" ] || echo "foreign $prefix/$folder"; done
+fi
 for wheel in "$prefix"/wheels/*.whl; do
     [ ! -e "$wheel" ] || echo "wheel $(basename "$wheel") $(sha256sum <"$wheel" | cut -d' ' -f1)"
 done

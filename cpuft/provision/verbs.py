@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
+from cpuft.errors import CpuftError
 from cpuft.provision.options import HostsConfig, LocalConfig
-from cpuft.registry import Entry, list_names, read_entry, state_root
+from cpuft.registry import Entry, list_names, recall, state_root
 
 _DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
 _FAULTS = ("kill", "pause", "resume", "cut", "join")
@@ -22,8 +23,7 @@ def provision() -> None:
 
 
 def _find(name: str) -> Entry | None:
-    root = state_root(os.environ)
-    return read_entry(root, name) if name in list_names(root) else None
+    return recall(state_root(os.environ), name)
 
 
 def _say(text: str) -> None:
@@ -98,12 +98,16 @@ def down(name: str, dry_run: bool) -> None:
     """Take away what cpuft put there for cluster NAME: processes, links, keys, environment, hostfile."""
     from cpuft.provision import servers, simulate
 
-    if dry_run:
-        click.echo(simulate.show_down(name, os.environ), nl=False)
-        return
     entry = _find(name)
-    if entry and entry.kind == "hosts":
-        servers.take_down(entry, os.environ, _say)
+    if entry and entry.kind == "inside":
+        raise CpuftError(f"this host is one of cluster {name}: take it down where it was made")
+    of_servers = entry if entry and entry.kind == "hosts" else None
+    if dry_run:
+        plan = servers.show_down(of_servers, os.environ) if of_servers else simulate.show_down(name, os.environ)
+        click.echo(plan, nl=False)
+        return
+    if of_servers:
+        servers.take_down(of_servers, os.environ, _say)
     else:
         simulate.take_down(name, os.environ, _say)
     click.echo(f"cluster {name} is gone")
@@ -150,13 +154,14 @@ def diff(name: str) -> None:
 def image(recipe_path: str, output: str, wheels: str, dry_run: bool) -> None:
     """Build a golden root filesystem from a recipe (root, Debian), and prove that it trains; for local --image."""
     from cpuft.plan import format_plan
-    from cpuft.provision.image import build, find_wheels, plan_image
+    from cpuft.provision.image import build, find_mirror, find_wheels, plan_image
     from cpuft.provision.recipe import read_recipe
 
     recipe = read_recipe(recipe_path)
     if dry_run:
         found = find_wheels(recipe, wheels, os.environ, _say)
-        click.echo(format_plan(plan_image(recipe, os.path.abspath(output), "debootstrap", found)), nl=False)
+        plan = plan_image(recipe, os.path.abspath(output), "debootstrap", find_mirror(recipe), found)
+        click.echo(format_plan(plan), nl=False)
     else:
         click.echo(build(recipe, output, wheels, os.geteuid() == 0, os.environ, _say))
 

@@ -15,12 +15,14 @@ from pathlib import Path
 import cpuft
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.files import cache_folder
+from cpuft.files import REMOVE, cache_folder
 from cpuft.provision.own_wheel import hash_file, write_own_wheel
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
 """Parts of cpuft that every host gets: a run may ask for each of them."""
 
+INSTALL = REMOVE + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
+"""The shell script, after `set -eu`, that makes the environment on a host, in an image or in a container."""
 _PINS = Path(cpuft.__file__).with_name("constraints.txt")
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _DOWNLOAD_SECONDS = 3600.0

@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.files import write_text
 from cpuft.provision.local import (
     Place,
     check_config,
+    make_entry,
     parse_bits,
     plan_cpus,
     plan_down,
@@ -16,7 +18,7 @@ from cpuft.provision.local import (
 )
 from cpuft.provision.machine import MachineFacts, NodeFacts, read_files
 from cpuft.provision.options import LocalConfig
-from cpuft.registry import read_entry
+from cpuft.registry import format_entry, read_entry
 
 CONFIG = LocalConfig(nodes=2, cores_per_node=0.5, net="1gbit")
 PLACE = Place("/state/local", "/work/hostfiles/local", "/usr/bin/python3", {})
@@ -147,6 +149,28 @@ def test_down_takes_files_last() -> None:
     assert stages[-1][0].command[-2:] == (PLACE.directory, PLACE.hostfile)
 
 
+def removals(files: dict[str, str], bridge: bool = False) -> list[tuple[str, ...]]:
+    """What the last step of `down` takes away, for these files by path."""
+    stages = plan_down(CONFIG, replace(EMPTY, bridge=bridge, files=files), PLACE).stages
+    return [step.command[4:] for stage in stages for step in stage if step.command[3] == "remove"]
+
+
+@pytest.mark.parametrize("bridge", [False, True])
+@pytest.mark.parametrize("name", ["notes", "id_ed25519.pub", "nodes/1/notes.pub", "there/cluster.json"])
+def test_down_leaves_a_directory_that_carries_no_mark(name: str, bridge: bool) -> None:
+    assert removals({f"{PLACE.directory}/{name}": "ssh-ed25519 AAAA me@home"}, bridge) == []
+
+
+def test_down_takes_what_a_killed_run_left() -> None:
+    keys = {f"{PLACE.directory}/nodes/1/host_key.pub": "ssh-ed25519 AAAA cpuft\n"}
+    assert removals(keys) == [(PLACE.directory,)]
+
+
+def test_down_leaves_a_hostfile_that_carries_no_mark() -> None:
+    files = {path: text for path, text in whole().files.items() if path != PLACE.hostfile}
+    assert removals(files | {PLACE.hostfile: "node1\n# made by cpuft provision\n"}) == [(PLACE.directory,)]
+
+
 @pytest.mark.parametrize("rate, bits", [("", 0), ("1gbit", 10**9), ("100mbit", 10**8), ("2.5gbit", 25 * 10**8)])
 def test_rates(rate: str, bits: int) -> None:
     assert parse_bits(rate) == bits
@@ -157,6 +181,9 @@ def test_rates(rate: str, bits: int) -> None:
     [
         {"name": "a-name"},
         {"name": "toolongname"},
+        {"name": "abcdefgh"},
+        {"name": "abcdefg", "nodes": 10},
+        {"name": "0abc"},
         {"name": "a 0"},
         {"name": 'a"=0"'},
         {"name": "a'; echo foo"},
@@ -175,8 +202,13 @@ def test_bad_wishes_are_refused_in_a_line(bad: dict[str, object]) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_the_longest_names_of_links() -> None:
+    for name, nodes in (("abcdefg", 9), ("abcdef", 99)):
+        check_config(replace(CONFIG, name=name, nodes=nodes))
+
+
 def test_the_entry_is_read_back(tmp_path: Path) -> None:
-    (tmp_path / "local").mkdir()
-    text = plan_texts(CONFIG, replace(EMPTY, files=KEYS), PLACE)[f"{PLACE.directory}/cluster.json"]
-    (tmp_path / "local" / "cluster.json").write_text(text)
-    assert read_entry(tmp_path, "local").options["nodes"] == "2"
+    entry = make_entry(CONFIG, replace(PLACE, directory=f"{tmp_path}/local"))
+    write_text(tmp_path / "local" / "cluster.json", format_entry(entry))
+    assert read_entry(tmp_path, "local") == entry
+    assert entry.options["nodes"] == "2"
