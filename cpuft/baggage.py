@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from cpuft import ssh
-from cpuft.cluster import INPUTS, Cluster
+from cpuft.cluster import Cluster
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, counted
+from cpuft.files import PRIVATE, REMOVE
 from cpuft.hostfile import Host
 from cpuft.plan import Plan, Step
 
@@ -42,7 +43,7 @@ def pack_training(cluster: Cluster, train: TrainConfig) -> tuple[TrainConfig, tu
     for name in _TRAINING_INPUTS:
         path = Path(getattr(train, name) or "/nowhere").absolute()
         if path.exists():
-            parcels.append(pack((path,)))
+            parcels.append(pack((path,), cluster.inputs))
             changes[name] = f"{parcels[-1].there}/{path.name}"
     return replace(train, **changes), tuple(parcels)  # type: ignore[arg-type]  # all of them are texts
 
@@ -66,7 +67,8 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
         if is_name or not value or not path.exists() or path in (Path.cwd(), *Path.cwd().parents):
             words.append(word)
             continue
-        parcels.append(pack(_find_modules(path) if index == 0 and is_python else (path,)))
+        sources = _find_modules(path) if index == 0 and is_python else (path,)
+        parcels.append(pack(sources, cluster.inputs))
         words.append(f"{option}{parcels[-1].there}/{path.name}")
     return tuple(words), tuple(parcels)
 
@@ -89,15 +91,15 @@ def _find_modules(script: Path) -> tuple[Path, ...]:
     return tuple(sorted({script, *script.parent.glob("*.py")} | packages))
 
 
-def pack(sources: tuple[Path, ...]) -> Parcel:
-    """The parcel of these files and folders: equal names and contents have the same place on the hosts."""
+def pack(sources: tuple[Path, ...], inputs: str) -> Parcel:
+    """The parcel of these files and folders: equal names and contents have the same place in the hosts' `inputs`."""
     digest = hashlib.sha256()
     for path, name in _list_files(sources):
         digest.update(f"{name}\0{path.stat().st_size}\0{path.stat().st_mode & 0o111}\0".encode())
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
-    return Parcel(sources, f"{INPUTS}/{digest.hexdigest()[:24]}")
+    return Parcel(sources, f"{inputs}/{digest.hexdigest()[:24]}")
 
 
 def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
@@ -138,17 +140,23 @@ def _write_tar(parcel: Parcel, path: str) -> int:
 
 
 def _find_lacking(host: Host, parcels: tuple[Parcel, ...], cluster: Cluster) -> set[str]:
-    script = 'for path; do test -d "$path" || echo "$path"; done'
-    command = ssh.quote_command(("sh", "-c", script, "find", *(parcel.there for parcel in parcels)), {})
-    return set(ssh.run(host, command, config_path=cluster.reach.ssh_config).output.split())
+    """Parcels that the host lacks, by place. What lies there is trusted, so nobody else may write there."""
+    script = f'{PRIVATE}private "$1" && private "$1/inputs" && shift || exit 1\n'
+    script += 'for path; do test -d "$path" || echo "$path"; done'
+    words = ("sh", "-c", script, "find", cluster.folder, *(parcel.there for parcel in parcels))
+    answer = ssh.run(host, ssh.quote_command(words, {}), config_path=cluster.reach.ssh_config)
+    if answer.exit_code:
+        said = (answer.errors.strip().splitlines() or ["look at its disk"])[-1]
+        raise CpuftError(f"host {host.name} has no place for what the run needs: {said}")
+    return set(answer.output.split())
 
 
 def _send(host: Host, parcel: Parcel, tar: str, cluster: Cluster) -> None:
     """Unpack beside its place and rename: a parcel is there as a whole or not at all."""
     there = shlex.quote(parcel.there)
     command = (
-        f"set -e; mkdir -p {INPUTS}; part=$(mktemp -d {there}.XXXXXX); "
-        f'trap "rm -rf $part" EXIT; tar -C $part -xof -; chmod 755 $part; mv -T $part {there} || test -d {there}'
+        f"set -e\n{REMOVE}part=$(mktemp -d {there}.XXXXXX); trap 'remove {shlex.quote(cluster.inputs)} $part' EXIT; "
+        f"tar -C $part -xof -; mv -T $part {there} || test -d {there}"
     )
     answer = ssh.run(host, command, seconds=_SEND_SECONDS, config_path=cluster.reach.ssh_config, stdin_file=tar)
     if answer.exit_code:
@@ -163,7 +171,8 @@ def plan_rows(plan: Plan, cluster: Cluster, work: str) -> Plan:
         return plan
     script = 'folder=$1; shift; tar -C "$folder" -cf - ' + _ROWS + ' | ssh -o BatchMode=yes "$@"'
     folder = shlex.quote(work)
-    receive = f"mkdir -p {folder} && {{ test -e {folder}/{_ROWS} || tar -C {folder} -xf -; }}"
+    receive = f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && "
+    receive += f"{{ test -e {folder}/{_ROWS} || tar -C {folder} -xf -; }}"
     stage = tuple(
         Step(
             f"give the rows to {name}",

@@ -20,8 +20,8 @@ from cpuft.hostfile import Host, read_hostfile
 from cpuft.topology import HostFacts, parse_facts
 
 LOCAL = Host("localhost")
-INPUTS = "/var/tmp/cpuft-inputs"
-"""Where hosts with disks of their own keep what was sent for runs, by checksum."""
+WORK_ROOT = "/var/tmp"
+"""Where hosts with disks of their own keep, in a folder of each user's, what was sent for runs, and runs' own files."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,28 @@ class Cluster:
     reach: Reach = Reach()
     away: bool = False
     """Whether the master is another machine: mpirun then runs there, and results are fetched."""
+    uid: int = 0
+    """Of this user on the master."""
 
     @property
     def python(self) -> str:
         """Python of the training environment on the hosts."""
         return self.reach.python
 
+    @property
+    def folder(self) -> str:
+        """This user's folder on hosts with disks of their own, the same path on all; `files.PRIVATE` makes it."""
+        return f"{WORK_ROOT}/cpuft-{self.uid}"
+
+    @property
+    def inputs(self) -> str:
+        """Where what was sent for runs is kept, by checksum."""
+        return f"{self.folder}/inputs"
+
     def work_dir(self, run_dir: str) -> str:
         """Where the ranks work on a run: its directory, or one on the master's own disk."""
         mark = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:12]
-        return f"/var/tmp/cpuft-{mark}/{os.path.basename(run_dir)}" if self.away else run_dir
+        return f"{self.folder}/{mark}/{os.path.basename(run_dir)}" if self.away else run_dir
 
     @property
     def rank_hosts(self) -> tuple[str, ...]:
@@ -179,7 +191,7 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     own_disks = bool(reach.ssh_config_there) and len(used) > 1
     away = own_disks or not is_here(hosts[0], _resolve(hosts[0]))
     flavour = find_flavour_there(hosts[0], config.mpirun, reach) if away else find_flavour(config.mpirun)
-    return Cluster(assignments, used, flavour, reach.mpirun_options, os.geteuid() == 0, reach, away)
+    return Cluster(assignments, used, flavour, reach.mpirun_options, os.geteuid() == 0, reach, away, used[0].uid)
 
 
 def is_here(host: Host, address: str) -> bool:

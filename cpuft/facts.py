@@ -121,6 +121,7 @@ def gather(targets: list[str]) -> dict[str, object]:
         "routes": {target: read_route(target) for target in targets},
         "free_port": find_free_port(),
         "libraries": {name: path for name in _PRELOADS if (path := _find_library(name))},
+        "uid": os.geteuid(),
     }
 
 

@@ -14,6 +14,7 @@ from cpuft import environment, mpi
 from cpuft.cluster import Cluster
 from cpuft.config import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.errors import CpuftError
+from cpuft.files import PRIVATE
 from cpuft.plan import Plan, Setting, Step
 from cpuft.sweep import plan_sweep
 from cpuft.topology import RankCores, choose_comm_cores, choose_precision, effective_flags, plan_placement
@@ -138,7 +139,9 @@ def plan_launch(
     rank_command = (cluster.python, "-m", "cpuft.rank", *command)
     words = mpi.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
-    make = Step("make the run's directory", ("sh", "-c", 'mkdir -p "$0" && mkdir "$1" "$1/logs"', folder, run_dir))
+    script = f"{PRIVATE}private {cluster.folder} && " if cluster.away else ""
+    script += 'mkdir -p "$0" && mkdir "$1" "$1/logs"'
+    make = Step("make the run's directory", ("sh", "-c", script, folder, run_dir))
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
         (*mpi.MAKE_KEY, *words),

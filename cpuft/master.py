@@ -18,6 +18,7 @@ from cpuft.baggage import Parcel, send_parcels
 from cpuft.cluster import Cluster
 from cpuft.errors import CpuftError
 from cpuft.execute import Interrupted, run_step
+from cpuft.files import PRIVATE, remove_command
 from cpuft.hostfile import Host
 from cpuft.plan import Plan, Step, dump_plan, load_plan
 from cpuft.rank import end_with_parent
@@ -50,7 +51,8 @@ def run_plan_there(
     host, work = cluster.assignments[0].host, cluster.work_dir(run_dir)
     order = {"plan": dump_plan(plan), "run_dir": work, "hosts": cluster.rank_hosts, "seconds": seconds}
     send_parcels(parcels, cluster, lambda line: print(line, file=sys.stderr, flush=True))
-    _ask(host, cluster, ("mkdir", "-m", "700", os.path.dirname(work)))
+    make = f'{PRIVATE}private "$1" && mkdir -m 700 "$2"'
+    _ask(host, cluster, ("sh", "-c", make, "make", cluster.folder, os.path.dirname(work)))
     try:
         _ask(host, cluster, ("sh", "-c", 'cat >"$1"', "write", f"{work}.json"), json.dumps(order))
         code = run_step(plan_start(work, cluster), environ, None, lambda: None)
@@ -69,7 +71,7 @@ def _clean(cluster: Cluster, folder: str) -> None:
     """Take the run's working directory from all hosts; one that was lost meanwhile must not hide how the run ended."""
     for assignment in cluster.assignments:
         with suppress(CpuftError):
-            _ask(assignment.host, cluster, ("rm", "-rf", folder))
+            _ask(assignment.host, cluster, remove_command(cluster.folder, folder))
 
 
 def plan_start(work: str, cluster: Cluster) -> Step:
@@ -109,7 +111,7 @@ def _ask(host: Host, cluster: Cluster, command: tuple[str, ...], stdin: str = ""
     answer = ssh.run(host, ssh.quote_command(command, {}), stdin, config_path=cluster.reach.ssh_config)
     if answer.exit_code:
         said = " ".join((answer.errors or answer.output).split())[-300:]
-        raise CpuftError(f"master {host.name}: {' '.join(command[:2])} failed ({said}): look at its disk and /var/tmp")
+        raise CpuftError(f"host {host.name} has no place for the run's files ({said}): look at its disk and /var/tmp")
 
 
 def _fetch(host: Host, cluster: Cluster, work: str, run_dir: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from typing import IO
 
 from cpuft import execute
 from cpuft.errors import CpuftError
+from cpuft.files import remove_command
 from cpuft.plan import Plan, Step, format_plan
 from cpuft.rank import FAILURE, parse_failure
 
@@ -22,6 +22,7 @@ _CHECK_FAILED = 2
 """Exit code of a step that refused its input with one line."""
 _END_SECONDS = 30.0
 """How long ranks may take to end once one has failed: those that save something have time, a lost host has not."""
+_REMOVE_SECONDS = 60.0
 _UNSAID = (FAILURE, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
 """Lines of rank 0 that only its log keeps: the mark for this supervisor; oneCCL's word on our own setting."""
 
@@ -103,7 +104,7 @@ def run_plan(plan: Plan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[
             _run_before(step, environ)
         _write(Path(run_dir) / "plan.sh", format_plan(plan, os.getcwd()))
     except BaseException:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     return _run_ranks(last, Path(run_dir) / "logs", hosts, environ, seconds)
 

@@ -39,6 +39,8 @@ class HostFacts:
     routes: dict[str, str]
     free_port: int
     libraries: dict[str, str]
+    uid: int
+    """Of the user that runs commands there."""
 
     @property
     def seen_cores(self) -> tuple[Core, ...]:

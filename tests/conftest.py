@@ -39,6 +39,14 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     return check
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path) -> Iterator[None]:
+    """The cache folder is in the test's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        yield
+
+
 def list_children() -> set[str]:
     """Command lines of all processes that cpuft or mpirun started and that still run."""
     found = set()
@@ -117,4 +125,5 @@ def make_facts(number: int = 1, sockets: int = 2, cores: int = 16, target: str =
         routes={target: f"10.0.0.{number}"},
         free_port=40000 + number,
         libraries={"tcmalloc": "/usr/lib64/libtcmalloc.so.4", "iomp5": "/opt/env/lib/libiomp5.so"},
+        uid=0,
     )

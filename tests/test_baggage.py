@@ -11,7 +11,7 @@ import pytest
 
 from cpuft import baggage
 from cpuft.baggage import pack, pack_script, pack_training, plan_rows
-from cpuft.cluster import INPUTS, Assignment, Cluster, Reach
+from cpuft.cluster import Assignment, Cluster, Reach
 from cpuft.config import TrainConfig
 from cpuft.hostfile import Host
 from cpuft.mpi import Flavour
@@ -54,7 +54,7 @@ def test_a_script_takes_its_modules_and_packages_along(work: Path) -> None:
     command, (parcel,) = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), "--lr", "1e-4"))
     assert command == (AWAY.python, f"{parcel.there}/train.py", "--lr", "1e-4")
     assert names_of(parcel) == ["other.py", "pack/__init__.py", "pack/a.py", "train.py"]
-    assert parcel.there.startswith(f"{INPUTS}/")
+    assert parcel.there.startswith("/var/tmp/cpuft-0/inputs/")
 
 
 def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
@@ -94,16 +94,16 @@ def test_inputs_of_a_training_travel(work: Path) -> None:
 )
 def test_whatever_changes_gets_a_new_place(work: Path, change: object) -> None:
     sources = (work / "code/pack", work / "code/train.py")
-    before = pack(sources)
-    assert pack(sources) == before
+    before = pack(sources, AWAY.inputs)
+    assert pack(sources, AWAY.inputs) == before
     assert callable(change)
     change(work)
-    assert pack(sources).there != before.there
+    assert pack(sources, AWAY.inputs).there != before.there
 
 
 def test_links_travel_as_what_they_point_to(work: Path) -> None:
     (work / "model" / "weights").symlink_to(work / "rows.csv")
-    parcel = pack((work / "model",))
+    parcel = pack((work / "model",), AWAY.inputs)
     baggage._write_tar(parcel, str(work / "model.tar"))
     with tarfile.open(work / "model.tar") as archive:
         assert {member.name: member.isfile() for member in archive} == {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from cpuft.doctor.finding import Finding
+from cpuft.doctor.probe import RUN_FOLDER
 from cpuft.doctor.state import ClusterState
 from cpuft.topology import bf16_hardware
 
@@ -212,11 +214,12 @@ def check_leftovers(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-032: ranks or files of earlier runs."""
     for one, _, health in state.answering:
         if health.leftovers:
-            pids = [text.split()[1].rstrip(":") for text in health.leftovers if text.startswith("pid ")]
-            paths = [text for text in health.leftovers if text.startswith("/var/tmp/cpuft-")]
-            script = "; ".join(
-                [f"kill -KILL {' '.join(pids)}"] * bool(pids) + [f"rm -rf {' '.join(paths)}"] * bool(paths)
-            )
+            pids = [match[1] for text in health.leftovers if (match := re.match(r"pid (\d+): ", text))]
+            # They become part of a command: a host says what it likes, and anyone may make folders in /var/tmp.
+            paths = [text for text in health.leftovers if re.fullmatch(f"/var/tmp{RUN_FOLDER}", text)]
+            kill = f"for pid in {' '.join(pids)}; do ! grep -qs cpuft /proc/$pid/cmdline || kill -KILL $pid; done"
+            remove = f"rm -rf --one-file-system {' '.join(paths)}"
+            script = "; ".join([kill] * bool(pids) + [remove] * bool(paths))
             yield Finding(
                 "CPUFT-032",
                 one.name,

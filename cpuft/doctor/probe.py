@@ -10,6 +10,7 @@ import ctypes
 import glob
 import importlib.metadata
 import os
+import re
 import resource
 import select
 import shutil
@@ -20,6 +21,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}"
+"""A run's work folder below /var/tmp; without a user's number as older versions had it."""
 PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
@@ -111,22 +114,29 @@ def read_mtus() -> dict[str, int]:
     return {path.split("/")[4]: int(_read(path)) for path in paths if _read(path).isdecimal()}
 
 
-def find_leftovers() -> list[str]:
-    """Ranks that outlived their run, and what runs left on the disk: "pid 12: cpuft.rank ..." or a path.
+def find_leftovers(root: str = "/var/tmp") -> list[str]:
+    """This user's ranks that outlived their run, and what runs left on the disk: "pid 12: cpuft.rank ..." or a path.
 
-    A rank whose mpirun lives is at work; one that has been handed to the first process is left over.
+    A rank whose mpirun lives is at work; one that has been handed to the first process is left over. So is a run's
+    folder that no process names.
     """
-    found = []
-    for path in glob.glob("/proc/[0-9]*/cmdline"):
-        words = _read(path).split("\0")
-        pid = path.split("/")[2]
-        if not any(word in ("cpuft.rank", "cpuft.train", "cpuft.master") for word in words):
-            continue
-        if _parent(pid) == "1":
+    found, said = [], ""
+    for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
+        words, pid = _read(f"{path}/cmdline").split("\0"), path.split("/")[2]
+        said += f"{words} {_read(f'{path}/environ')}"
+        ours = any(word in ("cpuft.rank", "cpuft.train", "cpuft.master") for word in words)
+        if ours and _parent(pid) == "1":
             found.append(f"pid {pid}: {' '.join(words)[:80]}")
-    age = time.time() - 24 * 3600
-    folders = [path for path in glob.glob("/var/tmp/cpuft-*") if os.lstat(path).st_mtime < age]
-    return found + folders
+    folders = [path for path in glob.glob(f"{root}/cpuft-*") + glob.glob(f"{root}/cpuft-*/*") if _is_own(path)]
+    runs = [path for path in folders if re.fullmatch(RUN_FOLDER, path.removeprefix(root)) and path not in said]
+    return found + [path for path in runs if os.lstat(path).st_mtime < time.time() - 24 * 3600]
+
+
+def _is_own(path: str) -> bool:
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _parent(pid: str) -> str:

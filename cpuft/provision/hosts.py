@@ -6,6 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 
+from cpuft.cluster import WORK_ROOT
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE
 from cpuft.plan import Plan, Step
@@ -37,9 +38,9 @@ fi
 remove "$prefix" "$prefix/clusters/$2"
 rmdir "$prefix/clusters" 2>/dev/null || true
 case "$prefix" in /*/*) rmdir "$prefix" 2>/dev/null || true ;; esac
-for folder in /var/tmp/cpuft-*; do
+for folder in "$4"/cpuft-*; do
     [ -O "$folder" ] && [ ! -L "$folder" ] || continue
-    case "$folder" in */cpuft-inputs) remove /var/tmp "$folder" ;; *) remove /var/tmp "$folder/inputs" ;; esac
+    case "$folder" in */cpuft-inputs) remove "$4" "$folder" ;; *) remove "$4" "$folder/inputs" ;; esac
     rmdir "$folder" 2>/dev/null || true
 done
 file=$HOME/.ssh/authorized_keys
@@ -254,10 +255,11 @@ def _plan_master_files(
 
 def plan_hosts_down(config: HostsConfig, members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> Plan:
     """Take away what was put on the servers: the environment, the wheels, the key and its line."""
-    command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, _key_mark(config))
+    mark = _key_mark(config)
+    command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, mark, WORK_ROOT)
     steps = tuple(
         Step("take away the environment and the key", command, host=member.address)
         for member, own in zip(members, facts)
-        if own.marked or own.stamp or own.key or any(line.endswith(f" {command[-1]}") for line in own.authorized)
+        if own.marked or own.stamp or own.key or any(line.endswith(f" {mark}") for line in own.authorized)
     )
     return Plan((steps,)) if steps else Plan()

@@ -25,6 +25,7 @@ FACTS = HostFacts(
     routes={},
     free_port=40000,
     libraries={"tcmalloc": "/usr/lib/libtcmalloc.so.4"},
+    uid=0,
 )
 HEALTH = Health(
     time=0.0,

@@ -68,6 +68,14 @@ def test_a_fault_on_one_host_is_found_by_its_code(code: str, fault: dict[str, An
     assert all(finding.evidence and finding.cause and finding.next_move for finding in findings)
 
 
+def test_what_a_host_says_of_leftovers_is_no_command() -> None:
+    said = ["pid 12: cpuft.rank", "pid 1; reboot: cpuft.rank", "/var/tmp/cpuft-0123456789ab; cd; rm -r *"]
+    said += ["/var/tmp/cpuft-0/0123456789ab", "/var/tmp/cpuft-0/../../home", "/var/tmp/cpuft-0", "/home"]
+    (finding,) = find_all(plant(healthy(), 3, leftovers=said))
+    kill = "for pid in 12; do ! grep -qs cpuft /proc/$pid/cmdline || kill -KILL $pid; done"
+    assert finding.fix == ("sh", "-c", f"{kill}; rm -rf --one-file-system /var/tmp/cpuft-0/0123456789ab")
+
+
 def test_the_same_host_twice() -> None:
     state = healthy()
     facts = state.hosts[0].facts

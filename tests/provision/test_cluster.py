@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.baggage import pack
 from cpuft.cluster import Cluster, find_flavour
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
@@ -83,6 +84,40 @@ def test_a_script_runs_on_every_host_and_its_output_comes_back(cluster: Simulate
     assert told == [f"{rank} {cluster.name}-{rank + 1} {master}\n" for rank in range(3)]
     work = Cluster((), (), find_flavour(""), away=True).work_dir(str(cluster.folder / "run"))
     assert not Path(work).parent.exists()
+
+
+@pytest.fixture
+def own_disks(cluster: Simulated) -> Iterator[tuple[str, ...]]:
+    """Words of a launch on two hosts that share no files, as far as it knows, and have a /var/tmp each."""
+    for index in (1, 2):
+        cluster.on(index, "mount -t tmpfs -o mode=1777 tmpfs /var/tmp")
+    (cluster.folder / "copy").write_text(f"{cluster.hosts[0].name}\n{cluster.hosts[1].name}\n")
+    (cluster.folder / "alone").mkdir()
+    (cluster.folder / "alone" / "script.py").write_text("print('mine')\n")
+    words = ("launch", "--np", "2", "--no-check", "--hostfile", "copy", "--ssh-config", cluster.ssh_config)
+    yield (*words, "--run-dir", "alone/run", "--", "alone/script.py")
+    for index in (1, 2):
+        cluster.on(index, "umount /var/tmp")
+
+
+def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_disks: tuple[str, ...]) -> None:
+    place = pack((cluster.folder / "alone" / "script.py",), "/var/tmp/cpuft-0/inputs").there
+    plant = f"mkdir -p {place}; echo \"print('planted')\" >{place}/script.py; chown -R 65534 /var/tmp/cpuft-0"
+    cluster.on(2, plant)
+    done = cluster.cpuft(*own_disks)
+    said = (
+        f"host {cluster.hosts[1].name} has no place for what the run needs: /var/tmp/cpuft-0 is no folder of mode 700 "
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: {said}"), done.stderr
+    cluster.on(2, "mv /var/tmp/cpuft-0 /var/tmp/theirs")
+    done = cluster.cpuft(*own_disks)
+    assert (done.returncode, done.stdout.splitlines()[:1]) == (0, ["mine"]), done.stderr
+    for index in (1, 2):
+        found = cluster.on(index, "find /var/tmp -name theirs -prune -o -printf '%m %p\n' | sort -k 2 | tail -n +2")
+        file = f"{place}/script.py"
+        kept = ["700 /var/tmp/cpuft-0", "700 /var/tmp/cpuft-0/inputs", f"700 {place}", f"644 {file}"]
+        assert found.splitlines() == kept
 
 
 def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from cpuft.config import TrainConfig
@@ -11,8 +9,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.prepare import prepare
 
 
-def test_rows_that_others_could_have_written_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_rows_that_others_could_have_written_are_not_read(own_cache: None) -> None:
     path = prepare(TrainConfig(max_train_samples=8))
     assert prepare(TrainConfig(max_train_samples=8)) == path
     path.parent.chmod(0o777)

@@ -52,10 +52,7 @@ def test_every_processor_s_build_gives_the_same(processor: str, dtype: torch.dty
         torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance)
 
 
-def test_a_library_that_others_could_have_written_is_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_library_that_others_could_have_written_is_not_loaded(tmp_path: Path, own_cache: None) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do shift; done\necho planted >"$1"\n')
     compiler.chmod(0o700)

@@ -1,0 +1,54 @@
+"""What a host finds of itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.doctor.probe import find_leftovers
+from tests.provision.simulated import needs_root
+
+RUNS = ("cpuft-0123456789ab", "cpuft-0/0123456789ab")
+OTHERS = ("cpuft-inputs", "cpuft-0/inputs", "cpuft-0", "cpuft-0123456789ab; cd; rm -r *", "cpuft-0/0123456789ab.d")
+
+
+def make(root: Path, names: tuple[str, ...], hours: float = 25) -> None:
+    """Folders that were last written to so many hours ago."""
+    for name in names:
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for name in names:
+        os.utime(root / name, (time.time() - hours * 3600,) * 2)
+
+
+def left(root: Path) -> list[str]:
+    return sorted(text for text in find_leftovers(str(root)) if text.startswith(str(root)))
+
+
+def test_folders_of_runs_are_left_over_after_a_day(tmp_path: Path) -> None:
+    make(tmp_path, (*RUNS, *OTHERS))
+    make(tmp_path, ("cpuft-ba9876543210",), hours=23)
+    assert left(tmp_path) == sorted(f"{tmp_path}/{name}" for name in RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_long_run_is_not_left_over(tmp_path: Path, name: str) -> None:
+    make(tmp_path, (name,))
+    environ = dict(os.environ) | {"CPUFT_RUN_DIR": f"{tmp_path}/{name}/run"}
+    with subprocess.Popen(("sh", "-c", "echo; exec sleep 60"), env=environ, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = left(tmp_path)
+        process.kill()
+    assert found == []
+    assert left(tmp_path) == [f"{tmp_path}/{name}"]
+
+
+@needs_root
+def test_what_another_user_left_is_theirs(tmp_path: Path) -> None:
+    make(tmp_path, RUNS[:1])
+    os.chown(tmp_path / RUNS[0], 65534, 65534)
+    assert left(tmp_path) == []

@@ -1,0 +1,232 @@
+"""Only what we made is taken away: names, marks and planted entries, by every verb; in a state folder of the test's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.cli import main
+from cpuft.errors import CpuftError
+from cpuft.files import write_text
+from cpuft.provision.hosts import ServerFacts, plan_hosts_down
+from cpuft.provision.options import HostsConfig
+from cpuft.provision.ownership import check_prefix, plan_removal
+from cpuft.provision.servers import read_lock
+from cpuft.provision.sshfiles import Member
+from cpuft.provision.wheels import INSTALL
+from cpuft.registry import Entry, format_entry
+from tests.provision.simulated import needs_root
+
+VERBS = (
+    ("provision", "down"),
+    ("provision", "down", "--dry-run"),
+    ("provision", "status"),
+    ("provision", "diff"),
+    ("provision", "local", "kill", "1", "--name"),
+    ("provision", "local", "--without-root", "--name"),
+    ("provision", "hosts", "--dry-run", "--hosts", "node1", "--name"),
+    ("launch", "--dry-run", "--cluster"),
+    ("compare", "--dry-run", "--cluster"),
+    ("env", "--cluster"),
+    ("doctor", "--cluster"),
+)
+PLAIN = Entry("v", "plain", "/h/hostfiles/v", options={"name": "v", "nodes": "2"})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A state folder with a folder `v` in it that holds a file of the user's."""
+    write_text(tmp_path / "state" / "v" / "file", "mine")
+    write_text(tmp_path / "v" / "file", "mine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPUFT_STATE", str(tmp_path / "state"))
+        yield tmp_path / "state"
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line by which a command is refused."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    (line,) = said.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("name", ["PWD/v", "../v", "../../v", ".", "/", "v/", "V", "a" * 300])
+@pytest.mark.parametrize("words", VERBS, ids=" ".join)
+def test_every_verb_refuses_what_is_no_name(
+    root: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], name: str
+) -> None:
+    before = listing(root.parent)
+    line = refused(capsys, *words, name.replace("PWD", os.getcwd()))
+    assert line.endswith("is no name of a cluster: use small letters and digits, a letter first")
+    assert listing(root.parent) == before
+
+
+@needs_root
+@pytest.mark.parametrize("words", VERBS[:4], ids=" ".join)
+def test_a_folder_that_is_no_cluster_is_not_taken_for_one(
+    root: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert refused(capsys, *words, "v").endswith("there is no cluster 'v': make one with cpuft provision")
+    assert (root / "v" / "file").exists()
+
+
+PLANTED: list[dict[str, Any]] = [
+    {"options": {"name": "../../v"}},
+    {"hostfile": "HOME/file"},
+    {"name": "../v"},
+    {"kind": "hosts", "options": {"name": "v", "hosts": "127.0.0.1", "prefix": "/opt/../home"}},
+    {"kind": "hosts", "options": {"name": "v", "hosts": "127.0.0.1", "prefix": "/"}},
+    {"kind": "hosts", "options": {"name": "v", "hosts": "127.0.0.1", "prefix": "~"}},
+    {"kind": "inside", "hostfile": "STATE/v/hostfile"},
+    {"kind": 5},
+    {"options": {"name": "v", "nodes": 3}},
+    {"options": {"name": "v", "unknown": "3"}},
+    {"settings": ["A"]},
+]
+
+
+@pytest.mark.parametrize("change", PLANTED, ids=json.dumps)
+@pytest.mark.parametrize("words", VERBS[:2], ids=" ".join)
+def test_down_does_nothing_by_an_entry_that_was_planted(
+    root: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], change: dict[str, Any]
+) -> None:
+    text = json.dumps(json.loads(format_entry(PLAIN)) | change)
+    text = text.replace("STATE", str(root)).replace("HOME", str(root.parent / "v"))
+    write_text(root / "v" / "cluster.json", text)
+    before = listing(root.parent)
+    assert len(refused(capsys, *words, "v")) > 20
+    assert listing(root.parent) == before
+
+
+def test_one_that_asks_for_too_many_hosts_is_not_described(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = replace(PLAIN, kind="local", options={"name": "v", "nodes": "5000"})
+    write_text(root / "v" / "cluster.json", format_entry(entry))
+    assert "one machine holds 99 hosts at most" in refused(capsys, "provision", "status", "v")
+
+
+@needs_root
+def test_down_takes_what_is_the_clusters_and_leaves_the_rest(root: Path) -> None:
+    words = (sys.executable, "-m", "cpuft", "provision")
+    subprocess.run((*words, "local", "--without-root", "--name", "w"), check=True, timeout=60)
+    write_text(Path("hostfiles/mine"), "node1\n")
+    assert (root / "w" / "cluster.json").exists()
+    subprocess.run((*words, "down", "w"), check=True, timeout=60)
+    assert (listing(root), listing(Path("hostfiles"))) == (["v", "v/file"], ["mine"])
+
+
+def test_a_hostfile_of_the_users_is_not_written_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_text(Path("hostfiles/w"), "node1\n")
+    for words in (("local", "--without-root"), ("hosts", "--hosts", "node1")):
+        line = refused(capsys, "provision", *words, "--name", "w")
+        assert line.endswith("hostfiles/w is not cpuft's: move it away, or choose another --name")
+    assert Path("hostfiles/w").read_text() == "node1\n"
+    assert listing(root) == ["v", "v/file"]
+
+
+def test_a_directory_that_is_a_link_stays(root: Path) -> None:
+    (root / "link").symlink_to(root.parent / "v")
+    (step,) = plan_removal({}, str(root / "link"), "/h/hostfiles/link")
+    done = subprocess.run(step.command, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, "it stays" in done.stderr, listing(root.parent / "v")) == (1, True, ["file"])
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "opt/cpuft", "~/cpuft", "/opt/", "/opt/../home", "/opt/a b", "/opt/$HOME"])
+def test_a_prefix_is_a_plain_path(prefix: str) -> None:
+    check_prefix("/opt/cpuft-1.0/a_b")
+    with pytest.raises(CpuftError, match=r"name a folder for cpuft alone by a plain path, such as /opt/cpuft$"):
+        check_prefix(prefix)
+
+
+def test_an_environment_of_the_users_is_not_taken_for_ours(tmp_path: Path) -> None:
+    write_text(tmp_path / "env" / "bin" / "python", "mine")
+    words = ("sh", "-c", f"set -eu\n{INSTALL}", "install", str(tmp_path), "stamp")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"{tmp_path}/env is not cpuft's: move it away, or name another prefix\n",
+    )
+    assert listing(tmp_path) == ["env", "env/bin", "env/bin/python"]
+
+
+OURS = ("opt/cpuft/env/bin/python", "opt/cpuft/wheels/a.whl", "opt/cpuft/clusters/lab/id_ed25519")
+INPUTS = ("tmp/cpuft-inputs/0123/s.py", "tmp/cpuft-0/inputs/0123/s.py")
+MINE = ("opt/cpuft/clusters/other/id_ed25519", "tmp/cpuft-1/0123456789ab/run", "tmp/other/inputs/a", "home/notes")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Path:
+    """What there is on a server: what its cluster put there, and other things."""
+    for name in (*OURS, *INPUTS, *MINE):
+        write_text(tmp_path / name, "")
+    write_text(tmp_path / "home/.ssh/authorized_keys", "ssh-ed25519 A me\nssh-ed25519 B cpuft-lab\n")
+    return tmp_path
+
+
+def take_down(server: Path) -> subprocess.CompletedProcess[str]:
+    """The step of `provision down` that runs on a server, with this folder as its root."""
+    config = HostsConfig(hosts="a", name="lab", prefix=f"{server}/opt/cpuft")
+    ((step,),) = plan_hosts_down(config, (Member("a", "a"),), (ServerFacts(marked=True),)).stages
+    words = [str(server / "tmp") if word == "/var/tmp" else word for word in step.command]
+    environ = dict(os.environ) | {"HOME": str(server / "home")}
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, env=environ)
+
+
+def files_of(server: Path) -> set[str]:
+    return {str(path.relative_to(server)) for path in server.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("mark", ["install.lock", "env/stamp"])
+def test_down_takes_from_a_server_what_was_put_there(server: Path, mark: str) -> None:
+    write_text(server / "opt/cpuft" / mark, "")
+    for _ in range(2):
+        assert take_down(server).returncode == 0
+        assert files_of(server) == {*MINE, "home/.ssh/authorized_keys"}
+    assert (server / "home/.ssh/authorized_keys").read_text() == "ssh-ed25519 A me\n"
+
+
+def test_an_environment_without_our_mark_stays_on_the_server(server: Path) -> None:
+    assert take_down(server).returncode == 0
+    assert files_of(server) == {*OURS[:2], *MINE, "home/.ssh/authorized_keys"}
+
+
+def test_a_link_on_a_server_is_not_followed(server: Path) -> None:
+    write_text(server / "opt/cpuft/install.lock", "")
+    (server / "opt/cpuft/wheels").rename(server / "wheels")
+    (server / "opt/cpuft/wheels").symlink_to(server / "wheels")
+    done = take_down(server)
+    assert (done.returncode, "it stays" in done.stderr) == (1, True)
+    assert (server / "wheels/a.whl").exists()
+
+
+@needs_root
+def test_what_another_user_keeps_on_a_server_stays(server: Path) -> None:
+    for folder in ("tmp/cpuft-inputs", "tmp/cpuft-0"):
+        os.chown(server / folder, 65534, 65534)
+    assert take_down(server).returncode == 0
+    assert files_of(server) == {*OURS[:2], *INPUTS, *MINE, "home/.ssh/authorized_keys"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"hosts": []}', '{"hosts": {"a": 1}}', "[" * 100_000])
+def test_a_damaged_lock_file_is_said(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lab.lock"
+    assert read_lock(path) == {}
+    path.write_text(text)
+    with pytest.raises(
+        CpuftError, match=r"lab.lock is damaged \(.*\): remove it, and run cpuft provision hosts again$"
+    ):
+        read_lock(path)
