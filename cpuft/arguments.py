@@ -55,7 +55,7 @@ def _make_option(field: dataclasses.Field[Any], kind: type) -> click.Option:
     if meta["choices"]:
         click_type = _Name(meta["choices"])
     elif meta["least"] is not None:
-        click_type = (click.IntRange if kind is int else click.FloatRange)(min=meta["least"])
+        click_type = (click.IntRange if kind is int else click.FloatRange)(min=meta["least"], max=meta["most"])
         click_type.name = "whole number" if kind is int else "number"
     names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
     return click.Option(

@@ -14,18 +14,21 @@ PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex")
+LAST_PORT = 65535
 COMPRESSIONS = ("auto", "none", "bf16", "fp16", "powersgd")
 
 
-def option(default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None) -> Any:
+def option(
+    default: Any, help: str, *, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None
+) -> Any:
     """A configuration field: its default, what it means to a user, and what values it takes.
 
     Parameters
     ----------
     choices: the only texts allowed; empty for any.
-    least: the smallest number allowed.
+    least, most: the smallest and the largest number allowed.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "least": least})
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class LaunchConfig:
     run_dir: str = option("", "directory of the run, made new (default: one in runs/, by what is run, and the time)")
     mpirun: str = option("", "mpirun to use (default: the one of the environment, then of PATH)")
     iface: str = option("", "network interface between the hosts (default: the one that routes to them)")
-    master_port: int = option(0, "port of the master rank's store (0: a free one)", least=0)
+    master_port: int = option(0, "port of the master rank's store (0: a free one)", least=0, most=LAST_PORT)
     comm_cores: int = option(-1, "cores a rank leaves to communication (-1: worked out from the cores)", least=-1)
     ssh_config: str = option("", "ssh client configuration for the hosts (default: your own)")
     check: bool = option(True, "with several hosts: look at them with the doctor before ranks start")

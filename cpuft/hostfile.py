@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpuft.config import LAST_PORT
 from cpuft.errors import CpuftError
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$|[0-9a-fA-F:]*::?[0-9a-fA-F:]*$")
@@ -74,6 +75,8 @@ def _parse_words(words: list[str], where: str) -> Host:
 def _number(text: str, what: str, where: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise CpuftError(f"{where}: {what} is {text!r}: give a whole number from 1")
+    if what == "port" and int(text) > LAST_PORT:
+        raise CpuftError(f"{where}: port is {text!r}: give one from 1 to {LAST_PORT}")
     return int(text)
 
 

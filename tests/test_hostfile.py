@@ -56,6 +56,7 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         ("a:x", "hf, line 1: slots is 'x': give a whole number from 1"),
         ("a slots=-1", "hf, line 1: slots is '-1': give a whole number from 1"),
         ("a port=http", "hf, line 1: port is 'http': give a whole number from 1"),
+        ("127.0.0.1 port=99999", "hf, line 1: port is '99999': give one from 1 to 65535"),
         ("a 4", "hf, line 1: '4' is not understood: write slots=N, user=NAME or port=N"),
         ("a slot=4", "hf, line 1: 'slot=4' is not understood: write slots=N, user=NAME or port=N"),
         ("-oX", "hf, line 1: '-oX' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpuft.config import option
+from cpuft.config import LAST_PORT, option
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HostsConfig:
     name: str = option("cluster", "name of the cluster")
     user: str = option("", "who to log in as (default: ssh's own)")
     key: str = option("", "private key to log in with (default: ssh's own)")
-    port: int = option(22, "port of the hosts' ssh", least=1)
+    port: int = option(22, "port of the hosts' ssh", least=1, most=LAST_PORT)
     prefix: str = option("/opt/cpuft", "directory of the environment, the same on every host")
     wheels: str = option(
         "", "directory of wheels to push, pip's own among them (default: downloaded here by exact pins)"
