@@ -72,7 +72,8 @@ def _plan_hydra(
 ) -> tuple[str, ...]:
     words = [flavour.path, "-iface", iface]
     words += ["-silent-abort"] if flavour.name == "intel" else []
-    words += ["-outfile-pattern", f"{logs}/rank-%r.out", "-errfile-pattern", f"{logs}/rank-%r.err"]
+    folder = logs.replace("%", "%%")  # %r and %h are Hydra's own
+    words += ["-outfile-pattern", f"{folder}/rank-%r.out", "-errfile-pattern", f"{folder}/rank-%r.err"]
     for setting in shared:
         words += ["-genv", setting.name, setting.value]
     for index, group in enumerate(groups):
@@ -93,18 +94,10 @@ def _plan_openmpi(
     iface: str,
 ) -> tuple[str, ...]:
     """Settings travel as `env NAME=value`: Open MPI's -x is one for all argument sets, and drops empty values."""
-    words = [
-        flavour.path,
-        "-x",
-        KEY,
-        "--bind-to",
-        "none",
-        "--map-by",
-        "slot",
-        "--oversubscribe",
-        "--output-filename",
-        logs,
-    ]
+    if {":", ","} & set(logs):
+        raise CpuftError(f"Open MPI takes what follows ':' or ',' in {logs} for options: name another --run-dir")
+    words = [flavour.path, "-x", KEY, "--bind-to", "none", "--map-by", "slot", "--oversubscribe"]
+    words += ["--output-filename", logs]
     words += ["--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
     for index, group in enumerate(groups):
         words += [":"] if index else []

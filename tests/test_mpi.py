@@ -31,6 +31,19 @@ def test_what_is_no_mpirun() -> None:
         parse_flavour("/bin/ls", "ls 9\n")
 
 
+@pytest.mark.parametrize("name", ["intel", "mpich"])
+def test_hydra_expands_nothing_in_the_folder_of_logs(name: str) -> None:
+    words = plan_mpirun(Flavour("mpirun", name), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
+    assert words[words.index("-outfile-pattern") + 1] == "/runs/50%%rate/logs/rank-%r.out"
+    assert words[words.index("-errfile-pattern") + 1] == "/runs/50%%rate/logs/rank-%r.err"
+
+
+@pytest.mark.parametrize("folder", ["/runs/a:b", "/runs/a,b"])
+def test_a_folder_that_open_mpi_would_take_for_options(folder: str) -> None:
+    with pytest.raises(CpuftError, match=f"in {folder}/logs for options: name another --run-dir"):
+        plan_mpirun(Flavour("mpirun", "openmpi"), GROUPS, SHARED, ("true",), f"{folder}/logs", "ens5")
+
+
 @pytest.mark.parametrize("name", VERSIONS)
 def test_command_lines(name: str, golden: Golden) -> None:
     flavour = Flavour("mpirun", name)
