@@ -1,4 +1,4 @@
-"""Every variable the toolkit sets, each with its value and its reason; and the world read back from them."""
+"""Every variable the toolkit sets, each with its value and its reason."""
 
 from __future__ import annotations
 
@@ -33,56 +33,12 @@ _UNSUITABLE = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tail
 
 
 @dataclass(frozen=True)
-class World:
-    """A rank's place among all ranks."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-
-@dataclass(frozen=True)
 class Interface:
     """A network interface of a host and its IPv4 address."""
 
     name: str
     address: str
     reason: str
-
-
-# rank, size, local rank, local size: what each launcher calls them. mpirun's own come first, because a stale RANK
-# exported in a shell must not win over them; Slurm's last, because its batch step sets them around any launcher.
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-)
-
-
-def parse_world(environ: Mapping[str, str]) -> World:
-    """The world of this process from its environment; a world of one where no launcher says anything.
-
-    Raises
-    ------
-    CpuftError: values that are no numbers, or a rank outside its world.
-    """
-    for names in _LAUNCHERS:
-        if names[0] in environ and names[1] in environ:
-            return _parse_ranks(environ, names)
-    return World(0, 1, 0, 1)
-
-
-def _parse_ranks(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> World:
-    texts = [environ.get(name, default) for name, default in zip(names, ("", "", "0", "1"))]
-    if not all(text.isdecimal() for text in texts):
-        said = " ".join(f"{name}={text!r}" for name, text in zip(names, texts))
-        raise CpuftError(f"the launcher's variables are not numbers ({said}): unset them, or start with cpuft launch")
-    world = World(*(int(text) for text in texts))
-    if world.rank >= world.size:
-        raise CpuftError(f"{names[0]}={world.rank} is outside {names[1]}={world.size}: unset one of them")
-    return world
 
 
 def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:

@@ -19,8 +19,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from cpuft.environment import World, parse_world
 from cpuft.errors import CpuftError
+from cpuft.world import World, parse_world, world_variables
 
 FAILURE = "cpuft-rank-failed:"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,16 +29,6 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel to send this process `signal_number` when its parent dies; survives exec."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
-
-
-def world_variables(world: World) -> dict[str, str]:
-    """The world under the names that torch, the Hugging Face Trainer and Accelerate read."""
-    return {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
-        "LOCAL_WORLD_SIZE": str(world.local_size),
-    }
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:

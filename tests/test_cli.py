@@ -38,7 +38,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--tsk", "x"], "No such option '--tsk'. Did you mean '--task'? (see cpuft launch --help)"),
         (["launch", "--task", "mprc"], "--task knows no 'mprc': did you mean mrpc? (see cpuft launch --help)"),
         (["launch", "--np", "0"], "Invalid value for '--np': 0 is not in the range x>=1. (see cpuft launch --help)"),
-        (["launch", "--master-port", "65536"], "Invalid value for '--master-port': 65536 is not in the range 0<=x<=65535."),
+        (["launch", "--master-port", "65536"], "'--master-port': 65536 is not in the range 0<=x<=65535."),
         (["launch", "--np", "999"], "999 ranks on localhost, which has"),
         (["launch", "--hostfile", "none"], "hostfile none cannot be read"),
         (["launch", "--hostfile", "bad"], "bad, line 2: 'slot=4' is not understood: write slots=N, user=NAME or"),

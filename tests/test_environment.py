@@ -1,4 +1,4 @@
-"""Settings, and the world read back from them."""
+"""Settings of a run, and what of the user's variables goes with it."""
 
 from __future__ import annotations
 
@@ -8,58 +8,18 @@ import pytest
 
 from cpuft.environment import (
     Interface,
-    World,
     choose_interface,
     export_settings,
     forwarded_settings,
     host_settings,
     keep_users_values,
     kept_names,
-    parse_world,
     users_variables,
 )
 from cpuft.errors import CpuftError
 from cpuft.plan import Setting
 from cpuft.topology import RankCores
 from tests.conftest import make_facts
-
-INTEL = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-OPEN = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}
-STALE = {"RANK": "0", "WORLD_SIZE": "1"}
-
-
-@pytest.mark.parametrize(
-    "environ, world",
-    [
-        ({}, World(0, 1, 0, 1)),
-        (INTEL, World(3, 4, 1, 2)),
-        (OPEN, World(3, 4, 1, 2)),
-        (TORCHRUN, World(3, 4, 1, 2)),
-        (SLURM, World(3, 4, 1, 2)),
-        (INTEL | STALE, World(3, 4, 1, 2)),
-        (OPEN | STALE, World(3, 4, 1, 2)),
-        (TORCHRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, World(3, 4, 1, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, World(1, 2, 0, 1)),
-    ],
-)
-def test_world(environ: dict[str, str], world: World) -> None:
-    assert parse_world(environ) == world
-
-
-@pytest.mark.parametrize(
-    "environ, message",
-    [({"RANK": "x", "WORLD_SIZE": "2"}, "are not numbers"), ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is outside")],
-)
-def test_world_that_is_none(environ: dict[str, str], message: str) -> None:
-    with pytest.raises(CpuftError, match=message):
-        parse_world(environ)
 
 
 def test_interface_is_the_one_that_routes_to_the_others() -> None:

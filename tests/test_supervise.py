@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from cpuft import supervise
-from cpuft.environment import World
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan, Step
 from cpuft.rank import format_failure, parse_cores, parse_failure
 from cpuft.supervise import Tail, describe_exit, describe_failures, find_failures, run_plan, worst_exit_code
+from cpuft.world import World
 from tests.conftest import Golden
 
 RAISED = 'step 1\nTraceback (most recent call last):\n  File "train.py", line 5, in <module>\nValueError: odd data\n'

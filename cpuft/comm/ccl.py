@@ -101,7 +101,8 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
         # A worker without a core of its own gets out of the way; the default keeps spinning. Not by sched_yield, for
         # the reason in the shim.
         settings["CCL_YIELD"] = "sleep"
-    if "PMI_RANK" not in environment:
+    # srun's pmi2 does not tell oneCCL the rank's place on its host.
+    if "PMI_RANK" not in environment or ("SLURM_STEP_ID" in environment and "MPI_LOCALRANKID" not in environment):
         settings |= {
             "CCL_PROCESS_LAUNCHER": "none",
             "CCL_LOCAL_RANK": environment.get("LOCAL_RANK", "0"),

@@ -114,8 +114,8 @@ class MpiCollectives:
         world = mpi.COMM_WORLD
         if world.size < size:
             raise CpuftError(
-                f"MPI has {world.size} rank(s) and the group {size}: start through mpirun or `cpuft launch`, "
-                "or use --backend gloo"
+                f"MPI has {world.size} rank(s) and the group {size}: start through `cpuft launch`, mpirun or "
+                "srun --mpi=pmi2, or use --backend gloo"
             )
         # torch's ranks and MPI's need not be numbered alike (hosts listed in another order, say).
         store.set(f"mpi/{rank}", str(world.rank))

@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from cpuft.facts import find_free_port
 from cpuft.files import cache_folder
 from cpuft.record import RankPlace
 from cpuft.script import keep_for_good
+from cpuft.world import parse_world, world_variables
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,9 @@ def process_group(backend: str, timeout_seconds: float, gradient_type: str = "fl
 
     Raises
     ------
-    CpuftError: what the backend needs is missing.
+    CpuftError: what the backend needs is missing, or a launcher has not said where the master is.
     """
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(meeting_variables(os.environ))
     store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
     choice = Choice(backend, "as you asked")
     if backend == "auto":
@@ -68,6 +67,24 @@ def process_group(backend: str, timeout_seconds: float, gradient_type: str = "fl
         yield Place(rank, size, choice.backend, choice.reason)
     finally:
         dist.destroy_process_group()
+
+
+def meeting_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, MASTER_ADDR and so on: the launcher's, else those of a process that is alone.
+
+    Raises
+    ------
+    CpuftError: the launcher's world has other ranks, and it has not said where they meet.
+    """
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    found = world_variables(parse_world(environ)) | alone
+    found |= {name: environ[name] for name in found if name in environ}
+    if found["WORLD_SIZE"] != "1" and not alone.keys() <= environ.keys():
+        raise CpuftError(
+            f"rank {found['RANK']} of {found['WORLD_SIZE']} was not told where rank 0 is: export MASTER_ADDR (its "
+            f"host) and MASTER_PORT (a free port there) before mpirun or srun, or start with cpuft launch"
+        )
+    return found
 
 
 def gather(value: Any) -> list[Any]:

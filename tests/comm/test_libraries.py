@@ -46,6 +46,22 @@ def test_handles_of_16_bit_floats_belong_to_a_library(library: str, handles: dic
             {"CCL_WORKER_AFFINITY": "7,6", "CCL_YIELD": "sleep"},
         ),
         (
+            {"PMI_RANK": "1", "SLURM_STEP_ID": "0", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            {0, 1, 2, 3},
+            {
+                "CCL_WORKER_AFFINITY": "3,2",
+                "CCL_YIELD": "sleep",
+                "CCL_PROCESS_LAUNCHER": "none",
+                "CCL_LOCAL_RANK": "1",
+                "CCL_LOCAL_SIZE": "2",
+            },
+        ),
+        (
+            {"PMI_RANK": "1", "SLURM_STEP_ID": "0", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            {0, 1, 2, 3},
+            {"CCL_WORKER_AFFINITY": "3,2", "CCL_YIELD": "sleep"},
+        ),
+        (
             {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
             {0, 1, 2, 3},
             {
@@ -57,7 +73,14 @@ def test_handles_of_16_bit_floats_belong_to_a_library(library: str, handles: dic
             },
         ),
     ),
-    ids=("workers on the last cores", "workers on cores of their own", "two workers", "no mpirun"),
+    ids=(
+        "workers on the last cores",
+        "workers on cores of their own",
+        "two workers",
+        "srun",
+        "mpirun in Slurm",
+        "no mpirun",
+    ),
 )
 def test_what_oneccl_is_told(environment: dict[str, str], cores: set[int], expected: dict[str, str]) -> None:
     always = {"CCL_WORKER_OFFLOAD": "1", "CCL_ATL_TRANSPORT": "ofi", "CCL_ATL_SHM": "1"}

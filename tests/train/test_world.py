@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from cpuft.errors import CpuftError
 from cpuft.record import RankPlace
-from cpuft.train.world import checksum_parameters, find_misplaced
+from cpuft.train.world import checksum_parameters, find_misplaced, meeting_variables
 
 
 def rank(number: int, host: str = "a", cpus: tuple[int, ...] = (0,), pid: int = 0, **planned: Any) -> Any:
@@ -27,6 +28,18 @@ def rank(number: int, host: str = "a", cpus: tuple[int, ...] = (0,), pid: int = 
 )
 def test_what_is_misplaced_is_named(found: list[Any], problem: str) -> None:
     assert find_misplaced(2, found)[: len(problem) or None] == problem
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+
+
+def test_ranks_of_a_world_of_many_do_not_train_alone() -> None:
+    with pytest.raises(CpuftError, match="rank 1 of 2 was not told where rank 0 is: export MASTER_ADDR"):
+        meeting_variables(STEP)
+    told = STEP | {"MASTER_ADDR": "n1", "MASTER_PORT": "40000"}
+    assert [meeting_variables(told)[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["1", "2", "n1"]
+    assert [meeting_variables({})[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["0", "1", "127.0.0.1"]
+    assert meeting_variables(STEP | {"RANK": "0", "WORLD_SIZE": "1"})["WORLD_SIZE"] == "1"
 
 
 def test_wrong_host_and_cores_name_the_rank() -> None:
