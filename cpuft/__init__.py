@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
+# `python -m cpuft` has the working folder in front of its path, where others may write; -I and -P do not.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].partition(".")[0] == "cpuft":
+    del sys.path[: 0 if sys.flags.isolated or getattr(sys.flags, "safe_path", False) else 1]
+
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -18,10 +18,12 @@ from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hostfile import Host, read_hostfile
 from cpuft.topology import HostFacts, parse_facts
+from cpuft.words import WITHOUT_FOLDER
 
 LOCAL = Host("localhost")
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep, in a folder of each user's, what was sent for runs, and runs' own files."""
+_FROM_STDIN = f"{WITHOUT_FOLDER}; exec(sys.stdin.read())"
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,9 @@ def _gather_one(host: Host, is_local: bool, target: str, reach: Reach) -> HostFa
         return parse_facts(execute.run_quietly(command, seconds=30).output, host.name)
     source = Path(facts.__file__).read_text(encoding="utf-8")
     # Where the environment is not at the same path, any Python tells at least what the host is.
-    command_text = f"$(command -v {shlex.quote(reach.python)} || echo python3) - {shlex.quote(target)}"
+    command_text = (
+        f"$(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_FROM_STDIN)} {shlex.quote(target)}"
+    )
     answer = ssh.run(host, command_text, stdin=source, config_path=reach.ssh_config)
     return parse_facts(answer.output or answer.errors, host.name)
 

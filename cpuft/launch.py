@@ -18,6 +18,7 @@ from cpuft.files import PRIVATE
 from cpuft.plan import Plan, Setting, Step
 from cpuft.sweep import plan_sweep
 from cpuft.topology import RankCores, choose_comm_cores, choose_precision, effective_flags, plan_placement
+from cpuft.words import own_module, pack_words
 
 LEAST_FREE_BYTES = 256 << 20
 """Room that a run directory must have: records and logs are small, a trained encoder is a few hundred MB."""
@@ -77,10 +78,10 @@ def plan_training(
     train = check_training(cluster, train, environ)
     prepared = f"{run_dir}/data.npz"
     worker = WorkerConfig(run_dir=run_dir, prepared=prepared, progress=progress)
-    command = (cluster.python, "-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
+    command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
-        (cluster.python, "-m", "cpuft.train.prepare", prepared, *format_arguments(train)),
+        (*own_module(cluster.python, "cpuft.train.prepare"), prepared, *format_arguments(train)),
     )
     plan = plan_launch(cluster, config, run_dir, command, train.backend, environ)
     return Plan((plan.stages[0], (prepare,), *plan.stages[1:]), plan.notes)
@@ -116,7 +117,7 @@ def end_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, 
         if wrap:
             raise CpuftError("--wrap takes a Python script: cpuft launch --wrap -- train.py ...")
         return command
-    return (command[0], "-m", "cpuft.train.wrap" if wrap else "cpuft.script", *command[1:])
+    return ("-m", "cpuft.train.wrap" if wrap else "cpuft.script", *command[1:])
 
 
 def plan_launch(
@@ -127,7 +128,10 @@ def plan_launch(
     backend: str,
     environ: Mapping[str, str],
 ) -> Plan:
-    """One mpirun over all hosts; each rank's output goes into a file of its own in the run directory."""
+    """One mpirun over all hosts; each rank's output goes into a file of its own in the run directory.
+
+    `command` is a program, or `-m` and a module of ours.
+    """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     groups = tuple(
         mpi.RankGroup(assignment.host.name, assignment.ranks, settings)
@@ -136,7 +140,7 @@ def plan_launch(
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
     logs, folder = f"{run_dir}/logs", os.path.dirname(run_dir)
     interface = plan_interfaces(cluster, config.iface)[0].name
-    rank_command = (cluster.python, "-m", "cpuft.rank", *command)
+    rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
     words = mpi.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
     script = f"{PRIVATE}private {cluster.folder} && " if cluster.away else ""
@@ -162,7 +166,7 @@ def plan_bench(
     plan_sweep(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures what goes on between ranks: start two or more, --np 2")
-    command = (cluster.python, "-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
+    command = ("-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
     return plan_launch(cluster, config, run_dir, command, "auto", environ)
 
 

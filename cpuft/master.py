@@ -23,6 +23,7 @@ from cpuft.hostfile import Host
 from cpuft.plan import Plan, Step, dump_plan, load_plan
 from cpuft.rank import end_with_parent
 from cpuft.supervise import run_plan
+from cpuft.words import own_module
 
 _SSH_FAILED = 255
 _END_SECONDS = 15
@@ -76,7 +77,7 @@ def _clean(cluster: Cluster, folder: str) -> None:
 
 def plan_start(work: str, cluster: Cluster) -> Step:
     """Supervise the run that is described in `work`.json, over ssh."""
-    command = (cluster.python, "-m", "cpuft.master", f"{work}.json")
+    command = (*own_module(cluster.python, "cpuft.master"), f"{work}.json")
     return Step("supervise the ranks from the master", ("ssh", *_ssh_words(cluster), _line(command, cluster)))
 
 

@@ -1,6 +1,6 @@
 """First thing on every rank: who am I, am I where the plan put me; then the worker, watched to its end.
 
-    python -m cpuft.rank COMMAND ...
+    python -m cpuft.rank COMMAND ... (packed by `cpuft.words`)
 
 Reads what `cpuft.environment` wrote and mpirun's own variables; gives COMMAND the names that torch knows: RANK,
 WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (MASTER_ADDR and MASTER_PORT are there already).
@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 
 from cpuft.errors import CpuftError
+from cpuft.words import unpack_words
 from cpuft.world import World, parse_world, world_variables
 
 FAILURE = "cpuft-rank-failed:"
@@ -123,7 +124,7 @@ def main() -> None:
         if os.environ.get("CPUFT_PIN") == "rank" and cores:
             os.sched_setaffinity(0, cores)
         environ = dict(os.environ) | world_variables(world) | {"CPUFT_CORES": ",".join(map(str, cores))}
-        code = run_worker(sys.argv[1:], environ)
+        code = run_worker(unpack_words(sys.argv[1:]), environ)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
     if code:

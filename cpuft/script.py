@@ -35,7 +35,7 @@ def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ())
     An exception is reported as Python does, but one of `refusals` in one line, and the code is 2.
     """
     path, sys.argv = words[0], list(words)
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = path
     try:

@@ -119,7 +119,7 @@ def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
 
 def _write(path: Path, text: str) -> None:
     beside = path.with_suffix(".tmp")
-    beside.write_text(text, encoding="utf-8")
+    beside.write_text(text, encoding="utf-8", errors="surrogateescape")
     beside.rename(path)
 
 

@@ -112,8 +112,8 @@ def test_scripts(tmp_path: Path) -> None:
     assert plan_script(("train.py", "--lr", "1")) == (sys.executable, str(tmp_path / "train.py"), "--lr", "1")
     command, python = plan_script(("train.py", "--lr", "1")), sys.executable
     words = (str(tmp_path / "train.py"), "--lr", "1")
-    assert end_script(command, python, wrap=True) == (python, "-m", "cpuft.train.wrap", *words)
-    assert end_script(command, python, wrap=False) == (python, "-m", "cpuft.script", *words)
+    assert end_script(command, python, wrap=True) == ("-m", "cpuft.train.wrap", *words)
+    assert end_script(command, python, wrap=False) == ("-m", "cpuft.script", *words)
     assert end_script(("bash", "some.py"), python, wrap=False) == ("bash", "some.py")
     with pytest.raises(CpuftError, match="--wrap takes a Python script"):
         end_script(("bash", "-c", "true"), python, wrap=True)

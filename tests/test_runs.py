@@ -194,6 +194,20 @@ def test_all_ranks_have_a_key_that_nobody_else_can_read() -> None:
     assert told[0] == told[1]
 
 
+SHOW = "import json, sys; print(json.dumps(sys.argv[1:]))"
+WORDS = [":", "-n", "1", "touch", "x", "-genv", "%r", "", "a\nb", "a'; echo foo", "$HOME", "-m", 'json:"a"', "\udcff"]
+
+
+def test_a_script_gets_its_words_as_they_were_given_and_mpirun_none_of_them(tmp_path: Path) -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "50%rate:%h", "--", write_script(SHOW), *WORDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{json.dumps(WORDS)}\nrun: {tmp_path}/50%rate:%h\n"
+    assert Path("50%rate:%h/logs/rank-1.out").read_text() == f"{json.dumps(WORDS)}\n"
+    done = run_cpuft("launch", "--run-dir", "run", "--", "echo", *WORDS[:5])
+    assert done.stdout.splitlines()[0] == ": -n 1 touch x"
+    assert not Path("x").exists()
+
+
 LEAVES = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

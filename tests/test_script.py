@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.words import own_module
 
-def run(
-    folder: Path, text: str, *words: str, module: tuple[str, ...] = ("-m", "cpuft.script"), **settings: str
-) -> tuple[str, str, int]:
+
+def run(folder: Path, text: str, *words: str, module: str = "cpuft.script", **settings: str) -> tuple[str, str, int]:
     """Output, complaints and exit code of a script."""
     (folder / "beside.py").write_text("NAME = 'beside'\n")
     (folder / "script.py").write_text(text)
-    command = [sys.executable, *module, str(folder / "script.py"), *words]
+    python = own_module(sys.executable, module) if module else (sys.executable,)
+    command = [*python, str(folder / "script.py"), *words]
     environ = dict(os.environ) | settings
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
     return done.stdout, done.stderr, done.returncode
@@ -26,7 +27,7 @@ def run(
 @pytest.mark.parametrize(
     "text",
     [
-        "import sys, beside; print(__name__, __file__, sys.argv, sys.path[0], beside.NAME)",
+        "import sys, beside; print(__name__, __file__, sys.argv, sys.path, beside.NAME)",
         "raise SystemExit",
         "raise SystemExit(7)",
         "import sys; sys.exit('no data')",
@@ -44,13 +45,13 @@ def run(
     ids=["names", "exit", "code", "words", "traceback", "syntax", "buffers", "ends", "failed", "C", "spawn", "pickle"],
 )
 def test_a_script_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
-    assert run(tmp_path, text, "--lr", "1") == run(tmp_path, text, "--lr", "1", module=())
+    assert run(tmp_path, text, "--lr", "1") == run(tmp_path, text, "--lr", "1", module="")
 
 
 def test_the_interpreter_is_not_taken_down(tmp_path: Path) -> None:
     # What is left to C's exit handlers, and to modules' destructors, is what threads of gloo trip over.
     text = "class A:\n    def __del__(self): print('gone', flush=True)\nkept = A()\n"
-    assert run(tmp_path, text, module=())[0] == "gone\n"
+    assert run(tmp_path, text, module="")[0] == "gone\n"
     assert run(tmp_path, text)[0] == ""
 
 
@@ -93,7 +94,7 @@ print(count_threads() > before)
 def test_no_model_is_the_last_to_hold_the_group(tmp_path: Path, start: str, module: str, kept: bool) -> None:
     # Were it, its end and a thread of gloo could wait for each other: with a core a rank, two runs of a hundred did.
     text = LEAVES_A_FUNCTION.format(start=start)
-    output, complaints, code = run(tmp_path, text, module=("-m", module) if module else ())
+    output, complaints, code = run(tmp_path, text, module=module)
     assert (output, code) == (f"{kept}\n", 0), complaints
 
 
@@ -132,5 +133,5 @@ def test_the_store_listens_on_the_masters_address(
         port = probe.getsockname()[1]
     world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": master, "MASTER_PORT": str(port)}
     text = STORE.format(start=start)
-    output, complaints, code = run(tmp_path, text, module=("-m", module) if module else (), **world)
+    output, complaints, code = run(tmp_path, text, module=module, **world)
     assert (output, code) == (f"['{address}']\n", 0), complaints

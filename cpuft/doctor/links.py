@@ -19,13 +19,14 @@ from cpuft.doctor.state import Link
 from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
 from cpuft.loader import load, parse_json
+from cpuft.words import WITHOUT_FOLDER
 
 SECONDS = 0.5
 """Of sending each way over each link: some 60 MB at 1 Gbit/s."""
 
 _ANSWER_SECONDS = 20.0
 _LOADER = (
-    "import json,sys\n"
+    f"{WITHOUT_FOLDER}\nimport json\n"
     "order=json.load(sys.stdin)\n"
     "link={'__name__':'link'}\n"
     "exec(order['source'],link)\n"

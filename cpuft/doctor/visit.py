@@ -22,6 +22,7 @@ from cpuft.errors import CpuftError
 from cpuft.hostfile import Host
 from cpuft.loader import load, parse_json
 from cpuft.topology import parse_facts
+from cpuft.words import WITHOUT_FOLDER
 
 PORT_SECONDS = 3.0
 """How long hosts try to reach each other's port: longer than their ssh logins lie apart."""
@@ -30,7 +31,7 @@ _ANSWER_SECONDS = 30.0
 
 # Both sources come with the order, because a host may have neither cpuft nor a disk to write to.
 _LOADER = (
-    "import json,sys\n"
+    f"{WITHOUT_FOLDER}\nimport json\n"
     "order=json.load(sys.stdin)\n"
     "facts,probe={'__name__':'facts'},{'__name__':'probe'}\n"
     "exec(order['facts_source'],facts)\n"

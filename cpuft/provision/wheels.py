@@ -17,6 +17,7 @@ from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, cache_folder
 from cpuft.provision.own_wheel import hash_file, write_own_wheel
+from cpuft.words import own_module
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
 """Parts of cpuft that every host gets: a run may ask for each of them."""
@@ -122,7 +123,7 @@ def _find_constraints(folder: Path) -> tuple[str, ...]:
 
 
 def _pip(*words: str) -> str:
-    command = (sys.executable, "-m", "pip", "--disable-pip-version-check", *words)
+    command = (*own_module(sys.executable, "pip"), "--disable-pip-version-check", *words)
     answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
     if answer.exit_code:
         said = " | ".join(answer.output.strip().splitlines()[-4:])

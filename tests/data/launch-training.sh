@@ -33,13 +33,13 @@ set -euo pipefail
 echo 'cpuft: make the run'"'"'s directory' >&2
 sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one
 echo 'cpuft: check and tokenise the rows once, before any rank starts' >&2
-python -m cpuft.train.prepare /runs/one/data.npz --task=mrpc --model=minilm --data-dir= \
-    --train-file= --validation-file= --text-columns= --label-column=label --max-length=128 \
-    --padding=dynamic --batch-size=32 --accumulation=1 --epochs=3.0 --max-steps=0 \
-    --max-train-samples=0 --learning-rate=2e-05 --weight-decay=0.0 --warmup-ratio=0.0 \
-    --clip-norm=1.0 --dropout=-1.0 --precision=auto --engine=torch --plain=False --compile=False \
-    --emulate-bf16=False --backend=auto --grad-compression=auto --sync-every=1 --comm-timeout=300.0 \
-    --eval-batch-size=32 --seed=42 --save-model=True
+python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.train.prepare /runs/one/data.npz \
+    --task=mrpc --model=minilm --data-dir= --train-file= --validation-file= --text-columns= \
+    --label-column=label --max-length=128 --padding=dynamic --batch-size=32 --accumulation=1 \
+    --epochs=3.0 --max-steps=0 --max-train-samples=0 --learning-rate=2e-05 --weight-decay=0.0 \
+    --warmup-ratio=0.0 --clip-norm=1.0 --dropout=-1.0 --precision=auto --engine=torch --plain=False \
+    --compile=False --emulate-bf16=False --backend=auto --grad-compression=auto --sync-every=1 \
+    --comm-timeout=300.0 --eval-batch-size=32 --seed=42 --save-model=True
 echo 'cpuft: start 2 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
@@ -50,7 +50,7 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
     -env OMP_NUM_THREADS 14 -env I_MPI_PIN_DOMAIN '[0xfffc,0xfffc0000]' -env CCL_WORKER_COUNT 2 -env CCL_WORKER_AFFINITY 0,1,16,17 \
     -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env THP_MEM_ALLOC_ENABLE 1 \
-    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -m cpuft.rank python \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank \
     -m cpuft.train --task=mrpc --model=minilm --data-dir= --train-file= --validation-file= \
     --text-columns= --label-column=label --max-length=128 --padding=dynamic --batch-size=32 \
     --accumulation=1 --epochs=3.0 --max-steps=0 --max-train-samples=0 --learning-rate=2e-05 \
