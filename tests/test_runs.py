@@ -78,6 +78,11 @@ def test_compressed_gradients_are_half_the_bytes(tmp_path: Path) -> None:
     half = launch(*words, "bf16")
     ratios = [b.bytes_sent / a.bytes_sent for a, b in zip(whole.steps, half.steps)]
     assert ratios[1:] == pytest.approx([0.5] * 3, abs=0.01)
+    (tmp_path / "run").rename(tmp_path / "half")
+    factors = launch(*words, "powersgd")
+    assert all(c.bytes_sent <= b.bytes_sent for b, c in zip(half.steps, factors.steps))
+    # What is left is mostly rows of word embeddings.
+    assert all(c.bytes_sent < b.bytes_sent / 4 for b, c in zip(half.steps, factors.steps))
 
 
 def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:

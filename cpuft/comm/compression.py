@@ -8,19 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from cpuft.comm.powersgd import PowerSGD
 from cpuft.errors import CpuftError, near_names
 
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
-POWERSGD_RANK = 4
-"""Between the ranks 2 (ResNet-18) and 4 (LSTM) that PowerSGD (Vogels et al. 2019, arXiv:1905.13727) trains with."""
-POWERSGD_START = 10
-"""Updates with whole gradients first; torch asks for 2 at least, and its guide for a warm start."""
-
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_ROWS = _HALVES | {"powersgd": torch.bfloat16}
 
 
 class HalfState:
@@ -65,7 +61,7 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     Parameters
     ----------
     compression: none; bf16 or fp16: half the bytes of float32 gradients; powersgd: the factors of a rank-4
-        approximation with error feedback, for slow networks.
+        approximation with error feedback, for slow networks, and bf16 wherever that is fewer bytes.
 
     Raises
     ------
@@ -77,16 +73,13 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
         half = HalfState(_HALVES[compression], group)
         return lambda bucket: average_in_half(half, bucket)
     if compression == "powersgd":
-        state = powersgd.PowerSGDState(
-            process_group=group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START
-        )
-        return lambda bucket: powersgd.powerSGD_hook(state, bucket)
+        return PowerSGD(group).reduce
     raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS)}")
 
 
 def narrow(gradient: torch.Tensor, compression: str) -> torch.Tensor:
-    """A gradient in the type that it is sent as; itself when it has that type."""
-    return gradient.to(_HALVES.get(compression, gradient.dtype))
+    """Rows of a gradient in the type that they are sent as; themselves when they have that type."""
+    return gradient.to(_ROWS.get(compression, gradient.dtype))
 
 
 def gradient_type(compression: str) -> str:

@@ -61,7 +61,7 @@ class LaneWork(dist.Work):
 
     Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` hands C++
     a value it cannot read; hence a future whose error is raised in a callback, which both sides understand. Callbacks
-    run aside, not on the lane: PowerSGD's wait there for a collective that the lane has still to run.
+    run aside, not on the lane: those of torch's PowerSGD wait there for a collective that the lane has still to run.
     """
 
     def __init__(self, result: Any) -> None:

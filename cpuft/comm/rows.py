@@ -68,8 +68,6 @@ class RowExchange:
 
 
 def exchange_rows(model: torch.nn.Module, compression: str, group: dist.ProcessGroup) -> RowExchange | None:
-    """A model's row exchange, where it can have one. PowerSGD sends fewer bytes of the whole gradient."""
+    """A model's row exchange, where it can have one."""
     embedding = find_embedding(model)
-    if embedding is None or compression == "powersgd":
-        return None
-    return RowExchange(model, embedding, compression, group)
+    return None if embedding is None else RowExchange(model, embedding, compression, group)

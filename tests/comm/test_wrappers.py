@@ -27,12 +27,16 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
     assert found["ddp fp16"]["loss"] == pytest.approx(plain["loss"], rel=1e-2)
     assert plain["bytes"] == 4 * PARAMETERS
     assert found["ddp bf16"]["bytes"] == found["ddp fp16"]["bytes"] == 2 * PARAMETERS
-    assert 0 < found["ddp powersgd"]["bytes"] < plain["bytes"] / 2
+    # The factors of the first matrix, in fp32; the rest whole, in bf16.
+    assert found["ddp powersgd"]["bytes"] == 4 * 4 * (32 + 64) + 2 * (64 + 64 + 1)
+    assert found["ddp powersgd"]["loss"] < 0.2
     assert found["local_sgd"]["bytes"] == 4 * PARAMETERS
     assert found["local_sgd"]["loss"] < 0.2
     assert found["fsdp"]["rows"] == 64
     layer = 32 + 1
-    for name, width in {"none": 4, "bf16": 2, "fp16": 2}.items():
+    # Matrices whose factors would be no smaller than they are.
+    assert found["small powersgd"]["bytes"] == 2 * (32 * 4 + 4 + 4 + 1)
+    for name, width in {"none": 4, "bf16": 2, "fp16": 2, "powersgd": 2}.items():
         # Words 1, 3, 7 and 900.
         assert found[f"rows {name}"] == {
             "equal": True,

@@ -30,9 +30,9 @@ Result = dict[str, float]
 """Loss on all rows after training, and bytes a rank gave to collectives in its last step."""
 
 
-def make_model() -> torch.nn.Module:
+def make_model(hidden: int = 64) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    return torch.nn.Sequential(torch.nn.Linear(32, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,8 +59,8 @@ def adam(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)  # type: ignore[arg-type]
 
 
-def ddp(compression: str) -> Result:
-    model = DistributedDataParallel(make_model())
+def ddp(compression: str, hidden: int = 64) -> Result:
+    model = DistributedDataParallel(make_model(hidden))
     compress_gradients(model, compression)
     return fit(model, adam(model.parameters()))
 
@@ -120,8 +120,9 @@ def embedding_gradient(compression: str, by_rows: bool) -> tuple[torch.Tensor, i
     return gradient.clone(), comm.take_traffic().nbytes
 
 
-def embedding(compression: str) -> Result:
-    (whole, most), (rows, nbytes) = (embedding_gradient(compression, by_rows) for by_rows in (False, True))
+def embedding(compression: str, whole_as: str) -> Result:
+    whole, most = embedding_gradient(whole_as, by_rows=False)
+    rows, nbytes = embedding_gradient(compression, by_rows=True)
     return {"equal": torch.equal(whole, rows), "named": int(rows.any(1).sum()), "bytes": nbytes, "whole bytes": most}
 
 
@@ -141,7 +142,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     comm.start(sys.argv[1], timeout_seconds=20)
     found = {f"ddp {name}": ddp(name) for name in ("none", "bf16", "fp16", "powersgd")}
-    found |= {f"rows {name}": embedding(name) for name in ("none", "bf16", "fp16")}
+    found |= {f"rows {name}": embedding(name, name) for name in ("none", "bf16", "fp16")}
+    found |= {"rows powersgd": embedding("powersgd", "bf16")}
+    found |= {"small powersgd": ddp("powersgd", hidden=4)}
     found |= {"zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
     Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
