@@ -16,14 +16,14 @@ import click
 from click.core import ParameterSource
 
 from cpuft import __version__
-from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
-from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
+from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
+from cpuft.options.flags import CONFIG_FILE, Verb, make_options, pick
 
 _DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
 
 
-_GROUPS = {"doctor": "cpuft.doctor.verbs", "provision": "cpuft.provision.verbs"}
+_GROUPS = {"doctor": "cpuft.doctor.command", "provision": "cpuft.provision.commands"}
 """Verbs with modules of their own: imported when they are called for, or listed."""
 
 
@@ -75,9 +75,9 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
-    from cpuft.baggage import pack_script, pack_training, plan_rows
-    from cpuft.cluster import gather_cluster
-    from cpuft.launch import choose_run_dir, end_script, plan_launch, plan_script, plan_training
+    from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.inputs import pack_script, pack_training, plan_rows
+    from cpuft.launch.planning import choose_run_dir, end_script, plan_launch, plan_script, plan_training
 
     config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
     if script:
@@ -116,8 +116,8 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 )
 def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     """Train --task on each number of ranks in turn, and report how much faster each was than the fewest."""
-    from cpuft.compare import parse_numbers, plan_comparison
-    from cpuft.launch import choose_run_dir
+    from cpuft.launch.comparison import parse_numbers, plan_comparison
+    from cpuft.launch.planning import choose_run_dir
 
     config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)
     ranks = parse_numbers(numbers)
@@ -138,9 +138,9 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
 @verb(*_launch_options("run_dir", "time_limit", "check"))
 def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
-    from cpuft.cluster import gather_cluster, read_hosts
-    from cpuft.environment import export_settings
-    from cpuft.launch import plan_settings
+    from cpuft.hosts.cluster import gather_cluster, read_hosts
+    from cpuft.launch.planning import plan_settings
+    from cpuft.launch.settings import export_settings
     from cpuft.plan import format_export
 
     config = pick(LaunchConfig, values)
@@ -157,8 +157,8 @@ def comm(dry_run: bool, **values: Any) -> None:
     ms is the median, beside it the middle half of all repetitions; busy is the share of a rank's cores that the
     backend keeps busy meanwhile; x gloo says how many times as fast as gloo it is.
     """
-    from cpuft.cluster import gather_cluster
-    from cpuft.launch import choose_run_dir, plan_bench
+    from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.planning import choose_run_dir, plan_bench
     from cpuft.report.bandwidth import write_plot
 
     config = pick(LaunchConfig, values)
@@ -213,7 +213,7 @@ def _progress() -> str:
 
 
 def _print_plans(plans: Sequence[Any], cluster: Any) -> None:
-    from cpuft.master import plan_there
+    from cpuft.launch.remote import plan_there
     from cpuft.plan import Plan, format_plan
 
     stages = tuple(stage for plan in plans for stage in (plan_there(plan, cluster) if cluster.away else plan).stages)
@@ -229,8 +229,8 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
 
 def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, parcels: tuple[Any, ...] = ()) -> int:
     from cpuft.execute import Interrupted
-    from cpuft.master import run_plan_there
-    from cpuft.supervise import run_plan
+    from cpuft.launch.remote import run_plan_there
+    from cpuft.launch.supervise import run_plan
 
     try:
         if cluster.away:

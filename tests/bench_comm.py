@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from cpuft.comm.choice import BUCKET_BYTES
+from cpuft.comm.choice.choosing import BUCKET_BYTES
 from cpuft.record import read_record
 from cpuft.report.bandwidth import parse_bench
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from cpuft.record import read_record
-from cpuft.train import tasks
+from cpuft.train.data import tasks
 
 # What each task trains on, and the metric that is compared.
 TASKS = {

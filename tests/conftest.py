@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.topology import HostFacts
+from cpuft.hosts.topology import HostFacts
 
 DATA = Path(__file__).parent / "data"
 GLUE = Path(__file__).parents[2] / "shared" / "data" / "glue"

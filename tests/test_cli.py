@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import TASKS
-from cpuft.train import tasks
+from cpuft.options.fields import TASKS
+from cpuft.train.data import tasks
 from tests.conftest import run_cpuft
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import LaunchConfig
-from cpuft.launch import plan_settings
+from cpuft.launch.planning import plan_settings
+from cpuft.options.fields import LaunchConfig
 from tests.conftest import run_cpuft
+from tests.launch.test_planning import make_cluster
 from tests.records import make_record
 from tests.report.test_comparison import write_record
-from tests.test_launch import make_cluster
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

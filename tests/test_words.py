@@ -51,7 +51,7 @@ def test_a_module_of_ours_imports_nothing_of_the_working_folder(environ: dict[st
     (planted / "elsewhere").mkdir()
     script = planted / "elsewhere" / "show.py"
     script.write_text(show)
-    command = [*own_module(sys.executable, "cpuft.script"), str(script), "a", ""]
+    command = [*own_module(sys.executable, "cpuft.rank.script"), str(script), "a", ""]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ) | environ)
     words, path = json.loads(done.stdout)
     assert (words, path[0]) == (["a", ""], str(script.parent))

@@ -4,8 +4,8 @@ Importing this package makes `torch.distributed.init_process_group("ccl")` and `
 before that call, so the import needs neither oneCCL nor mpi4py.
 """
 
-from cpuft.comm.registration import BACKENDS, register_backends, start
-from cpuft.comm.session import leave, take_traffic
+from cpuft.comm.group.registration import BACKENDS, register_backends, start
+from cpuft.comm.group.session import leave, take_traffic
 
 __all__ = ["BACKENDS", "leave", "register_backends", "start", "take_traffic"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cpuft.cluster import Cluster
 from cpuft.doctor.checks import find_all
 from cpuft.doctor.finding import describe_stop
 from cpuft.doctor.visit import examine_hosts
 from cpuft.errors import CpuftError
+from cpuft.hosts.cluster import Cluster
 
 _OF_THE_MOMENT = ("CPUFT-021", "CPUFT-022", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032")
 """Memory, /dev/shm, disk, load, stolen time, leftovers."""

@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cpuft import execute, ssh
-from cpuft.cluster import Reach, is_here
+from cpuft import execute
 from cpuft.doctor import link
 from cpuft.doctor.state import Link
 from cpuft.errors import CpuftError
-from cpuft.hostfile import Host
+from cpuft.hosts import door
+from cpuft.hosts.cluster import Reach, is_here
+from cpuft.hosts.hostfile import Host
 from cpuft.loader import load, parse_json
 from cpuft.words import WITHOUT_FOLDER
 
@@ -84,7 +85,7 @@ def _ask(host: Host, address: str, order: dict[str, Any], reach: Reach, seconds:
             text = execute.run_quietly((sys.executable, "-c", _LOADER), seconds, json.dumps(order)).output
         else:
             command = f"exec $(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_LOADER)}"
-            answer = ssh.run(host, command, json.dumps(order), seconds, reach.ssh_config)
+            answer = door.run(host, command, json.dumps(order), seconds, reach.ssh_config)
             text = answer.output or answer.errors
         return load(list[dict[str, Any]], parse_json(text))
     except CpuftError as error:

@@ -124,7 +124,7 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
         words, pid = _read(f"{path}/cmdline").split("\0"), path.split("/")[2]
         said += f"{words} {_read(f'{path}/environ')}"
-        ours = any(word in ("cpuft.rank", "cpuft.train", "cpuft.master") for word in words)
+        ours = any(word in ("cpuft.rank", "cpuft.train", "cpuft.launch.remote") for word in words)
         if ours and _parent(pid) == "1":
             found.append(f"pid {pid}: {' '.join(words)[:80]}")
     folders = [path for path in glob.glob(f"{root}/cpuft-*") + glob.glob(f"{root}/cpuft-*/*") if _is_own(path)]

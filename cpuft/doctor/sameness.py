@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from cpuft.doctor.finding import Finding
 from cpuft.doctor.state import ClusterState, Health, HostState
-from cpuft.topology import HostFacts, bf16_hardware
+from cpuft.hosts.topology import HostFacts, bf16_hardware
 
 V = TypeVar("V")
 _SKEW_SECONDS = 2.0

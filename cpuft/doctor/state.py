@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cpuft.hostfile import Host
-from cpuft.topology import HostFacts
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.topology import HostFacts
 
 
 @dataclass(frozen=True)

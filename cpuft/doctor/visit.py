@@ -13,15 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cpuft import execute, facts, ssh
-from cpuft.cluster import Reach, is_here
+from cpuft import execute
 from cpuft.doctor import probe
 from cpuft.doctor.finding import Finding
 from cpuft.doctor.state import ClusterState, Health, HostState
 from cpuft.errors import CpuftError
-from cpuft.hostfile import Host
+from cpuft.hosts import door, facts
+from cpuft.hosts.cluster import Reach, is_here
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.topology import parse_facts
 from cpuft.loader import load, parse_json
-from cpuft.topology import parse_facts
 from cpuft.words import WITHOUT_FOLDER
 
 PORT_SECONDS = 3.0
@@ -109,7 +110,7 @@ def _ask(host: Host, address: str, order: str, reach: Reach) -> str:
     if is_here(host, address):
         return execute.run_quietly((sys.executable, "-c", _LOADER), _ANSWER_SECONDS, order).output
     command = f"exec $(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_LOADER)}"
-    answer = ssh.run(host, command, order, _ANSWER_SECONDS, reach.ssh_config)
+    answer = door.run(host, command, order, _ANSWER_SECONDS, reach.ssh_config)
     if answer.exit_code:
         said = " | ".join(answer.errors.strip().splitlines()[-3:])
         raise CpuftError(f"host {host.name}: its Python failed ({said})")
@@ -132,6 +133,6 @@ def _fix(one: HostState, command: tuple[str, ...], reach: Reach) -> str:
         answer = execute.run_quietly(command, 30)
         code, said = answer.exit_code, answer.output
     else:
-        there = ssh.run(one.host, ssh.quote_command(command, {}), config_path=reach.ssh_config)
+        there = door.run(one.host, door.quote_command(command, {}), config_path=reach.ssh_config)
         code, said = there.exit_code, there.errors
     return "done" if not code else f"failed ({' '.join(said.split())[-200:]})"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE
+from cpuft.hosts.registry import carries_mark
 from cpuft.plan import Step
-from cpuft.registry import carries_mark
 
 _PREFIX = re.compile(r"(/[\w.+-]+)+")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpuft.hostfile import Host, format_hostfile
-from cpuft.registry import Entry, format_entry
+from cpuft.hosts.hostfile import Host, format_hostfile
+from cpuft.hosts.registry import Entry, format_entry
 
 _CLIENT = """
   Port {port}

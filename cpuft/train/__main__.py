@@ -8,10 +8,10 @@ import time
 import traceback
 from typing import NoReturn
 
-from cpuft.arguments import parse_arguments
-from cpuft.comm.session import leave
-from cpuft.config import TrainConfig, WorkerConfig, option_names
+from cpuft.comm.group.session import leave
 from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig, WorkerConfig, option_names
+from cpuft.options.flags import parse_arguments
 
 
 def main() -> None:

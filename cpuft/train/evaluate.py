@@ -7,12 +7,12 @@ import time
 import numpy as np
 import torch
 
-from cpuft.config import TrainConfig
+from cpuft.options.fields import TrainConfig
 from cpuft.record import EvaluationLine
-from cpuft.train.batches import make_batch
-from cpuft.train.metrics import compute_metrics
+from cpuft.train.data.batches import make_batch
+from cpuft.train.data.prepare import Prepared, Tokens
+from cpuft.train.objective.metrics import compute_metrics
 from cpuft.train.precision import autocast
-from cpuft.train.prepare import Prepared, Tokens
 from cpuft.train.world import Place, gather
 
 

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
 
 if TYPE_CHECKING:
     import torch

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm import take_traffic
-from cpuft.comm.choice import BUCKET_BYTES
-from cpuft.comm.compression import Reduce, make_reduce
-from cpuft.comm.local_sgd import average_parameters
-from cpuft.comm.rows import RowExchange, exchange_rows
-from cpuft.config import TrainConfig
+from cpuft.comm.choice.choosing import BUCKET_BYTES
+from cpuft.comm.gradients.compression import Reduce, make_reduce
+from cpuft.comm.gradients.embedding_rows import RowExchange, exchange_rows
+from cpuft.comm.gradients.local_updates import average_parameters
 from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
 from cpuft.record import StepLine
 from cpuft.train import ipex
-from cpuft.train.batches import Batch, Order, count_updates, deal, make_batch, name_tokens, plan_updates
+from cpuft.train.data.batches import Batch, Order, count_updates, deal, make_batch, name_tokens, plan_updates
+from cpuft.train.data.prepare import Prepared
 from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
 from cpuft.train.precision import autocast
-from cpuft.train.prepare import Prepared
 from cpuft.train.world import Place
 
 

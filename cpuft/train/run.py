@@ -13,18 +13,18 @@ from dataclasses import replace
 
 import torch
 
-from cpuft import facts
-from cpuft.comm.compression import gradient_type
-from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.comm.gradients.compression import gradient_type
+from cpuft.hosts import facts
+from cpuft.hosts.topology import Precision, choose_precision, effective_flags
+from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.record import Footer, Header, RankPlace, StepLine, Writer
-from cpuft.topology import Precision, choose_precision, effective_flags
 from cpuft.train import ipex
 from cpuft.train.checkpoint import save_model
+from cpuft.train.data.prepare import Prepared, prepare, read_prepared
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, choose_compression, train
 from cpuft.train.model import count_parameters, load_model
 from cpuft.train.precision import format_products, measure_products
-from cpuft.train.prepare import Prepared, prepare, read_prepared
 from cpuft.train.progress import Progress
 from cpuft.train.world import Place, gather, process_group, prove_equal_parameters, prove_one_job
 

@@ -19,14 +19,14 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft.comm import start
-from cpuft.comm.automatic import choose_automatically
-from cpuft.comm.choice import Choice
+from cpuft.comm.choice.automatic import choose_automatically
+from cpuft.comm.choice.choosing import Choice
 from cpuft.errors import CpuftError
-from cpuft.facts import find_free_port
 from cpuft.files import cache_folder
+from cpuft.hosts.facts import find_free_port
+from cpuft.rank.script import keep_for_good
+from cpuft.rank.world import parse_world, world_variables
 from cpuft.record import RankPlace
-from cpuft.script import keep_for_good
-from cpuft.world import parse_world, world_variables
 
 
 @dataclass(frozen=True)

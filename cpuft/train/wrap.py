@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.script import change_torch, end, run_script
+from cpuft.rank.script import change_torch, end, run_script
 
 
 def wrap_trainer(done: list[str]) -> None:

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft.comm import start, take_traffic
-from cpuft.comm.compression import make_reduce
-from cpuft.comm.rows import exchange_rows
-from cpuft.comm.session import leave
+from cpuft.comm.gradients.compression import make_reduce
+from cpuft.comm.gradients.embedding_rows import exchange_rows
+from cpuft.comm.group.session import leave
 from cpuft.train.model import find_model
 
 ROUNDS = 12

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import cpuft
-from cpuft.rank import remove_abandoned_memory
+from cpuft.rank.process import remove_abandoned_memory
 
 MPIRUN = Path(sys.prefix, "bin", "mpiexec.hydra")
 ROOT = Path(cpuft.__file__).parents[1]

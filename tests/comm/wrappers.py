@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft import comm
-from cpuft.comm.compression import compress_gradients
-from cpuft.comm.local_sgd import average_parameters
-from cpuft.comm.rows import exchange_rows
+from cpuft.comm.gradients.compression import compress_gradients
+from cpuft.comm.gradients.embedding_rows import exchange_rows
+from cpuft.comm.gradients.local_updates import average_parameters
 from tests.comm.ranks import become_rank
 
 STEPS = 14

@@ -33,7 +33,7 @@ set -euo pipefail
 echo 'cpuft: make the run'"'"'s directory' >&2
 sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one
 echo 'cpuft: check and tokenise the rows once, before any rank starts' >&2
-python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.train.prepare /runs/one/data.npz \
+python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
     --task=mrpc --model=minilm --data-dir= --train-file= --validation-file= --text-columns= \
     --label-column=label --max-length=128 --padding=dynamic --batch-size=32 --accumulation=1 \
     --epochs=3.0 --max-steps=0 --max-train-samples=0 --learning-rate=2e-05 --weight-decay=0.0 \

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from cpuft.doctor.state import ClusterState, Health, HostState
-from cpuft.hostfile import Host
-from cpuft.topology import HostFacts
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.topology import HostFacts
 
 LSCPU = "".join(f"{cpu},{cpu},0,0\n" for cpu in range(8))
 FACTS = HostFacts(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft import ssh
-from cpuft.hostfile import Host, read_hostfile
+from cpuft.hosts import door
+from cpuft.hosts.hostfile import Host, read_hostfile
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
@@ -43,7 +43,7 @@ class Simulated:
 
     def on(self, index: int, command: str) -> str:
         """Run a shell command on a host (1 is the master); what it said."""
-        answer = ssh.run(self.hosts[index - 1], command, config_path=self.ssh_config)
+        answer = door.run(self.hosts[index - 1], command, config_path=self.ssh_config)
         assert answer.exit_code == 0, answer.errors
         return answer.output.strip()
 

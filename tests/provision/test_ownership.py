@@ -16,13 +16,13 @@ import pytest
 from cpuft.cli import main
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.provision.hosts import ServerFacts, plan_hosts_down
-from cpuft.provision.options import HostsConfig
+from cpuft.hosts.registry import Entry, format_entry
+from cpuft.options.clusters import HostsConfig
 from cpuft.provision.ownership import check_prefix, plan_removal
-from cpuft.provision.servers import read_lock
+from cpuft.provision.servers.doing import read_lock
+from cpuft.provision.servers.planning import ServerFacts, plan_hosts_down
 from cpuft.provision.sshfiles import Member
 from cpuft.provision.wheels import INSTALL
-from cpuft.registry import Entry, format_entry
 from tests.provision.simulated import needs_root
 
 VERBS = (

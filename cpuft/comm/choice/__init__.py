@@ -1,0 +1,1 @@
+"""Which backend is fastest here: measured, and remembered."""

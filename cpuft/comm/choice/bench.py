@@ -1,0 +1,99 @@
+"""Measure the backends on the hosts of this job: `mpirun ... python -m cpuft.comm.choice.bench comm.jsonl`.
+
+`auto` among the backends is what a run's `--backend auto` would choose, measured beside the others in turns of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from cpuft.comm.choice.measure import Measurement, choose, sweep
+from cpuft.comm.group.session import leave
+from cpuft.errors import CpuftError
+from cpuft.options.bench import plan_sweep
+from cpuft.options.fields import BenchConfig
+from cpuft.options.flags import parse_arguments
+
+FORMAT = "cpuft-comm-bench-1"
+
+
+def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """One measurement for each backend, operation, type and size: the repetitions of all rounds together."""
+    pooled: dict[tuple[str, str, str, int], Measurement] = {}
+    for found in measurements:
+        key = found.backend, found.operation, found.dtype, found.nbytes
+        if before := pooled.get(key):
+            found = dataclasses.replace(found, seconds=before.seconds + found.seconds, busy=before.busy + found.busy)
+        pooled[key] = found
+    return list(pooled.values())
+
+
+def format_table(measurements: Sequence[Measurement]) -> str:
+    """The measurements as aligned text, a line for all rounds of each.
+
+    Times are the median and the middle half; busy is the share of a rank's cores.
+    """
+    lines = [
+        f"{'operation':14} {'type':9} {'bytes':>11} {'backend':9} {'ms':>9} {'middle half':>19} {'busy':>5} "
+        f"{'alg GB/s':>9} {'bus GB/s':>9} {'x gloo':>7}"
+    ]
+    rows = merge(measurements)
+    gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in rows if row.backend == "gloo"}
+    for row in sorted(rows, key=lambda one: (one.operation, one.dtype, one.nbytes, one.median_seconds)):
+        low, _, high = statistics.quantiles(row.seconds, n=4)
+        reference = gloo.get((row.operation, row.dtype, row.nbytes))
+        times = f"{row.median_seconds * 1e3:9.3f} {low * 1e3:9.3f} {high * 1e3:9.3f} {statistics.median(row.busy):5.0%}"
+        rates = f"{row.algorithm_bytes_per_second / 1e9:9.3f} {row.bus_bytes_per_second / 1e9:9.3f}"
+        ratio = f"{reference / row.median_seconds:7.2f}" if reference else " " * 7
+        lines.append(f"{row.operation:14} {row.dtype:9} {row.nbytes:11} {row.backend:9} {times} {rates} {ratio}")
+    return "\n".join(lines)
+
+
+def format_record(measurements: Sequence[Measurement]) -> str:
+    """JSON lines: a header, then one measurement a line."""
+    header = {"format": FORMAT, "torch": torch.__version__}
+    rows = [
+        dataclasses.asdict(found)
+        | {
+            "algorithm_bytes_per_second": found.algorithm_bytes_per_second,
+            "bus_bytes_per_second": found.bus_bytes_per_second,
+        }
+        for found in measurements
+    ]
+    return "".join(json.dumps(row) + "\n" for row in [header, *rows])
+
+
+def main() -> None:
+    """Run the sweep as one rank of a job; rank 0 prints the table and writes the record."""
+    output, config = Path(sys.argv[1]), parse_arguments(BenchConfig, sys.argv[2:])
+    store, rank, size = next(rendezvous("env://"))
+    plan = plan_sweep(config)
+    choices = {
+        (dtype, nbytes): choose(store, rank, size, nbytes, dtype, config.comm_timeout)
+        for dtype, nbytes in dict.fromkeys((dtype, nbytes) for backend, _, dtype, nbytes in plan if backend == "auto")
+    }
+    found = list(sweep(store, rank, size, plan, config.comm_timeout, choices))
+    if rank == 0:
+        for (dtype, _), choice in choices.items():
+            print(f"auto, {dtype}: {choice.backend}: {choice.reason}")
+        print(format_table(found))
+        beside = output.with_suffix(".tmp")
+        beside.write_text(format_record(found))
+        beside.rename(output)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except CpuftError as error:
+        print(f"cpuft: error: {error}", file=sys.stderr)
+        leave(2)
+    leave(0)

@@ -1,0 +1,1 @@
+"""How gradients and parameters travel in fewer bytes."""

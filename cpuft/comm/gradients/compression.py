@@ -1,0 +1,94 @@
+"""Gradients in fewer bytes: communication hooks for DistributedDataParallel, over any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from cpuft.comm.gradients.powersgd import PowerSGD
+from cpuft.errors import CpuftError, near_names
+
+COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_ROWS = _HALVES | {"powersgd": torch.bfloat16}
+
+
+class HalfState:
+    """What a 16-bit hook needs to know."""
+
+    def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
+        self.dtype = dtype
+        self.group = group
+
+
+def average_in_half(state: HalfState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A DDP hook: average a bucket of gradients over the ranks, sent as bf16 or fp16.
+
+    Gradients are divided first, so that fp16's sum over many ranks does not overflow. torch's own hooks do the same,
+    but DDP refuses bf16_compress_hook by its name wherever there is no NCCL.
+    """
+    group = state.group if state.group is not None else dist.group.WORLD
+    assert group is not None
+    buffer = bucket.buffer()
+    if buffer.dtype == state.dtype:
+        half = buffer.div_(group.size())
+    else:
+        half = torch.empty_like(buffer, dtype=state.dtype).copy_(buffer).div_(group.size())
+    work = dist.all_reduce(half, group=group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+
+    def widen(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        summed = done.value()[0]
+        return buffer if summed is buffer else buffer.copy_(summed)
+
+    return future.then(widen)
+
+
+Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
+"""Averages a DDP bucket over the ranks."""
+
+
+def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
+    """What averages buckets of gradients over the ranks of `group`.
+
+    Parameters
+    ----------
+    compression: none; bf16 or fp16: half the bytes of float32 gradients; powersgd: the factors of a rank-4
+        approximation with error feedback, for slow networks, and bf16 wherever that is fewer bytes.
+
+    Raises
+    ------
+    CpuftError: no such compression.
+    """
+    if compression == "none":
+        return lambda bucket: allreduce_hook(group, bucket)
+    if compression in _HALVES:
+        half = HalfState(_HALVES[compression], group)
+        return lambda bucket: average_in_half(half, bucket)
+    if compression == "powersgd":
+        return PowerSGD(group).reduce
+    raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS)}")
+
+
+def narrow(gradient: torch.Tensor, compression: str) -> torch.Tensor:
+    """Rows of a gradient in the type that they are sent as; themselves when they have that type."""
+    return gradient.to(_ROWS.get(compression, gradient.dtype))
+
+
+def gradient_type(compression: str) -> str:
+    """torch's name of the type that most bytes have on their way."""
+    return str(_HALVES.get(compression, torch.float32)).removeprefix("torch.")
+
+
+def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
+    """Make a wrapped model send its gradients compressed. To be called once, before the first backward."""
+    reduce = make_reduce(compression, model.process_group)
+    # A lambda has no annotations: DDP compares them with types, and postponed ones are text.
+    model.register_comm_hook(None, lambda _, bucket: reduce(bucket))

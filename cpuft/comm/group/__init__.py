@@ -1,0 +1,1 @@
+"""One c10d process group over any library of blocking collectives."""

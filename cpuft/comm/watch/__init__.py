@@ -1,0 +1,1 @@
+"""Deadlines, and who is alive."""

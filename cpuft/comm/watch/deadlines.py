@@ -1,0 +1,134 @@
+"""The watchdog: no collective waits for ever, and the line on stderr says for whom it waited."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from cpuft.comm.watch.liveness import Line
+from cpuft.comm.watch.operations import Operation, Register, describe_absence, describe_failure, find_overdue
+from cpuft.rank.process import abort_job, remove_shared_memory
+
+EXIT_CODE = 75
+"""EX_TEMPFAIL of sysexits.h: not the rank's own fault, and worth another try."""
+_POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 2.0
+_PARTING_SECONDS = 0.5
+_MISSED_SECONDS = 2.0
+_LOST_WORDS = ("connection", "peer", "socket", "timed out", "unreachable", "process failed")
+
+
+class Watch:
+    """Ends the process when an operation is overdue, having asked all other ranks how far they came.
+
+    It ends with os._exit: destroying a pending oneCCL event blocks, and so does finalizing MPI without a peer.
+    """
+
+    def __init__(self, register: Register, leave: Callable[[str], None] | None = None) -> None:
+        self.register = register
+        self._leave = leave or _leave
+        self._rank = 0
+        self._line: Line | None = None
+        self._gone: dict[int, float] = {}
+        self._answers: dict[int, tuple[float, dict[str, tuple[int, str]]]] = {}
+        self._ending = threading.Lock()
+        self._closed = threading.Event()
+
+    def join(self, store: Store, rank: int, ranks: tuple[int, ...], first: bool) -> None:
+        """Meet the other `ranks` and start to watch. `first` is true on exactly one rank, which runs the hub."""
+        self._rank = rank
+        if len(ranks) > 1:
+            self._line = Line(store, rank, ranks, first, self._heard)
+        threading.Thread(target=self._run, name="cpuft-comm-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching: the process is done with communication."""
+        self._closed.set()
+        if self._line:
+            self._line.close()
+
+    def blame_the_gone(self, operation: Operation, error: BaseException) -> None:
+        """Called when an operation fails: if a rank of it has left, that is the story, and this process ends.
+
+        A library may notice before the hub does, so an error that speaks of a connection is given a moment.
+        """
+        lost = any(word in str(error).lower() for word in _LOST_WORDS)
+        deadline = time.monotonic() + (_MISSED_SECONDS if lost else 0.0)
+        while not self._closed.is_set():
+            if any(rank in self._gone for rank in operation.ranks):
+                self._give_up(operation)
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.05)
+
+    def _run(self) -> None:
+        while not self._closed.wait(_POLL_SECONDS):
+            overdue = find_overdue(self.register.snapshot(), self._gone, time.monotonic())
+            if overdue:
+                self._give_up(overdue)
+
+    def _give_up(self, operation: Operation) -> None:
+        with self._ending:
+            answers = self._ask(operation)
+            absent = describe_absence(operation, self._rank, answers, self._gone)
+            text = describe_failure(operation, self._rank, absent, time.monotonic())
+            if self._line:
+                self._line.say({"end": self._rank, "why": f"{operation.name} #{operation.sequence}"})
+            self._leave(text)
+
+    def _ask(self, operation: Operation) -> dict[int, dict[str, tuple[int, str]]]:
+        """How far each rank of the operation says it is; ranks that do not answer in time are left out."""
+        asked = time.monotonic()
+        if self._line:
+            self._line.say({"ask": self._rank})
+        others = set(operation.ranks) - {self._rank}
+        while time.monotonic() - asked < _ANSWER_SECONDS:
+            fresh = {rank for rank, (when, _) in self._answers.items() if when >= asked}
+            if others <= fresh | set(self._gone):
+                break
+            time.sleep(0.05)
+        return {rank: progress for rank, (when, progress) in self._answers.items() if when >= asked}
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        """A message from the hub, on the line's own thread, which never waits."""
+        if self._closed.is_set():
+            return
+        if "gone" in message:
+            self._gone[int(message["gone"])] = time.monotonic()
+        elif "ask" in message and self._line:
+            self._line.say({"answer": self._rank, "progress": self.register.reached()})
+        elif "answer" in message:
+            progress = {channel: (int(seq), str(name)) for channel, (seq, name) in message["progress"].items()}
+            self._answers[int(message["answer"])] = (time.monotonic(), progress)
+        elif "hub" in message:
+            self._gone.setdefault(0, time.monotonic())
+        elif "end" in message and message["end"] != self._rank:
+            threading.Thread(target=self._follow, args=(message,), daemon=True).start()
+
+    def _follow(self, message: dict[str, Any]) -> None:
+        """Another rank has given up. This one says what it was doing itself, and ends too."""
+        if not self._ending.acquire(blocking=False):
+            return  # already on its way out, with a line of its own
+        pending = min(self.register.snapshot(), key=lambda operation: operation.started, default=None)
+        if pending:
+            absent = describe_absence(pending, self._rank, self._ask(pending), self._gone)
+            self._leave(describe_failure(pending, self._rank, absent, time.monotonic()))
+        reason = f"rank {message['end']} gave up {message['why']}"
+        self._leave(f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined.")
+
+
+def _leave(text: str) -> None:
+    os.write(2, text.encode() + b"\n")
+    # On a thread: whoever is stuck may hold the lock of stdout.
+    threading.Thread(target=sys.stdout.flush, daemon=True).start()
+    # mpirun kills all ranks when the first one ends: the others need a moment for a line of their own.
+    time.sleep(_PARTING_SECONDS)
+    abort_job(os.environ, EXIT_CODE)
+    remove_shared_memory(os.getpid())
+    os._exit(EXIT_CODE)

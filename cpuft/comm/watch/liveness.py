@@ -1,0 +1,130 @@
+"""Who is alive: every rank keeps a connection to one hub, which the kernel closes when a process ends.
+
+A store or a heartbeat would have to guess from silence, and a rank that computes with the GIL held is silent too. The
+hub only relays lines and tells of closed connections, so nothing is sent while all is well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+from torch._C._distributed_c10d import Store
+
+from cpuft.comm.watch.hub import HELLO_BYTES, WELCOME, Hub, prove
+from cpuft.errors import CpuftError
+
+KEY_VARIABLE = "CPUFT_RUN_KEY"
+"""The run's key, the same for all its ranks. mpirun hands its environment on over connections of its own, so it is on
+no command line and in no file. Where no launch has made one, the first rank's goes through the store."""
+
+Message = dict[str, Any]
+_JOIN_SECONDS = 60.0
+_AGAIN_SECONDS = 0.2
+
+
+class Line:
+    """A rank's connection to the hub. `heard` is called with each message, on a thread of its own.
+
+    Parameters
+    ----------
+    first: true on exactly one rank, which opens the hub for `ranks`.
+
+    Raises
+    ------
+    CpuftError: the hub does not let this rank in, or what the store says of it is not the run's own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        first: bool,
+        heard: Callable[[Message], None],
+        join_seconds: float = _JOIN_SECONDS,
+    ) -> None:
+        if first:
+            _open_hub(store, ranks)
+        address, key = _find_hub(store, rank)
+        self._heard = heard
+        self._socket, self._lines = _join(address, key, rank, join_seconds)
+        threading.Thread(target=self._run, name="cpuft-comm-line", daemon=True).start()
+
+    def say(self, message: Message) -> None:
+        """Tell all ranks, this one too. Nothing happens when the hub is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        """Hang up."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._lines:
+            for line in self._lines:
+                self._heard(json.loads(line))
+        self._heard({"hub": "gone"})
+
+
+def _seal(key: bytes, host: str, port: int) -> str:
+    return prove(key, host.encode(), str(port).encode()).decode()
+
+
+def _open_hub(store: Store, ranks: Sequence[int]) -> None:
+    own, host = os.environ.get(KEY_VARIABLE, ""), _address()
+    key = own or secrets.token_hex(32)
+    port = Hub(key.encode(), host, ranks, lambda text: os.write(2, text.encode() + b"\n")).port
+    place = {"host": host, "port": port, "seal": _seal(key.encode(), host, port)}
+    store.set("liveness", json.dumps(place if own else place | {"key": key}))
+
+
+def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:
+    """The hub's address, which only a rank of this run can have written, and the run's key."""
+    place = json.loads(store.get("liveness"))
+    key = (os.environ.get(KEY_VARIABLE, "") or place.get("key", "")).encode()
+    address = str(place["host"]), int(place["port"])
+    if not hmac.compare_digest(str(place["seal"]), _seal(key, *address)):
+        raise CpuftError(f"rank {rank} has another {KEY_VARIABLE} than the first rank: start all by one cpuft launch")
+    return address, key
+
+
+def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tuple[socket.socket, BinaryIO]:
+    """Say hello; again where a crowd of strangers was in the way."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection(address, timeout=left)
+            lines = connection.makefile("rb")
+            nonce, own = lines.readline(HELLO_BYTES).strip(), str(rank).encode()
+            connection.sendall(own + b" " + prove(key, nonce, own) + b"\n")
+            if lines.readline(HELLO_BYTES) == WELCOME:
+                connection.settimeout(None)
+                return connection, lines
+            connection.close()
+        time.sleep(_AGAIN_SECONDS)
+    raise CpuftError(
+        f"rank {rank} was not let in by the first rank at {address[0]} port {address[1]} in {seconds:.0f} s: "
+        f"look whether this rank runs twice, and whether a firewall is between the two hosts"
+    )
+
+
+def _address() -> str:
+    """Where the others reach this rank: the master's address if it is this host's, else the host's name."""
+    master = os.environ.get("MASTER_ADDR", "")
+    if not master:
+        return socket.gethostname()
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.bind((master, 0))
+        return master
+    return socket.gethostname()

@@ -1,0 +1,60 @@
+"""`cpuft doctor`. Imports neither torch nor paramiko."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+
+import click
+
+
+@click.command()
+@click.option("--hostfile", default="", help="hosts to look at (default: this machine)")
+@click.option("--cluster", default="", help="cluster made by cpuft provision, by name")
+@click.option("--ssh-config", default="", help="ssh client configuration for the hosts (default: your own)")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+@click.option("--full", is_flag=True, help="log in from every host to every other, not only from the master")
+@click.option("--bandwidth", is_flag=True, help="measure latency and rate between all pairs of hosts, too")
+@click.option("--fix", is_flag=True, help="put right what can be put right without harm, then look again")
+@click.option("--list", "list_checks", is_flag=True, help="print all codes and what they look for")
+def doctor(
+    hostfile: str,
+    cluster: str,
+    ssh_config: str,
+    as_json: bool,
+    full: bool,
+    bandwidth: bool,
+    fix: bool,
+    list_checks: bool,
+) -> None:
+    """Look at all hosts of a cluster for what would stop, hang or slow a run; exit code 1 when a run would fail."""
+    from cpuft.doctor.checks import CHECKS, find_all
+    from cpuft.doctor.finding import format_findings, to_json
+    from cpuft.doctor.links import format_links, measure_links
+    from cpuft.doctor.visit import examine_hosts, run_fixes
+    from cpuft.hosts.cluster import find_reach, read_hosts
+    from cpuft.options.fields import LaunchConfig
+
+    if list_checks:
+        for check in CHECKS:
+            click.echo(f"{check.code}  {check.title}")
+        return
+    config = LaunchConfig(hostfile=hostfile, cluster=cluster, ssh_config=ssh_config)
+    hosts, reach = read_hosts(config), find_reach(config)
+    state = examine_hosts(hosts, reach, full=full)
+    # Hosts that do not answer are told as such, and the others are not kept from measuring.
+    there = tuple(one.host for one, _, _ in state.answering)
+    links = measure_links(there, reach) if bandwidth and len(there) > 1 else ()
+    findings = find_all(replace(state, links=links))
+    if fix and any(finding.fix for finding in findings):
+        for line in run_fixes(findings, state, reach):
+            click.echo(line, err=True)
+        findings = find_all(replace(examine_hosts(hosts, reach, full=full), links=links))
+    if as_json:
+        measured = {"links": [asdict(link) for link in links]} if bandwidth else {}
+        click.echo(json.dumps(to_json(findings, [host.name for host in hosts]) | measured, indent=2))
+    else:
+        click.echo(format_links(links) + "\n" if links else "", nl=False)
+        click.echo(format_findings(findings, len(hosts), len(CHECKS)), nl=False)
+    sys.exit(1 if any(finding.severe for finding in findings) else 0)

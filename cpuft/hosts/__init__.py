@@ -1,0 +1,1 @@
+"""What machines there are, and how they are reached."""

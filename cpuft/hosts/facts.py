@@ -1,0 +1,129 @@
+"""What a host says of itself, as one JSON object on standard output.
+
+This file is also sent as it is to the Python of a host that has no cpuft yet, so it imports only the standard
+library. Its arguments are addresses of other hosts of the cluster; the answer tells by which interface each is
+reached. Nothing is sent to them: connecting a UDP socket only asks the kernel for the route.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import platform
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: get an interface's IPv4 address
+_PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
+
+
+def read_interfaces() -> dict[str, str]:
+    """IPv4 address of each network interface that has one."""
+    import fcntl
+
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def read_route(target: str) -> str:
+    """The local address from which `target` is reached, empty when it is not."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _read_text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _find_library(name: str) -> str:
+    """Path of a shared library, of this Python's own environment before the system's; empty when there is none."""
+    found = sorted(glob.glob(os.path.join(sys.prefix, "lib", f"lib{name}.so*")))
+    for folder in ("/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/local/lib", "/usr/lib"):
+        found += sorted(glob.glob(os.path.join(folder, f"lib{name}.so*")))
+    return found[0] if found else ""
+
+
+def read_cpu_flags() -> list[str]:
+    """The kernel's names of what this CPU can do."""
+    for line in _read_text("/proc/cpuinfo").splitlines():
+        if line.startswith(("flags", "Features")):
+            return sorted(line.split(":", 1)[1].split())
+    return []
+
+
+def read_cpu_model() -> str:
+    """The CPU's name."""
+    for line in _read_text("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _lscpu() -> str:
+    command = shutil.which("lscpu") or "/usr/bin/lscpu"
+    try:
+        return subprocess.run(
+            [command, "-p=CPU,CORE,SOCKET,NODE"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _cpu_quota() -> float:
+    """Cores that the control group allows (v2, then v1); 0 for no limit."""
+    quota, _, period = _read_text("/sys/fs/cgroup/cpu.max").partition(" ")
+    if not quota:
+        quota = _read_text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+        period = _read_text("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else 0.0
+
+
+def find_free_port() -> int:
+    """A TCP port that nothing listens on now, from the range the kernel gives to clients."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def gather(targets: list[str]) -> dict[str, object]:
+    """All facts of this host; the keys are the fields of `cpuft.hosts.topology.HostFacts`."""
+    return {
+        "hostname": socket.gethostname(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "boot_id": _read_text("/proc/sys/kernel/random/boot_id"),
+        "cpu_model": read_cpu_model(),
+        "cpu_flags": read_cpu_flags(),
+        "lscpu": _lscpu(),
+        "allowed_cpus": sorted(os.sched_getaffinity(0)),
+        "cpu_quota": _cpu_quota(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "interfaces": read_interfaces(),
+        "routes": {target: read_route(target) for target in targets},
+        "free_port": find_free_port(),
+        "libraries": {name: path for name in _PRELOADS if (path := _find_library(name))},
+        "uid": os.geteuid(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(gather(sys.argv[1:])))

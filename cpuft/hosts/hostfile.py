@@ -1,0 +1,102 @@
+"""Hostfile text <-> hosts: the forms that people have, Intel MPI's and Open MPI's among them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+from cpuft.options.fields import LAST_PORT
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$|[0-9a-fA-F:]*::?[0-9a-fA-F:]*$")
+_KEYS = {"slots": "slots", "max_slots": "slots", "max-slots": "slots", "port": "port", "user": "user"}
+
+
+@dataclass(frozen=True)
+class Host:
+    """One line of a hostfile."""
+
+    name: str
+    """A name or an address, as the user wrote it."""
+    slots: int = 0
+    """Ranks it may hold; 0 when the line does not say."""
+    user: str = ""
+    """Who to log in as; empty for ssh's own default."""
+    port: int = 0
+    """Port of its ssh; 0 for ssh's own default."""
+
+
+def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
+    """Hosts in the order of the text, the first is the master.
+
+    Each line is `[user@]host[:slots] [slots=N] [user=U] [port=P]`; `#` begins a comment.
+
+    Raises
+    ------
+    CpuftError: a malformed line (with `source` and the line's number), the same host twice, or no host at all.
+    """
+    hosts: list[Host] = []
+    lines_of: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        host = _parse_words(words, f"{source}, line {number}")
+        if host.name in lines_of:
+            raise CpuftError(
+                f"{source}, line {number}: host {host.name} stands on line {lines_of[host.name]} already: "
+                f"remove one, and say slots=N for several ranks"
+            )
+        lines_of[host.name] = number
+        hosts.append(host)
+    if not hosts:
+        raise CpuftError(f"{source} names no host: write one name or address a line, the master first")
+    return tuple(hosts)
+
+
+def _parse_words(words: list[str], where: str) -> Host:
+    user, _, rest = words[0].rpartition("@")
+    name, colon, count = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
+    numbers = {"slots": _number(count, "slots", where) if colon else 0, "port": 0}
+    if not _NAME.match(name):
+        raise CpuftError(f"{where}: {words[0]!r} is no host name or address: write e.g. node1, node1:4 or 10.0.0.1")
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals or key not in _KEYS:
+            raise CpuftError(f"{where}: {word!r} is not understood: write slots=N, user=NAME or port=N")
+        if key == "user":
+            user = value
+        else:
+            numbers[_KEYS[key]] = _number(value, key, where)
+    return Host(name, numbers["slots"], user, numbers["port"])
+
+
+def _number(text: str, what: str, where: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise CpuftError(f"{where}: {what} is {text!r}: give a whole number from 1")
+    if what == "port" and int(text) > LAST_PORT:
+        raise CpuftError(f"{where}: port is {text!r}: give one from 1 to {LAST_PORT}")
+    return int(text)
+
+
+def format_hostfile(hosts: tuple[Host, ...]) -> str:
+    """Text that `parse_hostfile` reads back as the same hosts."""
+    return "".join(_format_host(host) + "\n" for host in hosts)
+
+
+def _format_host(host: Host) -> str:
+    words = [host.name]
+    words += [f"slots={host.slots}"] if host.slots else []
+    words += [f"user={host.user}"] if host.user else []
+    words += [f"port={host.port}"] if host.port else []
+    return " ".join(words)
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """Hosts of the file at `path`. Raises CpuftError also where there is no such file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(f"hostfile {path} cannot be read ({error}): name a file with one host a line") from None
+    return parse_hostfile(text, path)

@@ -1,0 +1,197 @@
+"""A host's cores, and which of them each rank and each communication worker gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpuft.errors import CpuftError
+from cpuft.loader import load, parse_json
+
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
+
+
+@dataclass(frozen=True)
+class Core:
+    """A physical core."""
+
+    socket: int
+    numa_node: int
+    threads: tuple[int, ...]
+    """Its hardware threads, as the kernel numbers them; the first is the one we use."""
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What `cpuft.hosts.facts` found on a host."""
+
+    hostname: str
+    python: str
+    kernel: str
+    boot_id: str
+    """Equal on two hosts that are one machine under two addresses (network namespaces, containers)."""
+    cpu_model: str
+    cpu_flags: tuple[str, ...]
+    lscpu: str
+    allowed_cpus: tuple[int, ...]
+    cpu_quota: float
+    memory_bytes: int
+    interfaces: dict[str, str]
+    routes: dict[str, str]
+    free_port: int
+    libraries: dict[str, str]
+    uid: int
+    """Of the user that runs commands there."""
+
+    @property
+    def seen_cores(self) -> tuple[Core, ...]:
+        """Cores that this process may run on, in the order of NUMA nodes."""
+        return parse_lscpu(self.lscpu, self.allowed_cpus)
+
+    @property
+    def cores(self) -> tuple[Core, ...]:
+        """The cores to use: no more than the control group's quota feeds.
+
+        Threads beyond it would be stopped in turn, each while the others wait for it.
+        """
+        return self.seen_cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else self.seen_cores
+
+
+@dataclass(frozen=True)
+class RankCores:
+    """Hardware threads of one rank: `compute` for OpenMP, `comm` for communication workers; they never overlap."""
+
+    compute: tuple[int, ...]
+    comm: tuple[int, ...] = ()
+
+
+def parse_facts(text: str, host: str) -> HostFacts:
+    """Facts from the JSON that `cpuft.hosts.facts` prints on `host`. Raises CpuftError when it is not that."""
+    try:
+        return load(HostFacts, parse_json(text))
+    except ValueError:
+        last = (text.strip().splitlines() or ["nothing"])[-1]
+        raise CpuftError(
+            f"host {host} did not report its facts (it said: {last[:200]}): check that python3 runs there over ssh"
+        ) from None
+
+
+def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
+    """Cores from `lscpu -p=CPU,CORE,SOCKET,NODE`, only hardware threads in `allowed`.
+
+    Where lscpu said nothing each allowed hardware thread counts as a core.
+    """
+    threads: dict[tuple[int, int, int], list[int]] = {}
+    for line in text.splitlines():
+        columns = line.split(",")
+        if line.startswith("#") or len(columns) < 3 or not columns[0].isdecimal():
+            continue
+        cpu, core, socket = (int(column or 0) for column in columns[:3])
+        numa_node = int(columns[3]) if len(columns) > 3 and columns[3].isdecimal() else socket
+        if cpu in allowed:
+            threads.setdefault((numa_node, socket, core), []).append(cpu)
+    if not threads:
+        return tuple(Core(0, 0, (cpu,)) for cpu in allowed)
+    return tuple(Core(socket, node, tuple(sorted(cpus))) for (node, socket, _), cpus in sorted(threads.items()))
+
+
+def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[int, str]:
+    """How many cores a rank leaves to communication workers, and the reason.
+
+    One in eight, at most 4: the user's recipe gives oneCCL 4 of 32 cores.
+    """
+    if ranks == 1:
+        return 0, "a single rank sends nothing"
+    if backend == "gloo":
+        return 0, "gloo's threads share the cores of their rank"
+    if cores_per_rank < 8:
+        return 0, f"{cores_per_rank} cores a rank are too few to give any away"
+    count = min(4, cores_per_rank // 8)
+    return count, f"{count} of {cores_per_rank} cores a rank carry communication"
+
+
+def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tuple[RankCores, ...]:
+    """Cores of each of `ranks` ranks on one host: even shares, none across a NUMA node's border if that can be had.
+
+    With more ranks than cores (the hostfile's slots said so) neighbours share a core.
+
+    Raises
+    ------
+    CpuftError: `comm_cores` leave a rank no core to compute on.
+    """
+    cpus = [core.threads[0] for core in cores]
+    if ranks > len(cpus):
+        return tuple(RankCores((cpus[rank % len(cpus)],)) for rank in range(ranks))
+    groups = _even_groups(cores, ranks)
+    smallest = min(len(group) for group in groups)
+    if comm_cores >= smallest:
+        raise CpuftError(
+            f"{ranks} ranks on {len(cpus)} cores have {smallest} cores each, and communication takes {comm_cores}: "
+            f"lower --ppn or --comm-cores"
+        )
+    return tuple(RankCores(tuple(group[comm_cores:]), tuple(group[:comm_cores])) for group in groups)
+
+
+def _even_groups(cores: tuple[Core, ...], ranks: int) -> list[list[int]]:
+    """Equal numbers of first hardware threads: inside NUMA nodes where the ranks divide evenly among them."""
+    nodes: dict[int, list[int]] = {}
+    for core in cores:
+        nodes.setdefault(core.numa_node, []).append(core.threads[0])
+    pools = list(nodes.values())
+    if ranks % len(pools) or min(len(pool) for pool in pools) < ranks // len(pools):
+        pools = [[cpu for pool in pools for cpu in pool]]
+    share = ranks // len(pools)
+    size = min(len(pool) // share for pool in pools)
+    return [pool[index * size : (index + 1) * size] for pool in pools for index in range(share)]
+
+
+def format_mask(cpus: tuple[int, ...]) -> str:
+    """The hexadecimal mask of hardware threads, as I_MPI_PIN_DOMAIN takes it: (0, 1) is 0x3."""
+    return hex(sum(1 << cpu for cpu in set(cpus)))
+
+
+def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
+    """CPU flags that oneDNN may use when ONEDNN_MAX_CPU_ISA is `max_isa`: a limit below bf16 hides the bf16 flags.
+
+    Source: oneDNN's documentation, "CPU dispatcher control".
+    """
+    limits = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
+    hidden: tuple[str, ...] = ()
+    if max_isa.upper() in limits:
+        hidden = ("amx_bf16", "amx_tile", "amx_int8")
+        hidden += () if max_isa.upper() == limits[-1] else ("avx512_bf16",)
+    return tuple(flag for flag in flags if flag not in hidden)
+
+
+def bf16_hardware(flags: tuple[str, ...]) -> str:
+    """The flag by which this CPU multiplies bf16 natively: amx_bf16 before avx512_bf16; empty when it does not."""
+    return next((flag for flag in _BF16_FLAGS if flag in flags), "")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What products are computed in (bf16 or fp32), and why."""
+
+    name: str
+    reason: str
+
+
+def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
+    """The precision of a run on a CPU with these (effective) flags; `wanted` is auto, bf16 or fp32.
+
+    Raises
+    ------
+    CpuftError: bf16 asked for where the hardware lacks it, without leave to emulate it.
+    """
+    flag = bf16_hardware(cpu_flags)
+    if wanted == "fp32":
+        return Precision("fp32", "as you asked")
+    if flag:
+        return Precision("bf16", f"this CPU multiplies bf16 ({flag})")
+    if wanted == "auto":
+        return Precision("fp32", "this CPU has neither AMX nor AVX512_BF16")
+    if not emulate:
+        raise CpuftError(
+            "this CPU has neither AMX nor AVX512_BF16, and bf16 would be slower than fp32: "
+            "use --precision fp32, or insist with --emulate-bf16"
+        )
+    return Precision("bf16", "warning: emulated, this CPU has neither AMX nor AVX512_BF16: slower than fp32")

@@ -1,0 +1,72 @@
+"""Runs the same job on several numbers of ranks, one after another, for a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.cluster import Cluster, gather_cluster
+from cpuft.launch.inputs import Parcel, pack_training, plan_rows
+from cpuft.launch.planning import plan_training
+from cpuft.options.fields import CompareConfig, LaunchConfig, TrainConfig
+from cpuft.plan import Plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a comparison, ready to start."""
+
+    run_dir: str
+    cluster: Cluster
+    plan: Plan
+    parcels: tuple[Parcel, ...]
+    """What travels to hosts with disks of their own first."""
+
+
+def parse_numbers(text: str) -> tuple[int, ...]:
+    """Rank numbers of `--np 1,2,4`, ascending. Raises CpuftError for anything but different whole numbers from 1."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(map(int, words))) < len(words):
+        raise CpuftError(f"--np {text!r} is no list of different rank numbers: write e.g. --np 1,2,4")
+    return tuple(sorted(map(int, words)))
+
+
+def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
+    """The training options for `ranks` ranks: with strong scaling, the batch of the run with the fewest, in all.
+
+    Raises
+    ------
+    CpuftError: the global batch does not divide evenly.
+    """
+    if scaling == "weak":
+        return train
+    if train.batch_size * fewest % ranks:
+        raise CpuftError(
+            f"a global batch of {train.batch_size * fewest} does not divide among {ranks} ranks: "
+            f"choose a --batch-size that is a multiple of {ranks}"
+        )
+    return replace(train, batch_size=train.batch_size * fewest // ranks)
+
+
+def plan_comparison(
+    numbers: tuple[int, ...],
+    config: LaunchConfig,
+    train: TrainConfig,
+    comparison: CompareConfig,
+    run_dir: str,
+    progress: str,
+    environ: Mapping[str, str],
+) -> list[Planned]:
+    """A run for each number of ranks. All are checked before the first starts."""
+    planned = []
+    for ranks in numbers:
+        own = scale_batch(train, ranks, numbers[0], comparison.scaling)
+        launch = replace(config, np=ranks)
+        cluster = gather_cluster(launch)
+        directory = f"{run_dir}/np-{ranks}"
+        own, parcels = pack_training(cluster, own)
+        work = cluster.work_dir(directory)
+        plan = plan_rows(plan_training(cluster, launch, own, work, progress, environ), cluster, work)
+        planned.append(Planned(directory, cluster, plan, parcels))
+    return planned

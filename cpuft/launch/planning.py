@@ -1,0 +1,234 @@
+"""(hosts, placement, configuration, worker's command) -> plan -> run directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+from cpuft.files import PRIVATE
+from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.topology import RankCores, choose_comm_cores, choose_precision, effective_flags, plan_placement
+from cpuft.launch import mpirun
+from cpuft.launch import settings as environment
+from cpuft.options.bench import plan_sweep
+from cpuft.options.fields import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
+from cpuft.plan import Plan, Setting, Step
+from cpuft.words import own_module, pack_words
+
+LEAST_FREE_BYTES = 256 << 20
+"""Room that a run directory must have: records and logs are small, a trained encoder is a few hundred MB."""
+
+
+def plan_placements(
+    cluster: Cluster, config: LaunchConfig, backend: str
+) -> tuple[tuple[tuple[RankCores, ...], ...], str]:
+    """Cores of every rank, host by host, and why communication got as many of them as it did."""
+    per_rank = min(len(f.cores) // a.ranks for a, f in zip(cluster.assignments, cluster.facts))
+    comm_cores, reason = choose_comm_cores(per_rank, config.np, backend)
+    if config.comm_cores >= 0:
+        comm_cores, reason = config.comm_cores, "as you asked with --comm-cores"
+    placements = tuple(plan_placement(f.cores, a.ranks, comm_cores) for a, f in zip(cluster.assignments, cluster.facts))
+    return placements, reason
+
+
+def plan_settings(
+    cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
+) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
+    """The shared settings, and each host's own, with the user's values kept."""
+    environ = environment.users_variables(environ)
+    placements, reason = plan_placements(cluster, config, backend)
+    interfaces = plan_interfaces(cluster, config.iface)
+    port = config.master_port or cluster.facts[0].free_port
+    shared = environment.shared_settings(interfaces[0], port, cluster.facts, config.np)
+    shared = environment.keep_users_values(shared, environ)
+    hosts = []
+    for host_facts, interface, ranks in zip(cluster.facts, interfaces, placements):
+        disjoint = sum(len(set(rank.compute)) for rank in ranks) == len({c for rank in ranks for c in rank.compute})
+        settings = environment.host_settings(
+            host_facts, interface, ranks, cluster.flavour.name == "intel" and disjoint, reason
+        )
+        hosts.append(_without_cores_of_others(environment.keep_users_values(settings, environ)))
+    shared += environment.forwarded_settings(environ, shared + hosts[0])
+    return shared, tuple(hosts)
+
+
+def _without_cores_of_others(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """Where the user pins ranks by a domain of their own, ours is no longer what ranks must find."""
+    if "I_MPI_PIN_DOMAIN" not in environment.kept_names(settings):
+        return settings
+    return tuple(setting for setting in settings if setting.name != "CPUFT_CORES")
+
+
+def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[environment.Interface, ...]:
+    """Each host's interface towards the others; loopback when there is one host only."""
+    if len(cluster.facts) == 1 and not wanted:
+        return (environment.Interface("lo", "127.0.0.1", "all ranks are on one host"),)
+    return tuple(environment.choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
+
+
+def plan_training(
+    cluster: Cluster, config: LaunchConfig, train: TrainConfig, run_dir: str, progress: str, environ: Mapping[str, str]
+) -> Plan:
+    """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
+    train = check_training(cluster, train, environ)
+    prepared = f"{run_dir}/data.npz"
+    worker = WorkerConfig(run_dir=run_dir, prepared=prepared, progress=progress)
+    command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
+    prepare = Step(
+        "check and tokenise the rows once, before any rank starts",
+        (*own_module(cluster.python, "cpuft.train.data.prepare"), prepared, *format_arguments(train)),
+    )
+    plan = plan_launch(cluster, config, run_dir, command, train.backend, environ)
+    return Plan((plan.stages[0], (prepare,), *plan.stages[1:]), plan.notes)
+
+
+def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
+    """The command of a user's own script: by this Python when it is one of Python's, else as it is.
+
+    Raises
+    ------
+    CpuftError: there is no such script or program.
+    """
+    path = Path(script[0])
+    if path.suffix == ".py" or path.is_file():
+        if not path.is_file():
+            raise CpuftError(f"there is no script {script[0]}: name it as seen from {os.getcwd()}")
+        if path.suffix == ".py":
+            return (sys.executable, str(path.absolute()), *script[1:])
+        return (str(path.absolute()), *script[1:])
+    if shutil.which(script[0]) is None:
+        raise CpuftError(f"there is no script or program {script[0]}: name a .py file or a program of PATH")
+    return script
+
+
+def end_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
+    """The command that runs a script of `python` to a good end, and with `wrap` with the fast path under its Trainer.
+
+    Raises
+    ------
+    CpuftError: it is no Python script, and `wrap` wants one.
+    """
+    if len(command) < 2 or command[0] != python or not command[1].endswith(".py"):
+        if wrap:
+            raise CpuftError("--wrap takes a Python script: cpuft launch --wrap -- train.py ...")
+        return command
+    return ("-m", "cpuft.train.wrap" if wrap else "cpuft.rank.script", *command[1:])
+
+
+def plan_launch(
+    cluster: Cluster,
+    config: LaunchConfig,
+    run_dir: str,
+    command: tuple[str, ...],
+    backend: str,
+    environ: Mapping[str, str],
+) -> Plan:
+    """One mpirun over all hosts; each rank's output goes into a file of its own in the run directory.
+
+    `command` is a program, or `-m` and a module of ours.
+    """
+    shared, per_host = plan_settings(cluster, config, backend, environ)
+    groups = tuple(
+        mpirun.RankGroup(assignment.host.name, assignment.ranks, settings)
+        for assignment, settings in zip(cluster.assignments, per_host)
+    )
+    shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
+    logs, folder = f"{run_dir}/logs", os.path.dirname(run_dir)
+    interface = plan_interfaces(cluster, config.iface)[0].name
+    rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
+    words = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
+    # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
+    script = f"{PRIVATE}private {cluster.folder} && " if cluster.away else ""
+    script += 'mkdir -p "$0" && mkdir "$1" "$1/logs"'
+    make = Step("make the run's directory", ("sh", "-c", script, folder, run_dir))
+    start = Step(
+        f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
+        (*mpirun.MAKE_KEY, *words),
+        mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root),
+    )
+    return Plan(((make,), (start,)), plan_notes(cluster, shared, per_host))
+
+
+def plan_bench(
+    cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
+) -> Plan:
+    """Measure the backends on these hosts.
+
+    Raises
+    ------
+    CpuftError: a value of `bench` that cannot be measured, or fewer than two ranks.
+    """
+    plan_sweep(bench)
+    if config.np < 2:
+        raise CpuftError("bench comm measures what goes on between ranks: start two or more, --np 2")
+    command = ("-m", "cpuft.comm.choice.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
+    return plan_launch(cluster, config, run_dir, command, "auto", environ)
+
+
+def plan_notes(
+    cluster: Cluster, shared: tuple[Setting, ...], per_host: tuple[tuple[Setting, ...], ...]
+) -> tuple[str, ...]:
+    """What the user should know: where ranks go, what of theirs was kept, each setting with its reason."""
+    notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
+    kept = sorted({name for settings in (shared, *per_host) for name in environment.kept_names(settings)})
+    notes += [f"kept as you set them: {', '.join(kept)}"] if kept else []
+    notes += [f"{mpirun.KEY}: by it ranks know each other; made as they start, it is on no command line and in no file"]
+    notes += ["", "settings on every host:"] + [f"  {s.name}={s.value}  {s.reason}" for s in shared]
+    for assignment, settings in zip(cluster.assignments, per_host):
+        notes += ["", f"settings on {assignment.host.name}:"] + [f"  {s.name}={s.value}  {s.reason}" for s in settings]
+    return tuple(notes)
+
+
+def refuse_unread_rows(train: TrainConfig) -> None:
+    """Raises CpuftError when rows are named that `train.task` does not read: it would train on others."""
+    own = ("train_file", "validation_file", "text_columns")
+    unread = [name for name in own if getattr(train, name)] if train.task != "files" else []
+    if unread:
+        raise CpuftError(f"--{unread[0].replace('_', '-')} says nothing to --task {train.task}: add --task files")
+    if train.data_dir and train.task in ("demo", "files"):
+        raise CpuftError(f"--data-dir says nothing to --task {train.task}: name a GLUE task, such as --task mrpc")
+
+
+def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
+    """The training options for these hosts: where only some have bf16 and `auto` is asked for, all use fp32.
+
+    Raises
+    ------
+    CpuftError: bf16 asked for where a host lacks it; options of rows that --task does not read.
+    """
+    refuse_unread_rows(train)
+    limit = environ.get("ONEDNN_MAX_CPU_ISA", "")
+    choices = [
+        choose_precision(train.precision, train.emulate_bf16, effective_flags(facts.cpu_flags, limit))
+        for facts in cluster.facts
+    ]
+    agree = len({choice.name for choice in choices}) == 1
+    return train if agree else replace(train, precision="fp32")
+
+
+def choose_run_dir(wanted: str, name: str) -> str:
+    """The absolute path of a new run directory: the wanted one, or runs/NAME-TIME.
+
+    Raises
+    ------
+    CpuftError: it exists, its parent cannot be written, or the disk is full.
+    """
+    path = Path(wanted or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if path.exists():
+        raise CpuftError(f"run directory {path} exists: name a new one with --run-dir, or remove it")
+    parent = next(folder for folder in path.parents if folder.exists())
+    if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
+        raise CpuftError(f"{parent} cannot be written: name another place with --run-dir")
+    free = shutil.disk_usage(parent).free
+    if free < LEAST_FREE_BYTES:
+        raise CpuftError(
+            f"the disk of {parent} is full ({free >> 20} MB free, a run needs {LEAST_FREE_BYTES >> 20} MB): "
+            f"make room, or name another place with --run-dir"
+        )
+    return str(path)

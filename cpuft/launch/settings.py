@@ -1,0 +1,194 @@
+"""Every variable the toolkit sets, each with its value and its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cpuft.errors import CpuftError, counted
+from cpuft.hosts.topology import HostFacts, RankCores, format_mask
+from cpuft.loader import load, parse_json
+from cpuft.plan import Setting
+
+USERS_PREFIXES = (
+    "CCL_",
+    "FI_",
+    "GLOO_",
+    "HF_",
+    "I_MPI_",
+    "KMP_",
+    "MALLOC_",
+    "OMP_",
+    "ONEDNN_",
+    "THP_",
+    "TORCH_",
+    "UCX_",
+)
+"""Variables of these families that the user has set are passed on to every rank, whatever mpirun is used."""
+
+_TIED_TO_A_RUN = "CPUFT_"
+_EXPORTED = "CPUFT_EXPORTED"
+_UNSUITABLE = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tailscale", "cni", "flannel", "cali")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of a host and its IPv4 address."""
+
+    name: str
+    address: str
+    reason: str
+
+
+def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
+    """The interface of a host by which it reaches `target`, another host's address; `wanted` names one instead.
+
+    Raises
+    ------
+    CpuftError: no such interface, no route, or one that leads nowhere else (loopback, docker, VPN).
+    """
+    if wanted:
+        if wanted not in facts.interfaces:
+            known = ", ".join(sorted(facts.interfaces))
+            raise CpuftError(f"host {facts.hostname} has no interface {wanted} with an address: use one of {known}")
+        return Interface(wanted, facts.interfaces[wanted], "the interface you named")
+    source = facts.routes.get(target, "")
+    name = next((name for name, address in sorted(facts.interfaces.items()) if address == source), "")
+    if not name or name.startswith(_UNSUITABLE):
+        raise CpuftError(
+            f"host {facts.hostname} reaches {target} by {name or 'no interface'}, which other hosts cannot use: "
+            f"write addresses of the cluster's own network into the hostfile, or name --iface"
+        )
+    return Interface(name, source, f"the interface of {facts.hostname} that routes to {target}")
+
+
+def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int) -> tuple[Setting, ...]:
+    """Settings that are equal on every host."""
+    return (
+        Setting("MASTER_ADDR", master.address, f"the master's address: {master.reason}"),
+        Setting("MASTER_PORT", str(port), "a port that is free on the master"),
+        Setting("CPUFT_WORLD_SIZE", str(world_size), "ranks asked for: every rank checks that it finds as many"),
+        *_fabrics_settings(hosts),
+        Setting("FI_PROVIDER", "tcp", "works on every network; set it to efa, verbs or psm3 where the hosts have that"),
+        Setting("CCL_ATL_TRANSPORT", "ofi", "oneCCL's own transport over libfabric, as in the recipe"),
+        Setting("CCL_PROCESS_LAUNCHER", "hydra", "oneCCL reads ranks from mpirun"),
+        Setting("CCL_LOG_LEVEL", "error", "oneCCL's warnings would only repeat these settings"),
+        Setting("KMP_BLOCKTIME", "1", "idle OpenMP threads yield their core after 1 ms"),
+        Setting("KMP_AFFINITY", "granularity=fine,compact,1,0", "one OpenMP thread a core, none moves"),
+        Setting("TOKENIZERS_PARALLELISM", "false", "rows are tokenised before ranks start"),
+    )
+
+
+def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:
+    """Whether ranks may meet in shared memory: what Intel MPI is told, and what oneCCL is."""
+    if len(hosts) == 1:
+        fabrics, shared, reason = "shm", "1", "one host: ranks meet in shared memory"
+    elif len({facts.boot_id for facts in hosts}) < len(hosts):
+        fabrics, shared, reason = "ofi", "0", "some hosts are one machine: shared memory would bypass the network"
+    else:
+        fabrics, shared, reason = "shm:ofi", "1", "shared memory inside a host, the network between hosts"
+    return Setting("I_MPI_FABRICS", fabrics, reason), Setting("CCL_ATL_SHM", shared, reason)
+
+
+def host_settings(
+    facts: HostFacts, interface: Interface, ranks: tuple[RankCores, ...], pinned_by_mpi: bool, comm_reason: str
+) -> tuple[Setting, ...]:
+    """Settings of one host, from its own topology, for all ranks on it."""
+    threads = min(len(rank.compute) for rank in ranks)
+    domains = ",".join(format_mask(rank.compute) for rank in ranks)
+    cores = ";".join(",".join(map(str, rank.compute)) for rank in ranks)
+    left_out = ", comm workers' cores left out" if ranks[0].comm else ""
+    pinning = (
+        (Setting("I_MPI_PIN_DOMAIN", f"[{domains}]", f"each rank on cores of its own{left_out}"),)
+        if pinned_by_mpi
+        else (
+            Setting("I_MPI_PIN", "off", "mpirun does not pin here: cpuft.rank is the one owner"),
+            Setting("CPUFT_PIN", "rank", "cpuft.rank pins each rank to its CPUFT_CORES"),
+        )
+    )
+    return (
+        Setting("CPUFT_HOSTNAME", facts.hostname, "every rank checks that it is where the plan put it"),
+        Setting("CPUFT_CORES", cores, "hardware threads of each rank of this host, in turn"),
+        Setting("OMP_NUM_THREADS", str(threads), f"one OpenMP thread a core: a rank has {counted(threads, 'core')}"),
+        *pinning,
+        *_comm_settings(ranks, comm_reason),
+        Setting("GLOO_SOCKET_IFNAME", interface.name, interface.reason),
+        Setting("FI_TCP_IFACE", interface.name, interface.reason),
+        Setting("CCL_KVS_IFACE", interface.name, interface.reason),
+        # torch's c10/core/alignment.h and c10/core/impl/alloc_cpu.cpp: blocks of 2 MiB and more ask for huge pages.
+        Setting("THP_MEM_ALLOC_ENABLE", "1", "huge pages for big tensors: the kernel copies them between ranks faster"),
+        *_memory_settings(facts.libraries),
+    )
+
+
+def _comm_settings(ranks: tuple[RankCores, ...], reason: str) -> tuple[Setting, ...]:
+    """oneCCL's workers: on the cores kept for them, else one on each rank's last core."""
+    workers = [rank.comm or rank.compute[-1:] for rank in ranks]
+    affinity = ",".join(str(cpu) for cpus in workers for cpu in cpus)
+    where = "on cores that compute leaves free" if ranks[0].comm else "on each rank's last core, shared with compute"
+    return (
+        Setting("CCL_WORKER_COUNT", str(len(workers[0])), reason),
+        Setting("CCL_WORKER_AFFINITY", affinity, f"oneCCL's workers {where}"),
+    )
+
+
+def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
+    """Preloaded allocator and OpenMP runtime where found; else glibc told to keep what it has freed."""
+    allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
+    preload = [libraries[name] for name in (allocator, "iomp5") if name in libraries]
+    settings: tuple[Setting, ...] = ()
+    if preload:
+        names = " and ".join(name for name in (allocator, "iomp5") if name in libraries)
+        settings += (Setting("LD_PRELOAD", ":".join(preload), f"{names}: found on this host"),)
+    reason = f"{allocator or 'glibc'} keeps freed blocks instead of faulting them in again at each step"
+    if allocator == "jemalloc":
+        settings += (Setting("MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1", reason),)  # jemalloc(3)
+    if not allocator:
+        # glibc's own upper limit of the threshold is 32 MiB (mallopt(3), M_MMAP_THRESHOLD).
+        settings += (Setting("MALLOC_MMAP_THRESHOLD_", str(32 << 20), reason),)
+        settings += (Setting("MALLOC_TRIM_THRESHOLD_", str(1 << 40), reason),)
+    return settings
+
+
+def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """What `cpuft env` exports: `settings` without those of a run, and a list of them for `users_variables`."""
+    exported = tuple(setting for setting in settings if not setting.name.startswith(_TIED_TO_A_RUN))
+    listed = json.dumps({setting.name: setting.value for setting in exported})
+    return (*exported, Setting(_EXPORTED, listed, "so that cpuft launch in this shell still chooses for itself"))
+
+
+def users_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without what `cpuft env` exported into it and the user has not changed since."""
+    try:
+        exported = load(dict[str, str], parse_json(environ.get(_EXPORTED, "{}")))
+    except ValueError:
+        exported = {}
+    return {name: value for name, value in environ.items() if exported.get(name) != value}
+
+
+def keep_users_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
+    """The same settings, with the user's value and a word about it wherever the user has set the variable."""
+    return tuple(_keep(setting, environ) for setting in settings)
+
+
+def _keep(setting: Setting, environ: Mapping[str, str]) -> Setting:
+    theirs = environ.get(setting.name)
+    if theirs is None or theirs == setting.value or setting.name.startswith(_TIED_TO_A_RUN):
+        return setting
+    return Setting(setting.name, theirs, f"kept as you set it; cpuft would say {setting.value}")
+
+
+def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """What the user has set of the families in `USERS_PREFIXES`, beyond our own settings."""
+    known = {setting.name for setting in ours}
+    return tuple(
+        Setting(name, value, "passed on as you set it")
+        for name, value in sorted(environ.items())
+        if name.startswith(USERS_PREFIXES) and name not in known and "TOKEN" not in name
+    )
+
+
+def kept_names(settings: tuple[Setting, ...]) -> list[str]:
+    """Names of the settings whose value is the user's."""
+    return [setting.name for setting in settings if setting.reason.startswith("kept as you set it")]

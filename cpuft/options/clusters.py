@@ -1,0 +1,37 @@
+"""What `cpuft provision` can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpuft.options.fields import LAST_PORT, option
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """A cluster of network namespaces on this machine."""
+
+    nodes: int = option(4, "hosts", least=1)
+    cores_per_node: float = option(0.0, "CPU time of each host, in cores (0: no limit)", least=0.0)
+    net: str = option("", "rate of each host's link in tc's words, e.g. 1gbit (default: no limit)")
+    shm: str = option("1g", "size of each host's /dev/shm")
+    image: str = option("", "golden image whose root filesystem the hosts get (default: this machine's own files)")
+    name: str = option("local", "name of the cluster, 8 letters and digits at most")
+    without_root: bool = option(False, "no namespaces: only a hostfile of this machine with --nodes slots")
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """A cluster of servers that are reached over ssh."""
+
+    hosts: str = option("", "names or addresses, a comma between, the master first")
+    name: str = option("cluster", "name of the cluster")
+    user: str = option("", "who to log in as (default: ssh's own)")
+    key: str = option("", "private key to log in with (default: ssh's own)")
+    port: int = option(22, "port of the hosts' ssh", least=1, most=LAST_PORT)
+    prefix: str = option("/opt/cpuft", "directory of the environment, the same on every host")
+    wheels: str = option(
+        "", "directory of wheels to push, pip's own among them (default: downloaded here by exact pins)"
+    )
+    pins: str = option("", "file of exact pins (name==version) that hosts fetch from their own package index instead")
+    accept_host_keys: bool = option(False, "take the host keys that are seen first, without asking")

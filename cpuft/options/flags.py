@@ -1,0 +1,132 @@
+"""Configurations <-> command lines (click): flags made from dataclass fields, a YAML file's values under them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import click
+
+from cpuft.errors import CpuftError, near_names
+from cpuft.loader import load, parse_yaml
+from cpuft.options.fields import option_names
+
+C = TypeVar("C")
+
+
+CONFIG_FILE = click.Option(["--config"], help="YAML file with option values; flags win", default="")
+
+
+class Verb(click.Command):
+    """A verb whose options may also come from the YAML file of --config."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click, with the file's values for what the words do not say."""
+        words = args[: args.index("--")] if "--" in args else args
+        for index, word in enumerate(words):
+            if word.startswith("--config=") or (word == "--config" and index + 1 < len(words)):
+                path = word.partition("=")[2] or words[index + 1]
+                ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
+        return super().parse_args(ctx, args)
+
+
+class _Name(click.Choice[str]):
+    """One of a few names; a wrong one is answered with those most like it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in self.choices:
+            name = param.opts[0] if param else "this option"
+            raise click.UsageError(f"{name} knows no {value!r}: {near_names(str(value), self.choices)}", ctx)
+        return str(value)
+
+
+def make_options(config: type) -> list[click.Option]:
+    """A click option for each field of a configuration class."""
+    types = get_type_hints(config)
+    return [_make_option(field, types[field.name]) for field in dataclasses.fields(config)]
+
+
+def _make_option(field: dataclasses.Field[Any], kind: type) -> click.Option:
+    flag = "--" + field.name.replace("_", "-")
+    meta = field.metadata
+    click_type: Any = kind
+    if meta["choices"]:
+        click_type = _Name(meta["choices"])
+    elif meta["least"] is not None:
+        click_type = (click.IntRange if kind is int else click.FloatRange)(min=meta["least"], max=meta["most"])
+        click_type.name = "whole number" if kind is int else "number"
+    names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
+    return click.Option(
+        [*names, field.name],
+        default=field.default,
+        type=click_type,
+        help=meta["help"],
+        show_default=field.default != "",
+    )
+
+
+def pick(config: type[C], values: dict[str, Any]) -> C:
+    """The configuration whose fields are among `values`; those that are not have their defaults."""
+    return config(**{name: values[name] for name in option_names(config) if name in values})
+
+
+def parse_arguments(config: type[C], words: Sequence[str]) -> C:
+    """What `cpuft.options.fields.format_arguments` wrote. Raises CpuftError for anything else."""
+    command = click.Command("worker", params=list(_value_options(config)))
+    try:
+        with command.make_context("worker", list(words)) as context:
+            return pick(config, context.params)
+    except click.ClickException as error:
+        raise CpuftError(f"worker arguments: {error.format_message()}") from None
+
+
+def _value_options(config: type) -> list[click.Option]:
+    """The same options, where a boolean takes a value as `format_arguments` writes it."""
+    options = []
+    for option in make_options(config):
+        if option.is_flag:
+            flag = "--" + str(option.name).replace("_", "-")
+            option = click.Option([flag, str(option.name)], type=bool, default=option.default)
+        options.append(option)
+    return options
+
+
+def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
+    """Option values from a YAML file, for click's default_map. Dashes and underscores are one in its keys.
+
+    Raises
+    ------
+    CpuftError: no such file, no YAML, no mapping, a key that is no option or there twice, or a value no flag can have.
+    """
+    try:
+        values = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(f"--config {path} cannot be read ({error}): name a YAML file") from None
+    except ValueError as error:
+        raise CpuftError(f"--config {path} is no YAML ({error}): write `option: value`") from None
+    if not isinstance(values or {}, dict):
+        raise CpuftError(f"--config {path} holds no mapping: write `option: value` lines")
+    options: dict[str, str] = {}
+    for name, value in (values or {}).items():
+        key = name.replace("-", "_")
+        if key not in known:
+            raise CpuftError(f"--config {path}: no option {key!r}: {near_names(key, known)}")
+        if value is None:
+            raise CpuftError(f"--config {path}: {key!r} has no value: give it one, or leave the line out")
+        if key in options:
+            raise CpuftError(f"--config {path}: {key!r} is there twice: keep one of the lines")
+        options[key] = _as_option(value, f"--config {path}: {key!r}")
+    return options
+
+
+def _as_option(value: Any, where: str) -> str:
+    """What a flag would have taken: a list of ranks is written with commas there."""
+    try:
+        text = ",".join(load(list[str], value if isinstance(value, list) else [value], where))
+    except ValueError as error:
+        raise CpuftError(f"{error}: write what its flag takes, or a list of that") from None
+    if "\0" in text:
+        raise CpuftError(f"{where} holds a null character: write what its flag takes")
+    return text

@@ -1,0 +1,1 @@
+"""The golden image: its recipe, and building it."""

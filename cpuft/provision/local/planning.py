@@ -1,0 +1,299 @@
+"""A cluster of network namespaces on this machine, planned: pure functions of what is there and what is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import IPv4Network
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.hostfile import Host, format_hostfile
+from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
+from cpuft.options.clusters import LocalConfig
+from cpuft.plan import Plan, Setting, Step
+from cpuft.provision.local.facts import MachineFacts, NodeFacts
+from cpuft.provision.ownership import check_hostfile, plan_removal
+from cpuft.provision.reconcile import plan_file
+from cpuft.provision.sshfiles import (
+    Member,
+    format_hosts,
+    format_inside,
+    format_known_hosts,
+    format_ssh_config,
+    format_sshd_config,
+)
+
+SCRIPT = str(Path(__file__).with_name("node.sh"))
+FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
+"""Words of `cpuft provision local WORD NODE`, and node.sh's own."""
+
+_KEY_MARK = "cpuft"
+"""The comment of keys that we made."""
+_LINK_NAME = 15
+"""Characters of an interface's name: IFNAMSIZ of linux/if.h, less the closing 0."""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a local cluster keeps its files, and which Python its hosts run."""
+
+    directory: str
+    hostfile: str
+    python: str
+    settings: dict[str, str]
+    there: str = ""
+    """Folder of the cluster's files on the disks of its hosts; empty where they have none, or no environment."""
+    image: str = ""
+    """Fingerprint of the image's contents."""
+
+
+def check_config(config: LocalConfig) -> None:
+    """Raises CpuftError for a name, a rate or a number of hosts that cannot be."""
+    link = f"cpuft-{check_name(config.name)}-{config.nodes}"
+    _check_nodes(config.nodes)
+    if len(link) > _LINK_NAME:
+        most = len(config.name) - len(link) + _LINK_NAME
+        raise CpuftError(f"--name {config.name!r}: interface names are short: with so many hosts use {most} at most")
+    parse_bits(config.net)
+    if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
+        raise CpuftError(f"--image {config.image}: overlay mounts take no comma, colon or space in a path: move it")
+    if not re.fullmatch(r"\d+[kmg]?", config.shm):
+        raise CpuftError(f"--shm {config.shm!r} is no size: write e.g. 256m or 1g")
+
+
+def _check_nodes(nodes: int) -> None:
+    if nodes > 99:
+        raise CpuftError(f"--nodes {nodes}: one machine holds 99 hosts at most: lower it")
+
+
+def parse_bits(rate: str) -> int:
+    """Bits a second of a rate in tc's words ("1gbit", "100mbit"); 0 for an empty one."""
+    if not rate:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", rate)
+    if not match or float(match[1]) <= 0:
+        raise CpuftError(f"--net {rate!r} is no rate: write e.g. 1gbit or 100mbit")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
+    """Hosts with their names and addresses, the master first. Raises CpuftError for more than a machine holds."""
+    _check_nodes(config.nodes)
+    addresses = IPv4Network(network)
+    return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
+
+
+def plan_local(config: LocalConfig, facts: MachineFacts, place: Place) -> Plan:
+    """What is missing of the cluster; keys first, because files are made from them."""
+    if config.cores_per_node and not facts.groups:
+        raise CpuftError("control groups cannot be written here, so there is no CPU limit: leave out --cores-per-node")
+    keys = _plan_keys(config, facts, place)
+    stages = [keys] if keys else [_plan_files(config, facts, place)]
+    stages += [_plan_bridge(config, facts), _plan_surplus(config, facts, place)]
+    if not keys:
+        stages.append(_plan_nodes(config, facts, place))
+    return Plan(tuple(tuple(stage) for stage in stages if stage))
+
+
+def _plan_keys(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+    wanted = {f"{place.directory}/id_ed25519": "make the cluster's own login key"}
+    for index in range(1, config.nodes + 1):
+        wanted[f"{place.directory}/nodes/{index}/host_key"] = "make host keys for this cluster"
+    # ssh-keygen asks before it overwrites: a half-written pair goes away first.
+    script = 'umask 077; mkdir -p "$(dirname "$1")"; rm -f "$1" "$1.pub"; ssh-keygen -q -t ed25519 -N "" '
+    script += f'-C {_KEY_MARK} -f "$1"'
+    return [
+        Step(why, ("sh", "-c", script, "keygen", path))
+        for path, why in wanted.items()
+        if not (facts.files.get(path) and facts.files.get(f"{path}.pub"))
+    ]
+
+
+def make_entry(config: LocalConfig, place: Place) -> Entry:
+    """What is remembered of the cluster."""
+    options = {key: str(value) for key, value in vars(config).items()}
+    there = f"{place.there}/ssh_config" if place.there else ""
+    own = f"{place.directory}/ssh_config"
+    return Entry(config.name, "local", place.hostfile, own, place.python, place.settings, options, there)
+
+
+def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[str, str]:
+    """Every file of the cluster that is not a key, by path."""
+    members, base = plan_members(config, facts.network), place.directory
+    public = tuple(facts.files[f"{base}/nodes/{i}/host_key.pub"] for i in range(1, config.nodes + 1))
+    hosts = tuple(Host(member.address) for member in members)
+    head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} takes it away.\n"
+    texts = {
+        f"{base}/authorized_keys": facts.files[f"{base}/id_ed25519.pub"],
+        f"{base}/hosts": format_hosts(members),
+        f"{base}/known_hosts": format_known_hosts(members, public),
+        f"{base}/ssh_config": format_ssh_config(members, f"{base}/id_ed25519", f"{base}/known_hosts"),
+        f"{base}/{FILE_NAME}": format_entry(make_entry(config, place)),
+        place.hostfile: head + format_hostfile(hosts),
+    }
+    if place.there:
+        inside = format_inside(members, place.there, place.python, texts[f"{base}/known_hosts"])
+        texts |= {f"{base}/there/{name}": text for name, text in inside.items()}
+    for index, member in enumerate(members, start=1):
+        texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(
+            member.address, "/run/cpuft", bool(config.image)
+        )
+    return texts
+
+
+def _plan_files(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+    check_hostfile(place.hostfile, facts.files.get(place.hostfile, ""))
+    return [
+        plan_file(path, text, "write the cluster's ssh files and hostfile")
+        for path, text in plan_texts(config, facts, place).items()
+        if facts.files.get(path) != text
+    ]
+
+
+def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
+    if facts.bridge:
+        return []
+    bridge, gateway = f"cpuft-{config.name}", f"{IPv4Network(facts.network)[254]}/24"
+    script = 'ip link add dev "$1" type bridge && ip address add "$2" dev "$1" && ip link set dev "$1" up'
+    steps = [Step(f"connect the hosts by a bridge at {gateway}", ("sh", "-c", script, "bridge", bridge, gateway))]
+    for group in facts.groups:
+        # cgroup v2 gives controllers to a directory's children only when told so, level by level.
+        script = (
+            'mkdir -p "$1/$2"; [ ! -e "$1/cgroup.subtree_control" ] || '
+            'for d in "$1" "$1/$2"; do echo +cpu >"$d/cgroup.subtree_control"; done'
+        )
+        steps.append(Step("make a control group", ("sh", "-c", script, "group", group, bridge)))
+    return steps
+
+
+def _plan_surplus(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+    return [
+        plan_node_step(config, facts, place, index, "down", "take away hosts beyond --nodes")
+        for index in facts.nodes
+        if index > config.nodes
+    ]
+
+
+def _plan_nodes(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+    steps = []
+    for index in range(1, config.nodes + 1):
+        node = facts.nodes.get(index, NodeFacts())
+        verb, why = _missing(config, node, _fingerprint(config, facts, place, index))
+        if verb:
+            steps.append(plan_node_step(config, facts, place, index, verb, why))
+    return steps
+
+
+def _missing(config: LocalConfig, node: NodeFacts, fingerprint: str) -> tuple[str, str]:
+    """node.sh's verb that brings a host nearer to what is wanted, and why; two empty texts when it is there."""
+    if node.paused:
+        return "resume", "let paused hosts go on"
+    if node.running and node.cut:
+        return "join", "plug in hosts that were cut off"
+    if not node.running or not node.answers or node.booted != fingerprint:
+        return "up", "start hosts: namespaces, address, control group, link rate, sshd"
+    if node.quota_us != _quota_us(config) or node.rate_bits != parse_bits(config.net):
+        return "limit", "set CPU and link limits"
+    return "", ""
+
+
+def _quota_us(config: LocalConfig) -> int:
+    return int(config.cores_per_node * 100_000)
+
+
+def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
+    """The hardware threads of host `index` (from 1): as many as it has cores, in turn, at least one.
+
+    Hosts on each other's threads slow down far more than by half, since waiting OpenMP threads and MPI spin.
+    """
+    count = len(facts.cpus)
+    share = config.cores_per_node or count / config.nodes
+    first = int((index - 1) * share)
+    return tuple(sorted({facts.cpus[(first + at) % count] for at in range(max(1, math.ceil(share)))}))
+
+
+def _fingerprint(config: LocalConfig, facts: MachineFacts, place: Place, index: int) -> str:
+    """Of all that a host reads only when it starts."""
+    texts = plan_texts(config, facts, place)
+    base = place.directory
+    parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
+    parts += [str(plan_cpus(config, facts, index))]
+    parts += [facts.network, config.shm, config.image, place.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
+    parts += [text for path, text in texts.items() if path.startswith(f"{base}/there/")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def format_mac(network: str, index: int) -> str:
+    """A locally administered hardware address made from the host's IPv4 address."""
+    return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
+
+
+def plan_node_step(config: LocalConfig, facts: MachineFacts, place: Place, index: int, verb: str, why: str) -> Step:
+    """One call of node.sh for one host."""
+    groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
+    values = {
+        "NODE": (f"{config.name}-{index}", "its hostname"),
+        "NODE_DIR": (f"{place.directory}/nodes/{index}", "its own files"),
+        "NODE_HOSTS": (f"{place.directory}/hosts", "its /etc/hosts"),
+        "NODE_KEYS": (f"{place.directory}/authorized_keys", "who may log in"),
+        "NODE_ADDRESS": (f"{IPv4Network(facts.network)[index]}/24", "its address"),
+        "NODE_MAC": (format_mac(facts.network, index), "its network card's number"),
+        "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its cable"),
+        "NODE_BRIDGE": (f"cpuft-{config.name}", "what the cable is plugged into"),
+        "NODE_CGROUPS": (groups, "its CPU limit, and how it is paused"),
+        "NODE_CPUS": (",".join(map(str, plan_cpus(config, facts, index))), "the hardware threads it runs on"),
+        "NODE_QUOTA_US": (str(_quota_us(config) or ""), "CPU time in each 100 ms; empty for no limit"),
+        "NODE_RATE": (config.net, "its link's rate; empty for no limit"),
+        "NODE_SHM": (config.shm, "size of its /dev/shm"),
+        "NODE_IMAGE": (_absolute(config.image), "its root filesystem; empty for this machine's own"),
+        "NODE_CONTENTS": (place.image, "fingerprint of that: a disk written over another image is of no use"),
+        "NODE_CLUSTER": (place.directory, "the cluster's files"),
+        "NODE_THERE": (place.there, "where they go on its own disk, so that it can launch; empty for nowhere"),
+        "NODE_BOOTED": ("" if verb == "down" else _fingerprint(config, facts, place, index), "to see what has changed"),
+    }
+    settings = tuple(Setting(name, value, reason) for name, (value, reason) in values.items())
+    return Step(why, ("sh", SCRIPT, verb), settings)
+
+
+def _absolute(image: str) -> str:
+    return str(Path(image).absolute()) if image else ""
+
+
+def plan_fault(config: LocalConfig, facts: MachineFacts, place: Place, word: str, node: str) -> Plan:
+    """Make a fault, or take it back. `node` is a number, a name or an address. Raises CpuftError for an unknown one."""
+    members = plan_members(config, facts.network)
+    for index, member in enumerate(members, start=1):
+        if node in (str(index), member.name, member.address):
+            step = plan_node_step(config, facts, place, index, FAULTS[word], f"{word} {member.name}")
+            return Plan(((step,),))
+    raise CpuftError(f"cluster {config.name} has no host {node!r}: choose one of {', '.join(m.name for m in members)}")
+
+
+def plan_down(config: LocalConfig, facts: MachineFacts, place: Place) -> Plan:
+    """Take away all that the cluster has on this machine, its files last so that a second try finds the rest."""
+    downs = [
+        plan_node_step(config, facts, place, index, "down", "end the hosts' processes, links and control groups")
+        for index in sorted(facts.nodes)
+    ]
+    rest = (
+        [Step("take away the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))] if facts.bridge else []
+    )
+    for group in facts.groups:
+        path = f"{group}/cpuft-{config.name}"
+        rest.append(Step("take away the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
+    ours = _is_ours(facts.files, place)
+    removal = plan_removal(facts.files, place.directory, place.hostfile) if ours else ()
+    stages = (tuple(downs), tuple(rest), removal) if ours or facts.bridge or downs else ()
+    return Plan(tuple(stage for stage in stages if stage))
+
+
+def _is_ours(files: Mapping[str, str], place: Place) -> bool:
+    """Whether the directory has an entry, which was read, or keys that were made before there was one."""
+    own = {path: text for path, text in files.items() if path.startswith(f"{place.directory}/")}
+    keyed = any(path.endswith(".pub") and text.rstrip().endswith(f" {_KEY_MARK}") for path, text in own.items())
+    return keyed or f"{place.directory}/{FILE_NAME}" in own

@@ -1,0 +1,157 @@
+"""The loop of every provisioning verb: gather facts, plan what is missing, do it, look again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from cpuft import execute
+from cpuft.errors import CpuftError
+from cpuft.hosts import door
+from cpuft.hosts.hostfile import Host
+from cpuft.plan import Plan, Step
+
+F = TypeVar("F")
+_LAST_LINES = 6
+_SIDE_BY_SIDE = 32
+_AT_ONCE = 4
+"""Connections to one host: sshd drops new ones at random from its tenth on (MaxStartups 10:30:100)."""
+
+Run = Callable[[Step], tuple[int, str]]
+"""Runs one step; its exit code and what it said."""
+
+
+def converge(
+    gather: Callable[[], F], plan: Callable[[F], Plan], run: Run, say: Callable[[str], None], found: F | None = None
+) -> F:
+    """Execute plans until one is empty; the facts that were found last. `found` are facts gathered just now.
+
+    Raises
+    ------
+    CpuftError: a step failed (all that failed are named), or the same plan came twice.
+    """
+    before: Plan | None = None
+    while True:
+        facts, found = gather() if found is None else found, None
+        missing = plan(facts)
+        if not missing.stages:
+            return facts
+        if missing == before:
+            steps = "; ".join(step.why for stage in missing.stages for step in stage)
+            raise CpuftError(f"these steps ran and changed nothing: {steps}: look at what they do with --dry-run")
+        run_stages(missing, run, say)
+        before = missing
+
+
+def run_stages(plan: Plan, run: Run, say: Callable[[str], None]) -> None:
+    """Stages one after another, the steps of a stage side by side.
+
+    Raises
+    ------
+    CpuftError: naming every step of a stage that failed with its host and the last lines it said.
+    """
+    for stage in plan.stages:
+        for why in dict.fromkeys(step.why for step in stage):
+            hosts = [step.host for step in stage if step.why == why and step.host]
+            say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
+        with ThreadPoolExecutor(max_workers=min(_SIDE_BY_SIDE, len(stage))) as pool:
+            answers = list(pool.map(lambda step: _attempt(run, step), stage))
+        failures = [_describe(step, said) for step, (code, said) in zip(stage, answers) if code]
+        if failures:
+            raise CpuftError("; ".join(failures) + ": correct that and run the same command again")
+
+
+def _attempt(run: Run, step: Step) -> tuple[int, str]:
+    try:
+        return run(step)
+    except CpuftError as error:
+        return 1, str(error)
+
+
+def _describe(step: Step, said: str) -> str:
+    lines = [line.strip() for line in said.strip().splitlines() if line.strip()][-_LAST_LINES:]
+    where = f"{step.host}: " if step.host else ""
+    return f"{where}{step.why}: failed ({' | '.join(lines) or 'it said nothing'})"
+
+
+def run_here(step: Step, seconds: float = 120.0) -> tuple[int, str]:
+    """Run a step on this machine."""
+    answer = execute.run_quietly(step.command, seconds, step.stdin, {s.name: s.value for s in step.settings})
+    return answer.exit_code, answer.output
+
+
+def run_there(hosts: dict[str, Host], config_path: str, seconds: float = 900.0) -> Run:
+    """A runner that takes each step to the host it names, and runs it here when it names none."""
+
+    doors = {name: threading.BoundedSemaphore(_AT_ONCE) for name in hosts}
+
+    def run(step: Step) -> tuple[int, str]:
+        if not step.host:
+            return run_here(step, seconds)
+        command = door.quote_command(step.command, {s.name: s.value for s in step.settings})
+        with doors[step.host]:
+            answer = door.run(hosts[step.host], command, step.stdin, seconds, config_path, step.stdin_file)
+        return answer.exit_code, answer.output + answer.errors
+
+    return run
+
+
+def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:
+    """Write a file beside its place and rename it, making its directory."""
+    script = 'mkdir -p "$(dirname "$1")" && cat >"$1.new" && chmod "$2" "$1.new" && mv -f "$1.new" "$1"'
+    return Step(why, ("sh", "-c", script, "write", path, mode), host=host, stdin=text)
+
+
+@contextmanager
+def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
+    """Keep a second `cpuft provision` off the same cluster. The lock file goes away with the last one that holds it.
+
+    Raises
+    ------
+    CpuftError: another one works on it for `seconds`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    end = time.monotonic() + seconds
+    while True:
+        with path.open("w") as file:
+            if _try_lock(file.fileno()) and _is_still_there(path, file.fileno()):
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                    _remove_empty(path.parent)
+                return
+        if time.monotonic() > end:
+            raise CpuftError(f"another cpuft provision has worked on {path.stem} for {seconds:.0f} s: wait for its end")
+        time.sleep(0.2)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Directories that only ever held clusters go away with the last cluster."""
+    for path in (folder, *folder.parents):
+        if path.name not in ("clusters", "cpuft") or any(path.iterdir()):
+            return
+        path.rmdir()
+
+
+def _is_still_there(path: Path, number: int) -> bool:
+    """Whether the locked file is the one that others will open, not one that its last holder took away."""
+    try:
+        return path.stat().st_ino == os.fstat(number).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(number: int) -> bool:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""A cluster of servers that are reached over ssh."""

@@ -1,0 +1,5 @@
+"""`python -m cpuft.rank COMMAND ...`."""
+
+from cpuft.rank.process import main
+
+main()

@@ -1,0 +1,137 @@
+"""First thing on every rank: who am I, am I where the plan put me; then the worker, watched to its end.
+
+    python -m cpuft.rank COMMAND ... (packed by `cpuft.words`)
+
+Reads what `cpuft.launch.settings` wrote and mpirun's own variables; gives COMMAND the names that torch knows: RANK,
+WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE (MASTER_ADDR and MASTER_PORT are there already).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from cpuft.errors import CpuftError
+from cpuft.rank.world import World, parse_world, world_variables
+from cpuft.words import unpack_words
+
+FAILURE = "cpuft-rank-failed:"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process `signal_number` when its parent dies; survives exec."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
+    """Hardware threads of one rank from CPUFT_CORES ("0,1;2,3": two ranks of two); empty when it says nothing."""
+    ranks = text.split(";")
+    if not text or local_rank >= len(ranks):
+        return ()
+    return tuple(int(cpu) for cpu in ranks[local_rank].split(","))
+
+
+def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
+    """Raises CpuftError when the world's size or this host is not what the plan says."""
+    planned = environ.get("CPUFT_WORLD_SIZE", "")
+    if planned and int(planned) != world.size:
+        raise CpuftError(
+            f"rank {world.rank} on {hostname} sees a world of {world.size} ranks, the plan has {planned}: "
+            f"unset RANK, WORLD_SIZE, PMI_* and OMPI_* in your shell, or name another --mpirun"
+        )
+    host = environ.get("CPUFT_HOSTNAME", hostname)
+    if host != hostname:
+        raise CpuftError(f"rank {world.rank} runs on {hostname}, the plan put it on {host}: check the hostfile's names")
+
+
+def abort_job(environ: Mapping[str, str], code: int) -> None:
+    """Tell mpirun to end all ranks. Hydra does not do so by itself for a rank that never called MPI_Init.
+
+    Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it on the descriptor PMI_FD.
+    """
+    if environ.get("PMI_FD", "").isdecimal():
+        with contextlib.suppress(OSError):
+            os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+
+
+def run_worker(command: list[str], environ: Mapping[str, str]) -> int:
+    """Run the worker to its end; its exit code, 128 + N when signal N ended it. If we are killed, so is it."""
+    child = os.fork()
+    if not child:
+        end_with_parent()
+        os.execvpe(command[0], command, dict(environ))
+    status = os.waitpid(child, 0)[1]
+    remove_shared_memory(child)
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def remove_shared_memory(process: int) -> None:
+    """Unlink what libfabric's shm provider leaves of a process that did not get to its exit handlers: 64 MB each time.
+
+    It names its segments PID:N:N (prov/shm of libfabric).
+    """
+    for path in glob.glob(f"/dev/shm/{process}:*"):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def remove_abandoned_memory(folder: str = "/dev/shm", least_age: float = 60.0) -> None:
+    """Unlink the segments of processes of ours that are gone: killed together with the parent that would have done it.
+
+    Parameters
+    ----------
+    least_age: seconds; processes of another PID namespace look gone too, and need theirs only while they start.
+    """
+    for path in glob.glob(f"{folder}/*:*:*"):
+        process = os.path.basename(path).partition(":")[0]
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            old = time.time() - found.st_mtime >= least_age
+            if process.isdecimal() and old and found.st_uid == os.getuid() and not os.path.exists(f"/proc/{process}"):
+                os.unlink(path)
+
+
+def format_failure(world: World, hostname: str, code: int) -> str:
+    """The line by which the launcher learns, whatever the mpirun, which rank failed and how."""
+    return f"{FAILURE} rank {world.rank} on {hostname} exit code {code}"
+
+
+def parse_failure(text: str) -> tuple[int, str, int] | None:
+    """Rank, host and exit code from what a rank wrote to standard error; None when it did not fail."""
+    found = re.findall(rf"^{FAILURE} rank (\d+) on (\S+) exit code (\d+)$", text, re.MULTILINE)
+    return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
+
+
+def main() -> None:
+    """Run the worker as this rank. Exits 2 with one line when this process is not where the plan put it."""
+    end_with_parent()
+    hostname, code = socket.gethostname(), 2
+    world = World(0, 1, 0, 1)
+    remove_abandoned_memory()
+    try:
+        world = parse_world(os.environ)
+        check_place(world, os.environ, hostname)
+        cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
+        if os.environ.get("CPUFT_PIN") == "rank" and cores:
+            os.sched_setaffinity(0, cores)
+        environ = dict(os.environ) | world_variables(world) | {"CPUFT_CORES": ",".join(map(str, cores))}
+        code = run_worker(unpack_words(sys.argv[1:]), environ)
+    except CpuftError as error:
+        print(f"cpuft: error: {error}", file=sys.stderr)
+    if code:
+        print(format_failure(world, hostname, code), file=sys.stderr, flush=True)
+        abort_job(os.environ, code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rows: read, tokenised once, dealt to ranks."""

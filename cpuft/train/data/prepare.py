@@ -1,0 +1,163 @@
+"""Rows -> token numbers, once for a run and before any rank starts; checks all input while it is at it.
+
+    python -m cpuft.train.data.prepare OUTPUT --task=... (all training options)
+
+writes OUTPUT, a NumPy archive. What was prepared once is kept under the user's cache directory, by checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuft.errors import CpuftError
+from cpuft.files import cache_folder
+from cpuft.options.fields import TrainConfig
+from cpuft.options.flags import parse_arguments
+from cpuft.train.data.rows import Data, Rows, first_rows, read_data
+from cpuft.train.ipex import check_engine
+from cpuft.train.model import find_model, load_tokenizer
+
+FORMAT = 1
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokenised rows of one split, one after another."""
+
+    ids: NDArray[np.int32]
+    """Token numbers, shape (all tokens,)."""
+    types: NDArray[np.int8]
+    """0 in a row's first text, 1 in its second; shape (all tokens,), or (0,) where the model takes none."""
+    offsets: NDArray[np.int64]
+    """Row i is ids[offsets[i] : offsets[i + 1]]; shape (rows + 1,)."""
+    labels: NDArray[np.float32]
+    """Class numbers or scores, shape (rows,)."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, shape (rows,)."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All a rank needs of the data."""
+
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    checksum: str
+    """Of rows, labels, tokenizer and lengths: equal checksums mean the same data."""
+    pad_id: int
+    train: Tokens
+    validation: dict[str, Tokens]
+
+
+def checksum_rows(data: Data, config: TrainConfig) -> str:
+    """SHA-256 of everything that decides the token numbers, cut to 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in (FORMAT, config.max_length, config.max_train_samples, data.task.labels, data.task.metrics):
+        digest.update(repr(part).encode())
+    folder = Path(find_model(config.model))
+    digest.update(config.model.encode() if not folder.is_dir() else b"")
+    for name in _TOKENIZER_FILES:
+        digest.update((folder / name).read_bytes() if (folder / name).exists() else b"-")
+    for rows in (data.train, *data.validation.values()):
+        digest.update(json.dumps([rows.texts, rows.labels]).encode())
+    return digest.hexdigest()[:16]
+
+
+def tokenize(rows: Rows, tokenizer: Any, max_length: int) -> Tokens:
+    """Token numbers of all rows, each cut to `max_length`, not padded."""
+    texts = [list(column) for column in zip(*rows.texts)]
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length, padding=False)
+    ids = encoded["input_ids"]
+    types = encoded.get("token_type_ids", [])
+    return Tokens(
+        np.concatenate([np.asarray(row, np.int32) for row in ids]),
+        np.concatenate([np.asarray(row, np.int8) for row in types]) if types else np.zeros(0, np.int8),
+        np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
+        np.asarray(rows.labels, np.float32),
+    )
+
+
+def prepare(config: TrainConfig) -> Path:
+    """Path of the prepared archive in the user's cache; made now unless it is there.
+
+    Raises
+    ------
+    CpuftError: anything wrong with the task, the data, the model's tokenizer or the cache.
+    """
+    data = read_data(config)
+    data = Data(data.task, first_rows(data.train, config.max_train_samples), data.validation)
+    checksum = checksum_rows(data, config)
+    path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
+    if path.exists():
+        return path
+    tokenizer = load_tokenizer(config.model)
+    meta = {
+        "labels": data.task.labels,
+        "metrics": data.task.metrics,
+        "checksum": checksum,
+        "pad_id": tokenizer.pad_token_id or 0,
+        "validation": list(data.validation),
+    }
+    arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(meta))}
+    for key, rows in [("train", data.train), *((f"validation{k}", rows) for k, rows in data.validation.items())]:
+        tokens = tokenize(rows, tokenizer, config.max_length)
+        arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    with beside.open("wb") as file:
+        np.savez(file, **arrays)
+    beside.rename(path)
+    return path
+
+
+def read_prepared(path: str) -> Prepared:
+    """The archive at `path`. Raises CpuftError when it is none of ours."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            meta = json.loads(str(archive["meta"]))
+            splits = {
+                key: Tokens(*(archive[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels")))
+                for key in ("train", *(f"validation{name}" for name in meta["validation"]))
+            }
+    except (OSError, KeyError, ValueError) as error:
+        raise CpuftError(f"{path} is no prepared data ({error}): remove it, and start again") from None
+    validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
+    return Prepared(
+        tuple(meta["labels"]), tuple(meta["metrics"]), meta["checksum"], meta["pad_id"], splits["train"], validation
+    )
+
+
+def main() -> None:
+    """Prepare, and put a copy where the run wants it."""
+    try:
+        output, config = sys.argv[1], parse_arguments(TrainConfig, sys.argv[2:])
+        check_engine(config)
+        find_model(config.model)
+        shutil.copyfile(prepare(config), output + ".tmp")
+        os.rename(output + ".tmp", output)
+    except CpuftError as error:
+        print(f"cpuft: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"cpuft: error: {error}: make room or name another place with --run-dir", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

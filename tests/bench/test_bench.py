@@ -1,0 +1,97 @@
+"""scripts/bench-train: its summary, its rows, and a whole run of two contestants on a few rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.bench.__main__ import format_summary, summarise
+from cpuft.bench.rows import read_rows
+from cpuft.errors import CpuftError
+
+
+def write_mrpc(folder: Path, rows: int) -> Path:
+    """MRPC's layout, with a lone quotation mark in each row, and rows that are easily told apart."""
+    words = [("the same sentence", 'the same "sentence'), ("a cat sleeps", 'prices "fell today')]
+    lines = [f"{1 - number % 2}\t{number}\t{number}\t" + "\t".join(words[number % 2]) for number in range(rows)]
+    for name in ("train.tsv", "dev.tsv"):
+        text = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n" + "\n".join(lines) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def turn(number: int, who: str, rate: float, megabytes: int = 100) -> dict[str, Any]:
+    return {
+        "kind": "turn",
+        "round": number,
+        "contestant": who,
+        "samples_per_second": rate,
+        "peak_megabytes": megabytes,
+    }
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    turns = [turn(0, "ours", 1.0), turn(0, "theirs", 100.0)]
+    for number, (ours, theirs) in enumerate([(10.0, 5.0), (20.0, 5.0), (30.0, 10.0)], 1):
+        turns += [turn(number, "ours", ours), turn(number, "theirs", theirs, 200 + number)]
+    metrics: list[dict[str, Any]] = [
+        {"kind": "metric", "contestant": "ours", "accuracy": 0.75},
+        {"kind": "metric", "contestant": "theirs", "accuracy": 0.5},
+    ]
+    lines = summarise(turns + metrics, "ours")
+    assert lines[1] == {
+        "kind": "summary",
+        "contestant": "theirs",
+        "samples_per_second": 5.0,
+        "ratio": 3.0,
+        "ratio_least": 2.0,
+        "ratio_most": 4.0,
+        "peak_megabytes": 203,
+        "accuracy": 0.5,
+    }
+    assert [line["ratio"] for line in lines[:1]] == [1.0]
+    assert format_summary(lines, "ours").splitlines()[2].split() == [
+        *("theirs", "5.0", "3.00x", "2.00", "4.00", "203", "0.500")
+    ]
+
+
+def test_rows_keep_lone_quotation_marks(tmp_path: Path) -> None:
+    def tokenizer(first: list[str], second: list[str], **_: Any) -> dict[str, Any]:
+        return {"input_ids": [[len(a), len(b)] for a, b in zip(first, second)], "token_type_ids": [[0, 1]] * len(first)}
+
+    write_mrpc(tmp_path, 6)
+    rows = read_rows(tmp_path / "train.tsv", tokenizer)
+    assert [row["label"] for row in rows] == [1, 0, 1, 0, 1, 0]
+    assert rows[0]["input_ids"] == [len("the same sentence"), len('the same "sentence')]
+    assert read_rows(tmp_path / "train.tsv", tokenizer, 100) == rows
+    assert read_rows(tmp_path / "train.tsv", tokenizer, 2) == rows[:2]
+    with pytest.raises(CpuftError, match=r"dev\.tsv is not there"):
+        read_rows(tmp_path / "nowhere" / "dev.tsv", tokenizer)
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    words = ["--data", str(write_mrpc(tmp_path, 64)), "--models", "minilm", "--rows", "64", "--rounds", "2"]
+    words += ["--contestants", "cpuft,trainer-accelerated", "--record", "record.jsonl"]
+    command = [sys.executable, "-m", "cpuft.bench", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in Path("record.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines[1:]] == ["turn"] * 6 + ["metric"] * 2 + ["summary"] * 2 + ["breakdown"]
+    # Six updates are enough for rows so easily told apart: whoever does not reach this does not learn.
+    assert [line["accuracy"] for line in lines[1:] if line["kind"] == "metric"] == [1.0, 1.0]
+    breakdown = lines[-1]
+    assert 0 < breakdown["share_of_limit"] < 1.5
+    assert set(breakdown["kinds"]) >= {"products", "optimizer"}
+    assert "its products alone" in done.stdout
+
+
+def test_bad_names_are_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cpuft.bench", "--data", str(tmp_path), "--contestants", "cpufd"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "bench-train: 'cpufd' is unknown: did you mean cpuft?\n"

@@ -1,0 +1,48 @@
+"""What `cpuft bench comm` plans and prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cpuft.comm.choice.bench import format_table, merge
+from cpuft.comm.choice.measure import Measurement
+from cpuft.errors import CpuftError
+from cpuft.options.bench import plan_sweep
+from cpuft.options.fields import BenchConfig
+
+
+def _measured(backend: str, *milliseconds: float) -> Measurement:
+    seconds = tuple(one / 1e3 for one in milliseconds)
+    return Measurement(backend, "all_reduce", "float32", 2**20, 2, seconds, (0.5,) * len(seconds))
+
+
+def test_rounds_take_turns() -> None:
+    plan = plan_sweep(BenchConfig(backends="gloo,auto", sizes="8,16", dtypes="float32", rounds=2))
+    one_round = [(backend, "all_reduce", "float32", size) for backend in ("gloo", "auto") for size in (8, 16)]
+    assert plan == one_round * 2
+
+
+def test_rounds_are_one_row_with_the_ratio_to_gloo() -> None:
+    rows = [_measured("gloo", 9, 10, 11), _measured("auto:ccl", 2, 3), _measured("gloo", 10), _measured("auto:ccl", 2)]
+    assert [one.seconds for one in merge(rows)] == [(0.009, 0.01, 0.011, 0.01), (0.002, 0.003, 0.002)]
+    _, fastest, slowest = format_table(rows).splitlines()
+    assert fastest.split()[3:5] == ["auto:ccl", "2.000"]
+    assert fastest.split()[-1] == "5.00"
+    assert slowest.split()[3:5] == ["gloo", "10.000"]
+    assert slowest.split()[-1] == "1.00"
+
+
+def test_without_gloo_there_is_no_ratio() -> None:
+    assert format_table([_measured("mpi", 1, 1)]).splitlines()[1].split()[-1] == "1.049"
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    (({"backends": "glo"}, "gloo"), ({"sizes": "1M"}, "list of bytes"), ({"dtypes": "bf16"}, "bfloat16")),
+)
+def test_an_unknown_name_or_size_is_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(CpuftError, match=complaint):
+        plan_sweep(replace(BenchConfig(), **options))

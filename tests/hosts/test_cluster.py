@@ -1,0 +1,75 @@
+"""Which hosts get how many ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.cluster import Assignment, assign_ranks, find_flavour, gather_facts
+from cpuft.hosts.hostfile import Host, parse_hostfile
+
+FOUR = "a\nb\nc\nd\n"
+
+
+def counts(assignments: tuple[Assignment, ...]) -> dict[str, int]:
+    return {assignment.host.name: assignment.ranks for assignment in assignments}
+
+
+@pytest.mark.parametrize(
+    "text, np, ppn, placed",
+    [
+        (FOUR, 4, 0, {"a": 1, "b": 1, "c": 1, "d": 1}),
+        (FOUR, 2, 0, {"a": 1, "b": 1}),
+        (FOUR, 8, 0, {"a": 2, "b": 2, "c": 2, "d": 2}),
+        (FOUR, 6, 0, {"a": 2, "b": 2, "c": 2}),
+        (FOUR, 4, 2, {"a": 2, "b": 2}),
+        (FOUR, 3, 2, {"a": 2, "b": 1}),
+        ("a:4\nb:2\n", 6, 0, {"a": 4, "b": 2}),
+        ("a:4\nb:2\n", 5, 0, {"a": 3, "b": 2}),
+        ("a:1\n", 1, 0, {"a": 1}),
+    ],
+)
+def test_ranks_are_dealt_in_the_hostfiles_order(text: str, np: int, ppn: int, placed: dict[str, int]) -> None:
+    assert counts(assign_ranks(parse_hostfile(text), np, ppn, {})) == placed
+
+
+@pytest.mark.parametrize(
+    "text, np, ppn, message",
+    [
+        ("a:2\n", 3, 0, "3 ranks on a, which has 2 slots: lower --np, or say slots=3 in a hostfile"),
+        ("a:2\nb:2\n", 5, 0, "5 ranks do not fit: 2 hosts with 4 slots: lower --np, or add hosts"),
+        ("a\nb\n", 5, 2, "5 ranks do not fit: 2 hosts with 4 slots at --ppn 2: lower --np, or add hosts"),
+        ("a:1\nb\n", 4, 2, "2 ranks on a, which has 1 slots: lower --np, or say slots=2 in a hostfile"),
+    ],
+)
+def test_more_ranks_than_slots(text: str, np: int, ppn: int, message: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        assign_ranks(parse_hostfile(text), np, ppn, {})
+    assert str(error.value).startswith(message)
+
+
+def test_cores_bound_the_ranks_of_a_host_without_slots() -> None:
+    with pytest.raises(CpuftError, match="5 ranks on a, which has 4 cores"):
+        assign_ranks((Host("a"),), 5, 0, {"a": 4})
+
+
+def test_this_machine_answers() -> None:
+    (facts,) = gather_facts((Host("localhost"),))
+    assert facts.cores
+    assert facts.interfaces["lo"] == "127.0.0.1"
+
+
+def test_every_host_that_fails_is_named() -> None:
+    hosts = (Host("localhost"), Host("127.0.0.2", port=9), Host("127.0.0.3", port=9))
+    with pytest.raises(CpuftError, match=r"host 127\.0\.0\.2 cannot be used.*host 127\.0\.0\.3 cannot be used"):
+        gather_facts(hosts)
+
+
+def test_a_name_without_an_address() -> None:
+    with pytest.raises(CpuftError, match=r"host no-such-host\.invalid has no address"):
+        gather_facts((Host("no-such-host.invalid"),))
+
+
+def test_no_mpirun() -> None:
+    with pytest.raises(CpuftError, match="there is no mpirun at /nowhere/mpirun"):
+        find_flavour("/nowhere/mpirun")

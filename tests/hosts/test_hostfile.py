@@ -1,0 +1,80 @@
+"""Hostfiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.hostfile import Host, format_hostfile, parse_hostfile, read_hostfile
+
+NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,10}[a-z0-9](\.[a-z]{2,5})?", fullmatch=True)
+HOSTS = st.builds(
+    Host,
+    NAMES | st.ip_addresses(v=4).map(str) | st.ip_addresses(v=6).map(str),
+    st.integers(0, 999),
+    st.just("") | st.from_regex(r"[a-z_][a-z0-9_-]{0,8}", fullmatch=True),
+    st.integers(0, 65535),
+)
+
+
+@given(st.lists(HOSTS, min_size=1, unique_by=lambda host: host.name))
+def test_what_is_written_reads_back(hosts: list[Host]) -> None:
+    assert parse_hostfile(format_hostfile(tuple(hosts))) == tuple(hosts)
+
+
+@pytest.mark.parametrize(
+    "text, hosts",
+    [
+        ("node1\nnode2\n", (Host("node1"), Host("node2"))),
+        ("# head\n\n  node1   # the master\r\n10.0.0.2\n", (Host("node1"), Host("10.0.0.2"))),
+        ("node1:4", (Host("node1", 4),)),
+        ("node1 slots=4 max_slots=4", (Host("node1", 4),)),
+        ("ubuntu@node1:2 port=2222", (Host("node1", 2, "ubuntu", 2222),)),
+        ("node1 user=ubuntu", (Host("node1", 0, "ubuntu"),)),
+        ("fe80::1", (Host("fe80::1"),)),
+        ("2001:db8::2 slots=2", (Host("2001:db8::2", 2),)),
+    ],
+)
+def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
+    assert parse_hostfile(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "hf names no host: write one name or address a line, the master first"),
+        ("# only a comment\n", "hf names no host: write one name or address a line, the master first"),
+        (
+            "a\nb\na slots=2\n",
+            "hf, line 3: host a stands on line 1 already: remove one, and say slots=N for several ranks",
+        ),
+        ("a:0", "hf, line 1: slots is '0': give a whole number from 1"),
+        ("a:x", "hf, line 1: slots is 'x': give a whole number from 1"),
+        ("a slots=-1", "hf, line 1: slots is '-1': give a whole number from 1"),
+        ("a port=http", "hf, line 1: port is 'http': give a whole number from 1"),
+        ("127.0.0.1 port=99999", "hf, line 1: port is '99999': give one from 1 to 65535"),
+        ("a 4", "hf, line 1: '4' is not understood: write slots=N, user=NAME or port=N"),
+        ("a slot=4", "hf, line 1: 'slot=4' is not understood: write slots=N, user=NAME or port=N"),
+        ("-oX", "hf, line 1: '-oX' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("$HOME", "hf, line 1: '$HOME' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("a,b", "hf, line 1: 'a,b' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+    ],
+)  # fmt: skip
+def test_refusals(text: str, message: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        parse_hostfile(text, "hf")
+    assert str(error.value) == message
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match="cannot be read"):
+        read_hostfile(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("name", ["localhost", "example"])
+def test_shipped_hostfiles_read(name: str) -> None:
+    assert read_hostfile(str(Path(__file__).parents[2] / "hostfiles" / name))

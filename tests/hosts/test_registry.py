@@ -1,0 +1,142 @@
+"""What is remembered of clusters, and where it is looked for."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.files import write_text
+from cpuft.hosts.registry import (
+    Entry,
+    find_by_hostfile,
+    find_entry,
+    format_entry,
+    list_names,
+    read_entry,
+    recall,
+    refuse_other_kind,
+    search_roots,
+    state_root,
+)
+from tests.provision.simulated import needs_root
+
+NO_NAMES = ("", ".", "..", "/", "a/b", "../../v", "/etc", "V", "0", "a-b", "a_b", "a b", "v\n", "-v", "ä", "a" * 300)
+ENTRY = Entry("lab", "hosts", "/h/hostfiles/lab", "", "/opt/python", {"A": 'a"=0"'}, {"nodes": "2"}, "/t")
+
+
+def remember(root: Path, entry: Entry, name: str = "lab") -> None:
+    write_text(root / name / "cluster.json", format_entry(entry))
+
+
+def test_an_entry_is_read_back(tmp_path: Path) -> None:
+    entry = replace(ENTRY, ssh_config=f"{tmp_path}/lab/ssh_config")
+    remember(tmp_path, entry)
+    assert read_entry(tmp_path, "lab") == recall(tmp_path, "lab") == entry
+    remember(tmp_path, ENTRY, "Not a name")
+    assert list_names(tmp_path) == ["lab"]
+    assert recall(tmp_path, "other") is None
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_what_is_no_name_is_refused_before_any_path_is_made_of_it(tmp_path: Path, name: str) -> None:
+    remember(tmp_path, ENTRY, "v")
+    for look in (partial(read_entry, tmp_path), partial(recall, tmp_path), partial(find_entry, (tmp_path,))):
+        with pytest.raises(CpuftError, match=r"is no name of a cluster: use small letters and digits, a letter first$"):
+            look(name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "other"},
+        {"options": {"name": "../../home"}},
+        {"kind": "of another kind"},
+        {"hostfile": "/etc/passwd"},
+        {"hostfile": "/h/hostfiles/other"},
+        {"hostfile": "hostfiles/lab"},
+        {"hostfile": "/h/../hostfiles/lab"},
+        {"hostfile": ""},
+        {"ssh_config": "/home/me/.ssh/config"},
+        {"kind": "inside"},
+    ],
+)
+def test_an_entry_that_names_what_is_not_the_clusters_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    remember(tmp_path, replace(ENTRY, **change))
+    for look in (read_entry, recall):
+        with pytest.raises(CpuftError, match=r"is damaged .*: provision lab again$"):
+            look(tmp_path, "lab")
+
+
+def test_a_host_s_own_entry_keeps_its_hostfile_beside_it(tmp_path: Path) -> None:
+    entry = replace(ENTRY, kind="inside", hostfile=f"{tmp_path}/lab/hostfile")
+    remember(tmp_path, entry)
+    assert read_entry(tmp_path, "lab") == entry
+
+
+def test_a_name_is_not_given_to_a_cluster_of_another_kind(tmp_path: Path) -> None:
+    refuse_other_kind(tmp_path, "lab", "local")
+    remember(tmp_path, ENTRY)
+    refuse_other_kind(tmp_path, "lab", "hosts")
+    with pytest.raises(CpuftError, match=r"lab is a cluster of kind hosts already: .* cpuft provision down lab$"):
+        refuse_other_kind(tmp_path, "lab", "local")
+
+
+def test_a_registry_that_others_could_have_written_is_refused(tmp_path: Path) -> None:
+    assert state_root({"CPUFT_STATE": str(tmp_path)}) == tmp_path
+    tmp_path.chmod(0o777)
+    with pytest.raises(CpuftError, match=r"^others may write to .*: .* set CPUFT_STATE to a folder of your own$"):
+        state_root({"CPUFT_STATE": str(tmp_path)})
+
+
+@needs_root
+def test_a_registry_of_another_user_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, 65534)
+    with pytest.raises(CpuftError, match=r"^others may write to"):
+        state_root({"CPUFT_STATE": str(tmp_path)})
+
+
+def test_an_unknown_name_is_answered_with_those_like_it(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match="there is no cluster 'lob': make one with cpuft provision"):
+        read_entry(tmp_path, "lob")
+    remember(tmp_path, ENTRY)
+    with pytest.raises(CpuftError, match=r"there is no cluster 'lob'.*lab"):
+        find_entry((tmp_path / "none", tmp_path), "lob")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"name": "lab"}', '{"unknown": 1}'])
+def test_a_damaged_entry_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "cluster.json").write_text(text)
+    with pytest.raises(CpuftError, match=r"is damaged .*: provision lab again"):
+        read_entry(tmp_path, "lab")
+
+
+@pytest.mark.parametrize(
+    "environ, root",
+    [
+        ({"HOME": "/home/a"}, "/home/a/.local/state/cpuft/clusters"),
+        ({"HOME": "/home/a", "XDG_STATE_HOME": "/s"}, "/s/cpuft/clusters"),
+        ({"HOME": "/home/a", "XDG_STATE_HOME": "/s", "CPUFT_STATE": "/c"}, "/c"),
+    ],
+)
+def test_where_clusters_are_remembered(environ: dict[str, str], root: str) -> None:
+    assert state_root(environ) == Path(root)
+
+
+def test_white_space_cannot_be_carried() -> None:
+    with pytest.raises(CpuftError, match="white space"):
+        state_root({"CPUFT_STATE": "/a 0"})
+
+
+def test_a_host_finds_the_cluster_that_its_environment_belongs_to(tmp_path: Path) -> None:
+    environ = {"CPUFT_STATE": str(tmp_path / "state")}
+    assert search_roots(environ, "/home/a/.venv") == (tmp_path / "state",)
+    roots = search_roots(environ, str(tmp_path / "opt" / "env"))
+    remember(roots[1], ENTRY)
+    assert find_entry(roots, "lab") == ENTRY
+    assert find_by_hostfile(roots, "/h/hostfiles/lab") == ENTRY
+    assert find_by_hostfile(roots, "/h/hostfiles/other") is None

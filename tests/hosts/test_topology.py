@@ -1,0 +1,146 @@
+"""Cores and placement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.topology import (
+    Core,
+    RankCores,
+    bf16_hardware,
+    choose_comm_cores,
+    choose_precision,
+    effective_flags,
+    format_mask,
+    parse_facts,
+    parse_lscpu,
+    plan_placement,
+)
+from tests.conftest import make_facts, make_lscpu
+
+
+def test_lscpu_of_two_sockets_with_hardware_threads() -> None:
+    cores = parse_lscpu(make_lscpu(2, 2), tuple(range(8)))
+    assert cores == (Core(0, 0, (0, 4)), Core(0, 0, (1, 5)), Core(1, 1, (2, 6)), Core(1, 1, (3, 7)))
+
+
+def test_lscpu_leaves_out_what_we_may_not_use() -> None:
+    assert parse_lscpu(make_lscpu(1, 4), (1, 2)) == (Core(0, 0, (1,)), Core(0, 0, (2,)))
+
+
+@pytest.mark.parametrize("quota, cores", ((0.0, 32), (0.5, 1), (1.0, 1), (2.5, 2), (64.0, 32)))
+def test_no_more_cores_than_the_quota_feeds(quota: float, cores: int) -> None:
+    assert len(dataclasses.replace(make_facts(), cpu_quota=quota).cores) == cores
+
+
+def test_without_lscpu_each_allowed_thread_is_a_core() -> None:
+    assert parse_lscpu("", (0, 3)) == (Core(0, 0, (0,)), Core(0, 0, (3,)))
+
+
+@pytest.mark.parametrize(
+    "per_rank, ranks, backend, cores",
+    [
+        (32, 4, "ccl", 4),
+        (16, 4, "ccl", 2),
+        (8, 4, "mpi", 1),
+        (7, 4, "ccl", 0),
+        (64, 2, "ccl", 4),
+        (32, 1, "ccl", 0),
+        (32, 4, "gloo", 0),
+    ],
+)
+def test_comm_cores(per_rank: int, ranks: int, backend: str, cores: int) -> None:
+    assert choose_comm_cores(per_rank, ranks, backend)[0] == cores
+
+
+def test_placement_keeps_ranks_inside_numa_nodes() -> None:
+    cores = parse_lscpu(make_lscpu(2, 8), tuple(range(32)))
+    placed = plan_placement(cores, 4, 1)
+    assert placed == (
+        RankCores((1, 2, 3), (0,)),
+        RankCores((5, 6, 7), (4,)),
+        RankCores((9, 10, 11), (8,)),
+        RankCores((13, 14, 15), (12,)),
+    )
+
+
+def test_more_ranks_than_cores_share() -> None:
+    assert plan_placement(parse_lscpu("", (0, 1)), 3, 0) == (RankCores((0,)), RankCores((1,)), RankCores((0,)))
+
+
+def test_no_core_left_to_compute() -> None:
+    with pytest.raises(CpuftError) as error:
+        plan_placement(parse_lscpu("", tuple(range(8))), 2, 4)
+    assert str(error.value) == (
+        "2 ranks on 8 cores have 4 cores each, and communication takes 4: lower --ppn or --comm-cores"
+    )
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 24), st.integers(1, 2), st.integers(1, 3), st.integers(1, 12), st.integers(0, 3)
+)
+def test_ranks_never_overlap(sockets: int, cores: int, threads: int, numa: int, ranks: int, comm: int) -> None:
+    found = parse_lscpu(make_lscpu(sockets, cores, threads, numa), tuple(range(sockets * cores * threads)))
+    assume(ranks * (comm + 1) <= len(found))
+    placed = plan_placement(found, ranks, comm)
+    used = [cpu for rank in placed for cpu in (*rank.compute, *rank.comm)]
+    assert len(used) == len(set(used))
+    assert len({len(rank.compute) for rank in placed}) == 1
+    assert all(rank.compute and len(rank.comm) == comm for rank in placed)
+
+
+@pytest.mark.parametrize(
+    "cpus, mask", [((0,), "0x1"), ((0, 1), "0x3"), (tuple(range(4, 32)), "0xfffffff0"), ((64,), hex(1 << 64))]
+)
+def test_masks(cpus: tuple[int, ...], mask: str) -> None:
+    assert format_mask(cpus) == mask
+
+
+def test_facts_read_back() -> None:
+    facts = make_facts()
+    assert parse_facts(json.dumps(dataclasses.asdict(facts)), "node1") == facts
+
+
+@pytest.mark.parametrize("text", ["", "Permission denied", "{}", "[]", '{"hostname": 1}'])
+def test_facts_that_are_none(text: str) -> None:
+    with pytest.raises(CpuftError, match="host node1 did not report its facts"):
+        parse_facts(text, "node1")
+
+
+@pytest.mark.parametrize(
+    "flags, limit, hardware",
+    [
+        (("avx512f", "amx_bf16", "avx512_bf16"), "", "amx_bf16"),
+        (("avx512f", "amx_bf16", "avx512_bf16"), "AVX512_CORE_BF16", "avx512_bf16"),
+        (("avx512f", "amx_bf16", "avx512_bf16"), "avx2", ""),
+        (("avx512f", "avx512_bf16"), "AVX512_CORE_AMX", "avx512_bf16"),
+        (("avx2",), "", ""),
+    ],
+)
+def test_bf16_hardware(flags: tuple[str, ...], limit: str, hardware: str) -> None:
+    assert bf16_hardware(effective_flags(flags, limit)) == hardware
+
+
+@pytest.mark.parametrize(
+    "wanted, flags, name",
+    [
+        ("auto", ("amx_bf16",), "bf16"),
+        ("auto", (), "fp32"),
+        ("fp32", ("amx_bf16",), "fp32"),
+        ("bf16", ("avx512_bf16",), "bf16"),
+    ],
+)
+def test_precision(wanted: str, flags: tuple[str, ...], name: str) -> None:
+    assert choose_precision(wanted, False, flags).name == name
+
+
+def test_bf16_without_hardware_is_refused_unless_insisted_on() -> None:
+    with pytest.raises(CpuftError, match="use --precision fp32, or insist with --emulate-bf16"):
+        choose_precision("bf16", False, ("avx2",))
+    assert choose_precision("bf16", True, ("avx2",)).reason.startswith("warning: emulated")

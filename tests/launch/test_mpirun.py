@@ -1,0 +1,52 @@
+"""Flavours of mpirun."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.launch.mpirun import Flavour, RankGroup, parse_flavour, plan_mpirun, step_settings
+from cpuft.plan import Plan, Setting, Step, format_plan
+from tests.conftest import Golden
+
+VERSIONS = {
+    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\nCopyright 2003-2026",
+    "openmpi": "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
+    "mpich": "HYDRA build details:\n    Version:                                 4.0.2\n",
+}
+GROUPS = (
+    RankGroup("node1", 2, (Setting("OMP_NUM_THREADS", "16", ""), Setting("X", "a b", ""))),
+    RankGroup("node2", 1, (Setting("OMP_NUM_THREADS", "32", ""),)),
+)
+SHARED = (Setting("MASTER_ADDR", "10.0.0.1", ""),)
+
+
+@pytest.mark.parametrize("name, text", VERSIONS.items())
+def test_flavours_are_told_by_what_they_say(name: str, text: str) -> None:
+    assert parse_flavour("/usr/bin/mpirun", text) == Flavour("/usr/bin/mpirun", name)
+
+
+def test_what_is_no_mpirun() -> None:
+    with pytest.raises(CpuftError, match=r"/bin/ls is no mpirun that cpuft knows \(it said: ls 9\)"):
+        parse_flavour("/bin/ls", "ls 9\n")
+
+
+@pytest.mark.parametrize("name", ["intel", "mpich"])
+def test_hydra_expands_nothing_in_the_folder_of_logs(name: str) -> None:
+    words = plan_mpirun(Flavour("mpirun", name), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
+    assert words[words.index("-outfile-pattern") + 1] == "/runs/50%%rate/logs/rank-%r.out"
+    assert words[words.index("-errfile-pattern") + 1] == "/runs/50%%rate/logs/rank-%r.err"
+
+
+@pytest.mark.parametrize("folder", ["/runs/a:b", "/runs/a,b"])
+def test_a_folder_that_open_mpi_would_take_for_options(folder: str) -> None:
+    with pytest.raises(CpuftError, match=f"in {folder}/logs for options: name another --run-dir"):
+        plan_mpirun(Flavour("mpirun", "openmpi"), GROUPS, SHARED, ("true",), f"{folder}/logs", "ens5")
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_command_lines(name: str, golden: Golden) -> None:
+    flavour = Flavour("mpirun", name)
+    words = plan_mpirun(flavour, GROUPS, SHARED, ("python", "train.py", "--lr", "1"), "/run/logs", "ens5")
+    step = Step("start", words, step_settings(flavour, ("-F", "/etc/ssh config"), as_root=True))
+    golden(f"mpirun-{name}.sh", format_plan(Plan(((step,),))))

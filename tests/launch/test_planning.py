@@ -1,0 +1,138 @@
+"""Plans of launches, on hosts that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.cluster import Assignment, Cluster, Reach
+from cpuft.hosts.hostfile import Host
+from cpuft.launch.mpirun import Flavour
+from cpuft.launch.planning import (
+    LEAST_FREE_BYTES,
+    choose_run_dir,
+    end_script,
+    plan_launch,
+    plan_script,
+    plan_settings,
+    plan_training,
+)
+from cpuft.options.fields import LaunchConfig, TrainConfig
+from cpuft.plan import format_plan
+from tests.conftest import Golden, make_facts
+
+
+def make_cluster(ranks: tuple[int, ...], flavour: str = "intel") -> Cluster:
+    """Hosts node1, node2, ... with so many ranks each."""
+    numbers = range(1, len(ranks) + 1)
+    return Cluster(
+        tuple(Assignment(Host(f"node{number}"), count) for number, count in zip(numbers, ranks)),
+        tuple(make_facts(number, target="10.0.0.1" if number > 1 else "10.0.0.2") for number in numbers),
+        Flavour("mpirun", flavour),
+        reach=Reach(python="python"),
+    )
+
+
+@pytest.mark.parametrize("flavour", ["intel", "mpich", "openmpi"])
+def test_plan_of_a_script_on_four_hosts(flavour: str, golden: Golden) -> None:
+    plan = plan_launch(
+        make_cluster((1, 1, 1, 1), flavour),
+        LaunchConfig(np=4),
+        "/runs/one",
+        ("python", "train.py"),
+        "ccl",
+        {"FI_PROVIDER": "efa"},
+    )
+    golden(f"launch-{flavour}.sh", format_plan(plan))
+
+
+def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
+    plan = plan_training(make_cluster((2,)), LaunchConfig(np=2), TrainConfig(task="mrpc"), "/runs/one", "lines", {})
+    golden("launch-training.sh", format_plan(plan))
+
+
+def settings_of(cluster: Cluster, config: LaunchConfig, backend: str, **environ: str) -> list[dict[str, str]]:
+    """Each host's settings by name, the shared ones included."""
+    shared, per_host = plan_settings(cluster, config, backend, environ)
+    return [{setting.name: setting.value for setting in shared + own} for own in per_host]
+
+
+def test_the_recipes_settings_on_its_machine() -> None:
+    """32 cores: four carry communication, OpenMP has 28, as the recipe typed them by hand."""
+    (first, _) = settings_of(make_cluster((1, 1)), LaunchConfig(np=2), "ccl")
+    assert first["OMP_NUM_THREADS"] == "28"
+    assert first["I_MPI_PIN_DOMAIN"] == "[0xfffffff0]"
+    assert first["CCL_WORKER_COUNT"] == "4"
+    assert first["CCL_WORKER_AFFINITY"] == "0,1,2,3"
+    assert first["MASTER_ADDR"] == "10.0.0.1"
+    assert first["GLOO_SOCKET_IFNAME"] == "ens5"
+
+
+def test_each_host_has_settings_from_its_own_cores() -> None:
+    cluster = make_cluster((1, 1))
+    small = make_facts(2, sockets=1, cores=8, target="10.0.0.1")
+    cluster = dataclasses.replace(cluster, facts=(cluster.facts[0], small))
+    threads = [host["OMP_NUM_THREADS"] for host in settings_of(cluster, LaunchConfig(np=2), "gloo")]
+    assert threads == ["32", "8"]
+
+
+def test_one_owner_of_pinning() -> None:
+    (host,) = settings_of(make_cluster((2,)), LaunchConfig(np=2), "gloo")
+    assert ("I_MPI_PIN_DOMAIN" in host, "CPUFT_PIN" in host) == (True, False)
+    (host,) = settings_of(make_cluster((2,), "openmpi"), LaunchConfig(np=2), "gloo")
+    assert ("I_MPI_PIN_DOMAIN" in host, host["CPUFT_PIN"]) == (False, "rank")
+    (host,) = settings_of(make_cluster((2,)), LaunchConfig(np=2), "gloo", I_MPI_PIN_DOMAIN="socket")
+    assert (host["I_MPI_PIN_DOMAIN"], "CPUFT_CORES" in host) == ("socket", False)
+
+
+@pytest.mark.parametrize(
+    "hosts, boots, expected",
+    ((1, 1, ("shm", "1")), (2, 2, ("shm:ofi", "1")), (2, 1, ("ofi", "0"))),
+    ids=("one host", "two hosts", "two hosts that are one machine"),
+)
+def test_who_meets_in_shared_memory(hosts: int, boots: int, expected: tuple[str, str]) -> None:
+    cluster = make_cluster((2 // hosts,) * hosts)
+    facts = tuple(dataclasses.replace(one, boot_id=str(at % boots)) for at, one in enumerate(cluster.facts))
+    shared = settings_of(dataclasses.replace(cluster, facts=facts), LaunchConfig(np=2), "gloo")[0]
+    assert (shared["I_MPI_FABRICS"], shared["CCL_ATL_SHM"]) == expected
+
+
+def test_too_many_comm_cores() -> None:
+    with pytest.raises(CpuftError, match="16 ranks on 32 cores have 2 cores each, and communication takes 2"):
+        plan_settings(make_cluster((16,)), LaunchConfig(np=16, comm_cores=2), "ccl", {})
+
+
+def test_scripts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert plan_script(("train.py", "--lr", "1")) == (sys.executable, str(tmp_path / "train.py"), "--lr", "1")
+    command, python = plan_script(("train.py", "--lr", "1")), sys.executable
+    words = (str(tmp_path / "train.py"), "--lr", "1")
+    assert end_script(command, python, wrap=True) == ("-m", "cpuft.train.wrap", *words)
+    assert end_script(command, python, wrap=False) == ("-m", "cpuft.rank.script", *words)
+    assert end_script(("bash", "some.py"), python, wrap=False) == ("bash", "some.py")
+    with pytest.raises(CpuftError, match="--wrap takes a Python script"):
+        end_script(("bash", "-c", "true"), python, wrap=True)
+    assert plan_script(("bash", "-c", "true")) == ("bash", "-c", "true")
+    with pytest.raises(CpuftError, match=r"there is no script other\.py"):
+        plan_script(("other.py",))
+    with pytest.raises(CpuftError, match="there is no script or program no-such-program"):
+        plan_script(("no-such-program",))
+
+
+def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(rf"{tmp_path}/runs/mrpc-np2-\d{{8}}-\d{{6}}", choose_run_dir("", "mrpc-np2"))
+    assert choose_run_dir("mine", "x") == str(tmp_path / "mine")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(CpuftError, match="exists: name a new one with --run-dir, or remove it"):
+        choose_run_dir("mine", "x")
+    with pytest.raises(CpuftError, match=r"cannot be written: name another place"):
+        choose_run_dir("/etc/hostname/runs", "x")
+    monkeypatch.setattr("cpuft.launch.planning.LEAST_FREE_BYTES", 1 << 62)
+    with pytest.raises(CpuftError, match="is full"):
+        choose_run_dir("other", "x")
+    assert LEAST_FREE_BYTES < 1 << 30

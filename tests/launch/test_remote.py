@@ -1,0 +1,184 @@
+"""A real cluster of namespaces: made, broken, repaired, trained on, taken down."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cpuft.hosts.cluster import Cluster, find_flavour
+from cpuft.launch.inputs import pack
+from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
+
+pytestmark = needs_root
+SECONDS_TO_MAKE = 15.0
+SCRIPT = "import os, socket\nprint(os.environ['RANK'], socket.gethostname(), os.environ['MASTER_ADDR'])\n"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
+    folder = tmp_path_factory.mktemp("cluster")
+    before = take_snapshot(folder)
+    start = time.monotonic()
+    with simulate(folder, "--nodes", "3", "--cores-per-node", "0.5", "--net", "1gbit") as made:
+        assert time.monotonic() - start < SECONDS_TO_MAKE
+        yield made
+    assert take_snapshot(folder) == before
+
+
+def repair(cluster: Simulated) -> None:
+    words = ("--name", cluster.name, "--nodes", "3", "--cores-per-node", "0.5", "--net", "1gbit")
+    assert cluster.cpuft("provision", "local", *words).returncode == 0
+
+
+def test_the_second_run_plans_nothing(cluster: Simulated) -> None:
+    words = ("--name", cluster.name, "--nodes", "3", "--cores-per-node", "0.5", "--net", "1gbit", "--dry-run")
+    assert cluster.cpuft("provision", "local", *words).stdout == "#!/usr/bin/env bash\nset -euo pipefail\n"
+
+
+def test_each_host_is_its_own(cluster: Simulated) -> None:
+    assert [cluster.on(index, "hostname") for index in (1, 2, 3)] == [f"{cluster.name}-{i}" for i in (1, 2, 3)]
+    assert cluster.on(2, "cat /proc/1/comm") == "sshd"
+    assert "rate 1Gbit" in cluster.on(2, "tc qdisc show dev eth0")
+    assert cluster.on(2, "ls /dev/shm") == ""
+    assert "50000" in cluster.on(2, "cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null; true")
+
+
+def test_the_master_logs_in_everywhere_itself_included(cluster: Simulated) -> None:
+    config = cluster.ssh_config
+    for index in (1, 2, 3):
+        assert cluster.on(1, f"ssh -F {config} {cluster.name}-{index} hostname") == f"{cluster.name}-{index}"
+
+
+def test_no_password_opens_a_host(cluster: Simulated) -> None:
+    options = ["-o", "PubkeyAuthentication=no", "-o", "NumberOfPasswordPrompts=0"]
+    command = ["ssh", "-F", cluster.ssh_config, *options, cluster.hosts[0].name, "true"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=20).stderr
+    assert "Permission denied (publickey)" in said
+
+
+@pytest.mark.parametrize("fault, seen", [("kill", "down"), ("pause", "paused"), ("cut", "cut off")])
+def test_a_fault_is_seen_and_repaired(cluster: Simulated, fault: str, seen: str) -> None:
+    assert cluster.cpuft("provision", "local", "--name", cluster.name, fault, "3").returncode == 0
+    lines = cluster.cpuft("provision", "status", cluster.name).stdout.splitlines()
+    assert seen in lines[-1]
+    assert cluster.cpuft("provision", "diff", cluster.name).returncode == 1
+    repair(cluster)
+    assert cluster.cpuft("provision", "diff", cluster.name).returncode == 0
+    assert cluster.on(3, "hostname") == f"{cluster.name}-3"
+
+
+def test_a_script_runs_on_every_host_and_its_output_comes_back(cluster: Simulated) -> None:
+    script = cluster.folder / "where.py"
+    script.write_text(SCRIPT)
+    words = ("launch", "--np", "3", "--cluster", cluster.name, "--run-dir", "run", "--", str(script))
+    done = cluster.cpuft(*words)
+    assert done.returncode == 0, done.stderr
+    master = cluster.hosts[0].name
+    assert done.stdout.splitlines()[0] == f"0 {cluster.name}-1 {master}"
+    told = sorted(path.read_text() for path in (cluster.folder / "run" / "logs").glob("rank-*.out"))
+    assert told == [f"{rank} {cluster.name}-{rank + 1} {master}\n" for rank in range(3)]
+    work = Cluster((), (), find_flavour(""), away=True).work_dir(str(cluster.folder / "run"))
+    assert not Path(work).parent.exists()
+
+
+@pytest.fixture
+def own_disks(cluster: Simulated) -> Iterator[tuple[str, ...]]:
+    """Words of a launch on two hosts that share no files, as far as it knows, and have a /var/tmp each."""
+    for index in (1, 2):
+        cluster.on(index, "mount -t tmpfs -o mode=1777 tmpfs /var/tmp")
+    (cluster.folder / "copy").write_text(f"{cluster.hosts[0].name}\n{cluster.hosts[1].name}\n")
+    (cluster.folder / "alone").mkdir()
+    (cluster.folder / "alone" / "script.py").write_text("print('mine')\n")
+    words = ("launch", "--np", "2", "--no-check", "--hostfile", "copy", "--ssh-config", cluster.ssh_config)
+    yield (*words, "--run-dir", "alone/run", "--", "alone/script.py")
+    for index in (1, 2):
+        cluster.on(index, "umount /var/tmp")
+
+
+def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_disks: tuple[str, ...]) -> None:
+    place = pack((cluster.folder / "alone" / "script.py",), "/var/tmp/cpuft-0/inputs").there
+    plant = f"mkdir -p {place}; echo \"print('planted')\" >{place}/script.py; chown -R 65534 /var/tmp/cpuft-0"
+    cluster.on(2, plant)
+    done = cluster.cpuft(*own_disks)
+    said = (
+        f"host {cluster.hosts[1].name} has no place for what the run needs: /var/tmp/cpuft-0 is no folder of mode 700 "
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: {said}"), done.stderr
+    cluster.on(2, "mv /var/tmp/cpuft-0 /var/tmp/theirs")
+    done = cluster.cpuft(*own_disks)
+    assert (done.returncode, done.stdout.splitlines()[:1]) == (0, ["mine"]), done.stderr
+    for index in (1, 2):
+        found = cluster.on(index, "find /var/tmp -name theirs -prune -o -printf '%m %p\n' | sort -k 2 | tail -n +2")
+        file = f"{place}/script.py"
+        kept = ["700 /var/tmp/cpuft-0", "700 /var/tmp/cpuft-0/inputs", f"700 {place}", f"644 {file}"]
+        assert found.splitlines() == kept
+
+
+def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
+    script = cluster.folder / "fails.py"
+    script.write_text("import os, sys\nsys.exit(7 if os.environ['RANK'] == '1' else 0)\n")
+    done = cluster.cpuft("launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "failed", "--", str(script))
+    assert done.returncode == 7
+    assert f"rank 1 on {cluster.hosts[1].name} failed, exit code 7" in done.stderr
+
+
+def test_an_interrupt_ends_the_ranks_on_all_hosts(cluster: Simulated) -> None:
+    script = cluster.folder / "sleeps.py"
+    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
+    words = ["launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "stopped", "--", str(script)]
+    command = [sys.executable, "-m", "cpuft", *words]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    with subprocess.Popen(command, cwd=cluster.folder, env=environ, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert (cluster.folder / "stopped" / "logs" / "rank-0.out").read_text() == "here\n"
+    for index in (1, 2):
+        assert "sleeps.py" not in cluster.on(index, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+
+
+def test_a_host_that_freezes_ends_the_run(cluster: Simulated) -> None:
+    """The other rank gives up after five seconds; mpirun alone would wait for the frozen host for ever."""
+    script = cluster.folder / "waits.py"
+    script.write_text(
+        "import datetime, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))\n"
+        "print('here', flush=True)\n"
+        "while True: dist.all_reduce(torch.ones(1))\n"
+    )
+    words = ["launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "frozen", "--", str(script)]
+    command = [sys.executable, "-m", "cpuft", *words]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    with subprocess.Popen(
+        command, cwd=cluster.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        try:
+            cluster.cpuft("provision", "local", "--name", cluster.name, "pause", "2")
+            errors = process.communicate(timeout=150)[1]
+        finally:
+            process.kill()
+            repair(cluster)
+    assert process.returncode == 1, errors
+    assert f"rank 0 on {cluster.hosts[0].name} failed" in errors.splitlines()[-1], errors
+    # The thawed host finds out by itself that its mpirun is gone.
+    look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -q 'waits[.]py'"
+    gone = f"for i in $(seq 20); do {look} || exit 0; sleep 1; done; echo there"
+    assert [cluster.on(index, gone) for index in (1, 2)] == ["", ""]
+
+
+def test_a_host_that_is_off_is_named_before_anything_starts(cluster: Simulated) -> None:
+    assert cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "2").returncode == 0
+    done = cluster.cpuft("launch", "--np", "3", "--cluster", cluster.name, "--run-dir", "never")
+    assert done.returncode == 2
+    assert cluster.hosts[1].name in done.stderr.splitlines()[-1]
+    assert not (cluster.folder / "never").exists()
+    repair(cluster)

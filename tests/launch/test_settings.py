@@ -1,0 +1,85 @@
+"""Settings of a run, and what of the user's variables goes with it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.topology import RankCores
+from cpuft.launch.settings import (
+    Interface,
+    choose_interface,
+    export_settings,
+    forwarded_settings,
+    host_settings,
+    keep_users_values,
+    kept_names,
+    users_variables,
+)
+from cpuft.plan import Setting
+from tests.conftest import make_facts
+
+
+def test_interface_is_the_one_that_routes_to_the_others() -> None:
+    assert choose_interface(make_facts(1), "10.0.0.2").name == "ens5"
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", "172.17.0.1", "", "10.9.9.9"])
+def test_loopback_docker_or_no_route_is_refused(source: str) -> None:
+    facts = dataclasses.replace(make_facts(1), routes={"10.0.0.2": source})
+    with pytest.raises(CpuftError, match="or name --iface"):
+        choose_interface(facts, "10.0.0.2")
+
+
+def test_a_named_interface_wins_and_must_exist() -> None:
+    assert choose_interface(make_facts(1), "10.0.0.2", "docker0").address == "172.17.0.1"
+    with pytest.raises(CpuftError, match="has no interface eth9 with an address: use one of docker0, ens5, lo"):
+        choose_interface(make_facts(1), "10.0.0.2", "eth9")
+
+
+def test_the_users_values_are_kept_and_said() -> None:
+    ours = (
+        Setting("OMP_NUM_THREADS", "14", "why"),
+        Setting("FI_PROVIDER", "tcp", "why"),
+        Setting("CPUFT_PIN", "rank", "why"),
+    )
+    kept = keep_users_values(ours, {"OMP_NUM_THREADS": "7", "FI_PROVIDER": "tcp", "CPUFT_PIN": "x"})
+    assert kept == (Setting("OMP_NUM_THREADS", "7", "kept as you set it; cpuft would say 14"), *ours[1:])
+    assert kept_names(kept) == ["OMP_NUM_THREADS"]
+
+
+def test_what_env_exported_is_the_users_only_once_changed() -> None:
+    settings = (Setting("OMP_NUM_THREADS", "2", ""), Setting("FI_PROVIDER", "tcp", ""), Setting("CPUFT_CORES", "0", ""))
+    shell = {setting.name: setting.value for setting in export_settings(settings)} | {"FI_PROVIDER": "efa"}
+    assert "CPUFT_CORES" not in shell
+    users = users_variables(shell | {"HOME": "/root"})
+    assert {name: users.get(name) for name in ("OMP_NUM_THREADS", "FI_PROVIDER", "HOME")} == {
+        "OMP_NUM_THREADS": None,
+        "FI_PROVIDER": "efa",
+        "HOME": "/root",
+    }
+    assert users_variables({"CPUFT_EXPORTED": "no json", "OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+
+
+def test_families_of_variables_travel_but_secrets_do_not() -> None:
+    environ = {"CCL_LOG_LEVEL": "info", "HF_HOME": "/x", "HF_TOKEN": "secret", "PATH": "/bin", "FI_PROVIDER": "efa"}
+    found = forwarded_settings(environ, (Setting("FI_PROVIDER", "efa", ""),))
+    assert [setting.name for setting in found] == ["CCL_LOG_LEVEL", "HF_HOME"]
+
+
+@pytest.mark.parametrize(
+    "libraries, expected",
+    [
+        ({}, ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"]),
+        ({"jemalloc": "/j.so", "tcmalloc_minimal": "/t.so"}, ["LD_PRELOAD"]),
+        ({"jemalloc": "/j.so"}, ["LD_PRELOAD", "MALLOC_CONF"]),
+        ({"iomp5": "/i.so"}, ["LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"]),
+    ],
+)
+def test_whatever_allocates_is_told_to_keep_what_is_freed(libraries: dict[str, str], expected: list[str]) -> None:
+    loopback = Interface("lo", "127.0.0.1", "")
+    facts = dataclasses.replace(make_facts(1), libraries=libraries)
+    settings = host_settings(facts, loopback, (RankCores((0, 1)),), True, "")
+    assert [s.name for s in settings if s.name.startswith(("LD_", "MALLOC_"))] == expected

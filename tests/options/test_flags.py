@@ -1,0 +1,125 @@
+"""Configurations and command lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuft.errors import CpuftError
+from cpuft.options.fields import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names
+from cpuft.options.flags import CONFIG_FILE, Verb, make_options, parse_arguments, read_config
+from cpuft.train.__main__ import parse_worker
+
+
+def values_of(field: dataclasses.Field[object], kind: type) -> st.SearchStrategy[object]:
+    """Everything that a field of a configuration may hold."""
+    if field.metadata["choices"]:
+        return st.sampled_from(field.metadata["choices"])
+    least = field.metadata["least"]
+    by_kind: dict[type, st.SearchStrategy[object]] = {
+        bool: st.booleans(),
+        int: st.integers(int(least or 0), 10**9),
+        float: st.floats(least or 0, 1e9),
+        str: st.text(st.characters(exclude_categories=["Cs"])),
+    }
+    return by_kind[kind]
+
+
+def configs(config: type) -> st.SearchStrategy[object]:
+    """All configurations of a class."""
+    kinds = get_type_hints(config)
+    fields = {field.name: values_of(field, kinds[field.name]) for field in dataclasses.fields(config)}
+    return st.builds(config, **fields)
+
+
+@given(configs(TrainConfig), configs(WorkerConfig))
+def test_workers_read_what_launchers_write(train: TrainConfig, worker: WorkerConfig) -> None:
+    assert parse_worker(format_arguments(train) + format_arguments(worker)) == (train, worker)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--tsk=mrpc"], "Did you mean '--task'"),
+        (["--task=mprc"], "did you mean mrpc?"),
+        (["--batch-size=0"], "0 is not in the range"),
+    ],
+)
+def test_what_no_launcher_writes(words: list[str], message: str) -> None:
+    with pytest.raises(CpuftError, match=message.replace("?", r"\?")):
+        parse_arguments(TrainConfig, words)
+
+
+def test_yaml_values(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("learning-rate: 2e-5\nnp: [1, 2]\nsave_model: false\ntask: mrpc\n")
+    names = [*option_names(TrainConfig), "np"]
+    assert read_config(str(path), names) == {
+        "learning_rate": "2e-5",
+        "np": "1,2",
+        "save_model": "false",
+        "task": "mrpc",
+    }
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("save_model: false", False),
+        ("save_model: No", False),
+        ("save_model: true", True),
+        ("run_dir: 2026-13-01", "2026-13-01"),
+        ("run_dir: !!timestamp x", "x"),
+        ("run_dir: 010", "010"),
+        ("learning_rate: 2e-5", 2e-5),
+        ("seed: 7", 7),
+        ("np: 2", 2),
+    ],
+)
+def test_a_file_says_what_a_flag_says(text: str, value: object, tmp_path: Path) -> None:
+    path, name = tmp_path / "options.yaml", text.partition(":")[0]
+    path.write_text(text)
+    verb = Verb("x", params=[*make_options(TrainConfig), *make_options(LaunchConfig), CONFIG_FILE])
+    assert verb.make_context("x", ["--config", str(path)]).params[name] == value
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("run_dir: [[a]]", "'run_dir'[0] is ['a'], and must be a text: write what its flag takes"),
+        ("run_dir: {a: b}", "'run_dir'[0] is {'a': 'b'}, and must be a text: write what its flag takes"),
+        ('run_dir: "a\\0b"', "'run_dir' holds a null character"),
+        ('run_dir: "\\ud800"', "'run_dir'[0] holds half a character"),
+        ("run_dir: " + "[" * 5000, "is no YAML (it is nested too deep): write `option: value`"),
+        ("run_dir: &a [*a]", "is no YAML (line 1: only a text can have an alias): write"),
+    ],
+)
+def test_a_value_that_no_flag_has(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    with pytest.raises(CpuftError, match=re.escape(message)):
+        read_config(str(path), option_names(LaunchConfig))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("- a\n", "holds no mapping"),
+        ("a: [", r"is no YAML \(line 1: .*\): write"),
+        ("tsk: mrpc\n", r"no option 'tsk': did you mean task\?"),
+        ("task:\n", "'task' has no value: give it one, or leave the line out"),
+        ("max-steps: 3\nmax_steps: 4\n", "'max_steps' is there twice: keep one of the lines"),
+        ("seed: 3\nseed: 3\n", "'seed' is there twice"),
+    ],
+)
+def test_yaml_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    with pytest.raises(CpuftError, match=message):
+        read_config(str(path), option_names(TrainConfig))

@@ -1,0 +1,125 @@
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.options.clusters import HostsConfig
+from cpuft.provision.image.build import hash_contents, plan_image
+from cpuft.provision.image.recipe import format_install, read_recipe
+from cpuft.provision.wheels import Wheel, make_stamp
+
+AMI = Path(__file__).parents[3] / "ami"
+
+
+def test_the_install_script_is_the_recipes() -> None:
+    assert (AMI / "install.sh").read_text() == format_install(read_recipe(str(AMI / "recipe.yaml")))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "base: {}", "a: [", "base: {suite: x}\npackages: []\nfiles: []\n"])
+def test_what_is_no_recipe_is_said_in_a_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(CpuftError) as caught:
+        read_recipe(str(tmp_path / "recipe.yaml"))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("compare it with ami/recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("suite: bookworm", "suite: [bookworm]"),
+        ("name: g++", "name: {g: 1}"),
+        ("reason: runs the training environment", "because: it does"),
+        ("path: /etc/sysctl.d/90-cpuft.conf", "path: [1, 2]"),
+        ("prefix: /opt/cpuft", "prefix: /opt/../home"),
+        ("prefix: /opt/cpuft", "prefix: 5"),
+        ("base:", "base: " + "[" * 5000 + "\nother:"),
+    ],
+)
+def test_a_recipe_of_wrong_types_is_said_in_a_line(tmp_path: Path, change: tuple[str, str]) -> None:
+    text = (AMI / "recipe.yaml").read_text()
+    (tmp_path / "recipe.yaml").write_text(text.replace(*change, 1))
+    with pytest.raises(CpuftError, match=r"^recipe .* cannot be used \(.*\): compare it with ami/recipe.yaml$"):
+        read_recipe(str(tmp_path / "recipe.yaml"))
+
+
+def test_numbers_are_texts_of_digits(tmp_path: Path) -> None:
+    text = (AMI / "recipe.yaml").read_text()
+    (tmp_path / "recipe.yaml").write_text(text.replace("suite: bookworm", "suite: 12").replace("name: g++", "name: 5"))
+    recipe = read_recipe(str(tmp_path / "recipe.yaml"))
+    assert (recipe.base.suite, recipe.packages[1].name) == ("12", "5")
+    assert "need 5\n" in format_install(recipe)
+
+
+def test_the_recipe_names_no_mirror() -> None:
+    assert "://" not in (AMI / "recipe.yaml").read_text()
+    assert read_recipe(str(AMI / "recipe.yaml")).base.mirror == ""
+
+
+BUILD = plan_image(read_recipe(str(AMI / "recipe.yaml")), "/images/a", "debootstrap", "", ()).stages
+
+
+def run_step(number: int, root: Path) -> subprocess.CompletedProcess[str]:
+    """A step of a build whose unfinished image is `root`."""
+    words = [word.replace("/images/a.new", str(root)) for word in BUILD[number][0].command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=20)
+
+
+def test_a_build_starts_anew_only_over_a_build(tmp_path: Path) -> None:
+    root = tmp_path / "a.new"
+    (root / "home").mkdir(parents=True)
+    done = run_step(0, root)
+    assert (done.returncode, (root / "home").exists()) == (1, True)
+    assert "is not cpuft's: move it away, or name another --output" in done.stderr
+    (root / "home").rename(tmp_path / "home")
+    root.rmdir()
+    assert run_step(0, root).returncode == 0
+    (root / "usr").mkdir()
+    assert run_step(0, root).returncode == 0
+    assert [str(path.relative_to(root)) for path in sorted(root.rglob("*"))] == ["etc", "etc/cpuft-image.json"]
+
+
+def test_what_is_forgotten_lies_in_the_image(tmp_path: Path) -> None:
+    """A link in it leads to this machine's own files, as long as nobody has changed root into it."""
+    root, outside = tmp_path / "a.new", tmp_path / "outside"
+    for folder in (outside / "cache", root / "etc", root / "var" / "cache" / "apt", root / "root"):
+        folder.mkdir(parents=True)
+    (outside / "resolv.conf").write_text("this machine's")
+    (root / "etc" / "resolv.conf").symlink_to(outside / "resolv.conf")
+    (root / "var" / "cache" / "apt" / "archives").mkdir()
+    assert run_step(-1, root).returncode == 0
+    assert list((root / "var" / "cache" / "apt").iterdir()) == []
+    assert (root / "etc" / "resolv.conf").read_text() == ""
+    (root / "root" / ".cache").symlink_to(outside / "cache")
+    assert run_step(-1, root).returncode == 1
+    assert sorted(path.name for path in outside.rglob("*")) == ["cache", "resolv.conf"]
+    assert (outside / "resolv.conf").read_text() == "this machine's"
+
+
+def test_an_image_is_built_beside_its_place_without_host_keys() -> None:
+    wheels = (Wheel("/w/pip-26.whl", "pip-26-py3-none-any.whl", "1"), Wheel("/w/a.whl", "a-1.0-py3-none-any.whl", "2"))
+    plan = plan_image(
+        read_recipe(str(AMI / "recipe.yaml")), "/images/a", "debootstrap", "http://mirror.example/debian", wheels
+    )
+    steps = [stage[0] for stage in plan.stages]
+    assert [step.command[0] for step in steps] == ["sh", "debootstrap", "install", "chroot", "sh", "unshare", "sh"]
+    assert steps[1].command[-3:] == ("bookworm", "/images/a.new", "http://mirror.example/debian")
+    assert steps[3].command[4:] == ("/opt/cpuft", make_stamp(("a==1.0",), wheels), "a==1.0")
+    assert "ssh_host_*" in steps[-1].command[2]
+
+
+def test_the_image_and_servers_keep_the_environment_at_the_same_path() -> None:
+    assert read_recipe(str(AMI / "recipe.yaml")).environment.prefix == HostsConfig().prefix
+
+
+def test_contents_are_hashed_by_name_mode_and_text(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "var" / "log").mkdir(parents=True)
+    path = tmp_path / "etc" / "a"
+    path.write_text("1")
+    first = hash_contents(tmp_path)
+    (tmp_path / "var" / "log" / "build").write_text("when it was built")
+    assert hash_contents(tmp_path) == first
+    path.chmod(0o600)
+    assert hash_contents(tmp_path) != first

@@ -1,0 +1,134 @@
+from dataclasses import replace
+from hashlib import sha256
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.options.clusters import HostsConfig
+from cpuft.provision.servers.planning import (
+    ServerFacts,
+    check_server,
+    describe_server,
+    find_python,
+    parse_survey,
+    plan_hosts,
+    plan_hosts_down,
+)
+from cpuft.provision.sshfiles import Member, format_inside
+from cpuft.provision.wheels import Wheel, make_stamp
+
+CONFIG = HostsConfig(hosts="a,b", name="lab")
+MEMBERS = (Member("a", "a"), Member("b", "b"))
+WHEELS = (Wheel("/w/pip-26-py3-none-any.whl", "pip-26-py3-none-any.whl", "11"),)
+PINS = ("click==8.1.0",)
+KNOWN = "a ssh-ed25519 AAAA\nb ssh-ed25519 BBBB\n"
+BARE = ServerFacts("debian 12", "6.1", "x86_64", "3.11.2", False, True, 9 << 20)
+KEY = "ssh-ed25519 KEY cpuft-lab"
+FOLDER = "/opt/cpuft/clusters/lab"
+TEXTS = format_inside(MEMBERS, FOLDER, "/opt/cpuft/env/bin/python", KNOWN)
+SUMS = {name: sha256(text.encode()).hexdigest() for name, text in TEXTS.items()}
+DONE = replace(
+    BARE,
+    stamp=make_stamp(PINS, WHEELS),
+    wheels={WHEELS[0].name: "11"},
+    sums=SUMS,
+    key=KEY,
+    authorized=(KEY,),
+)
+SURVEY = """os debian 12
+kernel 6.1
+arch x86_64
+python 3.11.2
+writable yes
+free_kb 9437184
+stamp
+wheel pip-26-py3-none-any.whl 11
+sum_ssh_config
+authorized ssh-ed25519 OTHER me@here
+"""
+
+
+def why(facts: tuple[ServerFacts, ...]) -> list[str]:
+    plan = plan_hosts(CONFIG, MEMBERS, facts, WHEELS, PINS, KNOWN)
+    return [f"{step.host}: {step.why}" for stage in plan.stages for step in stage]
+
+
+def test_servers_that_have_all_are_missing_nothing() -> None:
+    assert why((DONE, replace(DONE, key="", sums={}))) == []
+
+
+def test_bare_servers_get_all_but_the_login_that_needs_the_masters_key() -> None:
+    install = "install the environment at /opt/cpuft/env"
+    tell = "a: tell the master how to reach the hosts"
+    push = "push pip-26-py3-none-any.whl"
+    expected = ["a: make the cluster's own key", f"a: {push}", f"b: {push}", f"a: {install}", f"b: {install}"]
+    assert why((BARE, BARE)) == [*expected, tell, tell, tell, tell]
+
+
+@pytest.mark.parametrize(
+    "change, step",
+    [
+        ({"stamp": ""}, "b: install the environment at /opt/cpuft/env"),
+        ({"authorized": ()}, "b: let the master log in"),
+    ],
+)
+def test_what_one_server_lacks_is_done_there_only(change: dict[str, object], step: str) -> None:
+    assert why((DONE, replace(DONE, **change))) == [step]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wheels", [{}, {WHEELS[0].name: "22"}])
+def test_wheels_go_to_the_servers_that_will_install(wheels: dict[str, str]) -> None:
+    push, install = "b: push pip-26-py3-none-any.whl", "b: install the environment at /opt/cpuft/env"
+    assert why((DONE, replace(DONE, wheels=wheels))) == []  # from an image that had its environment
+    assert why((DONE, replace(DONE, wheels=wheels, stamp=""))) == [push, install]
+
+
+def test_one_environment_needs_one_python() -> None:
+    assert find_python(MEMBERS, (BARE, BARE)) == "3.11"
+    with pytest.raises(CpuftError, match=r"a has 3\.11, b has 3\.13: install one on all of them$"):
+        find_python(MEMBERS, (BARE, replace(BARE, python="3.13.5")))
+
+
+def test_a_server_in_a_line() -> None:
+    assert describe_server(BARE) == "up, debian 12, kernel 6.1, Python 3.11.2, no environment, 9 GB free"
+
+
+def test_a_survey_is_read() -> None:
+    assert parse_survey(SURVEY, "a") == replace(
+        BARE,
+        wheels={WHEELS[0].name: "11"},
+        sums={"ssh_config": ""},
+        authorized=("ssh-ed25519 OTHER me@here",),
+    )
+
+
+@pytest.mark.parametrize("text", ["", "sh: not found\n", "os \n", "free_kb 5\n"])
+def test_anything_else_is_no_survey(text: str) -> None:
+    with pytest.raises(CpuftError, match="host a did not survey itself"):
+        parse_survey(text, "a")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({}, ""),
+        ({"python": ""}, "a: Python is missing"),
+        ({"python": "3.9.2"}, "a: Python is 3.9.2"),
+        ({"writable": False}, "a: /opt/cpuft cannot be written"),
+        ({"free_kb": 1 << 10}, "a: 1 MB are free for /opt/cpuft"),
+    ],
+)
+def test_what_stops_a_server(change: dict[str, object], said: str) -> None:
+    problem = check_server("a", replace(BARE, **change), CONFIG, True, 1 << 20)  # type: ignore[arg-type]
+    assert problem[: len(said)] == said
+    assert bool(problem) == bool(said)
+
+
+def test_no_pip_and_no_wheel_of_it() -> None:
+    assert "python3-venv" in check_server("a", BARE, CONFIG, False, 0)
+
+
+def test_down_touches_only_servers_that_have_something() -> None:
+    plan = plan_hosts_down(CONFIG, MEMBERS, (DONE, BARE))
+    assert [step.host for stage in plan.stages for step in stage] == ["a"]
+    assert plan_hosts_down(CONFIG, MEMBERS, (BARE, BARE)).stages == ()

@@ -1,0 +1,139 @@
+"""A script of the user's, as Python runs it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpuft.words import own_module
+
+
+def run(
+    folder: Path, text: str, *words: str, module: str = "cpuft.rank.script", **settings: str
+) -> tuple[str, str, int]:
+    """Output, complaints and exit code of a script."""
+    (folder / "beside.py").write_text("NAME = 'beside'\n")
+    (folder / "script.py").write_text(text)
+    python = own_module(sys.executable, module) if module else (sys.executable,)
+    command = [*python, str(folder / "script.py"), *words]
+    environ = dict(os.environ) | settings
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    return done.stdout, done.stderr, done.returncode
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys, beside; print(__name__, __file__, sys.argv, sys.path, beside.NAME)",
+        "raise SystemExit",
+        "raise SystemExit(7)",
+        "import sys; sys.exit('no data')",
+        "def f():\n    raise ValueError('boom')\nf()",
+        "def f(:",
+        "import sys; sys.stderr.write('x'); sys.stdout.write('no newline')",
+        "import atexit, threading, time\natexit.register(print, 'handler')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), print('thread'))).start()",
+        "import atexit, sys\natexit.register(lambda: print(type(sys.last_value)))\nraise ValueError",
+        "import ctypes; ctypes.CDLL(None).puts(b'from C')",
+        "import multiprocessing\ndef f(x): return x + 1\n"
+        "if __name__ == '__main__':\n    print(multiprocessing.get_context('spawn').Pool(1).map(f, [1]))",
+        "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+    ],
+    ids=["names", "exit", "code", "words", "traceback", "syntax", "buffers", "ends", "failed", "C", "spawn", "pickle"],
+)
+def test_a_script_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
+    assert run(tmp_path, text, "--lr", "1") == run(tmp_path, text, "--lr", "1", module="")
+
+
+def test_the_interpreter_is_not_taken_down(tmp_path: Path) -> None:
+    # What is left to C's exit handlers, and to modules' destructors, is what threads of gloo trip over.
+    text = "class A:\n    def __del__(self): print('gone', flush=True)\nkept = A()\n"
+    assert run(tmp_path, text, module="")[0] == "gone\n"
+    assert run(tmp_path, text)[0] == ""
+
+
+LEAVES_A_FUNCTION = """
+import torch, torch.distributed as dist
+from pathlib import Path
+from torch.nn.parallel import DistributedDataParallel
+
+def main():
+    {start}
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.randn(1, 2)).sum().backward()
+    dist.destroy_process_group()
+
+def is_gloos(task):
+    try:
+        return "gloo_runloop" in (task / "comm").read_text()
+    except OSError:  # ended meanwhile
+        return False
+
+def count_threads():
+    return sum(map(is_gloos, Path("/proc/self/task").iterdir()))
+
+main()  # something of torch holds the first group that a model was made for
+before = count_threads()
+main()
+print(count_threads() > before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "module", "kept"),
+    [
+        ("dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)", "cpuft.rank.script", True),
+        ("from cpuft.comm import start; start('gloo', 60, dist.HashStore(), 0, 1)", "cpuft.rank.script", True),
+        ("dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)", "", False),
+    ],
+    ids=["torch", "cpuft", "python"],
+)
+def test_no_model_is_the_last_to_hold_the_group(tmp_path: Path, start: str, module: str, kept: bool) -> None:
+    # Were it, its end and a thread of gloo could wait for each other: with a core a rank, two runs of a hundred did.
+    text = LEAVES_A_FUNCTION.format(start=start)
+    output, complaints, code = run(tmp_path, text, module=module)
+    assert (output, code) == (f"{kept}\n", 0), complaints
+
+
+STORE = """
+import os, sys, torch.distributed as dist
+{start}
+lines = [line.split() for name in ("tcp", "tcp6") for line in open("/proc/net/" + name)]
+here = [words[1].split(":") for words in lines if words[3] == "0A"]
+print([address for address, port in here if int(port, 16) == int(os.environ["MASTER_PORT"])])
+dist.destroy_process_group()
+"""
+BY_ENVIRONMENT = "dist.init_process_group('gloo')"
+BY_ADDRESS = "dist.init_process_group('gloo', f'tcp://127.0.0.1:{os.environ[\"MASTER_PORT\"]}', rank=0, world_size=1)"
+TWICE = f"{BY_ENVIRONMENT}; dist.destroy_process_group(); {BY_ENVIRONMENT}"
+LOOPBACK, ALL = "0100007F", "0" * 32
+
+
+@pytest.mark.parametrize(
+    ("start", "master", "module", "address"),
+    [
+        (BY_ENVIRONMENT, "127.0.0.1", "cpuft.rank.script", LOOPBACK),
+        (BY_ADDRESS, "127.0.0.1", "cpuft.rank.script", LOOPBACK),
+        (TWICE, "127.0.0.1", "cpuft.rank.script", LOOPBACK),
+        ("from cpuft.comm import start; start('gloo')", "127.0.0.1", "cpuft.rank.script", LOOPBACK),
+        ("from cpuft.comm import start; start('gloo')", "127.0.0.1", "", LOOPBACK),
+        # A name may mean loopback on its own host, and another address elsewhere.
+        (BY_ENVIRONMENT, "localhost", "cpuft.rank.script", ALL),
+        (BY_ENVIRONMENT, "127.0.0.1", "", ALL),
+    ],
+)
+def test_the_store_listens_on_the_masters_address(
+    tmp_path: Path, start: str, master: str, module: str, address: str
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": master, "MASTER_PORT": str(port)}
+    text = STORE.format(start=start)
+    output, complaints, code = run(tmp_path, text, module=module, **world)
+    assert (output, code) == (f"['{address}']\n", 0), complaints

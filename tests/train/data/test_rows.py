@@ -1,0 +1,219 @@
+"""Rows of tasks: GLUE's files, the user's own, and what is wrong with them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
+from cpuft.train.data.rows import parse_tsv, read_data, read_table
+from cpuft.train.data.tasks import TASKS
+from tests.conftest import GLUE, needs_glue
+
+HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+GOOD = HEADER + '1\t7\t8\tHe said "yes.\tShe said so.\n0\t7\t8\ta\tb\n'
+CELLS = st.text(st.characters(exclude_characters="\t\n\r", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS, st.sampled_from("01")), min_size=1))
+def test_every_text_reads_back_quotation_marks_and_all(rows: list[tuple[str, str, str]]) -> None:
+    text = HEADER + "".join(f"{label}\t1\t2\t{first}\t{second}\n" for first, second, label in rows)
+    found = parse_tsv(text, TASKS["mrpc"], "x")
+    assert found.texts == [(first, second) for first, second, _ in rows]
+    assert found.labels == [float(label) for _, _, label in rows]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (HEADER, "x has no rows: give a file with at least one row below its header"),
+        ("", "x has no column '#1 String'"),
+        ("Quality\t#1 Strin\t#2 String\n", "x has no column '#1 String': did you mean #1 Strin or #2 String?"),
+        (GOOD + "1\t7\t8\tonly\n", "x, line 4 has 4 columns, '#2 String' is column 5: mend or remove that line"),
+        (GOOD + "2\t7\t8\ta\tb\n", "x, line 4: label '2' is not one of 0, 1: mend that line"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        parse_tsv(text, TASKS["mrpc"], "x")
+    assert str(error.value).startswith(message)
+
+
+def test_cola_has_no_header_and_stsb_scores() -> None:
+    assert parse_tsv("gj04\t1\t\tOne more.\n", TASKS["cola"], "x").texts == [("One more.",)]
+    stsb = "index\tsentence1\tsentence2\tscore\n0\ta\tb\t3.25\n"
+    assert parse_tsv(stsb, TASKS["stsb"], "x").labels == [3.25]
+    with pytest.raises(CpuftError, match=r"x, line 2: score 'high' is no number"):
+        parse_tsv(stsb.replace("3.25", "high"), TASKS["stsb"], "x")
+
+
+@needs_glue
+@pytest.mark.parametrize(
+    "name, rows, dev", [("mrpc", 3668, 408), ("sst2", 67349, 872), ("stsb", 5749, 1500), ("wnli", 635, 71)]
+)
+def test_real_files_have_all_their_rows(name: str, rows: int, dev: int) -> None:
+    data = read_data(TrainConfig(task=name, data_dir=str(GLUE)))
+    assert (len(data.train.labels), len(data.validation[""].labels)) == (rows, dev)
+
+
+def files(folder: Path, train: str, validation: str, ending: str = "csv") -> TrainConfig:
+    paths = [folder / f"{name}.{ending}" for name in ("train", "validation")]
+    for path, text in zip(paths, (train, validation)):
+        path.write_text(text, encoding="utf-8")
+    return TrainConfig(task="files", train_file=str(paths[0]), validation_file=str(paths[1]))
+
+
+def test_the_users_csv(tmp_path: Path) -> None:
+    data = read_data(files(tmp_path, 'text,label\n"a, ""b""\nc",spam\nd,ham\n', "text,label\ne,ham\n"))
+    assert data.train.texts == [('a, "b"\nc',), ("d",)]
+    assert (data.task.labels, data.train.labels, data.validation[""].labels) == (("ham", "spam"), [1.0, 0.0], [0.0])
+
+
+QUOTED = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+"""Whatever a quoted text may hold: U+2028, U+0085, form feeds, line ends."""
+
+LABELS = st.sampled_from("01")
+
+
+@pytest.mark.parametrize("dialect, ending", [("excel", "csv"), ("excel-tab", "tsv"), ("unix", "csv")])
+@given(rows=st.lists(st.tuples(QUOTED, LABELS), min_size=1))
+@example(rows=[("a\u2028b\x85c\x0cd\x1ce\r\nf\rg\n", "1"), ("x" * 200_000, "0"), ("\x0c", "1")])
+def test_every_quoted_text_reads_back(rows: list[tuple[str, str]], dialect: str, ending: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"x.{ending}")
+        with path.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, dialect, quoting=csv.QUOTE_ALL).writerows([("text", "label"), *rows])
+        assert [tuple(row.values()) for _, row in read_table(path).rows] == rows
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@given(rows=st.lists(st.tuples(QUOTED, LABELS), min_size=1))
+@example(rows=[("a\u2028b\x85c\u2029d", "1")])
+def test_every_json_text_reads_back(rows: list[tuple[str, str]], end: str) -> None:
+    lines = [json.dumps({"text": text, "label": int(label)}, ensure_ascii=False) + end for text, label in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.jsonl")
+        path.write_bytes("".join(lines).encode())
+        assert [(number, row["text"], row["label"]) for number, row in read_table(path).rows] == [
+            (number, *row) for number, row in enumerate(rows, start=1)
+        ]
+
+
+def test_what_no_csv_file_has_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text,label\na,1\nb\rc,2\n")
+    with pytest.raises(CpuftError, match=r"x.csv, line 3"):
+        read_table(tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize("label", ["nan", "inf", "-inf", "Infinity", "1e999"])
+def test_a_label_that_is_no_number_is_named_with_its_line(label: str, tmp_path: Path) -> None:
+    config = files(tmp_path, f"text,label\na,0\nb,{label}\n", "text,label\na,0\n")
+    with pytest.raises(CpuftError, match=rf"train.csv, line 3: score '{label}' is no number: mend that line"):
+        read_data(config)
+    config = files(tmp_path, "text,label\na,0.5\nb,1\n", f"text,label\na,1\nb,{label}\n")
+    with pytest.raises(CpuftError, match=rf"validation.csv, line 3: score '{label}' is no number: mend that line"):
+        read_data(config)
+    with pytest.raises(CpuftError, match=rf"x, line 2: score '{label}' is no number: mend that line"):
+        parse_tsv(f"index\tsentence1\tsentence2\tscore\n0\ta\tb\t{label}\n", TASKS["stsb"], "x")
+
+
+def test_a_score_that_no_model_can_meet(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=r"train.csv, line 3: score '1e300' is no number: mend that line"):
+        read_data(files(tmp_path, "text,label\na,0.5\nb,1e300\n", "text,label\na,1\n"))
+
+
+def test_a_word_that_could_be_a_number_is_a_class_among_words(tmp_path: Path) -> None:
+    """nan is a language, Min Nan Chinese."""
+    data = read_data(files(tmp_path, "text,label\na,nan\nb,deu\n", "text,label\na,nan\n"))
+    assert data.task.labels == ("deu", "nan")
+
+
+def test_the_users_json_lines(tmp_path: Path) -> None:
+    row = '{"sentence1": "a", "sentence2": "b", "label": 0.5}\n'
+    data = read_data(files(tmp_path, row, row, "jsonl"))
+    assert (data.train.texts, data.task.is_regression, data.task.metrics) == (
+        [("a", "b")],
+        True,
+        ("pearson", "spearman"),
+    )
+
+
+@pytest.mark.parametrize(
+    "train, message",
+    [
+        ("text,label\n", "train.csv has no rows"),
+        ("text\na\n", "train.csv has no column 'label'"),
+        ("body,label\na,1\n", "train.csv has no column sentence1 or text: name one or two of body with --text-columns"),
+        ("text,label\na,1\nb\n", "train.csv, line 3 has 1 column, its header 2: mend that line"),
+        ("text,label\na, b,1\n", "line 2 has 3 columns, its header 2: mend that line (a text with a comma stands in"),
+        ("text,label\na,1\nb,\n", "train.csv, line 3 has no 'label': mend or remove that line"),
+        ("text,label\na,1\nb,1\n", "train.csv have the label '1': give rows of two labels or more"),
+        ("text,label\na,0\nb,2\n", "validation.csv, line 2: no row of "),
+        ("", "train.csv is empty: give a file with rows"),
+    ],
+)
+def test_what_is_wrong_with_the_users_files(train: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CpuftError) as error:
+        read_data(files(tmp_path, train, "text,label\na,1\n"))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "a"}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
+        ('{"label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
+        ('{"text": "a", "label": null}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
+        ('{"text": ["a"], "label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
+        ('{"text": "a", "label": {"b": 1}}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
+    ],
+)
+def test_gaps_in_json_lines(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CpuftError) as error:
+        read_data(files(tmp_path, '{"text": "a", "label": 0}\n' + line, '{"text": "a", "label": 0}', "jsonl"))
+    assert str(error.value).endswith(message)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "5", '{"a": ' + "9" * 5000 + "}", '{"text": "\\ud800"}', "{} {}"])
+def test_lines_that_are_no_json_rows(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a", "label": 1, "others": [[1]]}\n' + line + "\n")
+    with pytest.raises(CpuftError, match=r"x\.jsonl, line 2 is not a JSON object \([^\n]+\): write one object a line"):
+        read_table(tmp_path / "x.jsonl")
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match="--task files needs --train-file"):
+        read_data(TrainConfig(task="files"))
+    with pytest.raises(CpuftError, match="there is no file"):
+        read_table(tmp_path / "none.csv")
+    with pytest.raises(CpuftError, match="there is no folder"):
+        read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path / "none")))
+    with pytest.raises(CpuftError, match=r"there is no file .*MRPC/train\.tsv"):
+        read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path)))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a", "label": 1}\nnot json\n')
+    with pytest.raises(CpuftError, match=r"bad\.jsonl, line 2 is not a JSON object"):
+        read_table(tmp_path / "bad.jsonl")
+
+
+def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *_: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(CpuftError, match=r"the hub did not give rte \(offline\): name a GLUE download"):
+        read_data(TrainConfig(task="rte"))
+
+
+def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub is an endpoint that cannot be had here: a table of its form stands in."""
+    table = {"premise": ["a"], "hypothesis": ["b"], "label": [2]}
+    names = ("train", "validation_matched", "validation_mismatched")
+    monkeypatch.setattr("datasets.load_dataset", lambda path, name: dict.fromkeys(names, table))
+    data = read_data(TrainConfig(task="mnli"))
+    assert data.train.texts == [("a", "b")]
+    assert data.train.labels == [2.0]
+    assert list(data.validation) == ["", "_mismatched"]
