@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -76,7 +77,7 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
     from cpuft.hosts.cluster import gather_cluster
-    from cpuft.launch.inputs import pack_script, pack_training, plan_rows
+    from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_travel
     from cpuft.launch.planning import choose_run_dir, end_script, plan_launch, plan_script, plan_training
 
     config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
@@ -96,12 +97,12 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     else:
         train, parcels = pack_training(cluster, train)
         plan = plan_training(cluster, config, train, work, _progress(), os.environ)
-        plan = plan_rows(plan, cluster, work)
+    plan = plan_travel(plan, parcels, gather_lacking(parcels, cluster), cluster, run_dir)
     if dry_run:
-        _print_plans([plan], cluster)
+        _print_plans([plan])
         return
     _check_hosts(cluster, config)
-    code = _run(plan, run_dir, cluster, config.time_limit, parcels)
+    code = _run(plan, run_dir, cluster, config.time_limit)
     if not code:
         click.echo(f"run: {run_dir}")
     sys.exit(code)
@@ -124,12 +125,12 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
     planned = plan_comparison(ranks, config, train, pick(CompareConfig, values), run_dir, _progress(), os.environ)
     if dry_run:
-        _print_plans([run.plan for run in planned], planned[0].cluster)
+        _print_plans([run.plan for run in planned])
         return
     _check_hosts(planned[-1].cluster, config)
     for run in planned:
         click.echo(f"np {len(run.cluster.rank_hosts)}:", err=True)
-        code = _run(run.plan, run.run_dir, run.cluster, config.time_limit, run.parcels)
+        code = _run(run.plan, run.run_dir, run.cluster, config.time_limit)
         if code:
             sys.exit(code)
     _report([run.run_dir for run in planned], run_dir)
@@ -158,6 +159,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     backend keeps busy meanwhile; x gloo says how many times as fast as gloo it is.
     """
     from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.inputs import plan_travel
     from cpuft.launch.planning import choose_run_dir, plan_bench
     from cpuft.report.bandwidth import write_plot
 
@@ -165,8 +167,9 @@ def comm(dry_run: bool, **values: Any) -> None:
     run_dir = choose_run_dir(config.run_dir, f"comm-np{config.np}")
     cluster = gather_cluster(config)
     plan = plan_bench(cluster, config, pick(BenchConfig, values), cluster.work_dir(run_dir), os.environ)
+    plan = plan_travel(plan, (), {}, cluster, run_dir)
     if dry_run:
-        _print_plans([plan], cluster)
+        _print_plans([plan])
         return
     code = _run(plan, run_dir, cluster, config.time_limit)
     if not code:
@@ -212,12 +215,12 @@ def _progress() -> str:
     return "bar" if sys.stderr.isatty() else "lines"
 
 
-def _print_plans(plans: Sequence[Any], cluster: Any) -> None:
-    from cpuft.launch.remote import plan_there
+def _print_plans(plans: Sequence[Any]) -> None:
     from cpuft.plan import Plan, format_plan
 
-    stages = tuple(stage for plan in plans for stage in (plan_there(plan, cluster) if cluster.away else plan).stages)
-    click.echo(format_plan(Plan(stages, plans[0].notes), os.getcwd()), nl=False)
+    stages = tuple(stage for plan in plans for stage in plan.whole.stages)
+    ways = {host: way for plan in plans for host, way in plan.ways.items()}
+    click.echo(format_plan(Plan(stages, plans[0].notes, ways), os.getcwd()), nl=False)
 
 
 def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
@@ -227,14 +230,14 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
         check_before_launch(cluster, lambda line: click.echo(line, err=True))
 
 
-def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, parcels: tuple[Any, ...] = ()) -> int:
+def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
     from cpuft.execute import Interrupted
     from cpuft.launch.remote import run_plan_there
     from cpuft.launch.supervise import run_plan
 
     try:
         if cluster.away:
-            return run_plan_there(plan, run_dir, cluster, os.environ, seconds, parcels)
+            return run_plan_there(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True))
         return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds)
     except Interrupted as stopped:
         recorded = (Path(run_dir) / "record.jsonl").exists()

@@ -6,12 +6,13 @@ import ctypes
 import os
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from cpuft.plan import Step
 
@@ -35,20 +36,35 @@ class Answer:
 
     exit_code: int
     output: str
+    errors: str = ""
+
+    @property
+    def said(self) -> str:
+        """Both streams."""
+        return self.output + self.errors
 
 
 def run_quietly(
-    command: tuple[str, ...], seconds: float, stdin: str = "", settings: Mapping[str, str] | None = None
+    command: Sequence[str],
+    seconds: float,
+    stdin: str = "",
+    settings: Mapping[str, str] | None = None,
+    stdin_file: str = "",
 ) -> Answer:
-    """Run a short command and return what it said on both streams; exit code 127 when there is no such program."""
+    """Run a short command and return what it said; exit code 127 when there is no such program, 126 for no end.
+
+    It reads `stdin` or, where that is named, the file `stdin_file`.
+    """
     environ = dict(os.environ) | dict(settings or {})
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, input=stdin, env=environ)
+        with open(stdin_file or os.devnull, "rb") as file:
+            given: dict[str, Any] = {"stdin": file} if stdin_file else {"input": stdin.encode()}
+            done = subprocess.run(command, capture_output=True, timeout=seconds, env=environ, check=False, **given)
     except FileNotFoundError:
-        return Answer(127, f"no such program: {command[0]}")
+        return Answer(127, "", f"no such program: {command[0]}")
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Answer(126, str(error))
-    return Answer(done.returncode, done.stdout + done.stderr)
+        return Answer(126, "", str(error))
+    return Answer(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 
 
 def run_step(
@@ -69,22 +85,66 @@ def run_step(
 
     If this process is killed outright, the kernel sends SIGTERM to the step, and mpirun ends its ranks.
     """
-    settings = {setting.name: setting.value for setting in step.settings}
-    with _signals_raise():
-        process = subprocess.Popen(
-            step.command,
-            env=dict(environ) | settings,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output and subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
+    with _signals_raise(), _input_of(step) as given:
+        process = _start(step, environ, given, output)
         try:
-            _wait(process, watch, seconds)
+            _wait([process], watch, seconds)
         finally:
-            _end(process)
+            _end([process])
             watch()
+    return _exit_code(process)
+
+
+def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float) -> list[Answer]:
+    """Run local steps side by side to their ends; what each said, on both streams, and its exit code.
+
+    Raises
+    ------
+    Interrupted, TimeoutError: as `run_step`.
+    """
+    with _signals_raise(), ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in stage]
+        inputs = [stack.enter_context(_input_of(step)) for step in stage]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            processes += (_start(step, environ, *pair) for step, *pair in zip(stage, inputs, outputs))
+            _wait(processes, lambda: None, seconds)
+        finally:
+            _end(processes)
+        return [Answer(_exit_code(process), _read(output)) for process, output in zip(processes, outputs)]
+
+
+def _read(output: IO[bytes]) -> str:
+    output.seek(0)
+    return output.read().decode(errors="replace")
+
+
+@contextmanager
+def _input_of(step: Step) -> Iterator[IO[bytes]]:
+    """What a step reads, as a file: nobody has to feed a pipe, and its end needs no care."""
+    with open(step.stdin_file or os.devnull, "rb") if not step.stdin else tempfile.TemporaryFile() as file:
+        if step.stdin:
+            file.write(step.stdin.encode())
+            file.seek(0)
+        yield file
+
+
+def _start(
+    step: Step, environ: Mapping[str, str], given: IO[bytes], output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    assert not step.host, "it is for another host"
+    return subprocess.Popen(
+        step.command,
+        env=dict(environ) | {setting.name: setting.value for setting in step.settings},
+        stdin=given,
+        stdout=output,
+        stderr=output and subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int:
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
@@ -92,27 +152,34 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(process: subprocess.Popen[bytes], watch: Callable[[], None], seconds: float) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None], seconds: float) -> None:
     start = time.monotonic()
-    while process.poll() is None:
+    while any(process.poll() is None for process in processes):
         watch()
         time.sleep(_POLL_SECONDS)
         if seconds and time.monotonic() - start > seconds:
             raise TimeoutError(f"{seconds:.0f} s passed")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave nothing of the process's session behind: SIGTERM, a moment's grace, SIGKILL."""
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Leave nothing of the processes' sessions behind: SIGTERM, a moment's grace, SIGKILL."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, signal_number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+        left = [process for process in processes if _signal(process, signal_number)]
+        end = time.monotonic() + _GRACE_SECONDS
+        for process in left:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+    for process in processes:
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
+    """Whether there was anyone to get it."""
+    try:
+        os.killpg(process.pid, signal_number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @contextmanager

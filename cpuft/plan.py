@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cpuft.loader import load, parse_json
 
@@ -17,6 +17,8 @@ class Setting:
     name: str
     value: str
     reason: str
+    kept: bool = False
+    """Whether the value is the user's own, in the place of ours."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +36,70 @@ class Step:
     """A file of this machine that it reads on standard input instead."""
 
 
+Stages = tuple[tuple[Step, ...], ...]
+"""They run one after another, the steps of a stage side by side."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Stages run one after another, the steps of a stage side by side."""
+    """Stages, and what to know of them."""
 
-    stages: tuple[tuple[Step, ...], ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    stages: Stages = ()
+    notes: tuple[str, ...] = ()
     """What the user should know of how the plan came about."""
+    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The words before a shell line that take it to a host from this machine; a host without is this machine."""
+
+    def here(self, step: Step) -> Step:
+        """A step as one of this machine: of another host's, the command that takes it there, settings and all."""
+        way = self.ways.get(step.host, ())
+        if not way:
+            return replace(step, host="")
+        settings = ["env", *(f"{setting.name}={setting.value}" for setting in step.settings)] if step.settings else []
+        # exec: the command becomes the child of sshd's own process, and ends with it.
+        line = f"exec {shlex.join([*settings, *step.command])}"
+        return replace(step, host="", command=(*way, line), settings=())
 
 
-def dump_plan(plan: Plan) -> str:
+@dataclass(frozen=True)
+class RunPlan:
+    """A run, part by part."""
+
+    make: Stages = ()
+    """The run's directory on the master."""
+    inputs: Stages = ()
+    """What hosts with disks of their own lack of this machine's files."""
+    prepare: Stages = ()
+    """Before any rank starts, on the master."""
+    ranks: Stages = ()
+    """One mpirun, on the master."""
+    results: Stages = ()
+    """What comes back, and what is taken away after that."""
+    notes: tuple[str, ...] = ()
+    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Plan:
+        """All parts, in the order in which they run."""
+        return self.only("make", "inputs", "prepare", "ranks", "results")
+
+    def only(self, *parts: str) -> Plan:
+        """Some of its parts."""
+        return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.ways)
+
+    def on_master(self) -> RunPlan:
+        """What the master does by itself, as it sees that."""
+        return RunPlan(prepare=self.prepare, ranks=self.ranks, notes=self.notes)
+
+
+def dump_plan(plan: RunPlan) -> str:
     """JSON that `load_plan` reads back as an equal plan."""
     return json.dumps(dataclasses.asdict(plan))
 
 
-def load_plan(text: str) -> Plan:
+def load_plan(text: str) -> RunPlan:
     """The plan that `dump_plan` wrote. Raises ValueError for another text."""
-    return load(Plan, parse_json(text), "the plan")
+    return load(RunPlan, parse_json(text), "the plan")
 
 
 def format_export(setting: Setting) -> str:
@@ -73,7 +122,7 @@ def format_plan(plan: Plan, folder: str = "") -> str:
     parts += [format_comment(note) for note in plan.notes]
     parts += [f"cd {shlex.quote(folder)}"] if folder else []
     for stage in plan.stages:
-        scripts = [_format_step(step) for step in stage]
+        scripts = [_format_step(step, plan) for step in stage]
         if len(scripts) == 1:
             parts.append(scripts[0])
         else:
@@ -82,22 +131,25 @@ def format_plan(plan: Plan, folder: str = "") -> str:
     return "\n".join(parts) + "\n"
 
 
-def _format_step(step: Step) -> str:
-    command = _format_command(step.command)
-    if step.host:
-        remote = " ".join([f"{s.name}={shlex.quote(s.value)}" for s in step.settings] + [command])
-        command = f"ssh -o BatchMode=yes {shlex.quote(step.host)} {shlex.quote(remote)}"
+def _format_step(step: Step, plan: Plan) -> str:
+    command = _format_command(plan.here(step).command)
     command += f" <{shlex.quote(step.stdin_file)}" if step.stdin_file else _format_stdin(step.stdin)
     say = f"echo {shlex.quote(f'cpuft: {step.why}')} >&2"
-    if step.host or not step.settings:
+    if not step.settings:
         return f"{say}\n{command}"
+    if plan.ways.get(step.host):
+        reasons = "\n".join(format_comment(f"{setting.name}: {setting.reason}") for setting in step.settings)
+        return f"{say}\n{reasons}\n{command}"
     exports = "\n".join(format_export(setting) for setting in step.settings)
     return f"{say}\n(\n{exports}\n{command}\n)"
 
 
 def _format_stdin(text: str) -> str:
-    """As a quoted word rather than a here-document: no line of the text can end it early."""
-    return f" < <(printf %s {shlex.quote(text)})" if text else ""
+    """As a quoted word rather than a here-document: no line of the text can end it early.
+
+    A step without must not read the script itself, which may come by a pipe.
+    """
+    return f" < <(printf %s {shlex.quote(text)})" if text else " </dev/null"
 
 
 def _format_command(command: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.loader import load, parse_json, parse_yaml
-from cpuft.plan import Plan, Setting, Step, dump_plan, load_plan
+from cpuft.plan import RunPlan, Setting, Step, dump_plan, load_plan
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 ANYTHING = st.recursive(
@@ -132,4 +132,4 @@ STEPS = st.builds(Step, TEXTS, st.lists(TEXTS).map(tuple), st.lists(st.builds(Se
 
 @given(st.lists(st.lists(STEPS, max_size=2).map(tuple), max_size=2).map(tuple), st.lists(TEXTS).map(tuple))
 def test_plans_read_back(stages: tuple[tuple[Step, ...], ...], notes: tuple[str, ...]) -> None:
-    assert load_plan(dump_plan(Plan(stages, notes))) == Plan(stages, notes)
+    assert load_plan(dump_plan(RunPlan(prepare=stages, notes=notes))) == RunPlan(prepare=stages, notes=notes)

@@ -25,7 +25,7 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     CpuftError: something that would make a run on several hosts fail or hang, by its code.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
-    findings = find_all(examine_hosts(tuple(one.host for one in cluster.assignments), cluster.reach, ranks))
+    findings = find_all(examine_hosts(tuple(one.host for one in cluster.assignments), cluster.access, ranks))
     if len(cluster.assignments) < 2:
         findings = [finding for finding in findings if finding.code in _OF_THE_MOMENT]
     elif stop := describe_stop(findings):

@@ -33,7 +33,7 @@ def doctor(
     from cpuft.doctor.finding import format_findings, to_json
     from cpuft.doctor.links import format_links, measure_links
     from cpuft.doctor.visit import examine_hosts, run_fixes
-    from cpuft.hosts.cluster import find_reach, read_hosts
+    from cpuft.hosts.cluster import find_access, read_hosts
     from cpuft.options.fields import LaunchConfig
 
     if list_checks:
@@ -41,16 +41,16 @@ def doctor(
             click.echo(f"{check.code}  {check.title}")
         return
     config = LaunchConfig(hostfile=hostfile, cluster=cluster, ssh_config=ssh_config)
-    hosts, reach = read_hosts(config), find_reach(config)
-    state = examine_hosts(hosts, reach, full=full)
+    hosts, access = read_hosts(config), find_access(config)
+    state = examine_hosts(hosts, access, full=full)
     # Hosts that do not answer are told as such, and the others are not kept from measuring.
     there = tuple(one.host for one, _, _ in state.answering)
-    links = measure_links(there, reach) if bandwidth and len(there) > 1 else ()
+    links = measure_links(there, access) if bandwidth and len(there) > 1 else ()
     findings = find_all(replace(state, links=links))
     if fix and any(finding.fix for finding in findings):
-        for line in run_fixes(findings, state, reach):
+        for line in run_fixes(findings, state, access):
             click.echo(line, err=True)
-        findings = find_all(replace(examine_hosts(hosts, reach, full=full), links=links))
+        findings = find_all(replace(examine_hosts(hosts, access, full=full), links=links))
     if as_json:
         measured = {"links": [asdict(link) for link in links]} if bandwidth else {}
         click.echo(json.dumps(to_json(findings, [host.name for host in hosts]) | measured, indent=2))

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-import socket
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cpuft import execute
 from cpuft.doctor import link
 from cpuft.doctor.state import Link
 from cpuft.errors import CpuftError
-from cpuft.hosts import door
-from cpuft.hosts.cluster import Reach, is_here
+from cpuft.hosts.cluster import Access
+from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.loader import load, parse_json
+from cpuft.tables import format_table
 from cpuft.words import WITHOUT_FOLDER
 
 SECONDS = 0.5
@@ -49,14 +45,14 @@ def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(rounds)
 
 
-def measure_links(hosts: tuple[Host, ...], reach: Reach) -> tuple[Link, ...]:
+def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
     """Every link both ways; pairs that share no host are measured side by side.
 
     Raises
     ------
     CpuftError: naming every host that could not be asked.
     """
-    addresses = [socket.gethostbyname(host.name) for host in hosts]
+    addresses = [access.door.address(host) for host in hosts]
     rounds = plan_pairs(len(hosts))
     port = random.SystemRandom().randrange(20000, 32000)  # below the range that the kernel gives to clients
     source = Path(link.__file__).read_text(encoding="utf-8")
@@ -66,32 +62,20 @@ def measure_links(hosts: tuple[Host, ...], reach: Reach) -> tuple[Link, ...]:
         peers = [[addresses[sum(pair) - own], pair[0] == own] for pair in met]
         orders.append({"source": source, "port": port, "peers": peers, "seconds": SECONDS})
     seconds = _ANSWER_SECONDS * len(rounds)
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        answers = list(
-            pool.map(lambda host, address, order: _ask(host, address, order, reach, seconds), hosts, addresses, orders)
-        )
-    failures = [answer for answer in answers if isinstance(answer, str)]
-    if failures:
-        raise CpuftError("; ".join(failures))
+    order_of = {host.name: json.dumps(order) for host, order in zip(hosts, orders)}
+    answers = side_by_side(lambda host: _ask(host, order_of[host.name], access, seconds), hosts)
     names = {address: host.name for address, host in zip(addresses, hosts)}
-    return read_links(
-        [host.name for host in hosts], names, [answer for answer in answers if not isinstance(answer, str)]
-    )
+    return read_links([host.name for host in hosts], names, answers)
 
 
-def _ask(host: Host, address: str, order: dict[str, Any], reach: Reach, seconds: float) -> list[Any] | str:
+def _ask(host: Host, order: str, access: Access, seconds: float) -> list[Any]:
+    answer = access.door.run(host, access.any_python("-c", _LOADER), order, seconds)
     try:
-        if is_here(host, address):
-            text = execute.run_quietly((sys.executable, "-c", _LOADER), seconds, json.dumps(order)).output
-        else:
-            command = f"exec $(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_LOADER)}"
-            answer = door.run(host, command, json.dumps(order), seconds, reach.ssh_config)
-            text = answer.output or answer.errors
-        return load(list[dict[str, Any]], parse_json(text))
-    except CpuftError as error:
-        return str(error)
+        return load(list[dict[str, Any]], parse_json(answer.output))
     except ValueError:
-        return f"host {host.name} measured nothing (it said {text.strip()[-200:]!r}): is there a Python 3?"
+        raise CpuftError(
+            f"host {host.name} measured nothing (it said {answer.said.strip()[-200:]!r}): is there a Python 3?"
+        ) from None
 
 
 def read_links(hosts: Sequence[str], names: dict[str, str], answers: Sequence[list[Any]]) -> tuple[Link, ...]:
@@ -112,11 +96,9 @@ def format_links(links: Sequence[Link]) -> str:
     """A table: from each host, a line, to each host, a column."""
     hosts = list(dict.fromkeys(link.source for link in links))
     cells = {(one.source, one.target): _cell(one) for one in links}
-    rows = [["from \\ to", *hosts]] + [[a, *(cells.get((a, b), "-") for b in hosts)] for a in hosts]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    head = "latency (half a round trip) and rate of one TCP connection between hosts:"
-    return "\n".join([head, *lines]) + "\n"
+    rows = [[a, *(cells.get((a, b), "-") for b in hosts)] for a in hosts]
+    head = "latency (half a round trip) and rate of one TCP connection between hosts"
+    return format_table(["from \\ to", *hosts], rows, head, left=1)
 
 
 def _cell(one: Link) -> str:

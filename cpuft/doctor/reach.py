@@ -9,8 +9,8 @@ from ipaddress import ip_address
 from cpuft.doctor.finding import Finding
 from cpuft.doctor.state import ClusterState, HostState
 from cpuft.errors import CpuftError
+from cpuft.hosts.interfaces import choose_interface
 from cpuft.hosts.topology import HostFacts
-from cpuft.launch.settings import choose_interface
 
 _LEAST_MTU = 1280
 """What every IPv6 network carries; below it, something is set wrongly."""

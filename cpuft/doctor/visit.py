@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-import socket
-import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cpuft import execute
 from cpuft.doctor import probe
 from cpuft.doctor.finding import Finding
 from cpuft.doctor.state import ClusterState, Health, HostState
 from cpuft.errors import CpuftError
-from cpuft.hosts import door, facts
-from cpuft.hosts.cluster import Reach, is_here
+from cpuft.hosts import facts
+from cpuft.hosts.cluster import Access
+from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import parse_facts
 from cpuft.loader import load, parse_json
@@ -42,7 +38,7 @@ _LOADER = (
 
 
 def examine_hosts(
-    hosts: tuple[Host, ...], reach: Reach, ranks: dict[str, int] | None = None, full: bool = False
+    hosts: tuple[Host, ...], access: Access, ranks: dict[str, int] | None = None, full: bool = False
 ) -> ClusterState:
     """What there is behind every line of a hostfile, all asked at once.
 
@@ -50,21 +46,20 @@ def examine_hosts(
     ----------
     full: log in from every host to every other, rather than from the master only.
     """
-    addresses = [_resolve(host) for host in hosts]
-    orders = _make_orders(hosts, [address for address, _ in addresses], reach, full)
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        states = list(pool.map(_examine, hosts, addresses, orders, [reach] * len(hosts)))
-    python = reach.python if len(hosts) > 1 else ""
-    return ClusterState(tuple(states), python, ranks or {})
+    addresses = [_resolve(host, access) for host in hosts]
+    orders = dict(zip(hosts, _make_orders(hosts, [address for address, _ in addresses], access, full)))
+    found = dict(zip(hosts, addresses))
+    states = side_by_side(lambda host: _examine(host, found[host], orders[host], access), hosts)
+    return ClusterState(tuple(states), access.python if len(hosts) > 1 else "", ranks or {})
 
 
-def _make_orders(hosts: tuple[Host, ...], addresses: list[str], reach: Reach, full: bool) -> list[dict[str, Any]]:
+def _make_orders(hosts: tuple[Host, ...], addresses: list[str], access: Access, full: bool) -> list[dict[str, Any]]:
     port = random.SystemRandom().randrange(20000, 32000)  # below the range that the kernel gives to clients
     sources = {
         "facts_source": Path(facts.__file__).read_text(encoding="utf-8"),
         "probe_source": Path(probe.__file__).read_text(encoding="utf-8"),
     }
-    options = list(reach.mpirun_options)
+    options = list(access.mpirun_options)
     orders = []
     for index, address in enumerate(addresses):
         peers = [other for other in dict.fromkeys(addresses) if other and other != address]
@@ -80,20 +75,20 @@ def _make_orders(hosts: tuple[Host, ...], addresses: list[str], reach: Reach, fu
     return orders
 
 
-def _resolve(host: Host) -> tuple[str, str]:
+def _resolve(host: Host, access: Access) -> tuple[str, str]:
     try:
-        return socket.gethostbyname(host.name), ""
-    except OSError as error:
+        return access.door.address(host), ""
+    except CpuftError as error:
         return "", str(error)
 
 
-def _examine(host: Host, resolved: tuple[str, str], order: dict[str, Any], reach: Reach) -> HostState:
+def _examine(host: Host, resolved: tuple[str, str], order: dict[str, Any], access: Access) -> HostState:
     address, failure = resolved
     if not address:
         return HostState(host, "", failure=failure)
     before = time.time()
     try:
-        text = _ask(host, address, json.dumps(order), reach)
+        text = _ask(host, json.dumps(order), access)
         after = time.time()
         values = load(dict[str, Any], parse_json(text))
         health = load(Health, values.get("health"), "health")
@@ -106,33 +101,25 @@ def _examine(host: Host, resolved: tuple[str, str], order: dict[str, Any], reach
         return HostState(host, address, failure=f"its answer is not understood ({error}): is there a Python 3?")
 
 
-def _ask(host: Host, address: str, order: str, reach: Reach) -> str:
-    if is_here(host, address):
-        return execute.run_quietly((sys.executable, "-c", _LOADER), _ANSWER_SECONDS, order).output
-    command = f"exec $(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_LOADER)}"
-    answer = door.run(host, command, order, _ANSWER_SECONDS, reach.ssh_config)
+def _ask(host: Host, order: str, access: Access) -> str:
+    answer = access.door.run(host, access.any_python("-c", _LOADER), order, _ANSWER_SECONDS)
     if answer.exit_code:
         said = " | ".join(answer.errors.strip().splitlines()[-3:])
         raise CpuftError(f"host {host.name}: its Python failed ({said})")
     return answer.output
 
 
-def run_fixes(findings: Sequence[Finding], state: ClusterState, reach: Reach) -> list[str]:
+def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
     """Run the command of each finding that has one, on its host; a line each on how that went."""
     hosts = {one.name: one for one in state.hosts}
     lines = []
     for finding in findings:
         if finding.fix:
             one = hosts[finding.host]
-            lines.append(f"{finding.code} on {finding.host}: {_fix(one, finding.fix, reach)}")
+            lines.append(f"{finding.code} on {finding.host}: {_fix(one, finding.fix, access)}")
     return lines
 
 
-def _fix(one: HostState, command: tuple[str, ...], reach: Reach) -> str:
-    if is_here(one.host, one.address):
-        answer = execute.run_quietly(command, 30)
-        code, said = answer.exit_code, answer.output
-    else:
-        there = door.run(one.host, door.quote_command(command, {}), config_path=reach.ssh_config)
-        code, said = there.exit_code, there.errors
-    return "done" if not code else f"failed ({' '.join(said.split())[-200:]})"
+def _fix(one: HostState, command: tuple[str, ...], access: Access) -> str:
+    answer = access.door.run(one.host, command)
+    return "done" if not answer.exit_code else f"failed ({' '.join(answer.said.split())[-200:]})"

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
-import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cpuft import execute
 from cpuft.errors import CpuftError, counted
-from cpuft.hosts import door, facts, registry
+from cpuft.hosts import facts, registry
+from cpuft.hosts.door import Door, side_by_side
+from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, read_hostfile
 from cpuft.hosts.topology import HostFacts, parse_facts
-from cpuft.launch import mpirun
 from cpuft.options.fields import LaunchConfig
+from cpuft.plan import Plan, Step
 from cpuft.words import WITHOUT_FOLDER
 
 LOCAL = Host("localhost")
@@ -37,24 +35,27 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """How the hosts are reached, and what runs there."""
+class Access:
+    """How the hosts of a cluster are reached, and what runs there."""
 
-    ssh_config: str = ""
-    """Client configuration; empty for the user's own."""
+    door: Door = Door()
     python: str = sys.executable
     """Python of the training environment, the same path on every host."""
     settings: dict[str, str] = field(default_factory=dict)
     """Environment variables of cpuft's own commands on the hosts."""
     shares_files: bool = False
     """Whether the hosts see this machine's files under the same paths."""
-    ssh_config_there: str = ""
-    """The client configuration on the master's own disk, for mpirun; empty where it sees `ssh_config`."""
+    config_there: str = ""
+    """ssh's client configuration on the master's own disk, for mpirun; empty where it sees the door's."""
+
+    def any_python(self, *words: str) -> tuple[str, ...]:
+        """A command of the environment's Python; where that is missing, any Python tells at least what the host is."""
+        return ("sh", "-c", 'python=$(command -v "$0" || echo python3); exec "$python" "$@"', self.python, *words)
 
     @property
     def mpirun_options(self) -> tuple[str, ...]:
         """ssh's options on the hosts themselves."""
-        path = self.ssh_config_there or self.ssh_config
+        path = self.config_there or self.door.config
         return ("-F", path) if path else ()
 
 
@@ -64,19 +65,21 @@ class Cluster:
 
     assignments: tuple[Assignment, ...]
     facts: tuple[HostFacts, ...]
-    flavour: mpirun.Flavour
+    flavour: Flavour
     ssh_options: tuple[str, ...] = ()
     as_root: bool = False
-    reach: Reach = Reach()
+    access: Access = Access()
     away: bool = False
-    """Whether the master is another machine: mpirun then runs there, and results are fetched."""
+    """Whether the run has a directory on the master's own disk, and results are fetched from there."""
     uid: int = 0
     """Of this user on the master."""
+    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """As `cpuft.plan.Plan.ways`, of hosts that this machine's commands go to."""
 
     @property
     def python(self) -> str:
         """Python of the training environment on the hosts."""
-        return self.reach.python
+        return self.access.python
 
     @property
     def folder(self) -> str:
@@ -92,6 +95,20 @@ class Cluster:
         """Where the ranks work on a run: its directory, or one on the master's own disk."""
         mark = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:12]
         return f"{self.folder}/{mark}/{os.path.basename(run_dir)}" if self.away else run_dir
+
+    def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
+        """A command of a host as one of this machine."""
+        return Plan(ways=self.ways).here(Step("", argv, host=host)).command
+
+    @property
+    def master(self) -> str:
+        """The first host, as the hostfile names it."""
+        return self.assignments[0].host.name
+
+    @property
+    def has_own_disks(self) -> bool:
+        """Whether what a run reads must be sent to its hosts."""
+        return self.away and not self.access.shares_files
 
     @property
     def rank_hosts(self) -> tuple[str, ...]:
@@ -118,14 +135,14 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     return read_hostfile(hostfile) if hostfile else (LOCAL,)
 
 
-def find_reach(config: LaunchConfig) -> Reach:
+def find_access(config: LaunchConfig) -> Access:
     """How the hosts of a run are reached: as the cluster was provisioned, or by the user's own ssh."""
     entry = find_entry(config, os.environ)
     if entry is None:
-        return Reach(config.ssh_config)
+        return Access(Door(config.ssh_config))
     shares = entry.kind == "local" and not entry.options.get("image")
-    own = config.ssh_config or entry.ssh_config
-    return Reach(own, entry.python or sys.executable, entry.settings, shares, entry.ssh_config_there)
+    door = Door(config.ssh_config or entry.ssh_config)
+    return Access(door, entry.python or sys.executable, entry.settings, shares, entry.ssh_config_there)
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
@@ -182,34 +199,28 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     ------
     CpuftError: naming every host that did not answer, with what it said.
     """
-    hosts, reach = read_hosts(config), find_reach(config)
-    _refuse_same_address(hosts)
+    hosts, access = read_hosts(config), find_access(config)
+    _refuse_same_address(hosts, access.door)
     limit = min(len(hosts), config.np)
     wanted = hosts[:limit] if not any(host.slots for host in hosts) and not config.ppn else hosts
-    found = dict(zip([host.name for host in wanted], gather_facts(wanted, reach)))
+    found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
     _refuse_same_machine(wanted, found)
     cores = {name: len(host_facts.cores) for name, host_facts in found.items()}
     assignments = assign_ranks(wanted, config.np, config.ppn, cores)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     # Hosts with disks of their own get their inputs in one way, wherever this machine is among them.
-    own_disks = bool(reach.ssh_config_there) and len(used) > 1
-    away = own_disks or not is_here(hosts[0], _resolve(hosts[0]))
-    flavour = find_flavour_there(hosts[0], config.mpirun, reach) if away else find_flavour(config.mpirun)
-    return Cluster(assignments, used, flavour, reach.mpirun_options, os.geteuid() == 0, reach, away, used[0].uid)
+    away = (bool(access.config_there) and len(used) > 1) or not access.door.is_here(hosts[0])
+    flavour = find_flavour(hosts[0], config.mpirun, access.python, access.door)
+    ways = {a.host.name: access.door.way(a.host) for a in assignments} if away else {}
+    uid = used[0].uid
+    return Cluster(assignments, used, flavour, access.mpirun_options, os.geteuid() == 0, access, away, uid, ways)
 
 
-def is_here(host: Host, address: str) -> bool:
-    """Whether a host at this address is this machine. With an ssh port of its own it is a container or a tunnel."""
-    if host.port:
-        return False
-    return address.startswith("127.") or address in facts.read_interfaces().values()
-
-
-def _refuse_same_address(hosts: tuple[Host, ...]) -> None:
+def _refuse_same_address(hosts: tuple[Host, ...], door: Door) -> None:
     """The hosts that a small run leaves out are checked, too: the next one will need them."""
     seen: dict[str, str] = {}
     for host in hosts:
-        address = _resolve(host)
+        address = door.address(host)
         if address in seen:
             raise CpuftError(_same_host(seen[address], host.name))
         seen[address] = host.name
@@ -230,73 +241,15 @@ def _refuse_same_machine(hosts: tuple[Host, ...], found: Mapping[str, HostFacts]
         seen[identity] = host.name
 
 
-def find_flavour(wanted: str) -> mpirun.Flavour:
-    """The mpirun to use: the named one, else this environment's, else PATH's. Raises CpuftError when there is none.
-
-    Intel MPI's and MPICH's `mpirun` is a shell script that looks for mpiexec.hydra on PATH and passes no signals on:
-    where the program itself is beside it, that is used.
-    """
-    own = os.path.join(os.path.dirname(sys.executable), "mpirun")
-    found = shutil.which(wanted or own) or (None if wanted else shutil.which("mpirun"))
-    if found is None:
-        raise CpuftError(
-            f"there is no mpirun{f' at {wanted}' if wanted else ''}: pip install 'cpuft[train]' brings Intel MPI's, "
-            f"or name yours with --mpirun"
-        )
-    program = os.path.join(os.path.dirname(found), "mpiexec.hydra")
-    path = program if os.path.exists(program) and "ompi" not in os.path.realpath(found) else found
-    return mpirun.parse_flavour(path, execute.run_quietly((path, "--version"), seconds=30).output)
-
-
-def find_flavour_there(master: Host, wanted: str, reach: Reach) -> mpirun.Flavour:
-    """The mpirun of the master. Raises CpuftError when there is none."""
-    # As on this machine, mpiexec.hydra itself rather than the script around it, which would not pass signals on.
-    folder = os.path.dirname(reach.python)
-    paths = (wanted,) if wanted else (f"{folder}/mpiexec.hydra", f"{folder}/mpirun")
-    script = 'for path; do path=$(command -v "$path") && echo "$path" && exec "$path" --version; done; exit 1'
-    command = door.quote_command(("sh", "-c", script, "find", *paths), {})
-    answer = door.run(master, command, config_path=reach.ssh_config)
-    if answer.exit_code:
-        raise CpuftError(
-            f"there is no mpirun at {paths[-1]} on {master.name}: provision it with cpuft provision, or name its "
-            f"mpirun with --mpirun"
-        )
-    path, _, version = answer.output.partition("\n")
-    return mpirun.parse_flavour(path, version + answer.errors)
-
-
-def gather_facts(hosts: tuple[Host, ...], reach: Reach = Reach()) -> tuple[HostFacts, ...]:
+def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ...]:
     """Facts of every host, asked side by side. Raises CpuftError that names every host that failed."""
-    addresses = [_resolve(host) for host in hosts]
-    first_other = addresses[1] if len(hosts) > 1 else addresses[0]
-    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
-        answers = [
-            pool.submit(_gather_one, host, is_here(host, address), addresses[0] if index else first_other, reach)
-            for index, (host, address) in enumerate(zip(hosts, addresses))
-        ]
-    failures = [str(answer.exception()) for answer in answers if isinstance(answer.exception(), CpuftError)]
-    if failures:
-        raise CpuftError("; ".join(failures))
-    return tuple(answer.result() for answer in answers)
-
-
-def _gather_one(host: Host, is_local: bool, target: str, reach: Reach) -> HostFacts:
-    if is_local:
-        command = (sys.executable, facts.__file__, target)
-        return parse_facts(execute.run_quietly(command, seconds=30).output, host.name)
+    addresses = [access.door.address(host) for host in hosts]
+    # The master's way to the first other host, and everyone else's way to the master.
+    targets = {host.name: addresses[0] for host in hosts[1:]} | {hosts[0].name: addresses[:2][-1]}
     source = Path(facts.__file__).read_text(encoding="utf-8")
-    # Where the environment is not at the same path, any Python tells at least what the host is.
-    command_text = (
-        f"$(command -v {shlex.quote(reach.python)} || echo python3) -c {shlex.quote(_FROM_STDIN)} {shlex.quote(target)}"
-    )
-    answer = door.run(host, command_text, stdin=source, config_path=reach.ssh_config)
-    return parse_facts(answer.output or answer.errors, host.name)
 
+    def gather(host: Host) -> HostFacts:
+        answer = access.door.run(host, access.any_python("-c", _FROM_STDIN, targets[host.name]), source)
+        return parse_facts(answer.output or answer.errors, host.name)
 
-def _resolve(host: Host) -> str:
-    try:
-        return socket.gethostbyname(host.name)
-    except OSError as error:
-        raise CpuftError(
-            f"host {host.name} has no address ({error}): check its spelling in the hostfile, or write its address"
-        ) from None
+    return tuple(side_by_side(gather, hosts))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
-from cpuft.launch.inputs import Parcel, pack_training, plan_rows
+from cpuft.launch.inputs import gather_lacking, pack_training, plan_travel
 from cpuft.launch.planning import plan_training
 from cpuft.options.fields import CompareConfig, LaunchConfig, TrainConfig
-from cpuft.plan import Plan
+from cpuft.plan import RunPlan
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,7 @@ class Planned:
 
     run_dir: str
     cluster: Cluster
-    plan: Plan
-    parcels: tuple[Parcel, ...]
-    """What travels to hosts with disks of their own first."""
+    plan: RunPlan
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
@@ -59,14 +57,18 @@ def plan_comparison(
     environ: Mapping[str, str],
 ) -> list[Planned]:
     """A run for each number of ranks. All are checked before the first starts."""
-    planned = []
+    planned: list[Planned] = []
+    sent: dict[str, set[str]] = {}
     for ranks in numbers:
         own = scale_batch(train, ranks, numbers[0], comparison.scaling)
         launch = replace(config, np=ranks)
         cluster = gather_cluster(launch)
         directory = f"{run_dir}/np-{ranks}"
         own, parcels = pack_training(cluster, own)
-        work = cluster.work_dir(directory)
-        plan = plan_rows(plan_training(cluster, launch, own, work, progress, environ), cluster, work)
-        planned.append(Planned(directory, cluster, plan, parcels))
+        plan = plan_training(cluster, launch, own, cluster.work_dir(directory), progress, environ)
+        lacking = gather_lacking(parcels, cluster)
+        # What an earlier run of the comparison sends is there by then.
+        missing = {host: places - sent.get(host, set()) for host, places in lacking.items()}
+        sent |= {host: places | sent.get(host, set()) for host, places in lacking.items()}
+        planned.append(Planned(directory, cluster, plan_travel(plan, parcels, missing, cluster, directory)))
     return planned

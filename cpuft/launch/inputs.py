@@ -6,23 +6,48 @@ import hashlib
 import os
 import shlex
 import sys
-import tarfile
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-from cpuft.errors import CpuftError, counted
-from cpuft.files import PRIVATE, REMOVE
-from cpuft.hosts import door
+from cpuft.errors import CpuftError
+from cpuft.files import PRIVATE, REMOVE, remove_command
 from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.options.fields import TrainConfig
-from cpuft.plan import Plan, Step
+from cpuft.plan import RunPlan, Stages, Step
 
 _ROWS = "data.npz"
-_SEND_SECONDS = 1800.0
+_SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -chf - -- "${@:1:count}" | "${@:count+1}"'
+"""Links are followed, because what they point to is not there: a hub's cache is made of them."""
+
+_UNPACK = f"""set -e
+{PRIVATE}{REMOVE}private "$1"
+private "$1/inputs"
+part=$(mktemp -d "$2.XXXXXX")
+trap 'remove "$1/inputs" "$part"' EXIT
+tar -C "$part" -xof -
+mv -T "$part" "$2" 2>/dev/null || test -d "$2"
+"""
+"""Unpacks beside its place and renames: a parcel is there as a whole or not at all."""
+
+_FIND = f"""{PRIVATE}for folder in "$1" "$1/inputs"; do
+    [ ! -e "$folder" ] && [ ! -L "$folder" ] || private "$folder" || exit 1
+done
+shift
+for path; do test -d "$path" || echo "$path"; done
+"""
+
+_PACK = 'flock -w 15 "$1.lock" true; test -d "$1" || exec tar -cf - -T /dev/null; exec tar -C "$1" -cf - .'
+"""The supervisor holds the lock until the last rank has ended. A run that refused its input has left nothing."""
+
+_FETCH = """part=$1.part run=$1
+shift
+mkdir -p "$part"
+"$@" | tar -C "$part" -xf -
+rmdir "$part" 2>/dev/null || mv -T "$part" "$run"
+"""
 _TRAINING_INPUTS = ("model", "data_dir", "train_file", "validation_file")
 
 
@@ -37,7 +62,7 @@ class Parcel:
 
 def pack_training(cluster: Cluster, train: TrainConfig) -> tuple[TrainConfig, tuple[Parcel, ...]]:
     """The training options with paths as they are on the hosts, and what has to travel for that."""
-    if not _has_own_disks(cluster):
+    if not cluster.has_own_disks:
         return train, ()
     parcels, changes = [], dict[str, str]()
     for name in _TRAINING_INPUTS:
@@ -54,7 +79,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
     A Python script takes the modules and packages beside it along. An argument that names a file or folder, by itself
     or after `--option=`, is sent too; the working directory and what holds it are not.
     """
-    if not _has_own_disks(cluster):
+    if not cluster.has_own_disks:
         return command, ()
     is_python = command[0] == sys.executable
     words: list[str] = [cluster.python] if is_python else []
@@ -71,10 +96,6 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
         parcels.append(pack(sources, cluster.inputs))
         words.append(f"{option}{parcels[-1].there}/{path.name}")
     return tuple(words), tuple(parcels)
-
-
-def _has_own_disks(cluster: Cluster) -> bool:
-    return cluster.away and not cluster.reach.shares_files
 
 
 def _split_option(word: str) -> tuple[str, str]:
@@ -111,73 +132,82 @@ def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
                 yield path, str(path.relative_to(source.parent))
 
 
-def send_parcels(parcels: tuple[Parcel, ...], cluster: Cluster, say: Callable[[str], None]) -> None:
-    """Put every parcel on every host that lacks it, side by side.
+def gather_lacking(parcels: tuple[Parcel, ...], cluster: Cluster) -> dict[str, set[str]]:
+    """Host -> places of the parcels that it lacks, asked side by side. Changes nothing there.
 
     Raises
     ------
-    CpuftError: naming every host that could not take it, with what it said.
+    CpuftError: somebody else could have written what lies there, and a run would trust it.
     """
     hosts = [assignment.host for assignment in cluster.assignments]
-    if not parcels:
-        return
-    lacking = door.side_by_side(lambda host: _find_lacking(host, parcels, cluster), hosts)
+    words = ("sh", "-c", _FIND, "find", cluster.folder, *(parcel.there for parcel in parcels))
+
+    def ask(host: Host) -> set[str]:
+        answer = cluster.access.door.run(host, words)
+        if answer.exit_code:
+            said = (answer.errors.strip().splitlines() or ["look at its disk"])[-1]
+            raise CpuftError(f"host {host.name} has no place for what the run needs: {said}")
+        return set(answer.output.split())
+
+    return dict(zip((host.name for host in hosts), side_by_side(ask, hosts if parcels else [])))
+
+
+def plan_inputs(parcels: tuple[Parcel, ...], lacking: Mapping[str, set[str]], cluster: Cluster) -> Stages:
+    """Every parcel to every host that lacks it: a stage a parcel, the hosts side by side."""
+    stages = []
     for parcel in parcels:
-        needy = [host for host, missing in zip(hosts, lacking) if parcel.there in missing]
-        if needy:
-            with tempfile.NamedTemporaryFile(suffix=".tar") as file:
-                size = _write_tar(parcel, file.name)
-                say(f"send {parcel.sources[0].name} ({size / 1e6:.1f} MB) to {counted(len(needy), 'host')}")
-                door.side_by_side(partial(_send, parcel=parcel, tar=file.name, cluster=cluster), needy)
+        names = [source.name for source in parcel.sources]
+        send = ("bash", "-o", "pipefail", "-c", _SEND, "send", str(parcel.sources[0].parent), str(len(names)), *names)
+        unpack = ("sh", "-c", _UNPACK, "unpack", cluster.folder, parcel.there)
+        needy = [host for host, places in lacking.items() if parcel.there in places]
+        stages.append(tuple(Step(f"send {names[0]} to {h}", (*send, *cluster.command_on(h, unpack))) for h in needy))
+    return tuple(stage for stage in stages if stage)
 
 
-def _write_tar(parcel: Parcel, path: str) -> int:
-    """Links are followed, because what they point to is not there: a hub's cache is made of them."""
-    with tarfile.open(path, mode="w", dereference=True) as archive:
-        for source, name in _list_files(parcel.sources):
-            archive.add(source, name, recursive=False)
-    return Path(path).stat().st_size
-
-
-def _find_lacking(host: Host, parcels: tuple[Parcel, ...], cluster: Cluster) -> set[str]:
-    """Parcels that the host lacks, by place. What lies there is trusted, so nobody else may write there."""
-    script = f'{PRIVATE}private "$1" && private "$1/inputs" && shift || exit 1\n'
-    script += 'for path; do test -d "$path" || echo "$path"; done'
-    words = ("sh", "-c", script, "find", cluster.folder, *(parcel.there for parcel in parcels))
-    answer = door.run(host, door.quote_command(words, {}), config_path=cluster.reach.ssh_config)
-    if answer.exit_code:
-        said = (answer.errors.strip().splitlines() or ["look at its disk"])[-1]
-        raise CpuftError(f"host {host.name} has no place for what the run needs: {said}")
-    return set(answer.output.split())
-
-
-def _send(host: Host, parcel: Parcel, tar: str, cluster: Cluster) -> None:
-    """Unpack beside its place and rename: a parcel is there as a whole or not at all."""
-    there = shlex.quote(parcel.there)
-    command = (
-        f"set -e\n{REMOVE}part=$(mktemp -d {there}.XXXXXX); trap 'remove {shlex.quote(cluster.inputs)} $part' EXIT; "
-        f"tar -C $part -xof -; mv -T $part {there} || test -d {there}"
-    )
-    answer = door.run(host, command, seconds=_SEND_SECONDS, config_path=cluster.reach.ssh_config, stdin_file=tar)
-    if answer.exit_code:
-        said = " ".join(answer.errors.split())[-200:]
-        raise CpuftError(f"host {host.name} could not take {parcel.sources[0].name} ({said}): look at its disk")
-
-
-def plan_rows(plan: Plan, cluster: Cluster, work: str) -> Plan:
-    """The plan of a training with a stage after the rows' preparation that gives them to the other hosts."""
-    others = [assignment.host.name for assignment in cluster.assignments[1:]]
-    if not _has_own_disks(cluster) or not others:
-        return plan
+def plan_rows(cluster: Cluster, work: str) -> Stages:
+    """The prepared rows from the master to the other hosts, where these have disks of their own."""
     script = 'folder=$1; shift; tar -C "$folder" -cf - ' + _ROWS + ' | ssh -o BatchMode=yes "$@"'
     folder = shlex.quote(work)
     receive = f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && "
     receive += f"{{ test -e {folder}/{_ROWS} || tar -C {folder} -xf -; }}"
     stage = tuple(
         Step(
-            f"give the rows to {name}",
-            ("bash", "-o", "pipefail", "-c", script, "rows", work, *cluster.reach.mpirun_options, name, receive),
+            f"give the rows to {assignment.host.name}",
+            (
+                *("bash", "-o", "pipefail", "-c", script, "rows", work),
+                *(*cluster.access.mpirun_options, assignment.host.name, receive),
+            ),
+            host=cluster.master,
         )
-        for name in others
+        for assignment in cluster.assignments[1:]
     )
-    return replace(plan, stages=(*plan.stages[:2], stage, *plan.stages[2:]))
+    return (stage,) if stage and cluster.has_own_disks else ()
+
+
+def plan_results(cluster: Cluster, work: str, run_dir: str) -> Stages:
+    """The run's directory from the master, then nothing of the run left on any host."""
+    if not cluster.away:
+        return ()
+    pack = cluster.command_on(cluster.master, ("sh", "-c", _PACK, "pack", work))
+    words = ("bash", "-o", "pipefail", "-c", _FETCH, "fetch", run_dir, *pack)
+    fetch = Step(f"fetch the run from {cluster.master}", words)
+    folder = os.path.dirname(work)
+    clean = tuple(
+        Step(f"take the run away from {a.host.name}", remove_command(cluster.folder, folder), host=a.host.name)
+        for a in cluster.assignments
+    )
+    return ((fetch,), clean)
+
+
+def plan_travel(
+    plan: RunPlan, parcels: tuple[Parcel, ...], lacking: Mapping[str, set[str]], cluster: Cluster, run_dir: str
+) -> RunPlan:
+    """The plan with what its hosts need from this machine, and what comes back."""
+    work = cluster.work_dir(run_dir)
+    rows = plan_rows(cluster, work) if plan.prepare else ()
+    return replace(
+        plan,
+        inputs=plan_inputs(parcels, lacking, cluster),
+        prepare=(*plan.prepare, *rows),
+        results=plan_results(cluster, work, run_dir),
+    )

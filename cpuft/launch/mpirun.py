@@ -1,10 +1,11 @@
-"""The flavours of mpirun: which one it is, and the command line each takes."""
+"""mpirun's command line, for each flavour of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
+from cpuft.hosts.flavours import Flavour
 from cpuft.plan import Setting
 
 KEY = "CPUFT_RUN_KEY"
@@ -15,34 +16,12 @@ MAKE_KEY = ("sh", "-c", f'export {KEY}="$(od -vAn -N32 -tx1 /dev/urandom | tr -d
 
 
 @dataclass(frozen=True)
-class Flavour:
-    """An mpirun that was found: its path and whose it is."""
-
-    path: str
-    name: str
-    """intel, mpich or openmpi"""
-
-
-@dataclass(frozen=True)
 class RankGroup:
     """The ranks of one host: how many, and the settings of that host."""
 
     host: str
     ranks: int
     settings: tuple[Setting, ...]
-
-
-def parse_flavour(path: str, version_text: str) -> Flavour:
-    """Whose mpirun this is, from what `mpirun --version` prints. Raises CpuftError for an unknown one."""
-    signs = (("intel", "Intel(R) MPI"), ("openmpi", "Open MPI"), ("openmpi", "OpenRTE"), ("mpich", "HYDRA"))
-    for name, sign in signs:
-        if sign in version_text:
-            return Flavour(path, name)
-    first = (version_text.strip().splitlines() or ["nothing"])[0]
-    raise CpuftError(
-        f"{path} is no mpirun that cpuft knows (it said: {first[:120]}): "
-        f"name Intel MPI's, MPICH's or Open MPI's with --mpirun"
-    )
 
 
 def plan_mpirun(

@@ -13,12 +13,13 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE
 from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores, choose_comm_cores, choose_precision, effective_flags, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
-from cpuft.plan import Plan, Setting, Step
+from cpuft.plan import RunPlan, Setting, Step
 from cpuft.words import own_module, pack_words
 
 LEAST_FREE_BYTES = 256 << 20
@@ -65,16 +66,16 @@ def _without_cores_of_others(settings: tuple[Setting, ...]) -> tuple[Setting, ..
     return tuple(setting for setting in settings if setting.name != "CPUFT_CORES")
 
 
-def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[environment.Interface, ...]:
+def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
     """Each host's interface towards the others; loopback when there is one host only."""
     if len(cluster.facts) == 1 and not wanted:
-        return (environment.Interface("lo", "127.0.0.1", "all ranks are on one host"),)
-    return tuple(environment.choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
+        return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
+    return tuple(choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
 
 
 def plan_training(
     cluster: Cluster, config: LaunchConfig, train: TrainConfig, run_dir: str, progress: str, environ: Mapping[str, str]
-) -> Plan:
+) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
     prepared = f"{run_dir}/data.npz"
@@ -83,9 +84,10 @@ def plan_training(
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
         (*own_module(cluster.python, "cpuft.train.data.prepare"), prepared, *format_arguments(train)),
+        _settings_there(cluster),
+        cluster.master,
     )
-    plan = plan_launch(cluster, config, run_dir, command, train.backend, environ)
-    return Plan((plan.stages[0], (prepare,), *plan.stages[1:]), plan.notes)
+    return replace(plan_launch(cluster, config, run_dir, command, train.backend, environ), prepare=((prepare,),))
 
 
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
@@ -128,7 +130,7 @@ def plan_launch(
     command: tuple[str, ...],
     backend: str,
     environ: Mapping[str, str],
-) -> Plan:
+) -> RunPlan:
     """One mpirun over all hosts; each rank's output goes into a file of its own in the run directory.
 
     `command` is a program, or `-m` and a module of ours.
@@ -144,20 +146,26 @@ def plan_launch(
     rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
     words = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
-    script = f"{PRIVATE}private {cluster.folder} && " if cluster.away else ""
+    script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
     script += 'mkdir -p "$0" && mkdir "$1" "$1/logs"'
-    make = Step("make the run's directory", ("sh", "-c", script, folder, run_dir))
+    make = Step("make the run's directory", ("sh", "-c", script, folder, run_dir), host=cluster.master)
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
         (*mpirun.MAKE_KEY, *words),
-        mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root),
+        (*mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root), *_settings_there(cluster)),
+        cluster.master,
     )
-    return Plan(((make,), (start,)), plan_notes(cluster, shared, per_host))
+    return RunPlan(((make,),), ranks=((start,),), notes=plan_notes(cluster, shared, per_host), ways=cluster.ways)
+
+
+def _settings_there(cluster: Cluster) -> tuple[Setting, ...]:
+    reason = "so that its Python finds cpuft there"
+    return tuple(Setting(name, value, reason) for name, value in cluster.access.settings.items() if cluster.away)
 
 
 def plan_bench(
     cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
-) -> Plan:
+) -> RunPlan:
     """Measure the backends on these hosts.
 
     Raises

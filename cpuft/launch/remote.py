@@ -1,146 +1,130 @@
-"""Runs a plan on the master where that is another machine: the plan goes there, results come back.
+"""Runs a plan whose master is another machine, or has a disk of its own: step by step, as printed.
 
-The master's end is this file too: `python -m cpuft.launch.remote PLAN.json` supervises the run as if typed there.
+The master's end is this file too: `python -m cpuft.launch.remote` supervises the ranks as if they were started there.
+It reads its part of the plan from standard input, and lives no longer than the connection.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fcntl
 import json
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
+from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.execute import Interrupted, run_step
-from cpuft.files import PRIVATE, remove_command
-from cpuft.hosts import door
+from cpuft.execute import Interrupted
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.hostfile import Host
-from cpuft.launch.inputs import Parcel, send_parcels
-from cpuft.launch.supervise import run_plan
-from cpuft.plan import Plan, Step, dump_plan, load_plan
+from cpuft.launch.supervise import run_plan, write_plan
+from cpuft.loader import load, parse_json
+from cpuft.plan import Plan, RunPlan, Setting, Step, dump_plan, load_plan
 from cpuft.rank.process import end_with_parent
 from cpuft.words import own_module
 
 _SSH_FAILED = 255
-_END_SECONDS = 15
-"""What ranks, mpirun and the supervisor on the master need to end once this side has gone."""
+_MAKE_SECONDS = 60.0
+_SEND_SECONDS = 1800.0
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What the supervisor on the master is told."""
+
+    plan: str
+    """As `cpuft.plan.dump_plan` writes it."""
+    run_dir: str
+    hosts: tuple[str, ...]
+    """Of each rank, as the hostfile names it."""
+    seconds: float
 
 
 def run_plan_there(
-    plan: Plan,
-    run_dir: str,
-    cluster: Cluster,
-    environ: Mapping[str, str],
-    seconds: float,
-    parcels: tuple[Parcel, ...] = (),
+    plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], seconds: float, say: Say
 ) -> int:
-    """Run a plan on the master to its end, fetch its run directory, and leave nothing there; the exit code.
-
-    `parcels` travel to all hosts first.
+    """Run a plan to its end, fetch its run directory, and leave nothing on the hosts; the exit code.
 
     Its output appears here as it comes. When this process is stopped, the connection ends, and with it the run.
 
     Raises
     ------
-    CpuftError: the master cannot be reached, or was lost.
+    CpuftError: the master cannot be reached, or was lost; what was not fetched stays where it is, and is named.
     Interrupted: a signal came; what the ranks recorded until then has been fetched.
     """
-    host, work = cluster.assignments[0].host, cluster.work_dir(run_dir)
-    order = {"plan": dump_plan(plan), "run_dir": work, "hosts": cluster.rank_hosts, "seconds": seconds}
-    send_parcels(parcels, cluster, lambda line: print(line, file=sys.stderr, flush=True))
-    make = f'{PRIVATE}private "$1" && mkdir -m 700 "$2"'
-    _ask(host, cluster, ("sh", "-c", make, "make", cluster.folder, os.path.dirname(work)))
+    order = Order(dump_plan(plan.on_master()), cluster.work_dir(run_dir), cluster.rank_hosts, seconds)
     try:
-        _ask(host, cluster, ("sh", "-c", 'cat >"$1"', "write", f"{work}.json"), json.dumps(order))
-        code = run_step(plan_start(work, cluster), environ, None, lambda: None)
-        if code == _SSH_FAILED:
-            raise CpuftError(f"the connection to the master {host.name} was lost: look at it with cpuft doctor")
-        _fetch(host, cluster, work, run_dir)
+        _run(plan.only("make"), environ, _MAKE_SECONDS, _silent)
+        _run(plan.only("inputs"), environ, _SEND_SECONDS, say)
+        code = execute.run_step(plan.whole.here(plan_supervision(order, cluster)), environ, None, lambda: None)
     except Interrupted:
-        _fetch(host, cluster, work, run_dir)
+        _bring_back(plan, run_dir, order, cluster, environ)
         raise
-    finally:
-        _clean(cluster, os.path.dirname(work))
+    _bring_back(plan, run_dir, order, cluster, environ)
+    if code == _SSH_FAILED:
+        raise CpuftError(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
     return code
 
 
-def _clean(cluster: Cluster, folder: str) -> None:
-    """Take the run's working directory from all hosts; one that was lost meanwhile must not hide how the run ended."""
-    for assignment in cluster.assignments:
-        with suppress(CpuftError):
-            _ask(assignment.host, cluster, remove_command(cluster.folder, folder))
+def plan_supervision(order: Order, cluster: Cluster) -> Step:
+    """Start the supervisor on the master."""
+    settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
+    command = own_module(cluster.python, "cpuft.launch.remote")
+    return Step("supervise the ranks", command, settings, cluster.master, json.dumps(dataclasses.asdict(order)))
 
 
-def plan_start(work: str, cluster: Cluster) -> Step:
-    """Supervise the run that is described in `work`.json, over ssh."""
-    command = (*own_module(cluster.python, "cpuft.launch.remote"), f"{work}.json")
-    return Step("supervise the ranks from the master", ("ssh", *_ssh_words(cluster), _line(command, cluster)))
+def _bring_back(plan: RunPlan, run_dir: str, order: Order, cluster: Cluster, environ: Mapping[str, str]) -> None:
+    fetch, *clean = plan.results
+    try:
+        _run(Plan((fetch,), ways=plan.ways), environ, _SEND_SECONDS, _silent)
+    except CpuftError as error:
+        raise CpuftError(f"{error}; what was recorded is in {order.run_dir} on {cluster.master}") from None
+    if os.path.isdir(run_dir):
+        write_plan(plan, run_dir)
+    # A host that was lost meanwhile must not hide how the run ended.
+    with contextlib.suppress(CpuftError):
+        _run(Plan(tuple(clean), ways=plan.ways), environ, _MAKE_SECONDS, _silent)
 
 
-def plan_there(plan: Plan, cluster: Cluster) -> Plan:
-    """The same plan as commands of this machine, each over ssh: what --dry-run shows."""
-    stages = tuple(
-        tuple(
-            replace(step, command=("ssh", *_ssh_words(cluster), _line(step.command, cluster, step)), settings=())
-            for step in stage
-        )
-        for stage in plan.stages
-    )
-    return Plan(stages, plan.notes)
+def _silent(line: str) -> None:
+    """Steps of a moment, which nobody waits for."""
 
 
-def _ssh_words(cluster: Cluster) -> tuple[str, ...]:
-    host = cluster.assignments[0].host
-    words: tuple[str, ...] = ("-F", cluster.reach.ssh_config) if cluster.reach.ssh_config else ()
-    words += ("-o", "BatchMode=yes")
-    words += ("-l", host.user) if host.user else ()
-    words += ("-p", str(host.port)) if host.port else ()
-    return (*words, host.name)
-
-
-def _line(command: tuple[str, ...], cluster: Cluster, step: Step | None = None) -> str:
-    settings = cluster.reach.settings | ({s.name: s.value for s in step.settings} if step else {})
-    # exec: the command becomes the child of sshd's own process, and ends with it.
-    return f"exec {door.quote_command(command, settings)}"
-
-
-def _ask(host: Host, cluster: Cluster, command: tuple[str, ...], stdin: str = "") -> None:
-    answer = door.run(host, door.quote_command(command, {}), stdin, config_path=cluster.reach.ssh_config)
-    if answer.exit_code:
-        said = " ".join((answer.errors or answer.output).split())[-300:]
-        raise CpuftError(f"host {host.name} has no place for the run's files ({said}): look at its disk and /var/tmp")
-
-
-def _fetch(host: Host, cluster: Cluster, work: str, run_dir: str) -> None:
-    """Wait for the supervisor there to end, then copy what it left, if it came so far."""
-    wait = f"flock -w {_END_SECONDS} {work}.json true; test -d {work}"
-    if door.run(host, wait, seconds=_END_SECONDS + 10, config_path=cluster.reach.ssh_config).exit_code:
-        return
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
-    door.fetch_folder(host, work, run_dir, config_path=cluster.reach.ssh_config)
+def _run(plan: Plan, environ: Mapping[str, str], seconds: float, say: Say) -> None:
+    """Run stages; raises CpuftError that names every step that failed, with what it said."""
+    for stage in plan.stages:
+        for step in stage:
+            say(step.why)
+        try:
+            answers = execute.run_stage([plan.here(step) for step in stage], environ, seconds)
+        except TimeoutError as error:
+            raise CpuftError(f"{stage[0].why}: {error}: look at the hosts with cpuft doctor") from None
+        failures = [
+            f"{step.why}: failed ({' '.join(answer.said.split())[-300:] or f'exit code {answer.exit_code}'})"
+            for step, answer in zip(stage, answers)
+            if answer.exit_code
+        ]
+        if failures:
+            raise CpuftError("; ".join(failures) + ": look at the hosts with cpuft doctor")
 
 
 def main() -> None:
     """The master's end. Exit code: the run's, or 2 with one line."""
-    import fcntl
-
     end_with_parent(15)
-    with open(sys.argv[1], encoding="utf-8") as file:
+    order = load(Order, parse_json(sys.stdin.read()))
+    with open(f"{order.run_dir}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        order = json.load(file)
         try:
-            plan, hosts = load_plan(order["plan"]), tuple(order["hosts"])
-            code = run_plan(plan, order["run_dir"], hosts, os.environ, order["seconds"])
+            code = run_plan(load_plan(order.plan), order.run_dir, order.hosts, os.environ, order.seconds)
         except CpuftError as error:
             print(f"cpuft: error: {error}", file=sys.stderr)
             code = 2
         except Interrupted as stopped:
             code = stopped.exit_code
-    sys.exit(code)
+    # 255 is what ssh itself says; mpirun passes on that of its own.
+    sys.exit(min(code, _SSH_FAILED - 1))
 
 
 if __name__ == "__main__":

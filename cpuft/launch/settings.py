@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import counted
+from cpuft.hosts.interfaces import Interface
 from cpuft.hosts.topology import HostFacts, RankCores, format_mask
 from cpuft.loader import load, parse_json
 from cpuft.plan import Setting
@@ -29,38 +29,6 @@ USERS_PREFIXES = (
 
 _TIED_TO_A_RUN = "CPUFT_"
 _EXPORTED = "CPUFT_EXPORTED"
-_UNSUITABLE = ("lo", "docker", "br-", "virbr", "veth", "tun", "tap", "wg", "tailscale", "cni", "flannel", "cali")
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface of a host and its IPv4 address."""
-
-    name: str
-    address: str
-    reason: str
-
-
-def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
-    """The interface of a host by which it reaches `target`, another host's address; `wanted` names one instead.
-
-    Raises
-    ------
-    CpuftError: no such interface, no route, or one that leads nowhere else (loopback, docker, VPN).
-    """
-    if wanted:
-        if wanted not in facts.interfaces:
-            known = ", ".join(sorted(facts.interfaces))
-            raise CpuftError(f"host {facts.hostname} has no interface {wanted} with an address: use one of {known}")
-        return Interface(wanted, facts.interfaces[wanted], "the interface you named")
-    source = facts.routes.get(target, "")
-    name = next((name for name, address in sorted(facts.interfaces.items()) if address == source), "")
-    if not name or name.startswith(_UNSUITABLE):
-        raise CpuftError(
-            f"host {facts.hostname} reaches {target} by {name or 'no interface'}, which other hosts cannot use: "
-            f"write addresses of the cluster's own network into the hostfile, or name --iface"
-        )
-    return Interface(name, source, f"the interface of {facts.hostname} that routes to {target}")
 
 
 def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int) -> tuple[Setting, ...]:
@@ -176,7 +144,7 @@ def _keep(setting: Setting, environ: Mapping[str, str]) -> Setting:
     theirs = environ.get(setting.name)
     if theirs is None or theirs == setting.value or setting.name.startswith(_TIED_TO_A_RUN):
         return setting
-    return Setting(setting.name, theirs, f"kept as you set it; cpuft would say {setting.value}")
+    return Setting(setting.name, theirs, f"kept as you set it; cpuft would say {setting.value}", kept=True)
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
@@ -191,4 +159,4 @@ def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) ->
 
 def kept_names(settings: tuple[Setting, ...]) -> list[str]:
     """Names of the settings whose value is the user's."""
-    return [setting.name for setting in settings if setting.reason.startswith("kept as you set it")]
+    return [setting.name for setting in settings if setting.kept]

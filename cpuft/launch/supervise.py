@@ -14,7 +14,7 @@ from typing import IO
 from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.files import remove_command
-from cpuft.plan import Plan, Step, format_plan
+from cpuft.plan import RunPlan, Step, format_plan
 from cpuft.rank.process import FAILURE, parse_failure
 
 _TRACE_LINES = 15
@@ -87,7 +87,7 @@ def _lines(data: bytes) -> list[str]:
     return data.decode(errors="replace").splitlines(keepends=True)
 
 
-def run_plan(plan: Plan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float) -> int:
+def run_plan(plan: RunPlan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float) -> int:
     """Run a launch's plan to its end; the exit code of its worst rank.
 
     `hosts` names each rank's host. The plan is kept as `plan.sh` in the run directory.
@@ -97,16 +97,23 @@ def run_plan(plan: Plan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[
     CpuftError: a step before the ranks refused the input; the run directory is taken away again. Or it existed.
     Interrupted: a signal came; all ranks are gone, and the record up to then is kept.
     """
-    make, *before, last = [step for stage in plan.stages for step in stage]
-    _make_run_dir(make, environ)
+    here = plan.whole.here
+    for step in (step for stage in plan.make for step in stage):
+        _make_run_dir(here(step), environ)
     try:
-        for step in before:
-            _run_before(step, environ)
-        _write(Path(run_dir) / "plan.sh", format_plan(plan, os.getcwd()))
+        for step in (step for stage in plan.prepare for step in stage):
+            _run_before(here(step), environ)
+        write_plan(plan, run_dir)
     except BaseException:
         execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
-    return _run_ranks(last, Path(run_dir) / "logs", hosts, environ, seconds)
+    ((ranks,),) = plan.ranks
+    return _run_ranks(here(ranks), Path(run_dir) / "logs", hosts, environ, seconds)
+
+
+def write_plan(plan: RunPlan, run_dir: str) -> None:
+    """Keep the plan beside what came of it."""
+    _write(Path(run_dir) / "plan.sh", format_plan(plan.whole, os.getcwd()))
 
 
 def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:

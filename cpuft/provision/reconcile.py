@@ -7,28 +7,28 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.hosts import door
+from cpuft.execute import Answer
+from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
 from cpuft.plan import Plan, Step
 
 F = TypeVar("F")
 _LAST_LINES = 6
-_SIDE_BY_SIDE = 32
 _AT_ONCE = 4
 """Connections to one host: sshd drops new ones at random from its tenth on (MaxStartups 10:30:100)."""
 
-Run = Callable[[Step], tuple[int, str]]
-"""Runs one step; its exit code and what it said."""
+_HERE = Door()
+Run = Callable[[Step], Answer]
+"""Runs one step."""
 
 
-def converge(
+def reconcile(
     gather: Callable[[], F], plan: Callable[[F], Plan], run: Run, say: Callable[[str], None], found: F | None = None
 ) -> F:
     """Execute plans until one is empty; the facts that were found last. `found` are facts gathered just now.
@@ -61,44 +61,36 @@ def run_stages(plan: Plan, run: Run, say: Callable[[str], None]) -> None:
         for why in dict.fromkeys(step.why for step in stage):
             hosts = [step.host for step in stage if step.why == why and step.host]
             say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
-        with ThreadPoolExecutor(max_workers=min(_SIDE_BY_SIDE, len(stage))) as pool:
-            answers = list(pool.map(lambda step: _attempt(run, step), stage))
-        failures = [_describe(step, said) for step, (code, said) in zip(stage, answers) if code]
+        answers = attempt(run, stage)
+        failures = [_describe(step, answer) for step, answer in zip(stage, answers) if _said(answer) is not None]
         if failures:
             raise CpuftError("; ".join(failures) + ": correct that and run the same command again")
 
 
-def _attempt(run: Run, step: Step) -> tuple[int, str]:
-    try:
-        return run(step)
-    except CpuftError as error:
-        return 1, str(error)
+def _said(answer: Answer | CpuftError) -> str | None:
+    """What a step said that failed; None of one that did not."""
+    if isinstance(answer, CpuftError):
+        return str(answer)
+    return answer.said if answer.exit_code else None
 
 
-def _describe(step: Step, said: str) -> str:
-    lines = [line.strip() for line in said.strip().splitlines() if line.strip()][-_LAST_LINES:]
+def _describe(step: Step, answer: Answer | CpuftError) -> str:
+    lines = [line.strip() for line in (_said(answer) or "").strip().splitlines() if line.strip()][-_LAST_LINES:]
     where = f"{step.host}: " if step.host else ""
     return f"{where}{step.why}: failed ({' | '.join(lines) or 'it said nothing'})"
 
 
-def run_here(step: Step, seconds: float = 120.0) -> tuple[int, str]:
-    """Run a step on this machine."""
-    answer = execute.run_quietly(step.command, seconds, step.stdin, {s.name: s.value for s in step.settings})
-    return answer.exit_code, answer.output
+def make_runner(door: Door = _HERE, hosts: tuple[Host, ...] = (), seconds: float = 900.0) -> Run:
+    """What takes each step to the one of `hosts` that it names, and runs it on this machine when it names none."""
+    known = {host.name: host for host in hosts}
+    turns = {host.name: threading.BoundedSemaphore(_AT_ONCE) for host in hosts}
 
-
-def run_there(hosts: dict[str, Host], config_path: str, seconds: float = 900.0) -> Run:
-    """A runner that takes each step to the host it names, and runs it here when it names none."""
-
-    doors = {name: threading.BoundedSemaphore(_AT_ONCE) for name in hosts}
-
-    def run(step: Step) -> tuple[int, str]:
+    def run(step: Step) -> Answer:
+        settings = {setting.name: setting.value for setting in step.settings}
         if not step.host:
-            return run_here(step, seconds)
-        command = door.quote_command(step.command, {s.name: s.value for s in step.settings})
-        with doors[step.host]:
-            answer = door.run(hosts[step.host], command, step.stdin, seconds, config_path, step.stdin_file)
-        return answer.exit_code, answer.output + answer.errors
+            return execute.run_quietly(step.command, seconds, step.stdin, settings, step.stdin_file)
+        with turns[step.host]:
+            return door.run(known[step.host], step.command, step.stdin, seconds, settings, step.stdin_file)
 
     return run
 

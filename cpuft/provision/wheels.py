@@ -126,6 +126,6 @@ def _pip(*words: str) -> str:
     command = (*own_module(sys.executable, "pip"), "--disable-pip-version-check", *words)
     answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
     if answer.exit_code:
-        said = " | ".join(answer.output.strip().splitlines()[-4:])
+        said = " | ".join(answer.said.strip().splitlines()[-4:])
         raise CpuftError(f"pip {words[0]} failed ({said}): give --wheels, a folder that holds them")
     return answer.output

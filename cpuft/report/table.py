@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from cpuft.report.comparison import Comparison
-
-_WIDTH = 120
+from cpuft.tables import format_table
 
 
 def table_columns(comparison: Comparison) -> list[str]:
@@ -57,17 +51,8 @@ def format_title(comparison: Comparison) -> str:
 
 def format_text(comparison: Comparison) -> str:
     """For a terminal."""
-    table = Table(title=format_title(comparison), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table_columns(comparison):
-        table.add_column(column.replace(" ", "\n", 1), justify="right", no_wrap=True)
-    for row in table_rows(comparison):
-        table.add_row(*row)
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
-    console.print(table)
-    for note in comparison.notes:
-        console.print(f"* {note}", markup=False, highlight=False)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    columns = [column.replace(" ", "\n", 1) for column in table_columns(comparison)]
+    return format_table(columns, table_rows(comparison), format_title(comparison), comparison.notes)
 
 
 def format_markdown(comparison: Comparison) -> str:

@@ -71,7 +71,7 @@ set -euo pipefail
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
 echo 'cpuft: make the run'"'"'s directory' >&2
-sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one
+sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one </dev/null
 echo 'cpuft: start 4 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -iface ens5 -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
@@ -94,4 +94,4 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     : -host node4 -n 1 -env CPUFT_HOSTNAME node4 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
-    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py </dev/null

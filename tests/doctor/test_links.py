@@ -25,10 +25,9 @@ def test_a_table_of_links() -> None:
     here = [{"peer": "10.0.0.2", "latency_us": 41.4, "bits_per_second": 9.4e8}]
     there = [{"peer": "10.0.0.1", "bits_per_second": 5e8}]
     links = read_links(["a", "b"], {"10.0.0.1": "a", "10.0.0.2": "b"}, [here, there])
-    assert format_links(links).splitlines()[1:] == [
-        "from \\ to  a                  b",
-        "a          -                  41 us 0.50 Gbit/s",
-        "b          41 us 0.94 Gbit/s  -",
+    assert [line.split() for line in format_links(links).splitlines()][-2:] == [
+        ["a", "-", *["41", "us", "0.50", "Gbit/s"]],
+        ["b", *["41", "us", "0.94", "Gbit/s"], "-"],
     ]
 
 

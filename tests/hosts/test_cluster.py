@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import Assignment, assign_ranks, find_flavour, gather_facts
+from cpuft.hosts.cluster import LOCAL, Access, Assignment, assign_ranks, gather_facts
+from cpuft.hosts.door import Door
+from cpuft.hosts.flavours import find_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile
 
 FOUR = "a\nb\nc\nd\n"
@@ -54,7 +58,7 @@ def test_cores_bound_the_ranks_of_a_host_without_slots() -> None:
 
 
 def test_this_machine_answers() -> None:
-    (facts,) = gather_facts((Host("localhost"),))
+    (facts,) = gather_facts((LOCAL,), Access())
     assert facts.cores
     assert facts.interfaces["lo"] == "127.0.0.1"
 
@@ -62,14 +66,14 @@ def test_this_machine_answers() -> None:
 def test_every_host_that_fails_is_named() -> None:
     hosts = (Host("localhost"), Host("127.0.0.2", port=9), Host("127.0.0.3", port=9))
     with pytest.raises(CpuftError, match=r"host 127\.0\.0\.2 cannot be used.*host 127\.0\.0\.3 cannot be used"):
-        gather_facts(hosts)
+        gather_facts(hosts, Access())
 
 
 def test_a_name_without_an_address() -> None:
     with pytest.raises(CpuftError, match=r"host no-such-host\.invalid has no address"):
-        gather_facts((Host("no-such-host.invalid"),))
+        gather_facts((Host("no-such-host.invalid"),), Access())
 
 
 def test_no_mpirun() -> None:
     with pytest.raises(CpuftError, match="there is no mpirun at /nowhere/mpirun"):
-        find_flavour("/nowhere/mpirun")
+        find_flavour(LOCAL, "/nowhere/mpirun", sys.executable, Door())

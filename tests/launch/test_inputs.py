@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cpuft.hosts.cluster import Assignment, Cluster, Reach
+from cpuft.execute import run_stage
+from cpuft.hosts.cluster import Access, Assignment, Cluster
+from cpuft.hosts.door import Door
+from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
 from cpuft.launch import inputs
-from cpuft.launch.inputs import pack, pack_script, pack_training, plan_rows
-from cpuft.launch.mpirun import Flavour
+from cpuft.launch.inputs import pack, pack_script, pack_training, plan_inputs, plan_results, plan_travel
 from cpuft.options.fields import TrainConfig
-from cpuft.plan import Plan, Step
+from cpuft.plan import RunPlan, Step
 
 AWAY = Cluster(
     (Assignment(Host("a"), 1), Assignment(Host("b"), 1), Assignment(Host("c"), 1)),
     (),
     Flavour("mpirun", "intel"),
-    reach=Reach("there.conf", "/opt/cpuft/env/bin/python", ssh_config_there="/opt/config"),
+    access=Access(Door("there.conf"), "/opt/cpuft/env/bin/python", config_there="/opt/config"),
     away=True,
+    ways={name: ("ssh", name) for name in "abc"},
 )
-SHARED = replace(AWAY, reach=Reach(shares_files=True))
+SHARED = replace(AWAY, access=Access(shares_files=True))
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def test_a_script_takes_its_modules_and_packages_along(work: Path) -> None:
     command, (parcel,) = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), "--lr", "1e-4"))
     assert command == (AWAY.python, f"{parcel.there}/train.py", "--lr", "1e-4")
     assert names_of(parcel) == ["other.py", "pack/__init__.py", "pack/a.py", "train.py"]
-    assert parcel.there.startswith("/var/tmp/cpuft-0/inputs/")
+    assert parcel.there.startswith(f"{AWAY.inputs}/")
 
 
 def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
@@ -101,25 +104,44 @@ def test_whatever_changes_gets_a_new_place(work: Path, change: object) -> None:
     assert pack(sources, AWAY.inputs).there != before.there
 
 
-def test_links_travel_as_what_they_point_to(work: Path) -> None:
-    (work / "model" / "weights").symlink_to(work / "rows.csv")
-    parcel = pack((work / "model",), AWAY.inputs)
-    inputs._write_tar(parcel, str(work / "model.tar"))
-    with tarfile.open(work / "model.tar") as archive:
-        assert {member.name: member.isfile() for member in archive} == {
-            "model/config.json": True,
-            "model/weights": True,
-        }
+def test_a_parcel_travels_as_its_plan_says(work: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Links as what they point to, compiled files not at all; a second time changes nothing."""
+    (work / "code/pack/weights").symlink_to(work / "rows.csv")
+    parcel = pack((work / "code/pack", work / "code/train.py"), "/inputs")
+    folder = tmp_path_factory.mktemp("there") / "mine"
+    there = folder / "inputs" / "abc"
+    ((step,),) = plan_inputs((replace(parcel, there=str(there)),), {"a": {str(there)}, "b": set()}, AWAY)
+    step = replace(step, command=(*step.command[: step.command.index("ssh")], "sh", "-c", step.command[-1]))
+    step = replace(step, command=tuple(word.replace(AWAY.folder, str(folder)) for word in step.command))
+    for _ in range(2):
+        (answer,) = run_stage((step,), os.environ, 30)
+        assert (answer.exit_code, answer.output) == (0, "")
+    found = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
+    assert found == ["pack/__init__.py", "pack/a.py", "pack/weights", "train.py"]
+    assert not (there / "pack/weights").is_symlink()
+    assert sorted(path.name for path in there.parent.iterdir()) == ["abc"]
+
+
+def test_a_run_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
+    work, run = tmp_path / "there" / "run", tmp_path / "runs" / "run"
+    (fetch,), clean = plan_results(replace(AWAY, ways={}), str(work), str(run))
+    assert run_stage((fetch,), os.environ, 30)[0].exit_code == 0
+    assert list(run.parent.iterdir()) == []
+    (work / "logs").mkdir(parents=True)
+    (work / "record.jsonl").write_text("line\n")
+    assert run_stage((fetch,), os.environ, 30)[0].exit_code == 0
+    assert (run / "record.jsonl").read_text() == "line\n"
+    assert [step.host for step in clean] == ["a", "b", "c"]
 
 
 def test_rows_are_given_to_the_other_hosts_after_they_are_prepared() -> None:
-    plan = Plan(tuple((Step(name, (name,)),) for name in ("make", "prepare", "start")))
-    made = plan_rows(plan, AWAY, "/var/tmp/cpuft-1/run")
-    assert [[step.why for step in stage] for stage in made.stages] == [
-        ["make"],
+    plan = RunPlan(prepare=((Step("prepare", ("prepare",), host="a"),),))
+    made = plan_travel(plan, (), {}, AWAY, "/runs/run")
+    assert [[step.why for step in stage] for stage in made.prepare] == [
         ["prepare"],
         ["give the rows to b", "give the rows to c"],
-        ["start"],
     ]
-    assert plan_rows(plan, SHARED, "/run") == plan
-    assert plan_rows(plan, replace(AWAY, assignments=AWAY.assignments[:1]), "/run") == plan
+    assert {step.host for stage in made.prepare for step in stage} == {"a"}
+    assert plan_travel(plan, (), {}, SHARED, "/runs/run").prepare == plan.prepare
+    one = replace(AWAY, assignments=AWAY.assignments[:1])
+    assert plan_travel(plan, (), {}, one, "/runs/run").prepare == plan.prepare

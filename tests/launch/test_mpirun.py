@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.launch.mpirun import Flavour, RankGroup, parse_flavour, plan_mpirun, step_settings
+from cpuft.hosts.flavours import Flavour, parse_flavour
+from cpuft.launch.mpirun import RankGroup, plan_mpirun, step_settings
 from cpuft.plan import Plan, Setting, Step, format_plan
 from tests.conftest import Golden
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import Assignment, Cluster, Reach
+from cpuft.hosts.cluster import Access, Assignment, Cluster
+from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.mpirun import Flavour
 from cpuft.launch.planning import (
     LEAST_FREE_BYTES,
     choose_run_dir,
@@ -34,7 +34,7 @@ def make_cluster(ranks: tuple[int, ...], flavour: str = "intel") -> Cluster:
         tuple(Assignment(Host(f"node{number}"), count) for number, count in zip(numbers, ranks)),
         tuple(make_facts(number, target="10.0.0.1" if number > 1 else "10.0.0.2") for number in numbers),
         Flavour("mpirun", flavour),
-        reach=Reach(python="python"),
+        access=Access(python="python"),
     )
 
 
@@ -48,12 +48,12 @@ def test_plan_of_a_script_on_four_hosts(flavour: str, golden: Golden) -> None:
         "ccl",
         {"FI_PROVIDER": "efa"},
     )
-    golden(f"launch-{flavour}.sh", format_plan(plan))
+    golden(f"launch-{flavour}.sh", format_plan(plan.whole))
 
 
 def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
     plan = plan_training(make_cluster((2,)), LaunchConfig(np=2), TrainConfig(task="mrpc"), "/runs/one", "lines", {})
-    golden("launch-training.sh", format_plan(plan))
+    golden("launch-training.sh", format_plan(plan.whole))
 
 
 def settings_of(cluster: Cluster, config: LaunchConfig, backend: str, **environ: str) -> list[dict[str, str]]:

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores
 from cpuft.launch.settings import (
-    Interface,
-    choose_interface,
     export_settings,
     forwarded_settings,
     host_settings,

@@ -12,7 +12,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.launch import supervise
 from cpuft.launch.supervise import Tail, describe_exit, describe_failures, find_failures, run_plan, worst_exit_code
-from cpuft.plan import Plan, Step
+from cpuft.plan import RunPlan, Step
 from cpuft.rank.process import format_failure, parse_cores, parse_failure
 from cpuft.rank.world import World
 from tests.conftest import Golden
@@ -73,9 +73,10 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     """Both found it free; the first has made it since."""
     monkeypatch.chdir(tmp_path)
     make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
-    assert run_plan(Plan(((make,), (Step("train", ("true",)),))), "run", (), os.environ, 0.0) == 0
+    plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
+    assert run_plan(plan, "run", (), os.environ, 0.0) == 0
     with pytest.raises(CpuftError, match=r"File exists.*name a new place with --run-dir"):
-        run_plan(Plan(((make,), (Step("train", ("true",)),))), "run", (), os.environ, 0.0)
+        run_plan(plan, "run", (), os.environ, 0.0)
     assert (tmp_path / "run" / "logs").is_dir()
 
 
@@ -102,7 +103,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     said = f"did not arrive: rank 1\n{format_failure(World(0, 2, 0, 1), 'vm', 75)}\n"
     wait = Step("train", ("sh", "-c", 'printf "$1" >run/logs/rank-0.err; exec sleep 100', "train", said))
     start = time.monotonic()
-    assert run_plan(Plan(((make,), (wait,))), "run", ("node1", "node2"), os.environ, 0.0) == 75
+    assert run_plan(RunPlan(((make,),), ranks=((wait,),)), "run", ("node1", "node2"), os.environ, 0.0) == 75
     assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
     assert "mpirun did not end within 1 s of a rank's failure" in errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.hosts import door
+from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host, read_hostfile
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
@@ -43,7 +44,7 @@ class Simulated:
 
     def on(self, index: int, command: str) -> str:
         """Run a shell command on a host (1 is the master); what it said."""
-        answer = door.run(self.hosts[index - 1], command, config_path=self.ssh_config)
+        answer = Door(self.ssh_config).run(self.hosts[index - 1], ("sh", "-c", command))
         assert answer.exit_code == 0, answer.errors
         return answer.output.strip()
 
@@ -88,3 +89,33 @@ def _command(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").replace("\0", " ")
     except OSError:
         return ""
+
+
+@contextmanager
+def own_root(folder: Path) -> Iterator[Path]:
+    """This machine's root filesystem as a golden image: hosts booted from it have disks of their own, at no cost.
+
+    It and the cluster's state lie on a disk of their own, `folder`/disk, because an overlay's layers may not hold
+    each other.
+    """
+    disk = folder / "disk"
+    image = disk / "image"
+    disk.mkdir()
+    _run("mount", "-t", "tmpfs", "-o", "size=4g", "tmpfs", str(disk))
+    try:
+        for path in (disk / "upper", disk / "work", image):
+            path.mkdir()
+        layers = f"lowerdir=/,upperdir={disk}/upper,workdir={disk}/work"
+        _run("mount", "-t", "overlay", "-o", layers, "overlay", str(image))
+        try:
+            stamp = {"python": sys.executable, "contents": "this machine's own"}
+            (image / "etc" / "cpuft-image.json").write_text(json.dumps(stamp), encoding="utf-8")
+            yield image
+        finally:
+            _run("umount", str(image))
+    finally:
+        _run("umount", str(disk))
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, timeout=20)

@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.execute import Answer
 from cpuft.plan import Plan, Step
-from cpuft.provision.reconcile import converge, lock, plan_file, run_here, run_stages
+from cpuft.provision.reconcile import lock, make_runner, plan_file, reconcile, run_stages
 
+DONE = Answer(0, "")
 STEP = Step("make it", ("true",))
 
 
@@ -20,32 +22,32 @@ def test_it_ends_when_nothing_is_missing() -> None:
     def plan(facts: int) -> Plan:
         return Plan(((STEP,),)) if facts == 0 else Plan()
 
-    def run(step: Step) -> tuple[int, str]:
+    def run(step: Step) -> Answer:
         done.append(step.why)
-        return 0, ""
+        return DONE
 
-    assert converge(lambda: len(done), plan, run, quiet) == 1
+    assert reconcile(lambda: len(done), plan, run, quiet) == 1
 
 
 def test_facts_at_hand_are_not_gathered_again() -> None:
     def gather() -> int:
         raise AssertionError
 
-    assert converge(gather, lambda facts: Plan(), lambda step: (0, ""), quiet, found=7) == 7
+    assert reconcile(gather, lambda facts: Plan(), lambda step: DONE, quiet, found=7) == 7
 
 
 def test_the_same_plan_twice_is_stuck_and_says_on_what() -> None:
     with pytest.raises(CpuftError, match="changed nothing: make it: look at"):
-        converge(lambda: 0, lambda facts: Plan(((STEP,),)), lambda step: (0, ""), quiet)
+        reconcile(lambda: 0, lambda facts: Plan(((STEP,),)), lambda step: DONE, quiet)
 
 
 def test_every_step_that_failed_is_named_with_its_last_words() -> None:
     steps = tuple(Step("install", ("false",), host=host) for host in ("a", "b", "c"))
 
-    def run(step: Step) -> tuple[int, str]:
+    def run(step: Step) -> Answer:
         if step.host == "c":
             raise CpuftError("host c is off")
-        return (1, "first\nno space left\n") if step.host == "a" else (0, "")
+        return Answer(1, "first\n", "no space left\n") if step.host == "a" else DONE
 
     with pytest.raises(CpuftError) as caught:
         run_stages(Plan((steps,)), run, quiet)
@@ -58,7 +60,7 @@ def test_every_step_that_failed_is_named_with_its_last_words() -> None:
 @pytest.mark.parametrize("text", ["a 0", 'a"=0"', "a'; echo foo", "$HOME", "two\nlines\n", "EOF\n"])
 def test_a_file_is_written_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "new folder" / "it's here"
-    assert run_here(plan_file(str(path), text, "write", mode="600")) == (0, "")
+    assert make_runner()(plan_file(str(path), text, "write", mode="600")) == DONE
     assert path.read_text() == text
     assert path.stat().st_mode & 0o777 == 0o600
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store
 
-from cpuft.comm.group.process_group import Membership
+from cpuft.comm.group.queued import Membership
 from cpuft.comm.group.session import close_watch
 from cpuft.comm.watch.deadlines import Watch
 from cpuft.comm.watch.operations import Operation, Register

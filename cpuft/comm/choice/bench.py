@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.rendezvous import rendezvous
 
+from cpuft import tables
 from cpuft.comm.choice.measure import Measurement, choose, sweep
 from cpuft.comm.group.session import leave
 from cpuft.errors import CpuftError
@@ -37,24 +38,22 @@ def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """The measurements as aligned text, a line for all rounds of each.
+    """The measurements as a table, a row for all rounds of each.
 
     Times are the median and the middle half; busy is the share of a rank's cores.
     """
-    lines = [
-        f"{'operation':14} {'type':9} {'bytes':>11} {'backend':9} {'ms':>9} {'middle half':>19} {'busy':>5} "
-        f"{'alg GB/s':>9} {'bus GB/s':>9} {'x gloo':>7}"
-    ]
-    rows = merge(measurements)
-    gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in rows if row.backend == "gloo"}
-    for row in sorted(rows, key=lambda one: (one.operation, one.dtype, one.nbytes, one.median_seconds)):
-        low, _, high = statistics.quantiles(row.seconds, n=4)
+    measured = merge(measurements)
+    gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in measured if row.backend == "gloo"}
+    rows = []
+    for row in sorted(measured, key=lambda one: (one.operation, one.dtype, one.nbytes, one.median_seconds)):
+        low, middle, high = (f"{quantile * 1e3:.3f}" for quantile in statistics.quantiles(row.seconds, n=4))
         reference = gloo.get((row.operation, row.dtype, row.nbytes))
-        times = f"{row.median_seconds * 1e3:9.3f} {low * 1e3:9.3f} {high * 1e3:9.3f} {statistics.median(row.busy):5.0%}"
-        rates = f"{row.algorithm_bytes_per_second / 1e9:9.3f} {row.bus_bytes_per_second / 1e9:9.3f}"
-        ratio = f"{reference / row.median_seconds:7.2f}" if reference else " " * 7
-        lines.append(f"{row.operation:14} {row.dtype:9} {row.nbytes:11} {row.backend:9} {times} {rates} {ratio}")
-    return "\n".join(lines)
+        ratio = f"{reference / row.median_seconds:.2f}" if reference else ""
+        rates = [f"{rate / 1e9:.3f}" for rate in (row.algorithm_bytes_per_second, row.bus_bytes_per_second)]
+        busy = f"{statistics.median(row.busy):.0%}"
+        rows.append([row.operation, row.dtype, row.backend, str(row.nbytes), middle, low, high, busy, *rates, ratio])
+    columns = ["operation", "type", "backend", "bytes", "ms", "a quarter\nbelow", "a quarter\nabove", "busy"]
+    return tables.format_table([*columns, "alg GB/s", "bus GB/s", "x gloo"], rows, left=3)
 
 
 def format_record(measurements: Sequence[Measurement]) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 Tensors = list[torch.Tensor]
 
 
-class Lane:
+class Queue:
     """One thread that runs what it is given, in order. It is a daemon: a call that never returns keeps nobody."""
 
     def __init__(self, name: str) -> None:
@@ -39,29 +39,29 @@ class Lane:
                 del task  # a waiting thread must not keep the last task's tensors alive
 
 
-_idle: list[Lane] = []
+_idle: list[Queue] = []
 
 
 def run_aside(task: Callable[[], None]) -> None:
     """Run a task on a thread that nothing else needs: an idle one, or a new one."""
     try:
-        lane = _idle.pop()
+        own = _idle.pop()
     except IndexError:
-        lane = Lane("callbacks")
+        own = Queue("callbacks")
 
     def run() -> None:
         task()
-        _idle.append(lane)
+        _idle.append(own)
 
-    lane.put(run)
+    own.put(run)
 
 
-class LaneWork(dist.Work):
+class QueuedWork(dist.Work):
     """Work whose errors reach Python's wait() and C++ callbacks alike.
 
     Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` hands C++
     a value it cannot read; hence a future whose error is raised in a callback, which both sides understand. Callbacks
-    run aside, not on the lane: those of torch's PowerSGD wait there for a collective that the lane has still to run.
+    run aside, not on the queue: those of torch's PowerSGD wait there for a collective that the queue has still to run.
     """
 
     def __init__(self, result: Any) -> None:
@@ -144,7 +144,7 @@ class LaneWork(dist.Work):
 class JoinedWork(dist.Work):
     """Several works as one, for coalesced operations."""
 
-    def __init__(self, works: Sequence[LaneWork]) -> None:
+    def __init__(self, works: Sequence[QueuedWork]) -> None:
         super().__init__()
         self._works = list(works)
 

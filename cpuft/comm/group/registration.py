@@ -18,7 +18,8 @@ from cpuft.comm.backends.ccl import CclCollectives
 from cpuft.comm.backends.gloo import WatchedGloo, connect_gloo
 from cpuft.comm.backends.mpi import MpiCollectives
 from cpuft.comm.group.collectives import Collectives
-from cpuft.comm.group.process_group import CollectiveGroup, Membership
+from cpuft.comm.group.process_group import CollectiveGroup
+from cpuft.comm.group.queued import Membership
 from cpuft.comm.group.session import open_watch, register, timeout_seconds
 from cpuft.comm.group.subgroups import SubgroupCollectives
 from cpuft.errors import CpuftError, near_names

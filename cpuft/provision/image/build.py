@@ -17,7 +17,7 @@ from cpuft.provision.image.recipe import Recipe, format_install
 from cpuft.provision.image.sources import choose_mirror, gather_sources
 from cpuft.provision.local.facts import find_program
 from cpuft.provision.own_wheel import hash_file
-from cpuft.provision.reconcile import plan_file, run_here, run_stages
+from cpuft.provision.reconcile import make_runner, plan_file, run_stages
 from cpuft.provision.wheels import Wheel, fetch_wheels, list_pins, make_stamp, own_folder, read_wheels
 
 STAMP = "etc/cpuft-image.json"
@@ -120,7 +120,7 @@ def build(
             return f"image {target} is as the recipe says"
         raise CpuftError(f"{target} exists and is of another recipe or version: remove it, or name a new directory")
     plan = plan_image(recipe, str(path), debootstrap, mirror, wheels)
-    run_stages(plan, lambda step: run_here(step, _BUILD_SECONDS), say)
+    run_stages(plan, make_runner(seconds=_BUILD_SECONDS), say)
     built = Path(f"{path}.new")
     lists = {"packages": list_packages(built), "wheels": sorted(list_pins(wheels))}
     contents = hash_contents(built)
@@ -163,7 +163,7 @@ def list_packages(root: Path) -> list[str]:
     command = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "-W", "-f=${Package}=${Version}\\n")
     answer = execute.run_quietly(command, seconds=60)
     if answer.exit_code:
-        raise CpuftError(f"{root} lists no packages ({answer.output.strip()[-200:]}): build it anew")
+        raise CpuftError(f"{root} lists no packages ({answer.said.strip()[-200:]}): build it anew")
     return sorted(answer.output.split())
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import cpuft
@@ -18,7 +19,7 @@ from cpuft.provision.image.build import check_image, read_stamp
 from cpuft.provision.local import planning
 from cpuft.provision.local.facts import MachineFacts, check_machine, gather_machine
 from cpuft.provision.ownership import check_hostfile, read_raw
-from cpuft.provision.reconcile import converge, lock, run_here, run_stages
+from cpuft.provision.reconcile import lock, make_runner, reconcile, run_stages
 
 Say = Callable[[str], None]
 
@@ -45,7 +46,7 @@ def make(config: LocalConfig, environ: Mapping[str, str], say: Say) -> str:
         plan(found)
         # Remembered before anything is made, so that `down` finds what a killed run has left.
         write_text(Path(place.directory, FILE_NAME), format_entry(planning.make_entry(config, place)))
-        converge(lambda: _gather(config.name, place), plan, run_here, say, found)
+        reconcile(partial(_gather, config.name, place), plan, make_runner(), say, found)
     made = f"cluster {config.name}: {config.nodes} hosts in {_shown(place.hostfile)}"
     return f"{made}; next: cpuft doctor --cluster {config.name}"
 
@@ -73,7 +74,7 @@ def write_plain(config: LocalConfig, environ: Mapping[str, str]) -> str:
 def make_fault(name: str, word: str, node: str, environ: Mapping[str, str], say: Say) -> None:
     """Crash, pause or cut off a host, or take that back."""
     config, place = _find(name, environ)
-    run_stages(planning.plan_fault(config, _gather(name, place), place, word, node), run_here, say)
+    run_stages(planning.plan_fault(config, _gather(name, place), place, word, node), make_runner(), say)
 
 
 def take_down(name: str, environ: Mapping[str, str], say: Say) -> None:
@@ -85,7 +86,8 @@ def take_down(name: str, environ: Mapping[str, str], say: Say) -> None:
     """
     config, place, _ = _plan_down(name, environ)
     with lock(Path(f"{place.directory}.lock")):
-        converge(lambda: _gather(name, place), lambda facts: planning.plan_down(config, facts, place), run_here, say)
+        gather = partial(_gather, name, place)
+        reconcile(gather, lambda facts: planning.plan_down(config, facts, place), make_runner(), say)
 
 
 def show_down(name: str, environ: Mapping[str, str]) -> str:

@@ -105,7 +105,7 @@ def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str,
 def _ip(*words: str) -> str:
     answer = execute.run_quietly((find_program("ip"), "-json", "-4", *words), seconds=10)
     if answer.exit_code:
-        raise CpuftError(f"ip {' '.join(words)} failed ({answer.output.strip()[:200]}): check that iproute2 works here")
+        raise CpuftError(f"ip {' '.join(words)} failed ({answer.said.strip()[:200]}): check that iproute2 works here")
     return answer.output or "[]"
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.hosts import door
-from cpuft.hosts.cluster import Reach, gather_facts
+from cpuft.hosts.cluster import Access, gather_facts
+from cpuft.hosts.door import Door, attempt, side_by_side
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry, read_entry, refuse_other_kind, state_root
+from cpuft.hosts.ssh import fingerprint, scan_host_key
 from cpuft.loader import load, parse_json
 from cpuft.options.clusters import HostsConfig
 from cpuft.plan import Plan, Step, format_plan
 from cpuft.provision.ownership import check_hostfile, check_prefix, plan_removal, read_raw
-from cpuft.provision.reconcile import converge, lock, run_here, run_stages, run_there
+from cpuft.provision.reconcile import lock, make_runner, reconcile, run_stages
 from cpuft.provision.servers import planning
 from cpuft.provision.servers.planning import ServerFacts
 from cpuft.provision.sshfiles import Member, format_known_hosts, format_known_name, format_ssh_config
@@ -48,7 +48,7 @@ class Servers:
         self.members = tuple(Member(name, name, config.user, config.port) for name in names)
         self.hosts = {name: Host(name) for name in names}
         self.directory = state_root(environ) / config.name
-        self.ssh_config = str(self.directory / "ssh_config")
+        self.door = Door(str(self.directory / "ssh_config"))
         self.known_hosts = self.directory / "known_hosts"
         self.wheels: tuple[Wheel, ...] = ()
         self.pins: tuple[str, ...] = ()
@@ -58,15 +58,15 @@ class Servers:
         """Learn the keys of servers never seen before, each after `ask` has agreed; known ones are never replaced."""
         known = self._read_known()
         unknown = [member for member in self.members if format_known_name(member) not in known]
-        scanned = door.side_by_side(lambda member: door.scan_host_key(member.address, member.port), unknown)
+        scanned = side_by_side(lambda member: scan_host_key(Host(member.address, port=member.port)), unknown)
         for member, key in zip(unknown, scanned):
-            if not ask(f"{member.address} shows the key {key.split()[0]} {door.fingerprint(key)}. Is that right?"):
+            if not ask(f"{member.address} shows the key {key.split()[0]} {fingerprint(key)}. Is that right?"):
                 raise CpuftError(f"the key of {member.address} was not accepted: compare it there with ssh-keygen -l")
             known[format_known_name(member)] = key
         keys = tuple(known[format_known_name(member)] for member in self.members)
         write_text(self.known_hosts, format_known_hosts(self.members, keys))
         key_path = str(Path(self.config.key).expanduser().absolute()) if self.config.key else ""
-        write_text(Path(self.ssh_config), format_ssh_config(self.members, key_path, str(self.known_hosts)))
+        write_text(Path(self.door.config), format_ssh_config(self.members, key_path, str(self.known_hosts)))
 
     def _read_known(self) -> dict[str, str]:
         if not self.known_hosts.exists():
@@ -76,13 +76,13 @@ class Servers:
 
     def survey(self) -> tuple[ServerFacts, ...]:
         """Facts of every server. Raises CpuftError that names every one that failed."""
-        return tuple(door.side_by_side(self.survey_one, list(self.members)))
+        return tuple(side_by_side(self.survey_one, self.members))
 
     def survey_one(self, member: Member) -> ServerFacts:
         """Facts of one server. Raises CpuftError when it cannot be asked."""
         source = Path(__file__).with_name("survey.sh").read_text(encoding="utf-8")
-        command = door.quote_command(("sh", "-s", self.config.prefix, self.config.name), {})
-        answer = door.run(self.hosts[member.address], command, source, _SURVEY_SECONDS, self.ssh_config)
+        words = ("sh", "-s", self.config.prefix, self.config.name)
+        answer = self.door.run(self.hosts[member.address], words, source, _SURVEY_SECONDS)
         return planning.parse_survey(answer.output or answer.errors, member.address)
 
     def choose_wheels(self, facts: tuple[ServerFacts, ...], environ: Mapping[str, str], say: Say) -> None:
@@ -144,11 +144,11 @@ class Servers:
         python = f"{self.config.prefix}/env/bin/python"
         there = f"{planning.cluster_dir(self.config)}/ssh_config"
         options = {key: str(value) for key, value in asdict(self.config).items()}
-        return Entry(self.config.name, "hosts", self.hostfile, self.ssh_config, python, {}, options, there)
+        return Entry(self.config.name, "hosts", self.hostfile, self.door.config, python, {}, options, there)
 
     def read_hosts(self) -> dict[str, dict[str, object]]:
         """What the lock file keeps of each host."""
-        found = gather_facts(tuple(self.hosts.values()), Reach(self.ssh_config, self.entry().python))
+        found = gather_facts(tuple(self.hosts.values()), Access(self.door, self.entry().python))
         return {
             name: {"cpu": own.cpu_model, "cores": len(own.cores), "kernel": own.kernel, "python": own.python}
             for name, own in zip(self.hosts, found)
@@ -171,8 +171,8 @@ def make(config: HostsConfig, environ: Mapping[str, str], ask: Ask, say: Say) ->
         servers.choose_wheels(found, environ, say)
         # Remembered before anything is done there, so that `down` finds what a killed run has left.
         write_text(servers.directory / FILE_NAME, format_entry(servers.entry()))
-        run = run_there(servers.hosts, servers.ssh_config)
-        converge(servers.survey, servers.plan, run, say, found)
+        run = make_runner(servers.door, tuple(servers.hosts.values()))
+        reconcile(servers.survey, servers.plan, run, say, found)
         head = f"# Cluster {config.name}, made by cpuft provision.\n"
         write_text(Path(servers.hostfile), head + format_hostfile(tuple(Host(m.address) for m in servers.members)))
         servers.write_lock()
@@ -206,14 +206,8 @@ def describe(name: str, environ: Mapping[str, str]) -> str:
     entry = read_entry(state_root(environ), name)
     servers = recall(entry, environ)
 
-    def state(member: Member) -> str:
-        try:
-            return planning.describe_server(servers.survey_one(member))
-        except CpuftError as error:
-            return f"down: {error}"
-
-    with ThreadPoolExecutor(max_workers=min(32, len(servers.members))) as pool:
-        states = list(pool.map(state, servers.members))
+    found = attempt(servers.survey_one, servers.members)
+    states = [f"down: {own}" if isinstance(own, CpuftError) else planning.describe_server(own) for own in found]
     lines = [f"  {member.address}  {text}\n" for member, text in zip(servers.members, states)]
     return f"cluster {entry.name} (hosts), hostfile {entry.hostfile}\n" + "".join(lines)
 
@@ -245,8 +239,8 @@ def take_down(entry: Entry, environ: Mapping[str, str], say: Say) -> None:
     """Take away what was put on the servers, then what is remembered of them here."""
     servers = recall(entry, environ)
     with lock(Path(f"{servers.directory}.lock")):
-        converge(servers.survey, servers.plan_down, run_there(servers.hosts, servers.ssh_config), say)
-        run_stages(Plan((servers.plan_removal(),)), run_here, say)
+        reconcile(servers.survey, servers.plan_down, make_runner(servers.door, tuple(servers.hosts.values())), say)
+        run_stages(Plan((servers.plan_removal(),)), make_runner(), say)
 
 
 def show_down(entry: Entry, environ: Mapping[str, str]) -> str:

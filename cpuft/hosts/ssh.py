@@ -1,0 +1,219 @@
+"""Sessions over ssh (paramiko): the user's or the cluster's client configuration, bastions, and keys that are known."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.hostfile import Host
+
+if TYPE_CHECKING:
+    import paramiko
+
+CONNECT_SECONDS = 10.0
+UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED, LOGIN_REFUSED, TIMED_OUT = (
+    "unreachable",
+    "key unknown",
+    "key changed",
+    "login refused",
+    "time-out",
+)
+_MOVES = {
+    UNREACHABLE: "check its name, its port and that sshd runs there and lets this machine in",
+    KEY_UNKNOWN: "add its key to known_hosts after you have compared it",
+    KEY_CHANGED: "its key has changed: find out why before you take the old one out of known_hosts",
+    LOGIN_REFUSED: "put your public key into its authorized_keys",
+    TIMED_OUT: "is it on, and its ssh port open to this machine?",
+}
+
+
+class HostError(CpuftError):
+    """A host could not be used; `kind` is one of the names above, for those who act on it."""
+
+    def __init__(self, host: str, kind: str, said: str) -> None:
+        super().__init__(f"host {host} cannot be used over ssh ({said}: {_MOVES[kind]})")
+        self.host, self.kind = host, kind
+
+
+class _UnknownKeyError(Exception):
+    """A server showed a key that no known_hosts file holds."""
+
+
+@dataclass(frozen=True)
+class Login:
+    """How ssh's configuration, and the hostfile before it, say that a host is reached."""
+
+    address: str
+    port: int
+    user: str = ""
+    identities: tuple[str, ...] = ()
+    known_hosts: tuple[str, ...] = ()
+    """Files with host keys; empty for ssh's own."""
+    alias: str = ""
+    """Name under which its key is known; empty for its address and port."""
+    jumps: tuple[Host, ...] = ()
+    """Bastions on the way, the first one first."""
+    proxy: str = ""
+    """Command whose standard streams are the connection."""
+
+
+def read_login(host: Host, config_path: str = "") -> Login:
+    """How a host is reached by the client configuration at `config_path` (empty: the user's own)."""
+    import paramiko
+
+    path = os.path.expanduser(config_path or "~/.ssh/config")
+    config = paramiko.SSHConfig.from_path(path) if os.path.exists(path) else paramiko.SSHConfig()
+    found: dict[str, Any] = dict(config.lookup(host.name))
+    proxy = found.get("proxycommand") or ""
+    return Login(
+        str(found.get("hostname", host.name)),
+        host.port or int(found.get("port", 22)),
+        host.user or str(found.get("user", "")),
+        tuple(os.path.expanduser(name) for name in found.get("identityfile", ())),
+        tuple(os.path.expanduser(name) for name in str(found.get("userknownhostsfile", "")).split()),
+        str(found.get("hostkeyalias", "")),
+        parse_jumps(str(found.get("proxyjump", "")), host.name),
+        "" if proxy == "none" else proxy,
+    )
+
+
+def parse_jumps(text: str, host: str) -> tuple[Host, ...]:
+    """Hosts of ProxyJump's value: `[user@]name[:port]`, a comma between. Raises CpuftError for a port that is none."""
+    jumps = []
+    for word in text.split(",") if text and text != "none" else ():
+        user, _, place = word.strip().removeprefix("ssh://").rpartition("@")
+        name, _, port = place.partition(":")
+        if not name or (port and not port.isdecimal()):
+            raise CpuftError(f"ProxyJump {text} of host {host} names no host: write [user@]name[:port] in ssh's config")
+        jumps.append(Host(name, port=int(port or 0), user=user))
+    return tuple(jumps)
+
+
+@contextmanager
+def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClient]:
+    """A session with a host whose key is known, through its bastions; an unknown or changed key is never learnt here.
+
+    Raises
+    ------
+    HostError: it cannot be reached, its key is unknown or changed, or it does not let us in.
+    """
+    # Its threads log tracebacks of what we tell in one line.
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
+    with ExitStack() as stack:
+        yield _connect(host, config_path, stack)
+
+
+def _connect(host: Host, config_path: str, stack: ExitStack) -> paramiko.SSHClient:
+
+    login = read_login(host, config_path)
+    before: paramiko.SSHClient | None = None
+    for jump in login.jumps:
+        before = _log_in(jump, read_login(jump, config_path), before, stack)
+    return _log_in(host, login, before, stack)
+
+
+def _log_in(host: Host, login: Login, before: paramiko.SSHClient | None, stack: ExitStack) -> paramiko.SSHClient:
+    import paramiko
+
+    options: dict[str, Any] = {
+        "username": login.user or None,
+        "key_filename": [path for path in login.identities if os.path.exists(path)] or None,
+        "timeout": CONNECT_SECONDS,
+        "banner_timeout": CONNECT_SECONDS,
+        "auth_timeout": CONNECT_SECONDS,
+    }
+    with telling(host):
+        client = stack.enter_context(paramiko.SSHClient())
+        for path in filter(os.path.exists, login.known_hosts):
+            client.load_host_keys(path)
+        if not login.known_hosts:
+            client.load_system_host_keys()
+        client.set_missing_host_key_policy(_make_refusal())
+        # ssh knows an alias's key without a port, wherever it is.
+        name, port = (login.alias, 22) if login.alias else (login.address, login.port)
+        try:
+            client.connect(name, port, sock=_open_stream(login, before), **options)
+        except paramiko.SSHException as error:
+            transport = client.get_transport()
+            if transport and transport.is_active() and not isinstance(error, paramiko.BadHostKeyException):
+                # The server is fine, and no key of ours was: paramiko's class for that is the general one.
+                raise paramiko.AuthenticationException(str(error)) from None
+            raise
+    return client
+
+
+def _open_stream(login: Login, before: paramiko.SSHClient | None) -> Any:
+    """What carries the session: the bastion before it, its proxy's command, or a socket."""
+    import paramiko
+
+    if before:
+        transport = before.get_transport()
+        assert transport is not None
+        return transport.open_channel("direct-tcpip", (login.address, login.port), ("", 0), timeout=CONNECT_SECONDS)
+    if login.proxy:
+        return paramiko.ProxyCommand(login.proxy)
+    return socket.create_connection((login.address, login.port), timeout=CONNECT_SECONDS)
+
+
+def _make_refusal() -> paramiko.MissingHostKeyPolicy:
+    """paramiko's policy for a key that is not known: an exception of its own tells it from other failures."""
+    import paramiko
+
+    class Refusal(paramiko.MissingHostKeyPolicy):
+        def missing_host_key(self, client: object, hostname: str, key: object) -> None:
+            raise _UnknownKeyError(f"server {hostname!r} not found in known_hosts")
+
+    return Refusal()
+
+
+@contextmanager
+def telling(host: Host, seconds: float = CONNECT_SECONDS) -> Iterator[None]:
+    """What paramiko and sockets raise, as a HostError of its kind."""
+    import paramiko
+
+    try:
+        yield
+    except _UnknownKeyError as error:
+        raise HostError(host.name, KEY_UNKNOWN, str(error)) from None
+    except paramiko.BadHostKeyException as error:
+        raise HostError(host.name, KEY_CHANGED, str(error)) from None
+    except paramiko.AuthenticationException as error:
+        raise HostError(host.name, LOGIN_REFUSED, str(error)) from None
+    except TimeoutError:
+        raise HostError(host.name, TIMED_OUT, f"no answer in {seconds:.0f} s") from None
+    except (paramiko.SSHException, OSError, EOFError) as error:
+        raise HostError(host.name, UNREACHABLE, str(error) or type(error).__name__) from None
+
+
+def scan_host_key(host: Host, config_path: str = "") -> str:
+    """The key that the server at a host's address and port shows: "ssh-ed25519 AAAA...". It proves nothing by itself.
+
+    Raises
+    ------
+    HostError: no ssh server answers.
+    """
+    import paramiko
+
+    login = read_login(host, config_path)
+    with ExitStack() as stack, telling(host):
+        before: paramiko.SSHClient | None = None
+        for jump in login.jumps:
+            before = _log_in(jump, read_login(jump, config_path), before, stack)
+        transport = stack.enter_context(paramiko.Transport(_open_stream(login, before)))
+        transport.start_client(timeout=CONNECT_SECONDS)
+        key = transport.get_remote_server_key()
+        return f"{key.get_name()} {key.get_base64()}"
+
+
+def fingerprint(public_key: str) -> str:
+    """A public key as `ssh-keygen -l` shows it: SHA256:..."""
+    digest = hashlib.sha256(base64.b64decode(public_key.split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"

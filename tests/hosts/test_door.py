@@ -1,0 +1,220 @@
+"""The door to hosts: real ssh servers on loopback ports, one of them only to be passed through."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.execute import Answer
+from cpuft.hosts import ssh
+from cpuft.hosts.door import Door, side_by_side
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.ssh import HostError, parse_jumps
+from cpuft.plan import Plan, Setting, Step
+
+AWKWARD = ("a 0", 'a"=0"', "a'; echo foo", "$HOME", "two\nlines", "")
+HOST = Host("far")
+
+
+@dataclass(frozen=True)
+class Server:
+    """An ssh server, and the key it shows."""
+
+    port: int
+    key: str
+
+
+def make_key(path: Path) -> str:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True, timeout=20)
+    return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serve(folder: Path, forwards: bool) -> Iterator[Server]:
+    """A server that lets in whoever has the client's key; with `forwards` it is a bastion, too."""
+    folder.mkdir()
+    port, key = free_port(), make_key(folder / "host_key")
+    lines = [f"ListenAddress 127.0.0.1:{port}", f"HostKey {folder}/host_key", "PidFile none", "UsePAM no"]
+    lines += [f"AuthorizedKeysFile {folder.parent}/client.pub", "StrictModes no", "PasswordAuthentication no"]
+    lines += [f"AllowTcpForwarding {'yes' if forwards else 'no'}"]
+    (folder / "conf").write_text("\n".join(lines) + "\n")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    with subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", folder / "conf"], stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_for(port)
+            yield Server(port, key)
+        finally:
+            process.terminate()
+
+
+def wait_for(port: int) -> None:
+    for _ in range(200):
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing listens on {port}")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server, Path]]:
+    """The host, the bastion before it, and the folder of the client's key."""
+    folder = tmp_path_factory.mktemp("door")
+    make_key(folder / "client")
+    with ExitStack() as stack:
+        host = stack.enter_context(serve(folder / "host", forwards=False))
+        bastion = stack.enter_context(serve(folder / "bastion", forwards=True))
+        yield host, bastion, folder
+
+
+@pytest.fixture
+def config(servers: tuple[Server, Server, Path], tmp_path: Path) -> Path:
+    """A client configuration for `far`, with the keys of both known."""
+    host, bastion, folder = servers
+    known = tmp_path / "known_hosts"
+    known.write_text(f"[127.0.0.1]:{host.port} {host.key}\n[127.0.0.1]:{bastion.port} {bastion.key}\n")
+    lines = ["Host far", f"  Port {host.port}", "Host bastion", f"  Port {bastion.port}", "Host *"]
+    lines += ["  HostName 127.0.0.1", f"  IdentityFile {folder}/client", "  IdentitiesOnly yes"]
+    lines += [f"  UserKnownHostsFile {known}", "  GlobalKnownHostsFile /dev/null"]
+    path = tmp_path / "ssh_config"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def change(config: Path, old: str, new: str) -> Door:
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new))
+    return Door(str(config))
+
+
+def test_words_arrive_as_they_are(config: Path) -> None:
+    script = 'for word; do printf "%s." "$word"; done; cat; echo "$A" >&2; exit 3'
+    answer = Door(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given", settings={"A": "a'; echo foo"})
+    assert (answer.exit_code, answer.output) == (3, "".join(f"{word}." for word in AWKWARD) + "given")
+    assert answer.errors.endswith("a'; echo foo\n")  # the login shell may have said something before
+
+
+def test_both_directions_at_once(config: Path, tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(b"0123456789abcde\n" * 400_000)
+    answer = Door(str(config)).run(HOST, ("tee", "/dev/stderr"), stdin_file=str(big))
+    assert (len(answer.output), answer.exit_code) == (6_400_000, 0)
+    assert answer.errors.endswith(answer.output)
+
+
+def test_a_host_that_is_here_needs_no_ssh() -> None:
+    door = Door("/nowhere")
+    assert door.run(Host("localhost"), ("cat",), "given") == Answer(0, "given", "")
+    assert door.way(Host("localhost")) == ()
+
+
+def test_the_words_of_a_plan_do_the_same(config: Path) -> None:
+    step = Step("say", ("sh", "-c", 'echo "$A" "$1"', "sh", "$HOME"), (Setting("A", "a 0", "so"),), "far")
+    words = Plan(ways={"far": Door(str(config)).way(HOST)}).here(step).command
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    assert done.stdout == "a 0 $HOME\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", ["ProxyJump bastion", "ProxyCommand ssh -F {config} -W 127.0.0.1:{port} bastion", "HostKeyAlias alias"]
+)
+def test_bastions_proxies_and_aliases(config: Path, servers: tuple[Server, Server, Path], line: str) -> None:
+    host, _, _ = servers
+    change(config, "Host far\n", f"Host far\n  {line.format(config=config, port=host.port)}\n")
+    known = config.with_name("known_hosts")
+    known.write_text(f"{known.read_text()}alias {host.key}\n")
+    assert Door(str(config)).run(HOST, ("echo", "there")).output == "there\n"
+    assert subprocess.run((*Door(str(config)).way(HOST), "true"), timeout=20).returncode == 0
+
+
+def test_through_a_bastion_a_host_may_have_a_name_that_only_the_others_know(config: Path) -> None:
+    change(config, "Host far\n", "Host far\n  ProxyJump bastion\n  HostName inside.invalid\n")
+    assert Door(str(config)).address(HOST) == "inside.invalid"
+    with pytest.raises(CpuftError, match=r"host elsewhere\.invalid has no address"):
+        Door().address(Host("elsewhere.invalid"))
+
+
+@pytest.mark.parametrize(
+    "old, new, kind",
+    [
+        ("Host far\n", "Host far\n  Port 9\n", ssh.UNREACHABLE),
+        ("IdentityFile", "IdentityFile /dev/null\n  CertificateFile", ssh.LOGIN_REFUSED),
+        ("UserKnownHostsFile", "UserKnownHostsFile /dev/null\n  CertificateFile", ssh.KEY_UNKNOWN),
+        ("Host far", "Host far\n  HostKeyAlias nobody", ssh.KEY_UNKNOWN),
+        ("Host far", "Host far\n  ProxyJump nowhere:9", ssh.UNREACHABLE),
+    ],
+)
+def test_errors_have_a_kind(config: Path, old: str, new: str, kind: str) -> None:
+    with pytest.raises(HostError) as error:
+        change(config, old, new).run(HOST, ("true",))
+    assert error.value.kind == kind
+
+
+def test_a_changed_key(config: Path, servers: tuple[Server, Server, Path]) -> None:
+    host, bastion, _ = servers
+    config.with_name("known_hosts").write_text(f"[127.0.0.1]:{host.port} {bastion.key}\n")
+    with pytest.raises(HostError) as error:
+        Door(str(config)).run(HOST, ("true",))
+    assert (error.value.kind, error.value.host) == (ssh.KEY_CHANGED, "far")
+
+
+def test_a_command_that_does_not_end(config: Path) -> None:
+    with pytest.raises(HostError, match=r"no answer in 1 s") as error:
+        Door(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)
+    assert error.value.kind == ssh.TIMED_OUT
+
+
+def test_a_server_that_is_none(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(HostError):
+            Door(str(config)).run(Host("far", port=port), ("true",), seconds=1.0)
+
+
+def test_every_host_that_fails_is_named() -> None:
+    def fail(name: str) -> str:
+        raise CpuftError(f"{name} is off")
+
+    with pytest.raises(CpuftError, match="a is off; b is off"):
+        side_by_side(fail, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "text, hosts",
+    [
+        ("", ()),
+        ("none", ()),
+        ("b", (Host("b"),)),
+        ("me@b:2222, c", (Host("b", port=2222, user="me"), Host("c"))),
+        ("ssh://me@b", (Host("b", user="me"),)),
+    ],
+)
+def test_jumps(text: str, hosts: tuple[Host, ...]) -> None:
+    assert parse_jumps(text, "far") == hosts
+
+
+def test_jumps_that_are_none() -> None:
+    with pytest.raises(CpuftError, match="names no host"):
+        parse_jumps("b:x", "far")
+
+
+def test_the_key_that_a_server_shows(servers: tuple[Server, Server, Path], config: Path) -> None:
+    host, _, _ = servers
+    assert ssh.scan_host_key(HOST, str(config)) == host.key
+    listed = subprocess.run(["ssh-keygen", "-lf", "-"], input=host.key, capture_output=True, text=True, timeout=20)
+    assert ssh.fingerprint(host.key) == listed.stdout.split()[1]

@@ -1,0 +1,76 @@
+"""Hosts with disks of their own: what is printed is what runs, and nothing stays there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.provision.simulated import Simulated, needs_root, own_root, simulate
+
+pytestmark = needs_root
+TRAINING = ("--np", "2", "--task", "demo", "--max-train-samples", "64", "--max-steps", "2", "--precision", "fp32")
+QUIET = ("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check", "--plain")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
+    with (
+        own_root(tmp_path_factory.mktemp("apart")) as image,
+        simulate(image.parent, "--nodes", "2", "--image", str(image)) as made,
+    ):
+        yield made
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+def files_of(cluster: Simulated, part: str = "") -> list[str]:
+    """All that a host wrote onto its disk, and what lies beside the cluster here."""
+    nodes = cluster.folder / "state" / cluster.name / "nodes"
+    written = [str(path) for node in ("1", "2") for path in (nodes / node / "upper" / part).rglob("*")]
+    return sorted([*written, *map(str, cluster.folder.glob("*"))])
+
+
+def test_the_printed_plan_is_the_plan_that_runs(cluster: Simulated) -> None:
+    launch = ("launch", "--cluster", cluster.name, *TRAINING, *QUIET)
+    done = cluster.cpuft(*launch, "--run-dir", "launched")
+    assert done.returncode == 0, done.stderr
+    before = files_of(cluster)
+    printed = cluster.cpuft(*launch, "--run-dir", "by-hand", "--dry-run")
+    assert files_of(cluster) == before
+    script = subprocess.run(["bash"], input=printed.stdout, cwd=cluster.folder, capture_output=True, text=True)
+    assert script.returncode == 0, script.stderr
+    assert losses(cluster.folder / "by-hand") == losses(cluster.folder / "launched") != []
+    new = set(files_of(cluster, "var/tmp")) - set(before)
+    assert new == {str(cluster.folder / "by-hand")}
+    # But for its own name and places it is the one that ran.
+    own, other = (
+        re.sub(r"cpuft-[0-9a-f]{12}|MASTER_PORT [0-9]+|launched|by-hand", "", text).splitlines()
+        for text in ((cluster.folder / "launched" / "plan.sh").read_text(), printed.stdout)
+    )
+    assert own[-20:] == other[-20:]
+
+
+def test_a_script_and_its_rows_travel_once(cluster: Simulated) -> None:
+    (cluster.folder / "rows.csv").write_text("a 0,b\n")
+    script = cluster.folder / "reads.py"
+    script.write_text(
+        "import os, pathlib, socket, sys\n"
+        "text = pathlib.Path(sys.argv[1]).read_text()\n"
+        "pathlib.Path(os.environ['CPUFT_RUN_DIR'], 'said').write_text(text + socket.gethostname())\n"
+    )
+    words = ("launch", "--cluster", cluster.name, "--np", "2", "--no-check")
+    first = cluster.cpuft(*words, "--run-dir", "first", "--", "reads.py", "rows.csv")
+    assert first.returncode == 0, first.stderr
+    assert "send reads.py to" in first.stderr
+    assert (cluster.folder / "first" / "said").read_text() == f"a 0,b\n{cluster.name}-1"
+    second = cluster.cpuft(*words, "--run-dir", "second", "--", "reads.py", "rows.csv")
+    assert "send" not in second.stderr
+    assert second.returncode == 0, second.stderr
