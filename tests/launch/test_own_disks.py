@@ -52,7 +52,7 @@ def test_the_printed_plan_is_the_plan_that_runs(cluster: Simulated) -> None:
     assert new == {str(cluster.folder / "by-hand")}
     # But for its own name and places it is the one that ran.
     own, other = (
-        re.sub(r"cpuft-[0-9a-f]{12}|MASTER_PORT [0-9]+|launched|by-hand", "", text).splitlines()
+        re.sub(r"/[0-9a-f]{12}|MASTER_PORT [0-9]+|launched|by-hand", "", text).splitlines()
         for text in ((cluster.folder / "launched" / "plan.sh").read_text(), printed.stdout)
     )
     assert own[-20:] == other[-20:]
