@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from cpuft.doctor.finding import Finding
 from cpuft.doctor.probe import RUN_FOLDER
 from cpuft.doctor.state import ClusterState
-from cpuft.hosts.topology import bf16_hardware
+from cpuft.hardware import bf16_hardware
 
 _MIB = 1 << 20
 _LEAST_MEMORY = 2048 * _MIB

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from cpuft.doctor.finding import Finding
 from cpuft.doctor.state import ClusterState, Health, HostState
-from cpuft.hosts.topology import HostFacts, bf16_hardware
+from cpuft.hardware import bf16_hardware
+from cpuft.hosts.topology import HostFacts
 
 V = TypeVar("V")
 _SKEW_SECONDS = 2.0

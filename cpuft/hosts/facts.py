@@ -62,22 +62,6 @@ def _find_library(name: str) -> str:
     return found[0] if found else ""
 
 
-def read_cpu_flags() -> list[str]:
-    """The kernel's names of what this CPU can do."""
-    for line in _read_text("/proc/cpuinfo").splitlines():
-        if line.startswith(("flags", "Features")):
-            return sorted(line.split(":", 1)[1].split())
-    return []
-
-
-def read_cpu_model() -> str:
-    """The CPU's name."""
-    for line in _read_text("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def _lscpu() -> str:
     command = shutil.which("lscpu") or "/usr/bin/lscpu"
     try:
@@ -105,14 +89,14 @@ def find_free_port() -> int:
 
 
 def gather(targets: list[str]) -> dict[str, object]:
-    """All facts of this host; the keys are the fields of `cpuft.hosts.topology.HostFacts`."""
+    """All facts of this host, from which `cpuft.hosts.topology.parse_facts` makes its `HostFacts`."""
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
         "kernel": platform.release(),
         "boot_id": _read_text("/proc/sys/kernel/random/boot_id"),
-        "cpu_model": read_cpu_model(),
-        "cpu_flags": read_cpu_flags(),
+        "machine": platform.machine(),
+        "cpuinfo": _read_text("/proc/cpuinfo").partition("\n\n")[0],
         "lscpu": _lscpu(),
         "allowed_cpus": sorted(os.sched_getaffinity(0)),
         "cpu_quota": _cpu_quota(),

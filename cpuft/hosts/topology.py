@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cpuft.errors import CpuftError
+from cpuft.hardware import parse_cpuinfo
 from cpuft.loader import load, parse_json
-
-_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ class RankCores:
 def parse_facts(text: str, host: str) -> HostFacts:
     """Facts from the JSON that `cpuft.hosts.facts` prints on `host`. Raises CpuftError when it is not that."""
     try:
-        return load(HostFacts, parse_json(text))
+        values = load(dict[str, Any], parse_json(text))
+        cpuinfo, machine = (load(str, values.pop(name, None), name) for name in ("cpuinfo", "machine"))
+        cpu = parse_cpuinfo(cpuinfo, machine)
+        return load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})
     except ValueError:
         last = (text.strip().splitlines() or ["nothing"])[-1]
         raise CpuftError(
@@ -147,51 +150,3 @@ def _even_groups(cores: tuple[Core, ...], ranks: int) -> list[list[int]]:
 def format_mask(cpus: tuple[int, ...]) -> str:
     """The hexadecimal mask of hardware threads, as I_MPI_PIN_DOMAIN takes it: (0, 1) is 0x3."""
     return hex(sum(1 << cpu for cpu in set(cpus)))
-
-
-def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
-    """CPU flags that oneDNN may use when ONEDNN_MAX_CPU_ISA is `max_isa`: a limit below bf16 hides the bf16 flags.
-
-    Source: oneDNN's documentation, "CPU dispatcher control".
-    """
-    limits = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
-    hidden: tuple[str, ...] = ()
-    if max_isa.upper() in limits:
-        hidden = ("amx_bf16", "amx_tile", "amx_int8")
-        hidden += () if max_isa.upper() == limits[-1] else ("avx512_bf16",)
-    return tuple(flag for flag in flags if flag not in hidden)
-
-
-def bf16_hardware(flags: tuple[str, ...]) -> str:
-    """The flag by which this CPU multiplies bf16 natively: amx_bf16 before avx512_bf16; empty when it does not."""
-    return next((flag for flag in _BF16_FLAGS if flag in flags), "")
-
-
-@dataclass(frozen=True)
-class Precision:
-    """What products are computed in (bf16 or fp32), and why."""
-
-    name: str
-    reason: str
-
-
-def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """The precision of a run on a CPU with these (effective) flags; `wanted` is auto, bf16 or fp32.
-
-    Raises
-    ------
-    CpuftError: bf16 asked for where the hardware lacks it, without leave to emulate it.
-    """
-    flag = bf16_hardware(cpu_flags)
-    if wanted == "fp32":
-        return Precision("fp32", "as you asked")
-    if flag:
-        return Precision("bf16", f"this CPU multiplies bf16 ({flag})")
-    if wanted == "auto":
-        return Precision("fp32", "this CPU has neither AMX nor AVX512_BF16")
-    if not emulate:
-        raise CpuftError(
-            "this CPU has neither AMX nor AVX512_BF16, and bf16 would be slower than fp32: "
-            "use --precision fp32, or insist with --emulate-bf16"
-        )
-    return Precision("bf16", "warning: emulated, this CPU has neither AMX nor AVX512_BF16: slower than fp32")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE
+from cpuft.hardware import choose_precision, effective_flags
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.interfaces import Interface, choose_interface
-from cpuft.hosts.topology import RankCores, choose_comm_cores, choose_precision, effective_flags, plan_placement
+from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
 from cpuft.options.bench import plan_sweep

@@ -9,7 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-PRECISIONS = ("auto", "bf16", "fp32")
+from cpuft.hardware import PRECISIONS
+
 PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")

@@ -10,12 +10,12 @@ import resource
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from cpuft.comm.gradients.compression import gradient_type
-from cpuft.hosts import facts
-from cpuft.hosts.topology import Precision, choose_precision, effective_flags
+from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.record import Footer, Header, RankPlace, StepLine, Writer
 from cpuft.train import ipex
@@ -28,15 +28,14 @@ from cpuft.train.precision import format_products, measure_products
 from cpuft.train.progress import Progress
 from cpuft.train.world import Place, gather, process_group, prove_equal_parameters, prove_one_job
 
-_DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     """Train as configured; `started` is the perf_counter value at which this process began."""
     ipex.check_engine(config)
-    flags = effective_flags(tuple(facts.read_cpu_flags()), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
-    precision = choose_precision(config.precision, config.emulate_bf16, flags)
+    cpu = read_cpu()
+    precision = choose_precision(config.precision, config.emulate_bf16, cpu.flags)
     with ExitStack() as stack:
         sent_as = gradient_type(choose_compression(config, precision.name))
         place = stack.enter_context(process_group(config.backend, config.comm_timeout, sent_as))
@@ -46,7 +45,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         model = load_model(config, prepared.labels)
         progress = stack.enter_context(Progress(worker.progress, place.rank))
         writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and place.rank == 0 else None
-        header = make_header(config, prepared, precision, place, places, count_parameters(model), flags)
+        header = make_header(config, prepared, precision, place, places, count_parameters(model), cpu)
         header = replace(header, products=measure_products(precision.name))
         progress.begin(header, f"{precision.reason}; {format_products(header.products)}", place.backend_reason)
         if writer:
@@ -71,6 +70,12 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum))
 
 
+def read_cpu() -> Cpu:
+    """This CPU, with the flags that oneDNN may use."""
+    cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
+    return cpu._replace(flags=effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", "")))
+
+
 def make_header(
     config: TrainConfig,
     prepared: Prepared,
@@ -78,7 +83,7 @@ def make_header(
     place: Place,
     places: list[RankPlace],
     parameters: int,
-    flags: tuple[str, ...],
+    cpu: Cpu,
 ) -> Header:
     """What this run is, for the record."""
     packages = (*_PACKAGES, ipex.PACKAGE) if config.engine == "ipex" else _PACKAGES
@@ -91,8 +96,8 @@ def make_header(
         ranks=places,
         backend=place.backend,
         precision=precision.name,
-        cpu_model=facts.read_cpu_model(),
-        cpu_flags=[flag for flag in _DECIDING_FLAGS if flag in flags],
+        cpu_model=cpu.model,
+        cpu_flags=[flag for flag in DECIDING_FLAGS if flag in cpu.flags],
         versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
         global_batch=config.batch_size * config.accumulation * len(places),
         parameters=parameters,

@@ -13,10 +13,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.topology import (
     Core,
     RankCores,
-    bf16_hardware,
     choose_comm_cores,
-    choose_precision,
-    effective_flags,
     format_mask,
     parse_facts,
     parse_lscpu,
@@ -104,43 +101,12 @@ def test_masks(cpus: tuple[int, ...], mask: str) -> None:
 
 def test_facts_read_back() -> None:
     facts = make_facts()
-    assert parse_facts(json.dumps(dataclasses.asdict(facts)), "node1") == facts
+    cpuinfo = f"processor: 0\nmodel name: {facts.cpu_model}\nflags: {' '.join(facts.cpu_flags)}\n"
+    said = dataclasses.asdict(facts) | {"cpu_model": "", "cpu_flags": [], "cpuinfo": cpuinfo, "machine": "x86_64"}
+    assert parse_facts(json.dumps(said), "node1") == facts
 
 
 @pytest.mark.parametrize("text", ["", "Permission denied", "{}", "[]", '{"hostname": 1}'])
 def test_facts_that_are_none(text: str) -> None:
     with pytest.raises(CpuftError, match="host node1 did not report its facts"):
         parse_facts(text, "node1")
-
-
-@pytest.mark.parametrize(
-    "flags, limit, hardware",
-    [
-        (("avx512f", "amx_bf16", "avx512_bf16"), "", "amx_bf16"),
-        (("avx512f", "amx_bf16", "avx512_bf16"), "AVX512_CORE_BF16", "avx512_bf16"),
-        (("avx512f", "amx_bf16", "avx512_bf16"), "avx2", ""),
-        (("avx512f", "avx512_bf16"), "AVX512_CORE_AMX", "avx512_bf16"),
-        (("avx2",), "", ""),
-    ],
-)
-def test_bf16_hardware(flags: tuple[str, ...], limit: str, hardware: str) -> None:
-    assert bf16_hardware(effective_flags(flags, limit)) == hardware
-
-
-@pytest.mark.parametrize(
-    "wanted, flags, name",
-    [
-        ("auto", ("amx_bf16",), "bf16"),
-        ("auto", (), "fp32"),
-        ("fp32", ("amx_bf16",), "fp32"),
-        ("bf16", ("avx512_bf16",), "bf16"),
-    ],
-)
-def test_precision(wanted: str, flags: tuple[str, ...], name: str) -> None:
-    assert choose_precision(wanted, False, flags).name == name
-
-
-def test_bf16_without_hardware_is_refused_unless_insisted_on() -> None:
-    with pytest.raises(CpuftError, match="use --precision fp32, or insist with --emulate-bf16"):
-        choose_precision("bf16", False, ("avx2",))
-    assert choose_precision("bf16", True, ("avx2",)).reason.startswith("warning: emulated")

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cpuft.errors import CpuftError
+from cpuft.hardware import PRECISIONS
 from cpuft.train.fast.adamw import put_on_masters
 from cpuft.train.fast.allocator import keep_freed_memory
 from cpuft.train.fast.dropout import FastDropout
@@ -18,8 +19,6 @@ from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-
-PRECISIONS = ("auto", "bf16", "fp32")
 
 
 def has_bf16_products() -> bool:

@@ -1,0 +1,64 @@
+"""What a CPU multiplies fast."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.hardware import bf16_hardware, choose_precision, effective_flags, parse_cpuinfo
+
+XEON = """processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz
+flags\t\t: fpu avx512f avx2
+vmx flags\t: vnmi
+
+processor\t: 1
+model name\t: another
+flags\t\t: fpu
+"""
+GRAVITON = "processor\t: 0\nFeatures\t: fp asimd bf16\nCPU implementer\t: 0x41\n"
+
+
+@pytest.mark.parametrize(
+    "text, name, flags",
+    [
+        (XEON, "Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz", ("fpu", "avx512f", "avx2")),
+        (GRAVITON, "aarch64", ("fp", "asimd", "bf16")),
+        ("", "aarch64", ()),
+    ],
+)
+def test_the_first_processor_is_named_with_its_flags(text: str, name: str, flags: tuple[str, ...]) -> None:
+    assert parse_cpuinfo(text, "aarch64") == (name, flags)
+
+
+@pytest.mark.parametrize(
+    "flags, limit, hardware",
+    [
+        (("avx512f", "amx_bf16", "avx512_bf16"), "", "amx_bf16"),
+        (("avx512f", "amx_bf16", "avx512_bf16"), "AVX512_CORE_BF16", "avx512_bf16"),
+        (("avx512f", "amx_bf16", "avx512_bf16"), "avx2", ""),
+        (("avx512f", "avx512_bf16"), "AVX512_CORE_AMX", "avx512_bf16"),
+        (("avx2",), "", ""),
+    ],
+)
+def test_bf16_hardware(flags: tuple[str, ...], limit: str, hardware: str) -> None:
+    assert bf16_hardware(effective_flags(flags, limit)) == hardware
+
+
+@pytest.mark.parametrize(
+    "wanted, flags, name",
+    [
+        ("auto", ("amx_bf16",), "bf16"),
+        ("auto", (), "fp32"),
+        ("fp32", ("amx_bf16",), "fp32"),
+        ("bf16", ("avx512_bf16",), "bf16"),
+    ],
+)
+def test_precision(wanted: str, flags: tuple[str, ...], name: str) -> None:
+    assert choose_precision(wanted, False, flags).name == name
+
+
+def test_bf16_without_hardware_is_refused_unless_insisted_on() -> None:
+    with pytest.raises(CpuftError, match="use --precision fp32, or insist with --emulate-bf16"):
+        choose_precision("bf16", False, ("avx2",))
+    assert choose_precision("bf16", True, ("avx2",)).reason.startswith("warning: emulated")
