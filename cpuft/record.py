@@ -21,8 +21,8 @@ FILE_NAME = "record.jsonl"
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """Where a rank ran."""
+class RecordedRank:
+    """Where a rank ran, as a record keeps it."""
 
     rank: int
     host: str
@@ -40,7 +40,7 @@ class Header:
     """Checksum of the rows, before they were tokenised."""
     options: dict[str, Any]
     world_size: int
-    ranks: list[RankPlace]
+    ranks: list[RecordedRank]
     backend: str
     precision: str
     cpu_model: str
@@ -59,7 +59,7 @@ class Header:
     @property
     def hosts(self) -> list[str]:
         """Host names in the order of ranks, each once."""
-        return list(dict.fromkeys(place.host for place in self.ranks))
+        return list(dict.fromkeys(rank.host for rank in self.ranks))
 
 
 @dataclass(frozen=True)

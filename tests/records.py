@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpuft.record import EvaluationLine, Footer, Header, RankPlace, Record, StepLine
+from cpuft.record import EvaluationLine, Footer, Header, Record, RecordedRank, StepLine
 
 
 def make_record(ranks: int = 1, hosts: int = 1, seconds: float = 100.0, **changes: Any) -> Record:
@@ -12,7 +12,7 @@ def make_record(ranks: int = 1, hosts: int = 1, seconds: float = 100.0, **change
     per_host = ranks // hosts
     share = 16 // per_host
     places = [
-        RankPlace(rank, f"node{rank // per_host + 1}", [rank % per_host * share + cpu for cpu in range(share)])
+        RecordedRank(rank, f"node{rank // per_host + 1}", [rank % per_host * share + cpu for cpu in range(share)])
         for rank in range(ranks)
     ]
     options = {"epochs": 3.0, "batch_size": 32, "seed": 42, "learning_rate": 2e-5, "padding": "dynamic"}

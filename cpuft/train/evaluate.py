@@ -8,23 +8,24 @@ import numpy as np
 import torch
 
 from cpuft.options.fields import TrainConfig
+from cpuft.rank.world import World
 from cpuft.record import EvaluationLine
 from cpuft.train.data.batches import make_batch
 from cpuft.train.data.prepare import Prepared, Tokens
+from cpuft.train.job import gather
 from cpuft.train.objective.metrics import compute_metrics
 from cpuft.train.precision import autocast
-from cpuft.train.world import Place, gather
 
 
 def evaluate(
-    model: torch.nn.Module, prepared: Prepared, config: TrainConfig, precision: str, place: Place, step: int
+    model: torch.nn.Module, prepared: Prepared, config: TrainConfig, precision: str, world: World, step: int
 ) -> EvaluationLine:
     """Metrics of all validation splits, the same on every rank. A collective: all ranks call it."""
     start = time.perf_counter()
     model.eval()
     metrics: dict[str, float] = {}
     for suffix, tokens in prepared.validation.items():
-        outputs = _all_outputs(model, tokens, prepared, config, precision, place)
+        outputs = _all_outputs(model, tokens, prepared, config, precision, world)
         found = compute_metrics(prepared.metrics, outputs, tokens.labels)
         metrics |= {name + suffix: value for name, value in found.items()}
     model.train()
@@ -33,10 +34,10 @@ def evaluate(
 
 
 def _all_outputs(
-    model: torch.nn.Module, tokens: Tokens, prepared: Prepared, config: TrainConfig, precision: str, place: Place
+    model: torch.nn.Module, tokens: Tokens, prepared: Prepared, config: TrainConfig, precision: str, world: World
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     """The model's outputs for every row, in the rows' order; rows are sorted by length and dealt to the ranks."""
-    rows = np.argsort(tokens.lengths, kind="stable")[place.rank :: place.size]
+    rows = np.argsort(tokens.lengths, kind="stable")[world.rank :: world.size]
     width = config.max_length if config.padding == "max_length" else 0
     parts = []
     with torch.inference_mode(), autocast(precision):

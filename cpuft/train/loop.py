@@ -19,13 +19,13 @@ from cpuft.comm.gradients.embedding_rows import RowExchange, exchange_rows
 from cpuft.comm.gradients.local_updates import average_parameters
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
+from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train import ipex
 from cpuft.train.data.batches import Batch, Order, count_updates, deal, make_batch, name_tokens, plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
 from cpuft.train.precision import autocast
-from cpuft.train.world import Place
 
 
 class Clock:
@@ -64,10 +64,10 @@ class Loop:
     """Everything a step needs, made once."""
 
     def __init__(
-        self, model: torch.nn.Module, config: TrainConfig, prepared: Prepared, precision: str, place: Place
+        self, model: torch.nn.Module, config: TrainConfig, prepared: Prepared, precision: str, world: World
     ) -> None:
-        self.config, self.prepared, self.precision, self.place = config, prepared, precision, place
-        self.global_batch = config.batch_size * config.accumulation * place.size
+        self.config, self.prepared, self.precision, self.world = config, prepared, precision, world
+        self.global_batch = config.batch_size * config.accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         self.model = model
         self.optimizer = torch.optim.AdamW(
@@ -84,10 +84,10 @@ class Loop:
         self.parallel: torch.nn.Module = model
         self.last_gradient: LastGradient | None = None
         self.rows: RowExchange | None = None
-        if place.size > 1 and config.sync_every == 1:
+        if world.size > 1 and config.sync_every == 1:
             self._exchange_gradients(choose_compression(config, precision))
         # Ranks share weights, not dropout masks.
-        torch.manual_seed(config.seed + 1 + place.rank)
+        torch.manual_seed(config.seed + 1 + world.rank)
 
     def _exchange_gradients(self, compression: str) -> None:
         """Layers' gradients by DDP, in the course of backward; word embeddings' after it, by rows."""
@@ -169,7 +169,7 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     if loop.rows:
         loop.rows.clear()
     clock.lap("update")
-    if loop.place.size > 1 and loop.parallel is loop.model and _is_due(loop, number):
+    if loop.world.size > 1 and loop.parallel is loop.model and _is_due(loop, number):
         with fp32_weights(loop.model):
             average_parameters(loop.model.parameters())
     totals = torch.tensor([loss_sum, sum(b.tokens for b, weight in micro if weight)], dtype=torch.float64)
@@ -191,7 +191,7 @@ def _forward_backward(loop: Loop, clock: Clock, batch: Batch, weight: float, row
             losses = _losses(loop.parallel(**batch.inputs).logits, batch.labels)
         clock.lap("forward")
         # Gradients are averaged over ranks: with this weight that is the mean over all rows of the update.
-        torch.autograd.backward(losses.sum() * (weight * loop.place.size / rows))
+        torch.autograd.backward(losses.sum() * (weight * loop.world.size / rows))
         clock.lap("backward")
     return float(losses.detach().sum()) * weight
 
@@ -218,8 +218,8 @@ def _line(clock: Clock, number: int, rate: float, rows: int, totals: list[float]
 
 def _micro_batches(loop: Loop, rows: Order) -> list[tuple[Batch, float]]:
     """This rank's forward passes of an update, each with its weight: 0 for a row that is only there to keep step."""
-    share = deal(rows, loop.place.rank, loop.place.size)
-    weight = 1.0 if loop.place.rank < len(rows) else 0.0
+    share = deal(rows, loop.world.rank, loop.world.size)
+    weight = 1.0 if loop.world.rank < len(rows) else 0.0
     size = loop.config.batch_size
     width = loop.config.max_length if loop.config.padding == "max_length" else 0
     regression = not loop.prepared.labels

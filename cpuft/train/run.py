@@ -17,16 +17,17 @@ import torch
 from cpuft.comm.gradients.compression import gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.fields import TrainConfig, WorkerConfig
-from cpuft.record import Footer, Header, RankPlace, StepLine, Writer
+from cpuft.rank.world import parse_world
+from cpuft.record import Footer, Header, RecordedRank, StepLine, Writer
 from cpuft.train import ipex
 from cpuft.train.checkpoint import save_model
 from cpuft.train.data.prepare import Prepared, prepare, read_prepared
 from cpuft.train.evaluate import evaluate
+from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
 from cpuft.train.loop import Loop, choose_compression, train
 from cpuft.train.model import count_parameters, load_model
 from cpuft.train.precision import format_products, measure_products
 from cpuft.train.progress import Progress
-from cpuft.train.world import Place, gather, process_group, prove_equal_parameters, prove_one_job
 
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 
@@ -35,22 +36,22 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     """Train as configured; `started` is the perf_counter value at which this process began."""
     ipex.check_engine(config)
     cpu = read_cpu()
-    precision = choose_precision(config.precision, config.emulate_bf16, cpu.flags)
+    world, precision = parse_world(os.environ), choose_precision(config.precision, config.emulate_bf16, cpu.flags)
     with ExitStack() as stack:
         sent_as = gradient_type(choose_compression(config, precision.name))
-        place = stack.enter_context(process_group(config.backend, config.comm_timeout, sent_as))
-        places = prove_one_job(place)
+        choice = stack.enter_context(process_group(world, config.backend, config.comm_timeout, sent_as))
+        ranks = prove_one_job(world)
         prepared = read_prepared(worker.prepared or str(prepare(config)))
         torch.manual_seed(config.seed)
         model = load_model(config, prepared.labels)
-        progress = stack.enter_context(Progress(worker.progress, place.rank))
-        writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and place.rank == 0 else None
-        header = make_header(config, prepared, precision, place, places, count_parameters(model), cpu)
+        progress = stack.enter_context(Progress(worker.progress, world.rank))
+        writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and world.rank == 0 else None
+        header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
         header = replace(header, products=measure_products(precision.name))
-        progress.begin(header, f"{precision.reason}; {format_products(header.products)}", place.backend_reason)
+        progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         if writer:
             writer.write(header)
-        loop = Loop(model, config, prepared, precision.name, place)
+        loop = Loop(model, config, prepared, precision.name, world)
         prove_equal_parameters(model, "before the first step")
         steps: list[StepLine] = []
         for line in train(loop):
@@ -60,7 +61,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
                 writer.write(line)
         checksum = prove_equal_parameters(model, "after the last step")
         progress.evaluating(sum(len(rows) for rows in prepared.validation.values()))
-        evaluation = evaluate(model, prepared, config, precision.name, place, len(steps))
+        evaluation = evaluate(model, prepared, config, precision.name, world, len(steps))
         progress.evaluated(evaluation)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         if writer:
@@ -80,8 +81,8 @@ def make_header(
     config: TrainConfig,
     prepared: Prepared,
     precision: Precision,
-    place: Place,
-    places: list[RankPlace],
+    backend: str,
+    ranks: list[RecordedRank],
     parameters: int,
     cpu: Cpu,
 ) -> Header:
@@ -92,14 +93,14 @@ def make_header(
         model=config.model,
         data=prepared.checksum,
         options=dict(vars(config)),
-        world_size=len(places),
-        ranks=places,
-        backend=place.backend,
+        world_size=len(ranks),
+        ranks=ranks,
+        backend=backend,
         precision=precision.name,
         cpu_model=cpu.model,
         cpu_flags=[flag for flag in DECIDING_FLAGS if flag in cpu.flags],
         versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
-        global_batch=config.batch_size * config.accumulation * len(places),
+        global_batch=config.batch_size * config.accumulation * len(ranks),
         parameters=parameters,
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )

@@ -272,12 +272,13 @@ def test_the_worst_ranks_exit_code_and_last_words(text: str, code: int, words: s
 
 
 DIFFERENT = """
-import torch, torch.distributed as dist
-from cpuft.train.world import process_group, prove_equal_parameters, prove_one_job
+import os, torch
+from cpuft.rank.world import parse_world
+from cpuft.train.job import process_group, prove_equal_parameters
 from cpuft.errors import CpuftError
-model = torch.nn.Linear(2, 2)
-with process_group("gloo", 30) as place:
-    torch.nn.init.constant_(model.weight, 1.0), torch.nn.init.constant_(model.bias, float(place.rank == 1))
+model, world = torch.nn.Linear(2, 2), parse_world(os.environ)
+with process_group(world, "gloo", 30):
+    torch.nn.init.constant_(model.weight, 1.0), torch.nn.init.constant_(model.bias, float(world.rank == 1))
     try:
         prove_equal_parameters(model, "now")
     except CpuftError as error:
@@ -292,10 +293,12 @@ def test_different_parameters_name_the_rank() -> None:
 
 MOVED = """
 import os
-from cpuft.train.world import process_group, prove_one_job
+from cpuft.rank.world import parse_world
+from cpuft.train.job import process_group, prove_one_job
 os.environ["RANK"] == "1" and os.sched_setaffinity(0, {0, 1})
-with process_group("gloo", 30) as place:
-    prove_one_job(place)
+world = parse_world(os.environ)
+with process_group(world, "gloo", 30):
+    prove_one_job(world)
 """
 
 

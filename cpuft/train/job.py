@@ -6,16 +6,15 @@ import hashlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft.comm import start
@@ -23,25 +22,16 @@ from cpuft.comm.choice.automatic import choose_automatically
 from cpuft.comm.choice.choosing import Choice
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
-from cpuft.hosts.facts import find_free_port
 from cpuft.rank.script import keep_for_good
-from cpuft.rank.world import parse_world, world_variables
-from cpuft.record import RankPlace
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's place among all, under torch's names."""
-
-    rank: int
-    size: int
-    backend: str = "gloo"
-    backend_reason: str = ""
+from cpuft.rank.world import World
+from cpuft.record import RecordedRank
 
 
 @contextmanager
-def process_group(backend: str, timeout_seconds: float, gradient_type: str = "float32") -> Iterator[Place]:
-    """Join the other ranks for the time of the context. Alone, this is a world of one.
+def process_group(
+    world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32"
+) -> Iterator[Choice]:
+    """Join the other ranks of `world` for the time of the context; gives the backend they talk over, and why that.
 
     Parameters
     ----------
@@ -50,10 +40,9 @@ def process_group(backend: str, timeout_seconds: float, gradient_type: str = "fl
 
     Raises
     ------
-    CpuftError: what the backend needs is missing, or a launcher has not said where the master is.
+    CpuftError: what the backend needs is missing, or the other ranks cannot be found.
     """
-    os.environ.update(meeting_variables(os.environ))
-    store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
     choice = Choice(backend, "as you asked")
     if backend == "auto":
         choice = Choice("gloo", "one rank")
@@ -64,27 +53,23 @@ def process_group(backend: str, timeout_seconds: float, gradient_type: str = "fl
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
     keep_for_good(dist.group.WORLD)
     try:
-        yield Place(rank, size, choice.backend, choice.reason)
+        yield choice
     finally:
         dist.destroy_process_group()
 
 
-def meeting_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, MASTER_ADDR and so on: the launcher's, else those of a process that is alone.
-
-    Raises
-    ------
-    CpuftError: the launcher's world has other ranks, and it has not said where they meet.
-    """
-    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    found = world_variables(parse_world(environ)) | alone
-    found |= {name: environ[name] for name in found if name in environ}
-    if found["WORLD_SIZE"] != "1" and not alone.keys() <= environ.keys():
+def _open_store(world: World, timeout_seconds: float) -> Store:
+    """Where ranks find each other: at the address that the environment names; a rank alone needs no port."""
+    if world.size == 1:
+        return HashStore()
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise CpuftError(
-            f"rank {found['RANK']} of {found['WORLD_SIZE']} was not told where rank 0 is: export MASTER_ADDR (its "
-            f"host) and MASTER_PORT (a free port there) before mpirun or srun, or start with cpuft launch"
+            f"rank {world.rank} of {world.size} was not told where rank 0 is: export MASTER_ADDR (its host) and "
+            f"MASTER_PORT (a free port there) before mpirun or srun, or start with cpuft launch"
         )
-    return found
+    timeout = timedelta(seconds=timeout_seconds)
+    store: Store = next(rendezvous("env://", world.rank, world.size, timeout=timeout))[0]
+    return store
 
 
 def gather(value: Any) -> list[Any]:
@@ -94,13 +79,8 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def own_place(place: Place) -> RankPlace:
-    """Where this process really is."""
-    return RankPlace(place.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
-
-
-def prove_one_job(place: Place) -> list[RankPlace]:
-    """Check, on all ranks alike, that the world is what the plan says; return every rank's place.
+def prove_one_job(world: World) -> list[RecordedRank]:
+    """Check, on all ranks alike, that the world is what the plan says; return where every rank is.
 
     The plan's word comes in CPUFT_WORLD_SIZE, CPUFT_HOSTNAME and CPUFT_CORES; without them only uniqueness is checked.
 
@@ -108,35 +88,35 @@ def prove_one_job(place: Place) -> list[RankPlace]:
     ------
     CpuftError: a wrong number of ranks, a rank twice, or one off its host or cores; the message names the rank.
     """
-    own = own_place(place)
+    own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
     planned = {
-        "size": os.environ.get("CPUFT_WORLD_SIZE", str(place.size)),
+        "size": os.environ.get("CPUFT_WORLD_SIZE", str(world.size)),
         "host": os.environ.get("CPUFT_HOSTNAME", own.host),
         "cpus": [int(cpu) for cpu in os.environ.get("CPUFT_CORES", "").split(",") if cpu] or own.cpus,
     }
     found = gather((own, planned, os.getpid()))
-    problem = find_misplaced(place.size, found)
+    problem = find_misplaced(world.size, found)
     if problem:
         raise CpuftError(problem)
-    return [their_place for their_place, _, _ in found]
+    return [rank for rank, _, _ in found]
 
 
-def find_misplaced(size: int, found: list[tuple[RankPlace, dict[str, Any], int]]) -> str:
-    """What is wrong with a world of `size` ranks, each with its place, its plan and its process number; else ''."""
-    for number, count in Counter(place.rank for place, _, _ in found).items():
+def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], int]]) -> str:
+    """What is wrong with a world of `size` ranks, each with where it is, its plan and its process number; else ''."""
+    for number, count in Counter(rank.rank for rank, _, _ in found).items():
         if count > 1:
             return f"rank {number} is there {count} times: start the run with one mpirun, and unset RANK in your shell"
-    for (host, process), count in Counter((place.host, pid) for place, _, pid in found).items():
+    for (host, process), count in Counter((rank.host, pid) for rank, _, pid in found).items():
         if count > 1:
             return f"process {process} on {host} holds {count} ranks: start the run with cpuft launch"
-    for place, planned, _ in found:
+    for rank, planned, _ in found:
         if planned["size"] != str(size):
-            return f"rank {place.rank} was planned for {planned['size']} ranks and finds {size}: check mpirun's -n"
-        if planned["host"] != place.host:
-            return f"rank {place.rank} is on {place.host}, planned on {planned['host']}: check the hostfile's names"
-        if planned["cpus"] != place.cpus:
+            return f"rank {rank.rank} was planned for {planned['size']} ranks and finds {size}: check mpirun's -n"
+        if planned["host"] != rank.host:
+            return f"rank {rank.rank} is on {rank.host}, planned on {planned['host']}: check the hostfile's names"
+        if planned["cpus"] != rank.cpus:
             return (
-                f"rank {place.rank} on {place.host} sits on hardware threads {place.cpus}, planned {planned['cpus']}: "
+                f"rank {rank.rank} on {rank.host} sits on hardware threads {rank.cpus}, planned {planned['cpus']}: "
                 f"let one owner pin: unset I_MPI_PIN* and do not start under taskset or numactl"
             )
     return ""
