@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,28 @@ def find_model(name: str) -> str:
     return name
 
 
-def load_model(config: TrainConfig, labels: tuple[str, ...]) -> Any:
-    """A sequence classifier with a fresh head (one output for regression), fp32, on the CPU.
+def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any]) -> Any:
+    """The encoder with a fresh head, fp32, on the CPU.
+
+    Parameters
+    ----------
+    kind: name of the class of transformers that loads any model with such a head.
+    head: its settings, by their names in a model's configuration.
 
     Raises
     ------
-    CpuftError: the model cannot be had, or is of a kind that classifies no sequences.
+    CpuftError: the model cannot be had, or is of a kind that has no such head.
     """
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     source = find_model(config.model)
-    names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     try:
-        settings = transformers.AutoConfig.from_pretrained(
-            source, num_labels=len(labels) or 1, **(names if labels else {})
-        )
+        settings = transformers.AutoConfig.from_pretrained(source, **head)
         _set_dropout(settings, config.dropout)
-        settings.problem_type = "single_label_classification" if labels else "regression"
-        return transformers.AutoModelForSequenceClassification.from_pretrained(
-            source, config=settings, attn_implementation="eager", dtype="float32"
-        )
+        load = getattr(transformers, kind).from_pretrained
+        return load(source, config=settings, attn_implementation="eager", dtype="float32")
     except (OSError, ValueError) as error:
         raise CpuftError(_cannot_load(config.model, error)) from None
 

@@ -9,12 +9,11 @@ import platform
 import resource
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from cpuft.comm.gradients.compression import gradient_type
+from cpuft.comm.gradients.compression import choose_compression, gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.rank.world import parse_world
@@ -24,8 +23,9 @@ from cpuft.train.checkpoint import save_model
 from cpuft.train.data.prepare import Prepared, prepare, read_prepared
 from cpuft.train.evaluate import evaluate
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
-from cpuft.train.loop import Loop, choose_compression, train
-from cpuft.train.model import count_parameters, load_model
+from cpuft.train.loop import Loop, train
+from cpuft.train.model import count_parameters
+from cpuft.train.objective.sequences import make_objective
 from cpuft.train.precision import format_products, measure_products
 from cpuft.train.progress import Progress
 
@@ -38,20 +38,20 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     cpu = read_cpu()
     world, precision = parse_world(os.environ), choose_precision(config.precision, config.emulate_bf16, cpu.flags)
     with ExitStack() as stack:
-        sent_as = gradient_type(choose_compression(config, precision.name))
+        sent_as = gradient_type(choose_compression(config.grad_compression, precision.name))
         choice = stack.enter_context(process_group(world, config.backend, config.comm_timeout, sent_as))
         ranks = prove_one_job(world)
         prepared = read_prepared(worker.prepared or str(prepare(config)))
+        objective = make_objective(config, prepared)
         torch.manual_seed(config.seed)
-        model = load_model(config, prepared.labels)
+        model = objective.load_model(config)
         progress = stack.enter_context(Progress(worker.progress, world.rank))
         writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and world.rank == 0 else None
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
-        header = replace(header, products=measure_products(precision.name))
         progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         if writer:
             writer.write(header)
-        loop = Loop(model, config, prepared, precision.name, world)
+        loop = Loop(model, objective, config, prepared, precision.name, world)
         prove_equal_parameters(model, "before the first step")
         steps: list[StepLine] = []
         for line in train(loop):
@@ -61,7 +61,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
                 writer.write(line)
         checksum = prove_equal_parameters(model, "after the last step")
         progress.evaluating(sum(len(rows) for rows in prepared.validation.values()))
-        evaluation = evaluate(model, prepared, config, precision.name, world, len(steps))
+        evaluation = evaluate(loop, len(steps))
         progress.evaluated(evaluation)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         if writer:
@@ -102,6 +102,7 @@ def make_header(
         versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
         global_batch=config.batch_size * config.accumulation * len(ranks),
         parameters=parameters,
+        products=measure_products(precision.name),
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
 

@@ -27,6 +27,7 @@ def settings(**more: str) -> dict[str, str]:
         "I_MPI_FABRICS": "shm:ofi",
         "FI_PROVIDER": "tcp",
         "OMP_NUM_THREADS": "1",
+        "CCL_KVS_IFACE": "lo",
         "CCL_LOG_LEVEL": "error",
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
@@ -39,9 +40,9 @@ def settings(**more: str) -> dict[str, str]:
 def mpirun(
     ranks: int, module: str, *arguments: str, seconds: float = 150, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module of this directory on so many ranks; the output is kept whole for the assertion that may fail."""
+    """Run a module on so many ranks; the output is kept whole for the assertion that may fail."""
     command = [str(MPIRUN), "-iface", "lo", "-host", "localhost", "-n", str(ranks)]
-    command += [sys.executable, "-m", f"tests.comm.{module}", *arguments]
+    command += [sys.executable, "-m", module, *arguments]
     try:
         return subprocess.run(
             command, env=settings(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds

@@ -16,7 +16,7 @@ LIMIT_SECONDS = 10.0
 @pytest.mark.parametrize("how", ("stop", "sleep", "raise", "kill"))
 @pytest.mark.parametrize("backend", ("ccl", "mpi", "gloo"))
 def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None:
-    run = mpirun(3, "loss", backend, how, seconds=60)
+    run = mpirun(3, "tests.comm.loss", backend, how, seconds=60)
     ended = time.time()
     begun = re.search(r"losing ([\d.]+)", run.stdout)
     assert begun, run.stdout

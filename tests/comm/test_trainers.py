@@ -11,6 +11,6 @@ from tests.comm.ranks import mpirun
 
 @pytest.mark.parametrize("backend", ("ccl", "mpi"))
 def test_trainer_and_accelerator_train_over_a_backend(backend: str, tmp_path: Path) -> None:
-    run = mpirun(2, "trainers", backend, str(tmp_path), seconds=90)
+    run = mpirun(2, "tests.comm.trainers", backend, str(tmp_path), seconds=90)
     assert run.returncode == 0, run.stdout[-3000:]
     assert run.stdout.count("all right") == 2

@@ -14,7 +14,7 @@ PARAMETERS = 32 * 64 + 64 + 64 + 1
 
 @pytest.mark.parametrize("backend", ("ccl", "mpi", "gloo"))
 def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: Path) -> None:
-    run = mpirun(2, "wrappers", backend, str(tmp_path), seconds=90)
+    run = mpirun(2, "tests.comm.wrappers", backend, str(tmp_path), seconds=90)
     assert run.returncode == 0, run.stdout[-3000:]
     found = json.loads((tmp_path / "0.json").read_text())
     plain = found["ddp none"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,33 +14,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.gradients.powersgd import PowerSGD
 from cpuft.errors import CpuftError, near_names
+from cpuft.options.fields import COMPRESSIONS
 
-COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ROWS = _HALVES | {"powersgd": torch.bfloat16}
 
 
-class HalfState:
-    """What a 16-bit hook needs to know."""
-
-    def __init__(self, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> None:
-        self.dtype = dtype
-        self.group = group
-
-
-def average_in_half(state: HalfState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A DDP hook: average a bucket of gradients over the ranks, sent as bf16 or fp16.
+def _average_in_half(
+    dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over the ranks, sent as bf16 or fp16.
 
     Gradients are divided first, so that fp16's sum over many ranks does not overflow. torch's own hooks do the same,
     but DDP refuses bf16_compress_hook by its name wherever there is no NCCL.
     """
-    group = state.group if state.group is not None else dist.group.WORLD
-    assert group is not None
     buffer = bucket.buffer()
-    if buffer.dtype == state.dtype:
-        half = buffer.div_(group.size())
-    else:
-        half = torch.empty_like(buffer, dtype=state.dtype).copy_(buffer).div_(group.size())
+    # To the buffer itself where it has that type already.
+    half = buffer.to(dtype).div_(group.size())
     work = dist.all_reduce(half, group=group, async_op=True)
     assert work is not None
     future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
@@ -70,11 +61,15 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     if compression == "none":
         return lambda bucket: allreduce_hook(group, bucket)
     if compression in _HALVES:
-        half = HalfState(_HALVES[compression], group)
-        return lambda bucket: average_in_half(half, bucket)
+        return functools.partial(_average_in_half, _HALVES[compression], group)
     if compression == "powersgd":
         return PowerSGD(group).reduce
-    raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS)}")
+    raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS[1:])}")
+
+
+def choose_compression(asked: str, precision: str) -> str:
+    """What gradients are sent as: what was asked for; `auto` is bf16 where training is bf16."""
+    return asked if asked != "auto" else "bf16" if precision == "bf16" else "none"
 
 
 def narrow(gradient: torch.Tensor, compression: str) -> torch.Tensor:

@@ -52,6 +52,10 @@ class Tokens:
         """Tokens of each row, shape (rows,)."""
         return np.diff(self.offsets)
 
+    def places(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the tokens of these rows stand among all, one row after another."""
+        return np.concatenate([np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows])
+
 
 @dataclass(frozen=True)
 class Prepared:

@@ -1,1 +1,83 @@
-"""What a model is trained for and measured by."""
+"""What is learned: head, labels, loss, metrics, and how rows become a batch. The loop knows `Objective` only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train.data.order import Order
+from cpuft.train.data.prepare import Tokens
+from cpuft.train.model import load_model
+
+Answers = NDArray[np.float32]
+"""What the metrics need to know of each row, shape (rows, any)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded rows of one forward pass of one rank."""
+
+    inputs: dict[str, torch.Tensor]
+    """input_ids, attention_mask and, where the model takes them, token_type_ids; shape (rows, longest row)."""
+    labels: torch.Tensor
+    """What answers are compared with; shape (rows,)."""
+    tokens: int
+    """Without padding."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a run learns from rows of one or two texts; its kinds say with what head, loss and metrics."""
+
+    labels: tuple[str, ...]
+    """Of classes, in the order of their numbers."""
+    metrics: tuple[str, ...]
+    pad_id: int
+    width: int
+    """Tokens that rows are padded to; 0 for those of the longest row of a batch."""
+    model_class: ClassVar[str]
+    """The class of transformers that loads any encoder with such a head."""
+    label_type: ClassVar[torch.dtype]
+
+    def head(self) -> dict[str, Any]:
+        """The head's settings, by their names in a model's configuration."""
+        raise NotImplementedError
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Loss of each row, fp32, shape (rows,)."""
+        raise NotImplementedError
+
+    def measure(self, answers: Answers, tokens: Tokens) -> dict[str, float]:
+        """Metrics by name, of the answers to all rows of a split in their order."""
+        raise NotImplementedError
+
+    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
+        """The head's outputs, without gradients."""
+        outputs: Answers = model(**batch.inputs).logits.float().numpy()
+        return outputs
+
+    def load_model(self, config: TrainConfig) -> Any:
+        """The encoder with a fresh head, fp32, on the CPU. Raises CpuftError when it cannot be had."""
+        return load_model(config, self.model_class, self.head())
+
+    def make_batch(self, tokens: Tokens, rows: Order) -> Batch:
+        """The rows of these numbers."""
+        lengths, places = tokens.lengths[rows], tokens.places(rows)
+        mask = np.arange(self.width or int(lengths.max())) < lengths[:, None]
+        ids = np.full(mask.shape, self.pad_id, np.int64)
+        ids[mask] = tokens.ids[places]
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
+        if len(tokens.types):
+            types = np.zeros(mask.shape, np.int64)
+            types[mask] = tokens.types[places]
+            inputs["token_type_ids"] = torch.from_numpy(types)
+        return Batch(inputs, torch.from_numpy(tokens.labels[rows]).to(self.label_type), int(lengths.sum()))
+
+    def name_tokens(self, tokens: Tokens, rows: Order) -> torch.Tensor:
+        """All that batches of these rows look up, int64, with repetitions: their words, and the one that pads."""
+        return torch.from_numpy(np.append(tokens.ids[tokens.places(rows)], self.pad_id).astype(np.int64))

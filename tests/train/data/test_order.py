@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.train.data.batches import count_updates, deal, make_batch, plan_epoch, plan_updates
-from cpuft.train.data.prepare import Tokens
-
-
-def make_tokens(lengths: list[int], types: bool = True) -> Tokens:
-    """Row i holds the number i + 1 `lengths[i]` times."""
-    ids = np.concatenate([np.full(length, row + 1, np.int32) for row, length in enumerate(lengths)])
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Tokens(
-        ids, (ids % 2).astype(np.int8) if types else np.zeros(0, np.int8), offsets, np.ones(len(lengths), np.float32)
-    )
-
+from cpuft.train.data.order import count_updates, deal, plan_epoch, plan_updates
+from tests.train.tokens import make_tokens
 
 LENGTHS = st.lists(st.integers(1, 128), min_size=1, max_size=300)
 
@@ -72,14 +61,3 @@ def test_updates_of_a_run(rows: int, batch: int, epochs: float, steps: int, upda
 def test_epochs_follow_each_other() -> None:
     found = list(plan_updates(make_tokens([3, 4, 5]), 2, 0, 5, grouped=False))
     assert [epoch for epoch, _ in found] == [0, 0, 1, 1, 2]
-
-
-def test_a_batch_is_padded_to_its_longest_row() -> None:
-    batch = make_batch(make_tokens([2, 5, 3]), np.asarray([0, 2]), 9, 0, is_regression=False)
-    assert batch.inputs["input_ids"].tolist() == [[1, 1, 9], [3, 3, 3]]
-    assert batch.inputs["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert batch.inputs["token_type_ids"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert (batch.labels.dtype, batch.tokens, len(batch)) == (torch.int64, 5, 2)
-    wide = make_batch(make_tokens([2, 5], types=False), np.asarray([0, 1]), 0, 8, is_regression=True)
-    assert wide.inputs["input_ids"].shape == (2, 8)
-    assert ("token_type_ids" in wide.inputs, wide.labels.dtype) == (False, torch.float32)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from cpuft.train.data.prepare import Tokens
@@ -20,21 +18,6 @@ _POOL_BATCHES = 50
 """Batches that are sorted together: large enough that rows of a batch are alike, small enough to stay random."""
 
 Order = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Padded rows of one forward pass of one rank."""
-
-    inputs: dict[str, torch.Tensor]
-    """input_ids, attention_mask and, where the model takes them, token_type_ids; shape (rows, longest row)."""
-    labels: torch.Tensor
-    """Shape (rows,): int64 classes, or float32 scores."""
-    tokens: int
-    """Without padding."""
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
 
 def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int, grouped: bool) -> list[Order]:
@@ -80,26 +63,3 @@ def plan_updates(
             yield epoch, rows
             done += 1
         epoch += 1
-
-
-def make_batch(tokens: Tokens, rows: Order, pad_id: int, width: int, is_regression: bool) -> Batch:
-    """Rows padded to `width` tokens, or to the longest of them when `width` is 0."""
-    lengths = tokens.lengths[rows]
-    width = width or int(lengths.max())
-    ids = np.full((len(rows), width), pad_id, np.int64)
-    mask = np.arange(width) < lengths[:, None]
-    places = np.concatenate([np.arange(tokens.offsets[row], tokens.offsets[row + 1]) for row in rows])
-    ids[mask] = tokens.ids[places]
-    inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
-    if len(tokens.types):
-        types = np.zeros((len(rows), width), np.int64)
-        types[mask] = tokens.types[places]
-        inputs["token_type_ids"] = torch.from_numpy(types)
-    labels = torch.from_numpy(tokens.labels[rows])
-    return Batch(inputs, labels if is_regression else labels.long(), int(lengths.sum()))
-
-
-def name_tokens(tokens: Tokens, rows: Order, pad_id: int) -> torch.Tensor:
-    """The tokens of an update's rows on all ranks, and the one that pads: what any rank looks up in it. int64."""
-    parts = [tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]] for row in rows]
-    return torch.from_numpy(np.concatenate([*parts, [pad_id]]).astype(np.int64))

@@ -1,0 +1,53 @@
+"""How gradients or parameters travel between ranks. The loop knows `Exchange` only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.optim import Optimizer
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train.fast import clip_gradients
+
+
+class Exchange:
+    """What brings ranks together in an update. As it stands: one rank, and nothing travels.
+
+    To be made when the optimizer has its parameters; an update calls its methods once each, in their order.
+    """
+
+    def __init__(self, own: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
+        self.own, self.optimizer, self.config = own, optimizer, config
+        self.model = own
+        """What forward passes go through."""
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Around each forward and backward pass; gradients may travel in the `last`."""
+        return nullcontext()
+
+    def average(self, name_tokens: Callable[[], torch.Tensor]) -> float:
+        """Make gradients the mean over ranks of what each has added up.
+
+        Parameters
+        ----------
+        name_tokens: gives all words that any rank looked up, int64, with repetitions.
+
+        Returns
+        -------
+        Seconds of backward in which all gradients of this rank were ready.
+        """
+        return 0.0
+
+    def clip(self) -> None:
+        """Scale all gradients down to the norm asked for; 0 asks for none."""
+        if self.config.clip_norm:
+            clip_gradients(self.optimizer, self.own.parameters(), self.config.clip_norm)
+
+    def clear(self) -> None:
+        """Forget gradients that the optimizer has used."""
+        self.optimizer.zero_grad()
+
+    def meet(self, update: int, last: bool) -> None:
+        """Bring parameters together after this update, counted from 1, where it is time to; it is after the `last`."""

@@ -1,0 +1,15 @@
+"""Which exchange a run has."""
+
+from __future__ import annotations
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.gradients import GradientExchange
+from cpuft.train.exchange.parameters import ParameterExchange
+
+
+def choose_exchange(config: TrainConfig, ranks: int) -> type[Exchange]:
+    """What ranks exchange; one has nobody to exchange with."""
+    if ranks == 1:
+        return Exchange
+    return GradientExchange if config.sync_every == 1 else ParameterExchange

@@ -1,0 +1,63 @@
+"""Gradients are averaged at every update: layers' in the course of backward, word embeddings' after it, by rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from cpuft.comm.choice.choosing import BUCKET_BYTES
+from cpuft.comm.gradients.compression import choose_compression, make_reduce
+from cpuft.comm.gradients.embedding_rows import exchange_rows
+from cpuft.options.fields import TrainConfig
+from cpuft.train.exchange import Exchange
+
+
+class GradientExchange(Exchange):
+    """DistributedDataParallel, with the words that rows name beside it."""
+
+    def __init__(self, own: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
+        super().__init__(own, optimizer, config, precision)
+        compression, group = choose_compression(config.grad_compression, precision), dist.group.WORLD
+        assert group is not None
+        self._rows, self._reduce = exchange_rows(own, compression, group), make_reduce(compression, group)
+        self._ready = 0.0
+        if self._rows:
+            weight: Any = self._rows.weight  # torch has no types for its hooks
+            weight.register_post_accumulate_grad_hook(self._note)
+        megabytes = BUCKET_BYTES / 2**20
+        self._parallel = DistributedDataParallel(own, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
+        # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
+        self._parallel.register_comm_hook(None, lambda _, bucket: self._send(bucket))
+        self.model = self._parallel
+
+    def _note(self, *_: object) -> None:
+        """A gradient is ready: what backward takes after the last one is waiting for others."""
+        self._ready = time.perf_counter()
+
+    def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        self._note()
+        return self._reduce(bucket)
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
+        """Only in the last one buckets are sent."""
+        return nullcontext() if last else self._parallel.no_sync()
+
+    def average(self, name_tokens: Callable[[], torch.Tensor]) -> float:
+        """What backward has left to do are the words' gradients."""
+        waited = time.perf_counter() - self._ready
+        if self._rows:
+            self._rows.average(name_tokens())
+        return waited
+
+    def clear(self) -> None:
+        """DDP's gradients are views of its buckets, and must stay where they are."""
+        self.optimizer.zero_grad(set_to_none=False)
+        if self._rows:
+            self._rows.clear()

@@ -1,0 +1,42 @@
+"""What updates the weights, with the engine that is made for model and optimizer together; and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train import ipex
+from cpuft.train.fast import accelerate
+
+
+def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
+    """AdamW for a model, which gets the layers of the engine asked for, in place."""
+    optimizer = torch.optim.AdamW(group_parameters(model, config.weight_decay), config.learning_rate, fused=True)
+    if config.engine == "ipex":
+        ipex.optimize(model, optimizer, precision)
+    elif config.compile:
+        # The fast layers call kernels of their own, which a graph cannot hold. Lengths differ from step to step.
+        model.compile(dynamic=True)
+    elif not config.plain:
+        accelerate(model, optimizer, precision=precision)
+    return optimizer
+
+
+def group_parameters(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: decay for matrices, none for biases and norms (one-dimensional)."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate_factor(update: int, updates: int, warmup_ratio: float) -> float:
+    """Share of the peak rate: linear from 0 over the warm-up, then linear down to 0 at the end."""
+    warmup = math.ceil(updates * warmup_ratio)
+    if update < warmup:
+        return update / warmup
+    return max(0.0, (updates - update) / max(1, updates - warmup))

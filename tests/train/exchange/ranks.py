@@ -1,0 +1,115 @@
+"""Run by mpirun: both exchanges between two ranks. Usage: ranks.py FOLDER.
+
+Writes FOLDER/RANK.json: what this rank's gradients and parameters are after each part of an update.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpuft import comm
+from cpuft.options.fields import TrainConfig
+from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.choice import choose_exchange
+from tests.comm.ranks import become_rank
+
+WORDS = torch.tensor([[1, 7], [7, 3], [3, 900], [5, 7]])
+"""Rows of an update: the first rank has the first and the third, in a forward pass each."""
+
+
+class Reader(torch.nn.Module):
+    """A look-up of 1000 words and a layer over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(1000, 8)
+        self.layer = torch.nn.Linear(8, 1)
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.words
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layer(self.words(words)).sin()
+        return outputs
+
+
+def make(model: Reader, **options: Any) -> tuple[Exchange, torch.optim.Optimizer]:
+    """The exchange that these options ask for."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = TrainConfig(clip_norm=0.01, **options)
+    return choose_exchange(config, 2)(model, optimizer, config, "fp32"), optimizer
+
+
+def flat(model: torch.nn.Module) -> list[float]:
+    """All gradients, one after another; nothing for a parameter without one."""
+    return [number for p in model.parameters() if p.grad is not None for number in p.grad.reshape(-1).tolist()]
+
+
+def differences(found: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+
+
+def of_gradients(rank: int) -> dict[str, object]:
+    """An update of two forward passes a rank, against one pass over all rows of a rank alone."""
+    model = Reader()
+    alone = copy.deepcopy(model)
+    torch.autograd.backward(alone(WORDS).sum() / 4)
+    exchange, optimizer = make(model)
+    comm.take_traffic()
+    sent = []
+    for row, last in ((rank, False), (rank + 2, True)):
+        with exchange.micro_batch(last):
+            torch.autograd.backward(exchange.model(WORDS[row]).sum() * 2 / 4)
+        sent.append(comm.take_traffic().nbytes)
+    waited = exchange.average(lambda: WORDS)
+    found: dict[str, object] = {"sent": [*sent, comm.take_traffic().nbytes], "waited": waited}
+    found["error"] = differences(flat(model), flat(alone))
+    exchange.clip()
+    norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
+    found |= {"norm": norm, "clipping error": differences(flat(model), flat(alone))}
+    bucket = model.layer.weight.grad
+    assert bucket is not None
+    kept = bucket.data_ptr()
+    optimizer.step()
+    exchange.clear()
+    assert model.layer.weight.grad is not None
+    return found | {"cleared": flat(model), "kept": model.layer.weight.grad.data_ptr() == kept}
+
+
+def of_parameters(rank: int) -> dict[str, object]:
+    """Three updates of one's own: what a bias is after each."""
+    model = Reader()
+    exchange, _ = make(model, sync_every=2)
+    comm.take_traffic()
+    values, sent = [], []
+    for update in (1, 2, 3):
+        with exchange.micro_batch(last=True):
+            torch.autograd.backward(exchange.model(WORDS[rank]).sum())
+        exchange.average(lambda: WORDS)
+        exchange.clip()
+        exchange.clear()
+        with torch.no_grad():
+            model.layer.bias.copy_(torch.tensor([10.0 * update + rank]))
+        exchange.meet(update, last=update == 3)
+        sent.append(comm.take_traffic().nbytes)
+        values.append(model.layer.bias.item())
+    return {"biases": values, "sent": sent, "gradients": flat(model)}
+
+
+if __name__ == "__main__":
+    become_rank()
+    torch.set_num_threads(1)
+    comm.start("gloo", timeout_seconds=20)
+    own = dist.get_rank()
+    text = json.dumps({"gradients": of_gradients(own), "parameters": of_parameters(own)})
+    Path(sys.argv[1], f"{own}.json").write_text(text)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,55 @@
+"""How gradients and parameters travel, and what is clipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.choice import choose_exchange
+from tests.comm.ranks import mpirun
+
+
+def _alone(model: torch.nn.Module, clip_norm: float) -> Exchange:
+    """Asked for everything, with nobody to meet; there is no process group here."""
+    config = TrainConfig(clip_norm=clip_norm, sync_every=2, grad_compression="powersgd")
+    return choose_exchange(config, 1)(model, torch.optim.SGD(model.parameters(), lr=1.0), config, "bf16")
+
+
+@pytest.mark.parametrize("clip_norm, norm", [(0.0, 5.0), (1.0, 1.0), (9.0, 5.0)])
+def test_a_rank_alone_clips_and_clears(clip_norm: float, norm: float) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    exchange = _alone(model, clip_norm)
+    assert exchange.model is model
+    with exchange.micro_batch(last=False):
+        torch.autograd.backward(exchange.model(torch.tensor([3.0, 4.0])).sum())
+    assert exchange.average(lambda: torch.arange(1)) == 0.0
+    exchange.clip()
+    assert model.weight.grad is not None
+    assert float(model.weight.grad.norm()) == pytest.approx(norm, rel=1e-5)
+    exchange.clear()
+    exchange.meet(4, last=True)
+    assert model.weight.grad is None
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    run = mpirun(2, "tests.train.exchange.ranks", str(tmp_path), seconds=60)
+    assert run.returncode == 0, run.stdout[-3000:]
+    both = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for found in (one["gradients"] for one in both):
+        # A layer of nine numbers while the last pass goes back, then the rows of words 1, 3, 5, 7 and 900.
+        assert found["sent"] == [0, 4 * 9, 4 * 5 * 8]
+        assert 0 < found["waited"] < 20
+        assert found["error"] < 2e-6
+        assert found["norm"] > 0.01
+        assert found["clipping error"] < 1e-7
+        assert (found["cleared"], found["kept"]) == ([0.0] * 9, True)
+    first, second = (one["parameters"] for one in both)
+    # Apart at first, together after two, and at the end.
+    assert (first["biases"], second["biases"]) == ([10.0, 20.5, 30.5], [11.0, 20.5, 30.5])
+    whole = 4 * (1000 * 8 + 8 + 1)
+    assert (first["sent"], first["gradients"]) == ([0, whole, whole], [])
