@@ -19,16 +19,14 @@ from click.core import ParameterSource
 from cpuft import __version__
 from cpuft.errors import CpuftError
 from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
-from cpuft.options.flags import CONFIG_FILE, Verb, make_options, pick
-
-_DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
-
+from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
+from cpuft.options.help import Verbs
 
 _GROUPS = {"doctor": "cpuft.doctor.command", "provision": "cpuft.provision.commands"}
 """Verbs with modules of their own: imported when they are called for, or listed."""
 
 
-class _Cli(click.Group):
+class _Cli(Verbs):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_GROUPS})
 
@@ -44,7 +42,7 @@ def cli() -> None:
     """Fine-tune transformers on a cluster of CPU hosts, and show honestly how much faster N hosts are than one."""
 
 
-@cli.group()
+@cli.group(cls=Verbs)
 def bench() -> None:
     """Measure the hosts."""
 
@@ -60,15 +58,11 @@ def verb(*params: click.Parameter, group: click.Group = cli) -> Callable[[Callab
     return decorate
 
 
-def _launch_options(*without: str) -> list[click.Option]:
-    return [option for option in make_options(LaunchConfig) if option.name not in without]
-
-
 @verb(
-    *_launch_options(),
     *make_options(TrainConfig),
     *make_options(ScriptConfig),
-    _DRY_RUN,
+    *make_options(LaunchConfig),
+    DRY_RUN,
     click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT.py ARGS...]"),
 )
 def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
@@ -109,21 +103,21 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 
 
 @verb(
-    click.Option(["--np", "numbers"], default="1,2", show_default=True, help="numbers of ranks to compare, e.g. 1,2,4"),
     *make_options(CompareConfig),
-    *_launch_options("np"),
     *make_options(TrainConfig),
-    _DRY_RUN,
+    *make_options(LaunchConfig, "np"),
+    DRY_RUN,
 )
-def compare(numbers: str, dry_run: bool, **values: Any) -> None:
+def compare(dry_run: bool, **values: Any) -> None:
     """Train --task on each number of ranks in turn, and report how much faster each was than the fewest."""
     from cpuft.launch.comparison import parse_numbers, plan_comparison
     from cpuft.launch.planning import choose_run_dir
 
     config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)
-    ranks = parse_numbers(numbers)
+    comparison = pick(CompareConfig, values)
+    ranks = parse_numbers(comparison.np)
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
-    planned = plan_comparison(ranks, config, train, pick(CompareConfig, values), run_dir, _progress(), os.environ)
+    planned = plan_comparison(ranks, config, train, comparison, run_dir, _progress(), os.environ)
     if dry_run:
         _print_plans([run.plan for run in planned])
         return
@@ -136,7 +130,7 @@ def compare(numbers: str, dry_run: bool, **values: Any) -> None:
     _report([run.run_dir for run in planned], run_dir)
 
 
-@verb(*_launch_options("run_dir", "time_limit", "check"))
+@verb(*make_options(LaunchConfig, "run_dir", "time_limit", "check"))
 def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
     from cpuft.hosts.cluster import gather_cluster, read_hosts
@@ -151,7 +145,7 @@ def env(**values: Any) -> None:
         click.echo(format_export(setting))
 
 
-@verb(*make_options(BenchConfig), *_launch_options(), _DRY_RUN, group=bench)
+@verb(*make_options(BenchConfig), *make_options(LaunchConfig), DRY_RUN, group=bench)
 def comm(dry_run: bool, **values: Any) -> None:
     """Measure every backend between the ranks: latency, algorithm and bus bandwidth, as nccl-tests define them.
 

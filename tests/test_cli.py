@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,13 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     code += "atexit.register(lambda: print(*sorted({m.split('.')[0] for m in sys.modules})))\nmain()"
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = os.times()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - start)
+        end = os.times()
+        seconds.append(end.children_user + end.children_system - start.children_user - start.children_system)
     loaded = done.stdout.splitlines()[-1].split()
     assert not {"torch", "numpy", "transformers", "paramiko", "yaml", "rich"} & set(loaded)
-    assert min(seconds) < 0.5
+    assert min(seconds) < 0.2
 
 
 def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
@@ -88,6 +89,13 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     done = run_cpuft("launch", "--config", "options.yaml", "--task", "sst2", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in ("--task=sst2", "--learning-rate=0.0001", "CPUFT_WORLD_SIZE 2"))
+
+
+def test_ranks_to_compare_may_stand_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text("np: [1, 2]\n")
+    done = run_cpuft("compare", "--config", "options.yaml", "--run-dir", "run", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert all(f"run/np-{ranks}/data.npz" in done.stdout for ranks in (1, 2))
 
 
 def test_bf16_without_hardware() -> None:

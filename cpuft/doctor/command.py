@@ -8,8 +8,10 @@ from dataclasses import asdict, replace
 
 import click
 
+from cpuft.options.flags import Verb
 
-@click.command()
+
+@click.command(cls=Verb)
 @click.option("--hostfile", default="", help="hosts to look at (default: this machine)")
 @click.option("--cluster", default="", help="cluster made by cpuft provision, by name")
 @click.option("--ssh-config", default="", help="ssh client configuration for the hosts (default: your own)")

@@ -12,19 +12,28 @@ import click
 from cpuft.errors import CpuftError, near_names
 from cpuft.loader import load, parse_yaml
 from cpuft.options.fields import option_names
+from cpuft.options.foreign import translate
+from cpuft.options.help import FieldOption, Sectioned
 
 C = TypeVar("C")
 
 
-CONFIG_FILE = click.Option(["--config"], help="YAML file with option values; flags win", default="")
+CONFIG_FILE = FieldOption(["--config"], "", "FILE", help="YAML file with option values; flags win", default="")
+DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a script; do nothing")
 
 
-class Verb(click.Command):
+class Verb(Sectioned):
     """A verb whose options may also come from the YAML file of --config."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click, with the file's values for what the words do not say."""
+        """As click, with the file's values for what the words do not say; other launchers' options are answered."""
         words = args[: args.index("--")] if "--" in args else args
+        if ctx.resilient_parsing:  # A shell completes the line: nothing is refused, and no file read.
+            return super().parse_args(ctx, args)
+        flags = {flag for option in self.get_params(ctx) for flag in (*option.opts, *option.secondary_opts)}
+        answer = translate(words, flags, "script" in flags)
+        if answer:
+            raise click.UsageError(answer, ctx)
         for index, word in enumerate(words):
             if word.startswith("--config=") or (word == "--config" and index + 1 < len(words)):
                 path = word.partition("=")[2] or words[index + 1]
@@ -42,28 +51,26 @@ class _Name(click.Choice[str]):
         return str(value)
 
 
-def make_options(config: type) -> list[click.Option]:
-    """A click option for each field of a configuration class."""
+def make_options(config: type, *without: str) -> list[FieldOption]:
+    """A click option for each field of a configuration class but those named."""
     types = get_type_hints(config)
-    return [_make_option(field, types[field.name]) for field in dataclasses.fields(config)]
+    return [_make_option(field, types[field.name]) for field in dataclasses.fields(config) if field.name not in without]
 
 
-def _make_option(field: dataclasses.Field[Any], kind: type) -> click.Option:
+def _make_option(field: dataclasses.Field[Any], kind: type) -> FieldOption:
     flag = "--" + field.name.replace("_", "-")
     meta = field.metadata
     click_type: Any = kind
+    takes = meta["takes"]
     if meta["choices"]:
-        click_type = _Name(meta["choices"])
+        click_type, takes = _Name(meta["choices"]), "|".join(meta["choices"])
     elif meta["least"] is not None:
-        click_type = (click.IntRange if kind is int else click.FloatRange)(min=meta["least"], max=meta["most"])
+        kinds = click.IntRange if kind is int else click.FloatRange
+        click_type, takes = kinds(min=meta["least"], max=meta["most"]), "N"
         click_type.name = "whole number" if kind is int else "number"
     names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
-    return click.Option(
-        [*names, field.name],
-        default=field.default,
-        type=click_type,
-        help=meta["help"],
-        show_default=field.default != "",
+    return FieldOption(
+        [*names, field.name], meta["section"], takes, default=field.default, type=click_type, help=meta["help"]
     )
 
 
@@ -84,7 +91,8 @@ def parse_arguments(config: type[C], words: Sequence[str]) -> C:
 
 def _value_options(config: type) -> list[click.Option]:
     """The same options, where a boolean takes a value as `format_arguments` writes it."""
-    options = []
+    options: list[click.Option] = []
+    option: click.Option
     for option in make_options(config):
         if option.is_flag:
             flag = "--" + str(option.name).replace("_", "-")
@@ -108,6 +116,10 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
         raise CpuftError(f"--config {path} is no YAML ({error}): write `option: value`") from None
     if not isinstance(values or {}, dict):
         raise CpuftError(f"--config {path} holds no mapping: write `option: value` lines")
+    flags = {f"--{name}" for name in known} | {f"--{name.replace('_', '-')}" for name in known}
+    answer = translate([f"--{key}" for key in values or {}], flags).replace("--", "")
+    if answer:
+        raise CpuftError(f"--config {path}: {answer}")
     options: dict[str, str] = {}
     for name, value in (values or {}).items():
         key = name.replace("-", "_")

@@ -11,13 +11,13 @@ import click
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import Entry, list_names, recall, state_root
 from cpuft.options.clusters import HostsConfig, LocalConfig
-from cpuft.options.flags import CONFIG_FILE, Verb, make_options, pick
+from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
+from cpuft.options.help import Verbs
 
-_DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
 _FAULTS = ("kill", "pause", "resume", "cut", "join")
 
 
-@click.group()
+@click.group(cls=Verbs)
 def provision() -> None:
     """Make machines into a cluster that trains: hosts over ssh, or hosts simulated on this machine."""
 
@@ -59,7 +59,7 @@ provision.add_command(
         callback=_local,
         params=[
             *make_options(LocalConfig),
-            _DRY_RUN,
+            DRY_RUN,
             click.Argument(["fault"], required=False, type=click.Choice(_FAULTS)),
             click.Argument(["node"], required=False),
         ],
@@ -87,7 +87,7 @@ def _hosts(dry_run: bool, **values: Any) -> None:
 
 
 provision.add_command(
-    Verb("hosts", callback=_hosts, params=[*make_options(HostsConfig), _DRY_RUN, CONFIG_FILE], help=_hosts.__doc__)
+    Verb("hosts", callback=_hosts, params=[*make_options(HostsConfig), DRY_RUN, CONFIG_FILE], help=_hosts.__doc__)
 )
 
 
@@ -150,7 +150,7 @@ def diff(name: str) -> None:
 
 
 @provision.command()
-@click.option("--recipe", "recipe_path", default="ami/recipe.yaml", show_default=True, help="what is in it")
+@click.option("--recipe", "recipe_path", default="ami/recipe.yaml", help="what is in it [ami/recipe.yaml]")
 @click.option("--output", required=True, help="directory of the image, made new")
 @click.option("--wheels", default="", help="directory of wheels (default: downloaded by exact pins)")
 @click.option("--dry-run", is_flag=True, help="print what would be done, as a shell script, and do nothing")

@@ -1,0 +1,66 @@
+"""Help that can be scanned (click): options by subject, a line each where it fits; groups with whole sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cpuft.options.fields import SECTIONS
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+_COLUMN = 24
+"""Width of the first column, the same in all sections."""
+
+
+class FieldOption(click.Option):
+    """An option made from a field of a configuration. Shells complete those that take a FILE or a FOLDER."""
+
+    def __init__(self, names: list[str], section: str, takes: str, **told: Any) -> None:
+        complete = complete_paths if takes in ("FILE", "FOLDER") else None
+        super().__init__(names, metavar=takes, shell_complete=complete, **told)
+        self.section = section
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """Flag and text; a default in brackets, where there is one and the text does not say it."""
+        flag, text = self.opts[0], str(self.help)
+        if self.is_flag:
+            return (f"--[no-]{flag[2:]}", f"{text} [yes]") if self.default else (flag, text)
+        default = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        told = not default or "(default" in text
+        return f"{flag} {self.metavar}", text if told else f"{text} [{default}]"
+
+
+def complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Leave it to the shell, which completes what lies on the disk."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="dir" if param.metavar == "FOLDER" else "file")]
+
+
+class Sectioned(click.Command):
+    """A command whose help lists options by subject, each subject's in the order of their fields."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Options that are no fields come last."""
+        rows: dict[str, list[tuple[str, str]]] = {section: [] for section in SECTIONS}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record:
+                rows.setdefault(getattr(param, "section", ""), []).append((record[0].ljust(_COLUMN), record[1]))
+        told = {section: records for section, records in rows.items() if records}
+        for section, records in told.items():
+            with formatter.section(section or ("Also" if len(told) > 1 else "Options")):
+                formatter.write_dl(records, col_max=_COLUMN)
+
+
+class Verbs(click.Group):
+    """A group that lists its verbs with their first sentences whole."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click, which would cut each sentence off at the end of its line."""
+        verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.get_short_help_str(1000)) for name, verb in verbs.items() if verb])

@@ -1,0 +1,131 @@
+"""Who types another launcher's option is told ours; and the table of both is true on both sides."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+
+from cpuft import cli
+from cpuft.options.flags import read_config
+from cpuft.options.foreign import TOOLS, Row, read_table, translate
+from tests.conftest import DATA, run_cpuft
+
+LAUNCH = cli.cli.commands["launch"]
+FLAGS = {flag for option in LAUNCH.params for flag in (*option.opts, *option.secondary_opts)}
+
+
+@functools.cache
+def names_of_tools() -> dict[str, set[str]]:
+    """Each tool's options: from its own parser where it is installed, else as its sources have them."""
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+    from transformers import TrainingArguments
+
+    found: dict[str, set[str]] = collections.defaultdict(set)
+    for line in (DATA / "options-of-others.txt").read_text(encoding="utf-8").splitlines():
+        tool, *names = line.split()
+        found[tool] |= {name.replace("_", "-") for name in names}
+    found["run_glue"] |= {f"--{field.name}".replace("_", "-") for field in dataclasses.fields(TrainingArguments)}
+    for tool, parser in (("torchrun", get_args_parser()), ("accelerate", launch_command_parser())):
+        found[tool] |= {name.replace("_", "-") for action in parser._actions for name in action.option_strings}
+    return found
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_name_is_one_of_that_tool_s(tool: str) -> None:
+    ours = {name.replace("_", "-") for row in read_table() for name in row.names(tool)}
+    assert ours
+    assert ours <= names_of_tools()[tool]
+
+
+@pytest.mark.parametrize("row", read_table(), ids=lambda row: row.ours + row.why)
+def test_what_we_answer_with_is_an_option_of_launch(row: Row) -> None:
+    known = {option.opts[0]: option.type for option in LAUNCH.params}
+    ours = row.ours.split()
+    assert set(ours[:1]) <= FLAGS
+    for name, value in itertools.pairwise(ours):
+        assert known[name].convert(value, None, None) == value
+
+
+def test_no_name_has_two_answers() -> None:
+    names = [{name.replace("_", "-") for name in row.names(*TOOLS)} for row in read_table()]
+    counted = collections.Counter(name for row in names for name in row - FLAGS)
+    assert max(counted.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--per_device_train_batch_size", "16"], "write --batch-size for --per_device_train_batch_size"),
+        (["--per-device-train-batch-size=16"], "write --batch-size for --per-device-train-batch-size"),
+        (["--nproc_per_node", "2"], "write --np for --nproc_per_node (ranks of all hosts; --ppn is those of one)"),
+        (["--nproc-per-node=2"], "write --np for --nproc-per-node (ranks of all hosts; --ppn is those of one)"),
+        (["--nprocs-per-node", "2"], "write --np for --nprocs-per-node (ranks of all hosts; --ppn is those of one)"),
+        (["--num_processes", "4"], "write --np for --num_processes"),
+        (["-n", "4", "-ppn", "2"], "write --np for -n, --ppn for -ppn (--np stays the number of all)"),
+        (["-np", "4", "-f", "hosts"], "write --np for -np, --hostfile for -f"),
+        (["-hostfile", "hosts"], "write --hostfile for -hostfile"),
+        (["--hostfile", "hosts", "-H", "hosts"], "write --hostfile for -H"),
+        (["--num_train_epochs", "3"], "write --epochs for --num_train_epochs"),
+        (["--model_name_or_path", "bert-base-cased"], "write --model for --model_name_or_path"),
+        (["--max_seq_length", "128"], "write --max-length for --max_seq_length"),
+        (["--learning_rate", "2e-5"], "write --learning-rate for --learning_rate"),
+        (["--output_dir", "out"], "write --run-dir for --output_dir"),
+        (["--bf16"], "write --precision bf16 for --bf16"),
+        (["--no_cuda", "True"], "leave out --no_cuda (cpuft trains on CPUs only)"),
+        (
+            ["--task_name", "mrpc", "--do_train", "--xpu_backend", "ccl", "--no_cuda"],
+            "write --task for --task_name, --backend for --xpu_backend; leave out --do_train (a run trains, then "
+            "evaluates), --no_cuda (cpuft trains on CPUs only)",
+        ),
+        (["--np", "2", "--task", "mrpc"], ""),
+        (["train.py", "--np", "2"], ""),
+        (["train.py", "--lr", "2"], "put -- before train.py: what follows it is its own"),
+        (
+            ["--nproc_per_node", "2", "run_glue.py", "--task_name", "mrpc"],
+            "write --np for --nproc_per_node (ranks of all hosts; --ppn is those of one); "
+            "put -- before run_glue.py: what follows it is its own",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_answered(words: list[str], message: str) -> None:
+    assert translate(words, FLAGS, script=True) == message
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["launch", "-hostfile", "hosts"], "write --hostfile for -hostfile (see cpuft launch --help)"),
+        (["launch", "train.py", "--lr", "1"], "put -- before train.py: what follows it is its own (see cpuft launch"),
+        (["compare", "--num_train_epochs", "3"], "write --epochs for --num_train_epochs (see cpuft compare --help)"),
+        (["bench", "comm", "-n", "2"], "write --np for -n (see cpuft bench comm --help)"),
+        (["doctor", "-hostfile", "hosts"], "write --hostfile for -hostfile (see cpuft doctor --help)"),
+        (["env", "--learning_rate", "2"], "No such option '--learning_rate'."),
+        (["launch", "--config", "glue.yaml"], "--config glue.yaml: write batch-size for per_device_train_batch_size"),
+    ],
+)
+def test_every_verb_answers_with_what_it_has(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "glue.yaml").write_text("per_device_train_batch_size: 16\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert said.err.startswith(f"cpuft: error: {message}")
+
+
+def test_behind_two_dashes_nobody_is_answered() -> None:
+    done = run_cpuft("launch", "--dry-run", "--", "none.py", "--learning_rate", "2")
+    assert "there is no script none.py" in done.stderr
+
+
+def test_in_a_yaml_file_our_own_names_may_have_underscores(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text("learning_rate: 1e-4\nmax-steps: 3\n")
+    assert read_config(str(path), ["learning_rate", "max_steps"]) == {"learning_rate": "1e-4", "max_steps": "3"}

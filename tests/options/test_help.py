@@ -1,0 +1,94 @@
+"""Help that can be scanned, and shells that complete it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from cpuft.cli import cli
+from cpuft.options.fields import SECTIONS, TASKS
+from tests.conftest import Golden
+
+
+def verbs(group: click.Group, name: str = "cpuft") -> Iterator[tuple[str, click.Command]]:
+    """All verbs under their full names, groups among them."""
+    yield name, group
+    for word in group.list_commands(click.Context(group)):
+        found = group.get_command(click.Context(group), word)
+        assert found is not None
+        yield from verbs(found, f"{name} {word}") if isinstance(found, click.Group) else [(f"{name} {word}", found)]
+
+
+VERBS = dict(verbs(cli))
+
+
+def help_of(name: str) -> str:
+    """What `NAME --help` prints on a terminal of 80 columns."""
+    context = click.Context(VERBS[name], info_name=name, terminal_width=78, help_option_names=["-h", "--help"])
+    return context.get_help() + "\n"
+
+
+@pytest.mark.parametrize("name", ["cpuft", "cpuft launch"])
+def test_the_help(name: str, golden: Golden) -> None:
+    golden(f"help-{name.split()[-1]}.txt", help_of(name))
+
+
+@pytest.mark.parametrize("name", ["cpuft launch", "cpuft compare", "cpuft env", "cpuft bench comm"])
+def test_every_option_has_a_subject(name: str) -> None:
+    options = [param for param in VERBS[name].params if isinstance(param, click.Option)]
+    assert {getattr(option, "section", "") or option.opts[0] for option in options} <= {
+        *SECTIONS,
+        "--dry-run",
+        "--config",
+    }
+    _, also = help_of(name).split("\nAlso:\n")
+    assert also.count("\n  -") <= 2
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_no_sentence_is_cut_off_and_nothing_is_noise(name: str) -> None:
+    text = help_of(name)
+    assert "..." not in text.partition("\nCommands:\n")[2]
+    assert not any(noise in text for noise in ("x>=", "[default", "no-no", "INTEGER", "FLOAT"))
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        ("cpuft lau", {"launch"}),
+        ("cpuft provision st", {"status"}),
+        ("cpuft launch --task m", {"mrpc", "mnli"}),
+        ("cpuft launch --task ", set(TASKS)),
+        ("cpuft launch --batch", {"--batch-size"}),
+        ("cpuft compare --np 1,2 --scaling ", {"weak", "strong"}),
+        ("cpuft launch --num_train_epochs 3 --padding d", {"dynamic"}),
+        ("cpuft launch --config none.yaml --padding d", {"dynamic"}),
+    ],
+)
+def test_bash_completes(line: str, offered: set[str]) -> None:
+    words = line.split(" ")
+    script = f"""
+eval "$(_CPUFT_COMPLETE=bash_source cpuft)"
+COMP_WORDS=({shlex.join(words)}) COMP_CWORD={len(words) - 1}
+_cpuft_completion cpuft
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
+    )
+    assert (set(done.stdout.split()), done.stderr) == (offered, "")
+
+
+@pytest.mark.parametrize("flag, kind", [("--hostfile", "file"), ("--data-dir", "dir"), ("--config", "file")])
+def test_paths_are_the_shell_s_to_complete(flag: str, kind: str) -> None:
+    (option,) = (param for param in VERBS["cpuft launch"].params if flag in param.opts)
+    assert [item.type for item in option.shell_complete(click.Context(VERBS["cpuft launch"]), "ho")] == [kind]
