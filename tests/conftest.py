@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 
@@ -18,12 +20,41 @@ DATA = Path(__file__).parent / "data"
 GLUE = Path(__file__).parents[2] / "shared" / "data" / "glue"
 PEERS = Path(__file__).parents[2] / "shared" / "peers"
 
+REAL_NAMES = {"run_cpuft", "mpirun", "spawn", "Popen", "executable", "simulate", "cluster"}
+"""Whatever a test mentions, or takes as a fixture, that starts cpuft, ranks, another Python or a cluster."""
+REAL_FOLDERS = ("bench/", "train/fast/")
+"""Whose tests train, or compile what trains."""
+
 needs_glue = pytest.mark.skipif(not GLUE.is_dir(), reason=f"no GLUE download beside the checkout ({GLUE})")
 Golden = Callable[[str, str], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `real` what scripts/test quick leaves out; whatever asks for root, cores or data is among it."""
+    for item in items:
+        if isinstance(item, pytest.Function) and (
+            item.path.relative_to(Path(__file__).parent).as_posix().startswith(REAL_FOLDERS)
+            or item.get_closest_marker("skipif")
+            or REAL_NAMES & {*item.fixturenames, *names_used(inspect.unwrap(item.function), set())}
+        ):
+            item.add_marker("real")
+
+
+def names_used(function: FunctionType, seen: set[str]) -> set[str]:
+    """All names in the code of a function, and of the functions of tests/ that it calls."""
+    codes = [function.__code__]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        for name in {*code.co_names, *code.co_freevars} - seen:
+            seen.add(name)
+            used = function.__globals__.get(name)
+            if isinstance(used, FunctionType) and used.__module__.startswith("tests"):
+                names_used(used, seen)
+    return seen
 
 
 @pytest.fixture
