@@ -41,9 +41,6 @@ ALLOWED: dict[str, set[str]] = {
 }
 """What each room may reach, through whatever it imports."""
 
-KNOWN: set[tuple[str, str]] = set()
-"""Imports that break the table and are being taken out."""
-
 FILE_LINES = 300
 FUNCTION_LINES = 40
 LONGER = {
@@ -93,11 +90,10 @@ def imports_of(name: str) -> set[str]:
 
 
 def reached_from(name: str) -> set[str]:
-    """All modules that importing and using this one may import, but for KNOWN exceptions."""
+    """All modules that importing and using this one may import."""
     found, waiting = {name}, [name]
     for module in waiting:
-        known = {package for importer, other in KNOWN if importer == module for package in with_packages(other)}
-        new = imports_of(module) - found - known
+        new = imports_of(module) - found
         found |= new
         waiting += sorted(new)
     return found - {name}
@@ -115,11 +111,6 @@ def test_a_module_reaches_only_what_its_room_may(name: str) -> None:
 
 def test_the_package_itself_holds_nothing_but_its_face() -> None:
     assert imports_of("cpuft") <= {"cpuft.train", "cpuft.train.fast"}
-
-
-@pytest.mark.parametrize("importer, imported", sorted(KNOWN))
-def test_exceptions_are_still_needed(importer: str, imported: str) -> None:
-    assert imported in imports_of(importer), "it is gone: take it out of KNOWN"
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -1,51 +1,79 @@
-"""README is true: its commands parse and plan, its table is what the code sets."""
+"""What the READMEs say is true: their commands parse and plan, their tables are what the code has, their links lead."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
+from cpuft.cli import cli
 from cpuft.launch.planning import plan_settings
 from cpuft.options.fields import LaunchConfig
+from cpuft.options.foreign import TOOLS, read_table
 from tests.conftest import run_cpuft
 from tests.launch.test_planning import make_cluster
 from tests.records import make_record
 from tests.report.test_comparison import write_record
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
-TABLE = re.compile(r"(?<=<!-- settings -->\n).*(?=<!-- /settings -->)", re.DOTALL)
+LINES = 160
+"""Of README.md: what a tired person reads."""
+TEXTS = {
+    path: (ROOT / path).read_text(encoding="utf-8")
+    for path in ("README.md", "scripts/README.md", "ami/README.md", "hostfiles/README.md")
+}
+EVERYTHING = "".join(TEXTS.values())
 
 
-def commands() -> list[str]:
-    """Lines of README's code blocks that call cpuft."""
-    blocks = re.findall(r"^```\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in block.splitlines() if line.startswith(("cpuft ", 'eval "$(cpuft '))]
+def find_commands() -> list[str]:
+    """Lines of code blocks that call cpuft."""
+    blocks = re.findall(r"^```\n(.*?)^```", EVERYTHING, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return sorted({line for line in lines if line.startswith(("cpuft ", 'eval "$(cpuft '))})
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", find_commands())
 def test_every_command_works(command: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "hostfiles", tmp_path / "hostfiles")
+    for folder in ("hostfiles", "ami"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "train.py").write_text("")
     for ranks in (1, 2):
         write_record(make_record(ranks), tmp_path / f"runs/mrpc-np{ranks}")
     state = {"CPUFT_STATE": str(tmp_path / "state")}
     lab = run_cpuft("provision", "local", "--without-root", "--name", "lab", "--nodes", "4", settings=state)
     assert lab.returncode == 0, lab.stderr
-    words = shlex.split(command.removeprefix('eval "$(').removesuffix(')"'))[1:]
+    words = shlex.split(command.removeprefix('eval "$(').removesuffix(')"').partition(" > ")[0], comments=True)[1:]
     place = words.index("--") if "--" in words else len(words)
-    words[place:place] = ["--dry-run"] if words[0] in ("launch", "compare", "bench", "provision") else []
+    words[place:place] = ["--dry-run"] if words[0] in ("launch", "compare", "bench") or "down" in words else []
+    words += ["--dry-run"] if words[:2] == ["provision", "local"] else []
     done = run_cpuft(*words, settings=state)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"(?<!`)`cpuft ([a-z][^`]*)`", EVERYTHING))))
+def test_every_command_in_a_sentence_can_be_typed(command: str) -> None:
+    verb: click.Command = cli
+    words = shlex.split(command)
+    while isinstance(verb, click.Group):
+        name = words.pop(0)
+        found = verb.get_command(click.Context(verb), name)
+        assert found is not None, name
+        verb = found
+    with contextlib.suppress(click.exceptions.Exit):  # --help ends so
+        verb.make_context(name, words)
+
+
 def test_the_script_in_it_trains(tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(.*?init_process_group.*?)^```", README.read_text("utf-8"), re.DOTALL | re.M)
+    (script,) = re.findall(r"^```python\n(.*?init_process_group.*?)^```", EVERYTHING, re.DOTALL | re.M)
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", "train.py", "--lr", "1e-4")
     assert done.returncode == 0, done.stderr
@@ -54,25 +82,90 @@ def test_the_script_in_it_trains(tmp_path: Path) -> None:
 
 
 def test_the_line_around_a_loop_of_ones_own(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.M)
+    blocks = re.findall(r"^```python\n(.*?)^```", EVERYTHING, re.DOTALL | re.M)
     (text,) = (block for block in blocks if "cpuft.accelerate" in block)
     found: dict[str, Any] = {}
     exec(text, found)
     assert type(found["optimizer"]).__name__ == "FusedAdamW"
 
 
-@pytest.mark.parametrize("script", sorted(set(re.findall(r"scripts/[a-z-]+", README.read_text(encoding="utf-8")))))
+def test_the_line_for_the_shell_makes_it_complete() -> None:
+    (line,) = re.findall(r"^eval .*_CPUFT_COMPLETE.*$", TEXTS["README.md"], re.M)
+    script = f"PATH={Path(sys.executable).parent}:$PATH\n{line}\ncomplete -p cpuft"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "cpuft"
+
+
+@pytest.mark.parametrize("script", sorted(set(re.findall(r"scripts/[a-z-]+", EVERYTHING))))
 def test_every_script_is_there_and_can_be_run(script: str) -> None:
     assert (ROOT / script).stat().st_mode & 0o111
 
 
-def test_the_table_of_settings_is_made_from_the_code(request: pytest.FixtureRequest) -> None:
+def test_every_script_is_told_of() -> None:
+    scripts = {f"`scripts/{path.name}" for path in (ROOT / "scripts").iterdir() if not path.suffix}
+    assert {script for script in scripts if script not in TEXTS["scripts/README.md"]} == set()
+
+
+def slug(heading: str) -> str:
+    """How a heading is linked to."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_every_link_leads_somewhere(path: str) -> None:
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)]*)\)", TEXTS[path])]
+    targets = {(str((ROOT / path).parent / name) if name else str(ROOT / path), anchor) for name, _, anchor in links}
+    assert {name for name, _ in targets if not Path(name).exists()} == set()
+    headings = {
+        name: {slug(text) for text in re.findall(r"^#+ (.*)$", Path(name).read_text("utf-8"), re.M)}
+        for name, anchor in targets
+        if anchor
+    }
+    assert {(name, anchor) for name, anchor in targets if anchor and anchor not in headings[name]} == set()
+
+
+def test_it_is_short_and_its_contents_are_at_its_head() -> None:
+    lines = TEXTS["README.md"].splitlines()
+    assert len(lines) <= LINES
+    headings = re.findall(r"^## (.*)$", TEXTS["README.md"], re.M)
+    assert re.findall(r"\[([^]]*)\]\(#", "\n".join(lines[:15])) == headings
+
+
+def test_rooms_are_the_folders_and_modules_that_are_there() -> None:
+    table = TEXTS["README.md"].partition("## Where is what")[2]
+    there = {f"cpuft/{path.name}/" for path in (ROOT / "cpuft").iterdir() if (path / "__init__.py").exists()}
+    there |= {f"cpuft/{path.name}" for path in (ROOT / "cpuft").glob("*.py") if not path.name.startswith("_")}
+    assert set(re.findall(r"`(cpuft/[^`]*)`", table)) == there
+    assert set(re.findall(r"`([a-z]*/)`", table)) == {"hostfiles/", "ami/", "scripts/", "tests/"}
+
+
+def format_settings() -> str:
     shared, per_host = plan_settings(make_cluster((1, 1)), LaunchConfig(np=2, comm_cores=4), "gloo", {})
     rows = [f"| `{s.name}` | `{s.value}` | {s.reason} |" for s in shared + per_host[0] if "CPUFT" not in s.name]
-    table = "\n".join(["", "| variable | value | why |", "| --- | --- | --- |", *rows, "", ""])
-    text = README.read_text(encoding="utf-8")
+    return "\n".join(["", "| variable | value | why |", "| --- | --- | --- |", *rows, "", ""])
+
+
+def format_others() -> str:
+    """Two rows of the table of others' options in each; then what is left out."""
+    ours: dict[str, dict[str, None]] = {}
+    for row in read_table():
+        names = [name for name in row.names(*TOOLS) if name.replace("_", "-") != row.ours]
+        ours.setdefault(row.ours, {}).update(dict.fromkeys(f"`{name}`" for name in names))
+    left = ", ".join(ours.pop(""))
+    cells = [f" {', '.join(theirs)} | `{name}` |" for name, theirs in ours.items() if theirs]
+    half = (len(cells) + 1) // 2
+    rows = [f"|{first}{second}" for first, second in zip(cells[:half], [*cells[half:], " | |"])]
+    text = textwrap.fill(f"Leave out, because cpuft does it anyway, or cannot: {left}.", 120, break_on_hyphens=False)
+    return "\n".join(["", "| theirs | ours | theirs | ours |", "| --- | --- | --- | --- |", *rows, "", text, "", ""])
+
+
+@pytest.mark.parametrize(
+    "path, mark, made", [("hostfiles/README.md", "settings", format_settings), ("README.md", "others", format_others)]
+)
+def test_tables_are_made_from_the_code(path: str, mark: str, made: Any, request: pytest.FixtureRequest) -> None:
+    between = re.compile(rf"(?<=<!-- {mark} -->\n).*(?=<!-- /{mark} -->)", re.DOTALL)
     if request.config.getoption("--rewrite-golden"):
-        README.write_text(TABLE.sub(lambda _: table, text), encoding="utf-8")
-    found = TABLE.search(README.read_text(encoding="utf-8"))
+        (ROOT / path).write_text(between.sub(lambda _: made(), TEXTS[path]), encoding="utf-8")
+    found = between.search((ROOT / path).read_text(encoding="utf-8"))
     assert found is not None
-    assert found[0] == table
+    assert found[0] == made()
