@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shlex
 import subprocess
@@ -31,7 +32,9 @@ VERBS = dict(verbs(cli))
 
 def help_of(name: str) -> str:
     """What `NAME --help` prints on a terminal of 80 columns."""
-    context = click.Context(VERBS[name], info_name=name, terminal_width=78, help_option_names=["-h", "--help"])
+    command = copy.copy(VERBS[name])
+    command._help_option = None  # click keeps the first that it made, whatever the names were then
+    context = click.Context(command, info_name=name, terminal_width=78, help_option_names=["-h", "--help"])
     return context.get_help() + "\n"
 
 
