@@ -18,7 +18,7 @@ from click.core import ParameterSource
 from cpuft import __version__
 from cpuft.arguments import CONFIG_FILE, Verb, make_options, pick
 from cpuft.config import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_long_name
 
 _DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a shell script, and do nothing")
 
@@ -268,6 +268,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
+    except OSError as error:
+        message = describe_long_name(error)
+        if not message:
+            raise
     click.echo(f"cpuft: error: {message}", err=True)
     sys.exit(2)
 

@@ -17,6 +17,8 @@ from cpuft.hostfile import Host
 from cpuft.mpi import Flavour
 from cpuft.plan import Plan, Step
 
+LONG = "a" * 300
+"""No path, but a text."""
 AWAY = Cluster(
     (Assignment(Host("a"), 1), Assignment(Host("b"), 1), Assignment(Host("c"), 1)),
     (),
@@ -58,7 +60,7 @@ def test_a_script_takes_its_modules_and_packages_along(work: Path) -> None:
 
 
 def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
-    words = ("rows.csv", "--model=model", "--out=missing", "--flag", ".", "--in=.", "..", "", "a 0", "$HOME", "-")
+    words = ("rows.csv", "--model=model", "--out=missing", "--flag", ".", "--in=.", "..", "", "a 0", "$HOME", "-", LONG)
     command, parcels = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), *words))
     _, rows, model = parcels
     expected = (f"{rows.there}/rows.csv", f"--model={model.there}/model", *words[2:])

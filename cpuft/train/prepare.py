@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cpuft.arguments import parse_arguments
 from cpuft.config import TrainConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_long_name
 from cpuft.files import cache_folder
 from cpuft.train.data import Data, Rows, first_rows, read_data
 from cpuft.train.ipex import check_engine
@@ -155,7 +155,8 @@ def main() -> None:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"cpuft: error: {error}: make room or name another place with --run-dir", file=sys.stderr)
+        said = describe_long_name(error) or f"{error}: make room or name another place with --run-dir"
+        print(f"cpuft: error: {said}", file=sys.stderr)
         sys.exit(2)
 
 
