@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from cpuft import __version__
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_long_name
 from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
@@ -265,6 +265,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
+    except OSError as error:
+        message = describe_long_name(error)
+        if not message:
+            raise
     click.echo(f"cpuft: error: {message}", err=True)
     sys.exit(2)
 

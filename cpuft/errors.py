@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import reprlib
 from collections.abc import Iterable
 
 
@@ -17,6 +19,13 @@ class CpuftError(Exception):
 def counted(number: int, noun: str) -> str:
     """`1 host`, `2 hosts`."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def describe_long_name(error: OSError) -> str:
+    """What to say of a path that is too long for the file system, which nobody but the user made up; else nothing."""
+    if error.errno != errno.ENAMETOOLONG:
+        return ""
+    return f"the path {reprlib.repr(str(error.filename))} is longer than the file system takes: give a shorter one"
 
 
 def near_names(name: str, known: Iterable[str]) -> str:

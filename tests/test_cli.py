@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from cpuft.cli import main
 from cpuft.options.fields import TASKS
 from cpuft.train.data import tasks
 from tests.conftest import run_cpuft
@@ -120,3 +122,38 @@ def test_a_launch_after_env_in_the_same_shell_chooses_for_itself() -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     (kept,) = [line for line in done.stdout.splitlines() if "kept as you set" in line and ": " in line]
     assert kept == "# kept as you set them: FI_PROVIDER"
+
+
+TOO_LONG = ("a" * 300, "/" + "a/" * 3000 + "b")
+
+
+@pytest.mark.parametrize("path", TOO_LONG, ids=["a name", "a path"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch", "--dry-run", "--run-dir"),
+        ("launch", "--dry-run", "--"),
+        ("compare", "--dry-run", "--run-dir"),
+        ("bench", "comm", "--dry-run", "--np", "2", "--run-dir"),
+        ("report",),
+        ("provision", "image", "--dry-run", "--recipe", "recipe.yaml", "--output", "o", "--wheels"),
+    ],
+    ids=" ".join,
+)
+def test_a_path_too_long_for_the_file_system(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], path: str
+) -> None:
+    shutil.copy(Path(__file__).parents[1] / "ami" / "recipe.yaml", "recipe.yaml")
+    with pytest.raises(SystemExit) as ended:
+        main((*words, path))
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert said.endswith("is longer than the file system takes: give a shorter one\n")
+
+
+@pytest.mark.parametrize("option", ["--model", "--data-dir"])
+def test_a_path_too_long_for_what_is_trained(option: str) -> None:
+    words = (sys.executable, "-m", "cpuft.train.data.prepare", "out", "--task=mrpc", f"{option}={TOO_LONG[0]}")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("is longer than the file system takes: give a shorter one")

@@ -89,7 +89,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
         path = Path(os.path.abspath(value))  # without dots, unlike Path.absolute
         # A program's bare name is looked for on the host's own PATH.
         is_name = index == 0 and "/" not in value
-        if is_name or not value or not path.exists() or path in (Path.cwd(), *Path.cwd().parents):
+        if is_name or not value or not os.path.exists(path) or path in (Path.cwd(), *Path.cwd().parents):
             words.append(word)
             continue
         sources = _find_modules(path) if index == 0 and is_python else (path,)

@@ -19,6 +19,8 @@ from cpuft.launch.inputs import pack, pack_script, pack_training, plan_inputs, p
 from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Step
 
+LONG = "a" * 300
+"""No path, but a text."""
 AWAY = Cluster(
     (Assignment(Host("a"), 1), Assignment(Host("b"), 1), Assignment(Host("c"), 1)),
     (),
@@ -61,7 +63,7 @@ def test_a_script_takes_its_modules_and_packages_along(work: Path) -> None:
 
 
 def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
-    words = ("rows.csv", "--model=model", "--out=missing", "--flag", ".", "--in=.", "..", "", "a 0", "$HOME", "-")
+    words = ("rows.csv", "--model=model", "--out=missing", "--flag", ".", "--in=.", "..", "", "a 0", "$HOME", "-", LONG)
     command, parcels = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), *words))
     _, rows, model = parcels
     expected = (f"{rows.there}/rows.csv", f"--model={model.there}/model", *words[2:])

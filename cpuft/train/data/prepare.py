@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_long_name
 from cpuft.files import cache_folder
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
@@ -159,7 +159,8 @@ def main() -> None:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        print(f"cpuft: error: {error}: make room or name another place with --run-dir", file=sys.stderr)
+        said = describe_long_name(error) or f"{error}: make room or name another place with --run-dir"
+        print(f"cpuft: error: {said}", file=sys.stderr)
         sys.exit(2)
 
 
