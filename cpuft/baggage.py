@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shlex
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,9 @@ from pathlib import Path
 from cpuft import ssh
 from cpuft.cluster import Cluster
 from cpuft.config import TrainConfig
+from cpuft.environment import secrets_for_ranks
 from cpuft.errors import CpuftError, counted
-from cpuft.files import PRIVATE, REMOVE
+from cpuft.files import PRIVATE, REMOVE, SENT, remove_command
 from cpuft.hostfile import Host
 from cpuft.plan import Plan, Step
 
@@ -162,6 +165,44 @@ def _send(host: Host, parcel: Parcel, tar: str, cluster: Cluster) -> None:
     if answer.exit_code:
         said = " ".join(answer.errors.split())[-200:]
         raise CpuftError(f"host {host.name} could not take {parcel.sources[0].name} ({said}): look at its disk")
+
+
+@contextmanager
+def secrets_there(plan: Plan, cluster: Cluster, work: str, environ: Mapping[str, str]) -> Iterator[None]:
+    """What the processes of a run on other hosts are to have and nobody may see, in a file for each, which takes it.
+
+    Raises
+    ------
+    CpuftError: naming every host that could not take it, with what it said.
+    """
+    text = json.dumps(secrets_for_ranks(environ))
+    prepares = any(setting.name == SENT for stage in plan.stages for step in stage for setting in step.settings)
+    if cluster.inherits or text == "{}":
+        yield
+        return
+
+    def send(index: int) -> None:
+        names = [*map(str, range(cluster.assignments[index].ranks)), *(["prepare"] if prepares and not index else [])]
+        paths = [f"{cluster.sent_file(work, index)}-{name}" for name in names]
+        script = f'{PRIVATE}umask 077; private "$1" && mkdir -p "$2" && shift 2 && tee -- "$@" >/dev/null'
+        ask(index, ("sh", "-c", script, "send", cluster.folder, os.path.dirname(paths[0]), *paths), text)
+
+    def remove(index: int) -> None:
+        ask(index, remove_command(cluster.folder, os.path.dirname(cluster.sent_file(work, index))))
+
+    def ask(index: int, words: tuple[str, ...], stdin: str = "") -> None:
+        host = cluster.assignments[index].host
+        answer = ssh.run(host, ssh.quote_command(words, {}), stdin, config_path=cluster.reach.ssh_config)
+        if answer.exit_code:
+            said = " ".join(answer.errors.split())[-200:]
+            raise CpuftError(f"host {host.name} could not take the run's variables ({said}): look at its disk")
+
+    try:
+        ssh.side_by_side(send, range(len(cluster.assignments)))
+        yield
+    finally:
+        with suppress(CpuftError):
+            ssh.side_by_side(remove, range(len(cluster.assignments)))
 
 
 def plan_rows(plan: Plan, cluster: Cluster, work: str) -> Plan:

@@ -14,7 +14,7 @@ from cpuft import environment, mpi
 from cpuft.cluster import Cluster
 from cpuft.config import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE
+from cpuft.files import PRIVATE, SENT
 from cpuft.plan import Plan, Setting, Step
 from cpuft.sweep import plan_sweep
 from cpuft.topology import RankCores, choose_comm_cores, choose_precision, effective_flags, plan_placement
@@ -82,6 +82,7 @@ def plan_training(
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
         (*own_module(cluster.python, "cpuft.train.prepare"), prepared, *format_arguments(train)),
+        plan_secrets(cluster, run_dir, environ)[0][0] if cluster.away else (),
     )
     plan = plan_launch(cluster, config, run_dir, command, train.backend, environ)
     return Plan((plan.stages[0], (prepare,), *plan.stages[1:]), plan.notes)
@@ -133,6 +134,8 @@ def plan_launch(
     `command` is a program, or `-m` and a module of ours.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
+    sent, without, words = plan_secrets(cluster, run_dir, environ)
+    per_host = tuple(settings + place for settings, place in zip(per_host, sent))
     groups = tuple(
         mpi.RankGroup(assignment.host.name, assignment.ranks, settings)
         for assignment, settings in zip(cluster.assignments, per_host)
@@ -141,17 +144,42 @@ def plan_launch(
     logs, folder = f"{run_dir}/logs", os.path.dirname(run_dir)
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
-    words = mpi.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
+    mpirun = mpi.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
     script = f"{PRIVATE}private {cluster.folder} && " if cluster.away else ""
     script += 'mkdir -p "$0" && mkdir "$1" "$1/logs"'
     make = Step("make the run's directory", ("sh", "-c", script, folder, run_dir))
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
-        (*mpi.MAKE_KEY, *words),
+        (*without, *mpi.MAKE_KEY, *mpirun),
         mpi.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root),
     )
-    return Plan(((make,), (start,)), plan_notes(cluster, shared, per_host))
+    return Plan(((make,), (start,)), plan_notes(cluster, shared, per_host, words))
+
+
+def plan_secrets(
+    cluster: Cluster, run_dir: str, environ: Mapping[str, str]
+) -> tuple[tuple[tuple[Setting, ...], ...], tuple[str, ...], tuple[str, ...]]:
+    """What becomes of the user's variables that may be secret: each host's settings, words before mpirun, and notes.
+
+    Ranks here inherit them. Where other hosts take part, mpirun would tell them to all who listen: it has none of them.
+    """
+    names = sorted(name for name, value in environ.items() if environment.may_be_secret(name, value))
+    notes = [f"left out, because no shell can set it: {name}" for name in environment.unspeakable_names(environ)]
+    none = ((),) * len(cluster.assignments)
+    if cluster.inherits or not names:
+        notes += [f"may be secret, so ranks only inherit them: {', '.join(names)}"] if names else []
+        return none, (), tuple(notes)
+    sent = ", ".join(sorted(environment.secrets_for_ranks(environ)))
+    kept = ", ".join(sorted(set(names) - environment.secrets_for_ranks(environ).keys()))
+    notes += [f"may be secret, so each rank gets them by a file of its own, over ssh: {sent}"] if sent else []
+    notes += [f"may be secret, so they stay here, and ranks do without: {kept}"] if kept else []
+    settings = tuple(
+        (Setting(SENT, cluster.sent_file(run_dir, index), f"each rank takes {sent} from its file, which goes then"),)
+        for index in range(len(cluster.assignments))
+    )
+    without = () if cluster.away else ("env", *(word for name in names for word in ("-u", name)))
+    return settings if sent else none, without, tuple(notes)
 
 
 def plan_bench(
@@ -171,13 +199,17 @@ def plan_bench(
 
 
 def plan_notes(
-    cluster: Cluster, shared: tuple[Setting, ...], per_host: tuple[tuple[Setting, ...], ...]
+    cluster: Cluster,
+    shared: tuple[Setting, ...],
+    per_host: tuple[tuple[Setting, ...], ...],
+    about_secrets: tuple[str, ...],
 ) -> tuple[str, ...]:
     """What the user should know: where ranks go, what of theirs was kept, each setting with its reason."""
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
     kept = sorted({name for settings in (shared, *per_host) for name in environment.kept_names(settings)})
     notes += [f"kept as you set them: {', '.join(kept)}"] if kept else []
     notes += [f"{mpi.KEY}: by it ranks know each other; made as they start, it is on no command line and in no file"]
+    notes += about_secrets
     notes += ["", "settings on every host:"] + [f"  {s.name}={s.value}  {s.reason}" for s in shared]
     for assignment, settings in zip(cluster.assignments, per_host):
         notes += ["", f"settings on {assignment.host.name}:"] + [f"  {s.name}={s.value}  {s.reason}" for s in settings]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cpuft.arguments import parse_arguments
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, describe_long_name
-from cpuft.files import cache_folder
+from cpuft.files import cache_folder, take_sent
 from cpuft.train.data import Data, Rows, first_rows, read_data
 from cpuft.train.ipex import check_engine
 from cpuft.train.model import find_model, load_tokenizer
@@ -147,6 +147,7 @@ def main() -> None:
     """Prepare, and put a copy where the run wants it."""
     try:
         output, config = sys.argv[1], parse_arguments(TrainConfig, sys.argv[2:])
+        os.environ.update(take_sent(os.environ, "prepare"))
         check_engine(config)
         find_model(config.model)
         shutil.copyfile(prepare(config), output + ".tmp")
