@@ -135,12 +135,14 @@ def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
     from cpuft.hosts.cluster import gather_cluster, read_hosts
     from cpuft.launch.planning import plan_settings
-    from cpuft.launch.settings import export_settings
+    from cpuft.launch.settings import export_settings, unspeakable_names
     from cpuft.plan import format_export
 
     config = pick(LaunchConfig, values)
     config = replace(config, np=max(config.np, len(read_hosts(config))))
     shared, per_host = plan_settings(gather_cluster(config), config, "gloo", os.environ)
+    for name in unspeakable_names(os.environ):
+        click.echo(f"cpuft: left out, because no shell can set it: {name}", err=True)
     for setting in export_settings(shared + per_host[0]):
         click.echo(format_export(setting))
 
@@ -227,12 +229,14 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
 def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
     from cpuft.execute import Interrupted
     from cpuft.launch.remote import run_plan_there
+    from cpuft.launch.secrets import secrets_there
     from cpuft.launch.supervise import run_plan
 
     try:
-        if cluster.away:
-            return run_plan_there(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True))
-        return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds)
+        with secrets_there(plan, cluster, cluster.work_dir(run_dir), os.environ):
+            if cluster.away:
+                return run_plan_there(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True))
+            return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds)
     except Interrupted as stopped:
         recorded = (Path(run_dir) / "record.jsonl").exists()
         what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+
+SENT = "CPUFT_SENT"
+"""Says how the paths begin of files from which processes of a host take variables that nobody else may see."""
 
 PRIVATE = """private() {
     # Made in one step with its mode. What was there must be a folder of ours that nobody else may look into: 41c0 is
@@ -51,6 +55,22 @@ def write_text(path: Path, text: str) -> None:
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:
     """A command that takes away `paths`, each of which must lie below `root`."""
     return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
+
+
+def take_sent(environ: Mapping[str, str], process: str) -> dict[str, str]:
+    """Variables that were sent to this process of a host alone, by a file that is gone then.
+
+    None where there is no such file, as for a printed plan that is run by hand, or where it is another user's.
+    """
+    path = f"{environ.get(SENT) or '/nowhere'}-{process}"
+    try:
+        with open(path, encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid == os.geteuid():
+                os.unlink(path)
+                return dict(json.loads(file.read()))
+    except OSError:
+        pass
+    return {}
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:

@@ -116,6 +116,13 @@ def test_settings_can_be_evaluated() -> None:
     assert int(threads) >= 1
 
 
+def test_settings_leave_out_what_no_shell_can_set() -> None:
+    done = run_cpuft("env", settings={"OMP_X;id #": "1", "HF_API_KEY": "hunter2"})
+    assert (done.returncode, done.stderr) == (0, "cpuft: left out, because no shell can set it: 'OMP_X;id #'\n")
+    assert "OMP_X" not in done.stdout
+    assert "hunter2" not in done.stdout
+
+
 def test_a_launch_after_env_in_the_same_shell_chooses_for_itself() -> None:
     cpuft = f"{sys.executable} -m cpuft"
     script = f'eval "$({cpuft} env)"; export FI_PROVIDER=efa; {cpuft} launch --np 2 --dry-run'

@@ -110,6 +110,16 @@ class Cluster:
         """Whether what a run reads must be sent to its hosts."""
         return self.away and not self.access.shares_files
 
+    def sent_file(self, work: str, index: int) -> str:
+        """How files begin that hold what was sent to the processes of a run on a host of this number."""
+        mark = hashlib.sha256(work.encode(errors="surrogateescape")).hexdigest()[:12]
+        return f"{self.folder}/{mark}.sent/{index}"
+
+    @property
+    def inherits(self) -> bool:
+        """Whether all ranks run here, and so inherit the user's variables."""
+        return not self.away and len(self.assignments) == 1
+
     @property
     def rank_hosts(self) -> tuple[str, ...]:
         """The host of each rank, as the hostfile names it."""

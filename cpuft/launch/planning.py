@@ -18,6 +18,7 @@ from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
+from cpuft.launch.secrets import plan_secrets
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.plan import RunPlan, Setting, Step
@@ -85,7 +86,7 @@ def plan_training(
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
         (*own_module(cluster.python, "cpuft.train.data.prepare"), prepared, *format_arguments(train)),
-        _settings_there(cluster),
+        (*_settings_there(cluster), *(plan_secrets(cluster, run_dir, environ)[0][0] if cluster.away else ())),
         cluster.master,
     )
     return replace(plan_launch(cluster, config, run_dir, command, train.backend, environ), prepare=((prepare,),))
@@ -137,6 +138,8 @@ def plan_launch(
     `command` is a program, or `-m` and a module of ours.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
+    sent, without, words = plan_secrets(cluster, run_dir, environ)
+    per_host = tuple(settings + place for settings, place in zip(per_host, sent))
     groups = tuple(
         mpirun.RankGroup(assignment.host.name, assignment.ranks, settings)
         for assignment, settings in zip(cluster.assignments, per_host)
@@ -145,18 +148,18 @@ def plan_launch(
     logs, folder = f"{run_dir}/logs", os.path.dirname(run_dir)
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
-    words = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
+    command = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
     script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
     script += 'mkdir -p "$0" && mkdir "$1" "$1/logs"'
     make = Step("make the run's directory", ("sh", "-c", script, folder, run_dir), host=cluster.master)
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
-        (*mpirun.MAKE_KEY, *words),
+        (*without, *mpirun.MAKE_KEY, *command),
         (*mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root), *_settings_there(cluster)),
         cluster.master,
     )
-    return RunPlan(((make,),), ranks=((start,),), notes=plan_notes(cluster, shared, per_host), ways=cluster.ways)
+    return RunPlan(((make,),), ranks=((start,),), notes=plan_notes(cluster, shared, per_host, words), ways=cluster.ways)
 
 
 def _settings_there(cluster: Cluster) -> tuple[Setting, ...]:
@@ -181,13 +184,17 @@ def plan_bench(
 
 
 def plan_notes(
-    cluster: Cluster, shared: tuple[Setting, ...], per_host: tuple[tuple[Setting, ...], ...]
+    cluster: Cluster,
+    shared: tuple[Setting, ...],
+    per_host: tuple[tuple[Setting, ...], ...],
+    about_secrets: tuple[str, ...],
 ) -> tuple[str, ...]:
     """What the user should know: where ranks go, what of theirs was kept, each setting with its reason."""
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
     kept = sorted({name for settings in (shared, *per_host) for name in environment.kept_names(settings)})
     notes += [f"kept as you set them: {', '.join(kept)}"] if kept else []
     notes += [f"{mpirun.KEY}: by it ranks know each other; made as they start, it is on no command line and in no file"]
+    notes += about_secrets
     notes += ["", "settings on every host:"] + [f"  {s.name}={s.value}  {s.reason}" for s in shared]
     for assignment, settings in zip(cluster.assignments, per_host):
         notes += ["", f"settings on {assignment.host.name}:"] + [f"  {s.name}={s.value}  {s.reason}" for s in settings]

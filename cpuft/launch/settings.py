@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from cpuft.errors import counted
@@ -11,21 +12,21 @@ from cpuft.hosts.topology import HostFacts, RankCores, format_mask
 from cpuft.loader import load, parse_json
 from cpuft.plan import Setting
 
-USERS_PREFIXES = (
-    "CCL_",
-    "FI_",
-    "GLOO_",
-    "HF_",
-    "I_MPI_",
-    "KMP_",
-    "MALLOC_",
-    "OMP_",
-    "ONEDNN_",
-    "THP_",
-    "TORCH_",
-    "UCX_",
+_BY_VALUE = (
+    *("CCL_", "FI_", "GLOO_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "THP_", "TORCH_", "UCX_"),
+    *("HF_ASSETS_CACHE", "HF_DATASETS_", "HF_ENDPOINT", "HF_HOME", "HF_HUB_", "HF_MODULES_CACHE", "HF_XET_"),
 )
-"""Variables of these families that the user has set are passed on to every rank, whatever mpirun is used."""
+"""How names begin of what the user has set and every rank gets by value, on command lines and in plans."""
+
+_FOR_RANKS = {"ALL_PROXY", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"}
+"""Of what may be secret, what training itself may need, and so goes to other hosts; a proxy's URL holds a password."""
+# UCX_IB_PKEY and its like number a partition of the network.
+_SECRET_NAME = re.compile(
+    r"(?<!_P)KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|(^|_)(PASS|PAT|PWD)(_|$)|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.I
+)
+_SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
+_PLACES = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY"}
+_SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _TIED_TO_A_RUN = "CPUFT_"
 _EXPORTED = "CPUFT_EXPORTED"
@@ -148,13 +149,31 @@ def _keep(setting: Setting, environ: Mapping[str, str]) -> Setting:
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """What the user has set of the families in `USERS_PREFIXES`, beyond our own settings."""
+    """What the user has set of the names that travel by value, beyond our own settings."""
     known = {setting.name for setting in ours}
     return tuple(
         Setting(name, value, "passed on as you set it")
         for name, value in sorted(environ.items())
-        if name.startswith(USERS_PREFIXES) and name not in known and "TOKEN" not in name
+        if name.startswith(_BY_VALUE) and _SHELL_NAME.fullmatch(name) and not may_be_secret(name, value)
+        if name not in known
     )
+
+
+def unspeakable_names(environ: Mapping[str, str]) -> list[str]:
+    """Names that would travel by value, but that no shell can set: quoted, for a person to read."""
+    return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))
+
+
+def may_be_secret(name: str, value: str) -> bool:
+    """Whether a variable must not be seen: by its name, or a password in its value, a URL."""
+    if name in _PLACES or name.startswith(_TIED_TO_A_RUN):
+        return False
+    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+
+
+def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Of what may be secret, what ranks on other hosts get all the same."""
+    return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 
 def kept_names(settings: tuple[Setting, ...]) -> list[str]:

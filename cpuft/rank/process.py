@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 
 from cpuft.errors import CpuftError
+from cpuft.files import take_sent
 from cpuft.rank.world import World, parse_world, world_variables
 from cpuft.words import unpack_words
 
@@ -123,7 +124,8 @@ def main() -> None:
         cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
         if os.environ.get("CPUFT_PIN") == "rank" and cores:
             os.sched_setaffinity(0, cores)
-        environ = dict(os.environ) | world_variables(world) | {"CPUFT_CORES": ",".join(map(str, cores))}
+        environ = dict(os.environ) | take_sent(os.environ, str(world.local_rank)) | world_variables(world)
+        environ["CPUFT_CORES"] = ",".join(map(str, cores))
         code = run_worker(unpack_words(sys.argv[1:]), environ)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)

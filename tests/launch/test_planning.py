@@ -56,6 +56,37 @@ def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
     golden("launch-training.sh", format_plan(plan.whole))
 
 
+SECRETS = dict.fromkeys(("HF_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "CCL_KEY", "FI_PASSWORD"), "hunter2")
+
+
+@pytest.mark.parametrize("flavour", ["intel", "mpich", "openmpi"])
+@pytest.mark.parametrize("ranks", [(2,), (1, 1)], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("away", [False, True], ids=["here", "away"])
+def test_no_plan_shows_what_may_be_secret(flavour: str, ranks: tuple[int, ...], away: bool) -> None:
+    cluster = dataclasses.replace(make_cluster(ranks, flavour), away=away)
+    plan = plan_training(cluster, LaunchConfig(np=2), TrainConfig(), "/runs/one", "lines", SECRETS)
+    assert "hunter2" not in repr(plan)
+    assert all(any(name in note for note in plan.notes) for name in SECRETS)
+
+
+def test_where_secrets_go() -> None:
+    one = plan_launch(make_cluster((2,)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
+    inherited = "may be secret, so ranks only inherit them: CCL_KEY, FI_PASSWORD, HF_API_KEY, HF_TOKEN, OPENAI_API_KEY"
+    assert inherited in one.notes
+    assert one.ranks[0][0].command[0] == "sh"
+    two = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
+    assert "may be secret, so each rank gets them by a file of its own, over ssh: HF_TOKEN" in two.notes
+    kept = "may be secret, so they stay here, and ranks do without: CCL_KEY, FI_PASSWORD, HF_API_KEY, OPENAI_API_KEY"
+    assert kept in two.notes
+    command = two.ranks[0][0].command
+    assert command[:11] == ("env", *(word for name in sorted(SECRETS) for word in ("-u", name)))
+    files = [command[at + 1] for at, word in enumerate(command) if word == "CPUFT_SENT"]
+    assert [re.sub("[0-9a-f]{12}", "MARK", path) for path in files] == [
+        "/var/tmp/cpuft-0/MARK.sent/0",
+        "/var/tmp/cpuft-0/MARK.sent/1",
+    ]
+
+
 def settings_of(cluster: Cluster, config: LaunchConfig, backend: str, **environ: str) -> list[dict[str, str]]:
     """Each host's settings by name, the shared ones included."""
     shared, per_host = plan_settings(cluster, config, backend, environ)

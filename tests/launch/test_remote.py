@@ -1,6 +1,7 @@
 """A real cluster of namespaces: made, broken, repaired, trained on, taken down."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from cpuft.launch.inputs import pack
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
 pytestmark = needs_root
+ROOT = Path(__file__).parents[2]
 SECONDS_TO_MAKE = 15.0
 SCRIPT = "import os, socket\nprint(os.environ['RANK'], socket.gethostname(), os.environ['MASTER_ADDR'])\n"
 
@@ -85,6 +87,40 @@ def test_a_script_runs_on_every_host_and_its_output_comes_back(cluster: Simulate
     assert told == [f"{rank} {cluster.name}-{rank + 1} {master}\n" for rank in range(3)]
     work = Cluster((), (), Flavour("mpirun", "intel"), away=True).work_dir(str(cluster.folder / "run"))
     assert not Path(work).parent.exists()
+
+
+TOKENS = """
+import glob, os
+names = ("HF_TOKEN", "OPENAI_API_KEY")
+def shows(path):
+    try:
+        return b"hunter" in open(path, "rb").read()
+    except OSError:  # a folder, or ended meanwhile
+        return False
+places = [*glob.glob("/proc/[0-9]*/cmdline"), *glob.glob("/var/tmp/cpuft-*/*.sent/*")]
+print(os.environ["RANK"], [len(os.environ.get(name, "")) for name in names], list(filter(shows, places)))
+"""
+
+
+def test_a_token_reaches_every_host_and_no_line_and_other_secrets_none(cluster: Simulated) -> None:
+    script = cluster.folder / "tokens.py"
+    script.write_text(TOKENS)
+    words = ("launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "tokens", "--", str(script))
+    secrets = {"HF_TOKEN": "hunter2\nhunter3", "OPENAI_API_KEY": "hunter4"}
+    plan = cluster.cpuft(*words[:-2], "--dry-run", *words[-2:], **secrets)
+    assert "HF_TOKEN" in plan.stdout, plan.stderr
+    done = cluster.cpuft(*words, **secrets)
+    told = sorted(path.read_text() for path in (cluster.folder / "tokens" / "logs").glob("rank-*.out"))
+    assert told == ["0 [15, 0] []\n", "1 [15, 0] []\n"], done.stderr
+    kept = [path.read_text() for path in (cluster.folder / "tokens").rglob("*") if path.is_file()]
+    assert "hunter" not in plan.stdout + plan.stderr + done.stdout + done.stderr + "".join(kept)
+    assert [cluster.on(index, "find /var/tmp -name '*.sent'") for index in (1, 2)] == ["", ""]
+    # From the master itself, whose own ranks would inherit what mpirun has.
+    lines = [f"cd {cluster.folder}", f"export CPUFT_STATE=state OPENAI_API_KEY=hunter4 HF_TOKEN={'hunter5' * 2}"]
+    there = ("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "cpuft", *words[:-3], "there", *words[-2:])
+    assert cluster.on(1, "\n".join([*lines, shlex.join(there)])).startswith("0 [14, 0] []\n")
+    assert (cluster.folder / "there" / "logs" / "rank-1.out").read_text() == "1 [14, 0] []\n"
+    assert cluster.on(1, "find /var/tmp -name '*.sent'") == ""
 
 
 @pytest.fixture

@@ -199,6 +199,16 @@ def test_all_ranks_have_a_key_that_nobody_else_can_read() -> None:
     assert told[0] == told[1]
 
 
+def test_what_may_be_secret_reaches_a_rank_and_no_line(tmp_path: Path) -> None:
+    script = write_script(SECRET.replace('"CPUFT_RUN_KEY"', '"OPENAI_API_KEY"'))
+    secret = {"OPENAI_API_KEY": "hunter2-hunter2"}
+    plan = run_cpuft("launch", "--dry-run", "--", script, settings=secret)
+    assert "OPENAI_API_KEY" in plan.stdout
+    assert "hunter2" not in plan.stdout + plan.stderr
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", script, settings=secret)
+    assert done.stdout.startswith("15 [] "), done.stderr
+
+
 SHOW = "import json, sys; print(json.dumps(sys.argv[1:]))"
 WORDS = [":", "-n", "1", "touch", "x", "-genv", "%r", "", "a\nb", "a'; echo foo", "$HOME", "-m", 'json:"a"', "\udcff"]
 

@@ -15,6 +15,9 @@ from cpuft.launch.settings import (
     host_settings,
     keep_users_values,
     kept_names,
+    may_be_secret,
+    secrets_for_ranks,
+    unspeakable_names,
     users_variables,
 )
 from cpuft.plan import Setting
@@ -45,7 +48,7 @@ def test_the_users_values_are_kept_and_said() -> None:
         Setting("CPUFT_PIN", "rank", "why"),
     )
     kept = keep_users_values(ours, {"OMP_NUM_THREADS": "7", "FI_PROVIDER": "tcp", "CPUFT_PIN": "x"})
-    assert kept == (Setting("OMP_NUM_THREADS", "7", "kept as you set it; cpuft would say 14"), *ours[1:])
+    assert kept == (Setting("OMP_NUM_THREADS", "7", "kept as you set it; cpuft would say 14", kept=True), *ours[1:])
     assert kept_names(kept) == ["OMP_NUM_THREADS"]
 
 
@@ -66,6 +69,32 @@ def test_families_of_variables_travel_but_secrets_do_not() -> None:
     environ = {"CCL_LOG_LEVEL": "info", "HF_HOME": "/x", "HF_TOKEN": "secret", "PATH": "/bin", "FI_PROVIDER": "efa"}
     found = forwarded_settings(environ, (Setting("FI_PROVIDER", "efa", ""),))
     assert [setting.name for setting in found] == ["CCL_LOG_LEVEL", "HF_HOME"]
+    odd = {"OMP_X;id #": "1", "OMP_A\nB": "1", "OMP_Ä": "1", "HF_API_KEY": "x", "HF_ENDPOINT": "https://me:pass@hub"}
+    assert forwarded_settings(odd, ()) == ()
+    assert unspeakable_names(odd | environ) == ["'OMP_A\\nB'", "'OMP_X;id #'", "'OMP_\\xc4'"]
+
+
+@pytest.mark.parametrize(
+    "name, value, secret",
+    [
+        *(
+            (name, "x", True)
+            for name in ("HF_API_KEY", "OPENAI_API_KEY", "hf_token", "AWS_SECRET_ACCESS_KEY", "DB_PASS")
+        ),
+        *((name, "x", True) for name in ("PGPASSWORD", "GOOGLE_APPLICATION_CREDENTIALS", "FI_AUTH_KEY", "MYSQL_PWD")),
+        ("https_proxy", "http://me:word@proxy:3128", True),
+        ("https_proxy", "http://proxy:3128/a@b", False),
+        *((name, "x", False) for name in ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "UCX_IB_PKEY", "PWD", "OLDPWD")),
+        *((name, "x", False) for name in ("SSH_AUTH_SOCK", "CPUFT_RUN_KEY", "PATH", "HF_HOME", "I_MPI_PIN_DOMAIN")),
+    ],
+)
+def test_what_may_be_secret(name: str, value: str, secret: bool) -> None:
+    assert may_be_secret(name, value) == secret
+
+
+def test_ranks_on_other_hosts_get_only_the_secrets_that_training_needs() -> None:
+    needed = {"HF_TOKEN": "a", "https_proxy": "http://me:word@proxy"}
+    assert secrets_for_ranks(needed | {"OPENAI_API_KEY": "b", "HTTP_PROXY": "http://proxy", "HOME": "/"}) == needed
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ class Simulated:
     def ssh_config(self) -> str:
         return str(self.folder / "state" / self.name / "ssh_config")
 
-    def cpuft(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def cpuft(self, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
         """Run a cpuft command as a user would."""
-        environ = dict(os.environ) | {"CPUFT_STATE": str(self.folder / "state")}
+        environ = dict(os.environ) | {"CPUFT_STATE": str(self.folder / "state")} | settings
         environ.pop("TEST_OF", None)  # hosts outlive a test; take_snapshot looks for what outlives them
         command = [sys.executable, "-m", "cpuft", *words]
         return subprocess.run(command, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=200)

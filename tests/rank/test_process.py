@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from cpuft.files import take_sent
 from cpuft.rank.process import remove_abandoned_memory
 
 
@@ -23,3 +26,22 @@ def test_memory_of_the_dead_goes_that_of_the_living_and_of_others_stays(tmp_path
         _segment(tmp_path, name, age)
     remove_abandoned_memory(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {f"{dead.pid}:1:0", f"{os.getpid()}:0:0", "a:b:c"}
+
+
+def test_what_was_sent_is_taken_once(tmp_path: Path) -> None:
+    (tmp_path / "0-1").write_text('{"HF_TOKEN": "a\\nb"}')
+    environ = {"CPUFT_SENT": f"{tmp_path}/0"}
+    assert take_sent(environ, "1") == {"HF_TOKEN": "a\nb"}
+    assert list(tmp_path.iterdir()) == []
+    assert take_sent(environ, "1") == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_nothing_is_taken_without_a_word_or_of_another_user(tmp_path: Path) -> None:
+    Path("-0").write_text('{"LD_PRELOAD": "x"}')
+    assert take_sent({}, "0") == {}
+    theirs = tmp_path / "0-0"
+    theirs.write_text('{"LD_PRELOAD": "x"}')
+    os.chown(theirs, 65534, 65534)
+    assert take_sent({"CPUFT_SENT": f"{tmp_path}/0"}, "0") == {}
+    assert theirs.exists()

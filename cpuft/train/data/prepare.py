@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError, describe_long_name
-from cpuft.files import cache_folder
+from cpuft.files import cache_folder, take_sent
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.train.data.rows import Data, Rows, first_rows, read_data
@@ -151,6 +151,7 @@ def main() -> None:
     """Prepare, and put a copy where the run wants it."""
     try:
         output, config = sys.argv[1], parse_arguments(TrainConfig, sys.argv[2:])
+        os.environ.update(take_sent(os.environ, "prepare"))
         check_engine(config)
         find_model(config.model)
         shutil.copyfile(prepare(config), output + ".tmp")

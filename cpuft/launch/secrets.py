@@ -1,0 +1,78 @@
+"""The user's variables that may be secret: on no command line, in no plan, log or file that lasts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from cpuft.errors import CpuftError
+from cpuft.files import PRIVATE, SENT, remove_command
+from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.door import side_by_side
+from cpuft.launch import settings as environment
+from cpuft.plan import RunPlan, Setting
+
+
+def plan_secrets(
+    cluster: Cluster, run_dir: str, environ: Mapping[str, str]
+) -> tuple[tuple[tuple[Setting, ...], ...], tuple[str, ...], tuple[str, ...]]:
+    """What becomes of the user's variables that may be secret: each host's settings, words before mpirun, and notes.
+
+    Ranks here inherit them. Where other hosts take part, mpirun would tell them to all who listen: it has none of them.
+    """
+    names = sorted(name for name, value in environ.items() if environment.may_be_secret(name, value))
+    notes = [f"left out, because no shell can set it: {name}" for name in environment.unspeakable_names(environ)]
+    none = ((),) * len(cluster.assignments)
+    if cluster.inherits or not names:
+        notes += [f"may be secret, so ranks only inherit them: {', '.join(names)}"] if names else []
+        return none, (), tuple(notes)
+    sent = ", ".join(sorted(environment.secrets_for_ranks(environ)))
+    kept = ", ".join(sorted(set(names) - environment.secrets_for_ranks(environ).keys()))
+    notes += [f"may be secret, so each rank gets them by a file of its own, over ssh: {sent}"] if sent else []
+    notes += [f"may be secret, so they stay here, and ranks do without: {kept}"] if kept else []
+    settings = tuple(
+        (Setting(SENT, cluster.sent_file(run_dir, index), f"each rank takes {sent} from its file, which goes then"),)
+        for index in range(len(cluster.assignments))
+    )
+    without = () if cluster.away else ("env", *(word for name in names for word in ("-u", name)))
+    return settings if sent else none, without, tuple(notes)
+
+
+@contextmanager
+def secrets_there(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[str, str]) -> Iterator[None]:
+    """What the processes of a run on other hosts are to have and nobody may see, in a file for each, which takes it.
+
+    Raises
+    ------
+    CpuftError: naming every host that could not take it, with what it said.
+    """
+    text = json.dumps(environment.secrets_for_ranks(environ))
+    prepares = any(setting.name == SENT for stage in plan.prepare for step in stage for setting in step.settings)
+    if cluster.inherits or text == "{}":
+        yield
+        return
+
+    def send(index: int) -> None:
+        names = [*map(str, range(cluster.assignments[index].ranks)), *(["prepare"] if prepares and not index else [])]
+        paths = [f"{cluster.sent_file(work, index)}-{name}" for name in names]
+        script = f'{PRIVATE}umask 077; private "$1" && mkdir -p "$2" && shift 2 && tee -- "$@" >/dev/null'
+        ask(index, ("sh", "-c", script, "send", cluster.folder, os.path.dirname(paths[0]), *paths), text)
+
+    def remove(index: int) -> None:
+        ask(index, remove_command(cluster.folder, os.path.dirname(cluster.sent_file(work, index))))
+
+    def ask(index: int, words: tuple[str, ...], stdin: str = "") -> None:
+        host = cluster.assignments[index].host
+        answer = cluster.access.door.run(host, words, stdin)
+        if answer.exit_code:
+            said = " ".join(answer.errors.split())[-200:]
+            raise CpuftError(f"host {host.name} could not take the run's variables ({said}): look at its disk")
+
+    try:
+        side_by_side(send, range(len(cluster.assignments)))
+        yield
+    finally:
+        with suppress(CpuftError):
+            side_by_side(remove, range(len(cluster.assignments)))
