@@ -8,6 +8,9 @@ if [ -e "$prefix/env" ] && [ ! -f "$prefix/install.lock" ] && [ ! -f "$prefix/en
     exit 1
 fi
 mkdir -p "$prefix"
+# Python's -m and -c import from the working folder, where others may write.
+cd "$prefix"
+prefix=$PWD
 # A run that was killed may still be installing here: wait for it, and keep what it has done.
 exec 9>"$prefix/install.lock"
 flock -w 600 9

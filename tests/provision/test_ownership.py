@@ -163,6 +163,15 @@ def test_an_environment_of_the_users_is_not_taken_for_ours(tmp_path: Path) -> No
     assert listing(tmp_path) == ["env", "env/bin", "env/bin/python"]
 
 
+def test_an_environment_is_made_with_nothing_of_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "venv.py").write_text("import pathlib; pathlib.Path(__file__).with_name('ran').touch()")
+    write_text(tmp_path / "prefix" / "wheels" / "pip-1.whl", "no wheel, so that it ends after the venv")
+    words = ("sh", "-c", f"set -eu\n{INSTALL}", "install", str(tmp_path / "prefix"), "stamp")
+    subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (tmp_path / "prefix" / "env" / "bin" / "python").exists()
+    assert not (tmp_path / "ran").exists()
+
+
 OURS = ("opt/cpuft/env/bin/python", "opt/cpuft/wheels/a.whl", "opt/cpuft/clusters/lab/id_ed25519")
 INPUTS = ("tmp/cpuft-inputs/0123/s.py", "tmp/cpuft-0/inputs/0123/s.py")
 MINE = ("opt/cpuft/clusters/other/id_ed25519", "tmp/cpuft-1/0123456789ab/run", "tmp/other/inputs/a", "home/notes")
