@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -115,6 +116,71 @@ class Footer:
 
 
 @dataclass(frozen=True)
+class MeasuredHeader:
+    """What a file of measurements begins with, where a run's has a header."""
+
+    what: str
+    """The verb that measured."""
+    versions: dict[str, str]
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One operation of a backend on one message, measured by `cpuft bench comm`.
+
+    Bandwidths are nccl-tests' (doc/PERFORMANCE.md): algorithm bandwidth is bytes a rank holds over time; bus bandwidth
+    multiplies it by 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter of n ranks, 1 for broadcast, so
+    that it compares with the link's own speed whatever n. Of all_gather and reduce_scatter the bytes are the whole's.
+    """
+
+    backend: str
+    operation: str
+    dtype: str
+    nbytes: int
+    """Of the whole message, as nccl-tests count it."""
+    ranks: int
+    seconds: tuple[float, ...]
+    """Each repetition; of the slowest rank; warm-up left out."""
+    busy: tuple[float, ...]
+    """Each repetition; the share of its cores that the busiest rank kept busy, its library's threads included."""
+
+    @property
+    def median_seconds(self) -> float:
+        """The middle repetition."""
+        return statistics.median(self.seconds)
+
+    @property
+    def algorithm_bytes_per_second(self) -> float:
+        """Message bytes over time."""
+        return self.nbytes / self.median_seconds
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """What the busiest link carries."""
+        return self.algorithm_bytes_per_second * bus_factor(self.operation, self.ranks)
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """nccl-tests' factor from algorithm to bus bandwidth."""
+    shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+    return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one TCP connection carries from a host to another."""
+
+    source: str
+    """As the hostfile names it."""
+    target: str
+    latency_us: float
+    """Half a round trip of one byte, microseconds."""
+    bits_per_second: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Record:
     """A record as read back; `footer` is None when the run did not come to its end."""
 
@@ -130,12 +196,15 @@ class Record:
         return self.evaluations[-1].metrics if self.evaluations else {}
 
 
-Line = Header | StepLine | EvaluationLine | Footer
+Line = Header | StepLine | EvaluationLine | Footer | MeasuredHeader | Measurement | Link
 _KINDS: dict[str, type[Line]] = {
     "header": Header,
     "step": StepLine,
     "evaluation": EvaluationLine,
     "footer": Footer,
+    "measured": MeasuredHeader,
+    "backend": Measurement,
+    "link": Link,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
@@ -166,13 +235,8 @@ class Writer:
         self._file.close()
 
 
-def parse_record(text: str, path: str = "record") -> Record:
-    """A record from its text.
-
-    Raises
-    ------
-    CpuftError: no header, another format, or a broken line that is not the last.
-    """
+def parse_lines(text: str, path: str) -> list[Line]:
+    """The lines of a record. Raises CpuftError for another format, or a broken line that is not the last."""
     lines = text.split("\n")
     parsed: list[Line] = []
     for number, line in enumerate(lines, start=1):
@@ -184,8 +248,14 @@ def parse_record(text: str, path: str = "record") -> Record:
             if number == len(lines):
                 break
             raise CpuftError(
-                f"{path}, line {number} is not a record line ({error}): name a run made by this version of cpuft"
+                f"{path}, line {number} is not a record line ({error}): name one made by this version of cpuft"
             ) from None
+    return parsed
+
+
+def parse_record(text: str, path: str = "record") -> Record:
+    """A run's record from its text. Raises CpuftError as `parse_lines`, and when it has no header."""
+    parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):
         raise CpuftError(f"{path} has no header: the run ended before its first step; look into its logs")
     return Record(
@@ -197,10 +267,18 @@ def parse_record(text: str, path: str = "record") -> Record:
     )
 
 
+def parse_measurements(text: str, path: str) -> list[Measurement]:
+    """What `cpuft bench comm` measured. Raises CpuftError for what is not that, or of an older version."""
+    parsed = parse_lines(text, path) if '"kind"' in text else []
+    if not parsed or not isinstance(parsed[0], MeasuredHeader):
+        raise CpuftError(f"{path} is no record of this cpuft's bench comm: name its comm.jsonl, or measure anew")
+    return [line for line in parsed if isinstance(line, Measurement)]
+
+
 def _parse_line(text: str) -> Line:
     values = load(dict[str, Any], parse_json(text))
     kind = load(str, values.pop("kind", None), "its kind")
-    if kind == "header" and values.get("format") != FORMAT:
+    if kind in ("header", "measured") and values.get("format") != FORMAT:
         raise ValueError(f"format {values.get('format')!r:.60}, this version reads {FORMAT}")
     if kind not in _KINDS:
         raise ValueError(f"kind {kind[:60]!r} is unknown")

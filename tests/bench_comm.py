@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cpuft.comm.choice.choosing import BUCKET_BYTES
-from cpuft.record import read_record
-from cpuft.report.bandwidth import parse_bench
+from cpuft.record import parse_measurements, read_record
 
 ROUNDS = 5
 BUCKET = 26214400
@@ -39,10 +38,10 @@ def measure(folder: Path, name: str, sizes: Sequence[int], *where: str) -> Round
     words = ["--backends", "auto,gloo,mpi,ccl", "--dtypes", "float32", "--rounds", str(ROUNDS)]
     words += ["--sizes", ",".join(map(str, sizes)), "--run-dir", str(folder / name)]
     print(cpuft(folder, "bench", "comm", "--np", "2", *where, *words))
-    rows = parse_bench((folder / name / "comm.jsonl").read_text(), name)
+    rows = parse_measurements((folder / name / "comm.jsonl").read_text(), name)
     each = len(rows) // ROUNDS
     return [
-        {(row["backend"].partition(":")[0], row["nbytes"]): row["seconds"] for row in part}
+        {(row.backend.partition(":")[0], row.nbytes): list(row.seconds) for row in part}
         for part in (rows[at : at + each] for at in range(0, len(rows), each))
     ]
 

@@ -8,8 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpuft.comm.choice.bench import format_record
 from cpuft.errors import CpuftError
-from cpuft.record import EvaluationLine, Footer, Header, Line, StepLine, Writer, format_line, parse_record, read_record
+from cpuft.record import (
+    EvaluationLine,
+    Footer,
+    Header,
+    Line,
+    Measurement,
+    StepLine,
+    Writer,
+    format_line,
+    parse_measurements,
+    parse_record,
+    read_record,
+)
+from cpuft.report.bandwidth import write_plot
 from tests.records import make_record
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
@@ -70,3 +84,15 @@ def test_files(tmp_path: Path) -> None:
     assert isinstance(unfinished.header, Header)
     with pytest.raises(CpuftError, match=r"holds no record.jsonl: name the directory of a run"):
         read_record(str(tmp_path))
+
+
+def test_measurements_read_back(tmp_path: Path) -> None:
+    row = Measurement("gloo", "all_reduce", "float32", 1024, 2, (0.001, 0.002, 0.003), (0.5, 0.5, 0.5))
+    path = tmp_path / "comm.jsonl"
+    path.write_text(format_record([row]))
+    assert parse_measurements(path.read_text(), str(path)) == [row]
+    plot = write_plot(str(path))
+    assert plot.read_text().startswith("<?xml")
+    path.write_text('{"format": "cpuft-comm-bench-1", "torch": "2.13.0"}\n{"backend": "gloo"}\n')
+    with pytest.raises(CpuftError, match=r"no record of this cpuft's bench comm: name its comm\.jsonl"):
+        write_plot(str(path))

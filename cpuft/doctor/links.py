@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.doctor import link
-from cpuft.doctor.state import Link
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.loader import load, parse_json
+from cpuft.record import Link
 from cpuft.tables import format_table
 from cpuft.words import WITHOUT_FOLDER
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import HostFacts
+from cpuft.record import Link
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,6 @@ class HostState:
         if self.facts is None or self.facts.hostname == self.host.name:
             return self.host.name
         return f"{self.host.name} ({self.facts.hostname})"
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one TCP connection carries from a host to another."""
-
-    source: str
-    """As the hostfile names it."""
-    target: str
-    latency_us: float
-    """Half a round trip of one byte, microseconds."""
-    bits_per_second: float
-    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from pathlib import Path
-from typing import Any
 
 from cpuft.errors import CpuftError
-
-FORMAT = "cpuft-comm-bench-1"
-
-
-def parse_bench(text: str, path: str) -> list[dict[str, Any]]:
-    """Measurements of a record. Raises CpuftError when it is none."""
-    try:
-        header, *rows = [json.loads(line) for line in text.splitlines()]
-    except ValueError:
-        header, rows = {}, []
-    if header.get("format") != FORMAT:
-        raise CpuftError(f"{path} is no record of cpuft bench comm: name its comm.jsonl")
-    return list(rows)
+from cpuft.record import Measurement, parse_measurements
 
 
 def write_plot(record: str) -> Path:
@@ -34,14 +19,14 @@ def write_plot(record: str) -> Path:
         from matplotlib.figure import Figure
     except ImportError:
         raise CpuftError("a plot needs matplotlib: pip install 'cpuft[plot]'") from None
-    rows = parse_bench(Path(record).read_text(encoding="utf-8"), record)
+    rows = parse_measurements(Path(record).read_text(encoding="utf-8"), record)
     figure = Figure(figsize=(9, 4), layout="constrained")
     time_axes, rate_axes = figure.subplots(1, 2)
     for label in sorted({_label(row) for row in rows}):
-        own = sorted((row for row in rows if _label(row) == label), key=lambda row: int(row["nbytes"]))
-        sizes = [row["nbytes"] for row in own]
-        time_axes.plot(sizes, [1e3 * statistics.median(row["seconds"]) for row in own], marker="o", label=label)
-        rate_axes.plot(sizes, [row["bus_bytes_per_second"] / 1e9 for row in own], marker="o", label=label)
+        own = sorted((row for row in rows if _label(row) == label), key=lambda row: row.nbytes)
+        sizes = [row.nbytes for row in own]
+        time_axes.plot(sizes, [1e3 * row.median_seconds for row in own], marker="o", label=label)
+        rate_axes.plot(sizes, [row.bus_bytes_per_second / 1e9 for row in own], marker="o", label=label)
     time_axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds (median)")
     rate_axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
     time_axes.legend(fontsize="small")
@@ -51,5 +36,5 @@ def write_plot(record: str) -> Path:
     return path
 
 
-def _label(row: dict[str, Any]) -> str:
-    return f"{row['backend']} {row['operation']} {row['dtype']}"
+def _label(row: Measurement) -> str:
+    return f"{row.backend} {row.operation} {row.dtype}"

@@ -8,8 +8,8 @@ import pytest
 
 from cpuft.doctor.checks import CHECKS, find_all
 from cpuft.doctor.finding import describe_stop, format_findings, to_json
-from cpuft.doctor.state import Link
 from cpuft.hosts.hostfile import Host
+from cpuft.record import Link
 from tests.doctor.planted import healthy, plant
 
 GONE: dict[str, Any] = {"facts": None, "health": None}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -16,14 +15,13 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft import tables
-from cpuft.comm.choice.measure import Measurement, choose, sweep
+from cpuft.comm.choice.measure import choose, sweep
 from cpuft.comm.group.session import leave
 from cpuft.errors import CpuftError
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig
 from cpuft.options.flags import parse_arguments
-
-FORMAT = "cpuft-comm-bench-1"
+from cpuft.record import MeasuredHeader, Measurement, format_line
 
 
 def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -57,17 +55,9 @@ def format_table(measurements: Sequence[Measurement]) -> str:
 
 
 def format_record(measurements: Sequence[Measurement]) -> str:
-    """JSON lines: a header, then one measurement a line."""
-    header = {"format": FORMAT, "torch": torch.__version__}
-    rows = [
-        dataclasses.asdict(found)
-        | {
-            "algorithm_bytes_per_second": found.algorithm_bytes_per_second,
-            "bus_bytes_per_second": found.bus_bytes_per_second,
-        }
-        for found in measurements
-    ]
-    return "".join(json.dumps(row) + "\n" for row in [header, *rows])
+    """A record's lines: a header, then one measurement a line."""
+    lines = [format_line(MeasuredHeader("bench comm", {"torch": torch.__version__})), *map(format_line, measurements)]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def main() -> None:

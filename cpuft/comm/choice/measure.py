@@ -1,18 +1,11 @@
-"""Time collectives over the backends, in turn, between the ranks of this job.
-
-Bandwidths are nccl-tests' (doc/PERFORMANCE.md): algorithm bandwidth is bytes a rank holds over time; bus bandwidth
-multiplies it by 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter of n ranks, 1 for broadcast, so that
-it compares with the link's own speed whatever n. Of all_gather and reduce_scatter the bytes are the whole's.
-"""
+"""Time collectives over the backends, in turn, between the ranks of this job."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,46 +15,10 @@ from cpuft.comm.choice.choosing import BUCKET_BYTES, Choice, choose_backend
 from cpuft.comm.group.registration import BACKENDS, start
 from cpuft.errors import CpuftError
 from cpuft.options.bench import Turn
+from cpuft.record import Measurement
 
 _CHOICE_ROUNDS = 3
 """A busy moment of the hosts lasts seconds: backends measured in turn share it."""
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One operation on one message."""
-
-    backend: str
-    operation: str
-    dtype: str
-    nbytes: int
-    """Of the whole message, as nccl-tests count it."""
-    ranks: int
-    seconds: tuple[float, ...]
-    """Each repetition; of the slowest rank; warm-up left out."""
-    busy: tuple[float, ...]
-    """Each repetition; the share of its cores that the busiest rank kept busy, its library's threads included."""
-
-    @property
-    def median_seconds(self) -> float:
-        """The middle repetition."""
-        return statistics.median(self.seconds)
-
-    @property
-    def algorithm_bytes_per_second(self) -> float:
-        """Message bytes over time."""
-        return self.nbytes / self.median_seconds
-
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """What the busiest link carries."""
-        return self.algorithm_bytes_per_second * bus_factor(self.operation, self.ranks)
-
-
-def bus_factor(operation: str, ranks: int) -> float:
-    """nccl-tests' factor from algorithm to bus bandwidth."""
-    shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-    return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
 
 
 def repetitions(nbytes: int, budget_bytes: int = 512 * 2**20) -> int:

@@ -11,8 +11,9 @@ import torch
 
 from cpuft.comm.backends import ccl
 from cpuft.comm.backends.mpi import half_handles
-from cpuft.comm.choice.measure import bus_factor, repetitions
+from cpuft.comm.choice.measure import repetitions
 from cpuft.errors import CpuftError
+from cpuft.record import bus_factor
 
 
 @pytest.mark.parametrize(

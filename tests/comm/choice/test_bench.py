@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cpuft.comm.choice.bench import format_table, merge
-from cpuft.comm.choice.measure import Measurement
 from cpuft.errors import CpuftError
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig
+from cpuft.record import Measurement
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:
