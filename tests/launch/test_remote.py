@@ -116,7 +116,8 @@ def test_a_token_reaches_every_host_and_no_line_and_other_secrets_none(cluster: 
     assert "hunter" not in plan.stdout + plan.stderr + done.stdout + done.stderr + "".join(kept)
     assert [cluster.on(index, "find /var/tmp -name '*.sent'") for index in (1, 2)] == ["", ""]
     # From the master itself, whose own ranks would inherit what mpirun has.
-    lines = [f"cd {cluster.folder}", f"export CPUFT_STATE=state OPENAI_API_KEY=hunter4 HF_TOKEN={'hunter5' * 2}"]
+    (cluster.folder / "own").write_text(f"export CPUFT_STATE=state OPENAI_API_KEY=hunter4 HF_TOKEN={'hunter5' * 2}\n")
+    lines = [f"cd {cluster.folder}", ". ./own"]
     there = ("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "cpuft", *words[:-3], "there", *words[-2:])
     assert cluster.on(1, "\n".join([*lines, shlex.join(there)])).startswith("0 [14, 0] []\n")
     assert (cluster.folder / "there" / "logs" / "rank-1.out").read_text() == "1 [14, 0] []\n"
