@@ -21,6 +21,7 @@ from cpuft.errors import CpuftError, describe_long_name
 from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
+from cpuft.streams import check_output, keep_streams
 
 _GROUPS = {"doctor": "cpuft.doctor.command", "provision": "cpuft.provision.commands"}
 """Verbs with modules of their own: imported when they are called for, or listed."""
@@ -259,22 +260,31 @@ def _report(runs: list[str], run_dir: str) -> None:
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Entry point. Bad input: one line, exit code 2."""
+    keep_streams()
     try:
-        sys.exit(cli.main(args=args, prog_name="cpuft", standalone_mode=False) or 0)
+        code = _run_verb(args)
+        check_output()
+        sys.exit(code)
     except CpuftError as error:
         message = str(error)
     except click.ClickException as error:
         message = _click_message(error)
     except click.exceptions.Abort:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.exit(141)
     except OSError as error:
         message = describe_long_name(error)
         if not message:
             raise
     click.echo(f"cpuft: error: {message}", err=True)
     sys.exit(2)
+
+
+def _run_verb(args: Sequence[str] | None) -> Any:
+    """The verb's exit code."""
+    try:
+        return cli.main(args=args, prog_name="cpuft", standalone_mode=False) or 0
+    except SystemExit as ending:
+        return ending.code
 
 
 def _click_message(error: click.ClickException) -> str:

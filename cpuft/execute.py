@@ -6,13 +6,14 @@ import ctypes
 import os
 import signal
 import subprocess
-import tempfile
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 from cpuft.plan import Step
 
@@ -74,7 +75,7 @@ def run_step(
 
     Parameters
     ----------
-    output: where its two streams go; this process's own when None.
+    output: where its two streams go; passed on to this process's own when None.
     watch: called about 20 times a second while it runs, and once after.
     seconds: how long it may take; 0 for no limit.
 
@@ -87,10 +88,13 @@ def run_step(
     """
     with _signals_raise(), _input_of(step) as given:
         process = _start(step, environ, given, output)
+        relays = [] if output else [_relay(process.stdout, sys.stdout), _relay(process.stderr, sys.stderr)]
         try:
             _wait([process], watch, seconds)
         finally:
             _end([process])
+            for relay in relays:
+                relay.join(_GRACE_SECONDS)
             watch()
     return _exit_code(process)
 
@@ -103,7 +107,7 @@ def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float)
     Interrupted, TimeoutError: as `run_step`.
     """
     with _signals_raise(), ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in stage]
+        outputs = [stack.enter_context(open_memory()) for _ in stage]
         inputs = [stack.enter_context(_input_of(step)) for step in stage]
         processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -114,6 +118,24 @@ def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float)
         return [Answer(_exit_code(process), _read(output)) for process, output in zip(processes, outputs)]
 
 
+def open_memory() -> IO[bytes]:
+    """A file for a child's sake on no disk: those may be full, or read-only."""
+    return open(os.memfd_create("cpuft"), "w+b")
+
+
+def _relay(source: IO[bytes] | None, stream: TextIO) -> threading.Thread:
+    """Pass on what a child says. With our own streams for its own, ssh stalls once nobody reads them."""
+
+    def copy() -> None:
+        while source and (block := os.read(source.fileno(), 1 << 16)):
+            stream.buffer.write(block)
+            stream.buffer.flush()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
 def _read(output: IO[bytes]) -> str:
     output.seek(0)
     return output.read().decode(errors="replace")
@@ -122,7 +144,7 @@ def _read(output: IO[bytes]) -> str:
 @contextmanager
 def _input_of(step: Step) -> Iterator[IO[bytes]]:
     """What a step reads, as a file: nobody has to feed a pipe, and its end needs no care."""
-    with open(step.stdin_file or os.devnull, "rb") if not step.stdin else tempfile.TemporaryFile() as file:
+    with open(step.stdin_file or os.devnull, "rb") if not step.stdin else open_memory() as file:
         if step.stdin:
             file.write(step.stdin.encode())
             file.seek(0)
@@ -137,8 +159,8 @@ def _start(
         step.command,
         env=dict(environ) | {setting.name: setting.value for setting in step.settings},
         stdin=given,
-        stdout=output,
-        stderr=output and subprocess.STDOUT,
+        stdout=output or subprocess.PIPE,
+        stderr=subprocess.STDOUT if output else subprocess.PIPE,
         start_new_session=True,
         preexec_fn=_end_with_parent,
     )
@@ -184,7 +206,10 @@ def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise `Interrupted` inside; a second one does not disturb the cleaning up."""
+    """SIGINT, SIGTERM and SIGHUP raise `Interrupted` inside; a second one does not disturb the cleaning up.
+
+    Under nohup SIGHUP goes on being ignored.
+    """
     received: list[int] = []
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
@@ -192,7 +217,8 @@ def _signals_raise() -> Iterator[None]:
             received.append(signal_number)
             raise Interrupted(signal_number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cpuft"
 
-PURE = {"errors", "files", "hardware", "loader", "tables", "words"}
+PURE = {"errors", "files", "hardware", "loader", "streams", "tables", "words"}
 TOLD = PURE | {"options", "plan", "record"}
 HOSTS = TOLD | {"execute", "hosts"}
 ON_A_RANK = PURE | {"options", "record"}
@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": {"errors"},
     "hardware": {"errors"},
     "loader": set(),
+    "streams": {"errors"},
     "tables": set(),
     "words": set(),
     "options": PURE,

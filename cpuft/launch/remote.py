@@ -22,6 +22,7 @@ from cpuft.launch.supervise import run_plan, write_plan
 from cpuft.loader import load, parse_json
 from cpuft.plan import Plan, RunPlan, Setting, Step, dump_plan, load_plan
 from cpuft.rank.process import end_with_parent
+from cpuft.streams import keep_streams
 from cpuft.words import own_module
 
 _SSH_FAILED = 255
@@ -112,6 +113,7 @@ def _run(plan: Plan, environ: Mapping[str, str], seconds: float, say: Say) -> No
 
 def main() -> None:
     """The master's end. Exit code: the run's, or 2 with one line."""
+    keep_streams()
     end_with_parent(15)
     order = load(Order, parse_json(sys.stdin.read()))
     with open(f"{order.run_dir}.lock", "w") as file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,7 +130,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _run_before(step: Step, environ: Mapping[str, str]) -> None:
-    with tempfile.TemporaryFile() as output:
+    with execute.open_memory() as output:
         code = execute.run_step(step, environ, output, lambda: None)
         output.seek(0)
         said = output.read().decode(errors="replace").strip()

@@ -15,6 +15,7 @@ torch's store asks nobody who they are and listens on all interfaces: here on th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -150,9 +151,10 @@ def _finalize_mpi() -> None:
 
 
 def flush_and_exit(code: int) -> NoReturn:
-    """End the process at once, with what it has written, in Python and in C."""
+    """End the process at once, with what it has written, in Python and in C, as far as somebody takes that."""
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, broken, closed
+            stream.flush()
     ctypes.CDLL(None).fflush(None)
     os._exit(code)
 

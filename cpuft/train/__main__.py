@@ -12,11 +12,13 @@ from cpuft.comm.group.session import leave
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig, WorkerConfig, option_names
 from cpuft.options.flags import parse_arguments
+from cpuft.streams import keep_streams
 
 
 def main() -> None:
     """Train; exit 2 with one line for bad input."""
     started = time.perf_counter()
+    keep_streams()
     try:
         train, worker = parse_worker(sys.argv[1:])
         from cpuft.train.run import run

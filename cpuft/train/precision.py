@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -89,7 +88,7 @@ def _output() -> Iterator[list[str]]:
     sys.stdout.flush()
     library.fflush(None)
     kept = os.dup(1)
-    with tempfile.TemporaryFile("w+") as file:
+    with open(os.memfd_create("products"), "w+") as file:  # no disk: it may be full or read-only
         os.dup2(file.fileno(), 1)
         try:
             yield lines

@@ -166,6 +166,25 @@ def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
     assert f"rank 1 on {cluster.hosts[1].name} failed, exit code 7" in done.stderr
 
 
+@pytest.mark.parametrize("streams", ["2>&1 | head -1", "<&- >&- 2>&-"])
+def test_a_run_on_another_machine_goes_on_when_nobody_reads(cluster: Simulated, streams: str) -> None:
+    script = cluster.folder / "talks.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "for number in range(40):\n"
+        "    print('x' * 4096, flush=True)\n"
+        "    print('y' * 4096, file=sys.stderr)\n"
+        "    time.sleep(0.05)\n"
+        "open(os.environ['CPUFT_RUN_DIR'] + '/end', 'w').close()\n"
+    )
+    run_dir = cluster.folder / f"unheard{len(streams)}"
+    words = f"{sys.executable} -m cpuft launch --np 1 --cluster {cluster.name} --run-dir {run_dir} -- {script}"
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    pipe = ["bash", "-o", "pipefail", "-c", f"{words} {streams}"]
+    assert subprocess.run(pipe, cwd=cluster.folder, env=environ, timeout=100).returncode == 0
+    assert (run_dir / "end").exists()
+
+
 def test_an_interrupt_ends_the_ranks_on_all_hosts(cluster: Simulated) -> None:
     script = cluster.folder / "sleeps.py"
     script.write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")

@@ -22,6 +22,7 @@ from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.record import MeasuredHeader, Measurement, format_line
+from cpuft.streams import keep_streams
 
 
 def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -80,6 +81,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    keep_streams()
     try:
         main()
     except CpuftError as error:

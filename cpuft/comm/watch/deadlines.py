@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -124,7 +125,8 @@ class Watch:
 
 
 def _leave(text: str) -> None:
-    os.write(2, text.encode() + b"\n")
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode() + b"\n")
     # On a thread: whoever is stuck may hold the lock of stdout.
     threading.Thread(target=sys.stdout.flush, daemon=True).start()
     # mpirun kills all ranks when the first one ends: the others need a moment for a line of their own.

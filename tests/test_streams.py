@@ -1,0 +1,110 @@
+"""Standard streams that are closed, that nobody reads, or whose disk is full."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpuft.execute import run_step
+from cpuft.plan import Step
+from cpuft.record import Writer, read_record
+from tests.records import make_record
+
+CPUFT = f"{sys.executable} -m cpuft"
+QUIET = ("", "", 0)
+
+
+def run_shell(command: str, **settings: str) -> tuple[str, str, int]:
+    """What bash said of it, on both streams, and the exit code of the worst command of a pipe."""
+    words = ["bash", "-o", "pipefail", "-c", command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=dict(os.environ) | settings)
+    return done.stdout, done.stderr, done.returncode
+
+
+WRITES = """
+import os, sys
+from cpuft.streams import check_output, keep_streams
+keep_streams()
+with open("file", "w") as file:
+    print(file.fileno() > 2, file=file)
+    for _ in range(3):
+        print("x" * 100_000)
+        print("y" * 100_000, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    os.system("echo child; echo child >&2; cat")
+    print("whole" + str(sys.stdin.read()), file=file)
+check_output()
+"""
+
+
+@pytest.mark.parametrize(
+    "streams", [">&-", "2>&-", "<&-", "<&- >&- 2>&-", "| true", "2>&1 >/dev/null | true", "2>/dev/full"]
+)
+def test_who_writes_goes_on(streams: str, tmp_path: Path) -> None:
+    (tmp_path / "writes.py").write_text(WRITES)
+    _, errors, code = run_shell(f"{sys.executable} writes.py {streams}")
+    assert code == 0
+    assert "Error" not in errors
+    assert Path("file").read_text() == "True\nwhole\n"
+
+
+@pytest.mark.parametrize(
+    "verb", ["doctor --list", "env", "launch --dry-run", "compare --np 1 --dry-run", "provision --help", "report run"]
+)
+@pytest.mark.parametrize("streams", [">&-", "| true", "2>&- | true", "<&- | true"])
+def test_no_verb_complains_of_a_reader_that_has_gone(verb: str, streams: str, tmp_path: Path) -> None:
+    record = make_record()
+    with Writer(str(tmp_path / "run")) as writer:
+        for line in (record.header, *record.steps, *record.evaluations, record.footer):
+            assert line
+            writer.write(line)
+    assert run_shell(f"{CPUFT} {verb} {streams}") == QUIET
+
+
+@pytest.mark.parametrize("verb", ["doctor --list", "launch --dry-run"])
+def test_what_did_not_fit_is_said(verb: str) -> None:
+    said = "cpuft: error: standard output could not be written (No space left on device): make room where it goes\n"
+    assert run_shell(f"{CPUFT} {verb} >/dev/full") == ("", said, 2)
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX", "de_DE.ISO-8859-1"])
+def test_a_name_that_the_locale_cannot_write_ends_nothing(locale: str) -> None:
+    settings = {"LC_ALL": locale, "PYTHONIOENCODING": "latin-1"}
+    output, _, code = run_shell(f"{CPUFT} launch --dry-run --run-dir 'ran\u2028\u4e00'", **settings)
+    assert (code, "ran\\u2028\\u4e00" in output) == (0, True)
+
+
+def test_under_nohup_a_hangup_ends_nothing() -> None:
+    signal_before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hang_up = Step("hang up", ("sh", "-c", f"kill -HUP {os.getpid()}; sleep 0.2"))
+        assert run_step(hang_up, os.environ, None, lambda: None) == 0
+    finally:
+        signal.signal(signal.SIGHUP, signal_before)
+
+
+DEMO = {"task": "demo", "max-train-samples": "128", "max-steps": "4", "batch-size": "16", "save-model": "false"}
+UNHEARD = pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&1 | head -1"])
+
+
+@UNHEARD
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_a_run_that_nobody_listens_to_goes_on(streams: str) -> None:
+    words = " ".join(f"--{name} {value}" for name, value in DEMO.items() if name != "save-model")
+    _, _, code = run_shell(f"{CPUFT} launch --np 2 --no-save-model --run-dir run {words} {streams}")
+    assert code == 0, [path.read_text() for path in Path("run/logs").iterdir()]
+    assert read_record("run").footer is not None
+    assert "accuracy" in Path("run/logs/rank-0.out").read_text()
+
+
+@UNHEARD
+def test_a_worker_by_itself_that_nobody_listens_to_goes_on(streams: str) -> None:
+    words = " ".join(f"--{name}={value}" for name, value in DEMO.items())
+    _, _, code = run_shell(f"{sys.executable} -m cpuft.train --run-dir=run {words} {streams}")
+    assert code == 0
+    assert read_record("run").footer is not None
