@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import LOCAL, Access, Assignment, assign_ranks, gather_facts
+from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_facts
 from cpuft.hosts.door import Door
-from cpuft.hosts.flavours import find_flavour
+from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile
 
 FOUR = "a\nb\nc\nd\n"
@@ -61,6 +63,13 @@ def test_this_machine_answers() -> None:
     (facts,) = gather_facts((LOCAL,), Access())
     assert facts.cores
     assert facts.interfaces["lo"] == "127.0.0.1"
+    assert facts.uid == os.geteuid()
+
+
+def test_users_have_a_folder_each_on_hosts_with_disks_of_their_own() -> None:
+    first, second = (Cluster((), (), Flavour("mpirun", "intel"), away=True, uid=uid) for uid in (0, 1000))
+    assert first.inputs == "/var/tmp/cpuft-0/inputs"
+    assert re.fullmatch("/var/tmp/cpuft-1000/[0-9a-f]{12}/run", second.work_dir("/home/me/run"))
 
 
 def test_every_host_that_fails_is_named() -> None:
