@@ -13,17 +13,16 @@ from cpuft.errors import CpuftError
 SENT = "CPUFT_SENT"
 """Says how the paths begin of files from which processes of a host take variables that nobody else may see."""
 
+# 41c0 is a directory of mode 700, and stat follows no link.
 PRIVATE = """private() {
-    # Made in one step with its mode. What was there must be a folder of ours that nobody else may look into: 41c0 is
-    # that with mode 700, and stat follows no link.
-    said=$(mkdir -m 700 -- "$1" 2>&1) || [ -e "$1" ] || [ -L "$1" ] || { echo "$said" >&2; return 1; }
-    [ "$(stat -c '%f %u' -- "$1")" = "41c0 $(id -u)" ] || {
-        echo "$1 is no folder of mode 700 of user $(id -un) ($(stat -c '%A %U' -- "$1")): see what it is, remove it" >&2
-        return 1
-    }
+    [ -d "$1" ] || mkdir -m 700 -- "$1" || [ -e "$1" ] || [ -L "$1" ] || return 1
+    [ "$(stat -c "%f %u" -- "$1")" = "41c0 $(id -u)" ] && return
+    echo "$1 is no folder of mode 700 of user $(id -un) ($(stat -c "%A %U" -- "$1")): see what it is, remove it" >&2
+    return 1
 }
 """
-"""`private FOLDER`: makes a folder for this user alone. One of another user, for others to write, or a link fails."""
+"""`private FOLDER`: makes a folder for this user alone, in one step with its mode. What is there and could be another
+user's work, or others may look into, fails."""
 
 REMOVE = """remove() {
     root=$(readlink -f -- "$1") || root=/
