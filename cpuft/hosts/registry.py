@@ -150,8 +150,8 @@ def refuse_other_kind(root: Path, name: str, kind: str) -> None:
 
 
 def carries_mark(text: str) -> bool:
-    """Whether a hostfile is one that `cpuft provision` wrote, and may write over or take away."""
-    return _MARK in text.partition("\n")[0]
+    """Whether a text file is one that `cpuft provision` wrote, and may write over or take away."""
+    return _MARK in text.partition("\n")[0].lower()
 
 
 def _unknown(name: str, known: list[str]) -> CpuftError:

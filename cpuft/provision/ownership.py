@@ -1,24 +1,38 @@
-"""What of a cluster's files is ours to write over or to take away: pure, but for reading one."""
+"""What of a cluster's files is ours to write over or to take away."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE
-from cpuft.hosts.registry import carries_mark
+from cpuft.hosts.registry import FILE_NAME, carries_mark
 from cpuft.plan import Step
 
+KEY_MARK = "cpuft"
+"""The comment of keys that we made."""
 _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
+def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
+    """The cluster's own files on this machine, by path; of private keys only that they are there."""
+    paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
+    texts = {str(path): "private" if _is_private(path) else read_raw(path) for path in paths}
+    return texts | ({str(hostfile): read_raw(hostfile)} if hostfile.exists() else {})
+
+
+def _is_private(path: Path) -> bool:
+    return path.name in ("host_key", "id_ed25519")
+
+
 def read_raw(path: Path) -> str:
-    """The file's text; empty where it cannot be read, or is none."""
+    """The file's text; empty where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return ""
 
 
@@ -26,6 +40,26 @@ def check_prefix(prefix: str) -> None:
     """Raises CpuftError for what cannot be a folder of cpuft's own on a host."""
     if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")):
         raise CpuftError(f"prefix {prefix!r}: name a folder for cpuft alone by a plain path, such as /opt/cpuft")
+
+
+def is_ours(files: Mapping[str, str], directory: str) -> bool:
+    """Whether a cluster's directory has an entry, or what a run that was killed made before it; `files` by path."""
+
+    def is_mark(name: str, text: str) -> bool:
+        key = name.endswith(".pub") and text.rstrip().endswith(f" {KEY_MARK}")
+        return key or name.startswith(FILE_NAME) or (name.startswith("ssh_config") and carries_mark(text))
+
+    return any(
+        is_mark(path[len(directory) + 1 :], text) for path, text in files.items() if path.startswith(f"{directory}/")
+    )
+
+
+def check_places(directory: str, hostfile: str) -> None:
+    """Raises CpuftError when a cluster's directory or hostfile is there, and is not one that `cpuft provision` made."""
+    files = read_files(Path(directory), Path(hostfile))
+    if os.path.isdir(directory) and os.listdir(directory) and not is_ours(files, directory):
+        raise CpuftError(f"{directory} is not cpuft's: move it away, or choose another --name")
+    check_hostfile(hostfile, files.get(hostfile, ""))
 
 
 def check_hostfile(path: str, text: str) -> None:

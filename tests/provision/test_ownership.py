@@ -129,12 +129,23 @@ def test_down_takes_what_is_the_clusters_and_leaves_the_rest(root: Path) -> None
     assert (listing(root), listing(Path("hostfiles"))) == (["v", "v/file"], ["mine"])
 
 
+@pytest.mark.parametrize("words", [("local", "--without-root"), ("hosts", "--hosts", "node1")], ids=" ".join)
+def test_a_folder_of_the_users_does_not_become_a_clusters(
+    root: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    before = listing(root.parent)
+    line = refused(capsys, "provision", *words, "--name", "v")
+    assert line.endswith(f"{root}/v is not cpuft's: move it away, or choose another --name")
+    assert listing(root.parent) == before
+
+
 def test_a_hostfile_of_the_users_is_not_written_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_text(Path("hostfiles/w"), "node1\n")
+    Path("hostfiles").mkdir()
+    Path("hostfiles/w").write_bytes(b"node1\n\xff")
     for words in (("local", "--without-root"), ("hosts", "--hosts", "node1")):
         line = refused(capsys, "provision", *words, "--name", "w")
         assert line.endswith("hostfiles/w is not cpuft's: move it away, or choose another --name")
-    assert Path("hostfiles/w").read_text() == "node1\n"
+    assert Path("hostfiles/w").read_bytes() == b"node1\n\xff"
     assert listing(root) == ["v", "v/file"]
 
 

@@ -18,7 +18,7 @@ from cpuft.plan import Plan, format_plan
 from cpuft.provision.image.build import check_image, read_stamp
 from cpuft.provision.local import planning
 from cpuft.provision.local.facts import MachineFacts, check_machine, gather_machine
-from cpuft.provision.ownership import check_hostfile, read_raw
+from cpuft.provision.ownership import check_places
 from cpuft.provision.reconcile import lock, make_runner, reconcile, run_stages
 
 Say = Callable[[str], None]
@@ -36,7 +36,7 @@ def make(config: LocalConfig, environ: Mapping[str, str], say: Say) -> str:
     config = _without_here(config)
     place = _place(config, environ)
     refuse_other_kind(state_root(environ), config.name, "local")
-    check_hostfile(place.hostfile, read_raw(Path(place.hostfile)))
+    check_places(place.directory, place.hostfile)
 
     def plan(facts: MachineFacts) -> Plan:
         return planning.plan_local(config, facts, place)
@@ -63,7 +63,7 @@ def write_plain(config: LocalConfig, environ: Mapping[str, str]) -> str:
     planning.check_config(config)
     place = _place(config, environ)
     refuse_other_kind(state_root(environ), config.name, "plain")
-    check_hostfile(place.hostfile, read_raw(Path(place.hostfile)))
+    check_places(place.directory, place.hostfile)
     entry = Entry(config.name, "plain", place.hostfile, options=_options(config))
     text = f"# Cluster {config.name}, made by cpuft provision.\n" + format_hostfile((Host("localhost", config.nodes),))
     write_text(Path(place.directory, FILE_NAME), format_entry(entry))

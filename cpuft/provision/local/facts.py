@@ -14,7 +14,7 @@ from typing import Any
 
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.provision.ownership import read_raw
+from cpuft.provision.ownership import read_files
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """Programs that a local cluster needs, and the Debian package of each."""
@@ -212,14 +212,3 @@ def wait_for_ssh(address: str, seconds: float) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
-
-
-def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
-    """The cluster's own files on this machine, by path; of private keys only that they are there."""
-    paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
-    texts = {str(path): "private" if _is_private(path) else read_raw(path) for path in paths}
-    return texts | ({str(hostfile): read_raw(hostfile)} if hostfile.exists() else {})
-
-
-def _is_private(path: Path) -> bool:
-    return path.name in ("host_key", "id_ed25519")

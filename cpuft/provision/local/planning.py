@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -16,7 +15,7 @@ from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
 from cpuft.options.clusters import LocalConfig
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
-from cpuft.provision.ownership import check_hostfile, plan_removal
+from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal
 from cpuft.provision.reconcile import plan_file
 from cpuft.provision.sshfiles import (
     Member,
@@ -31,8 +30,6 @@ SCRIPT = str(Path(__file__).with_name("node.sh"))
 FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
 """Words of `cpuft provision local WORD NODE`, and node.sh's own."""
 
-_KEY_MARK = "cpuft"
-"""The comment of keys that we made."""
 _LINK_NAME = 15
 """Characters of an interface's name: IFNAMSIZ of linux/if.h, less the closing 0."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -106,7 +103,7 @@ def _plan_keys(config: LocalConfig, facts: MachineFacts, place: Place) -> list[S
         wanted[f"{place.directory}/nodes/{index}/host_key"] = "make host keys for this cluster"
     # ssh-keygen asks before it overwrites: a half-written pair goes away first.
     script = 'umask 077; mkdir -p "$(dirname "$1")"; rm -f "$1" "$1.pub"; ssh-keygen -q -t ed25519 -N "" '
-    script += f'-C {_KEY_MARK} -f "$1"'
+    script += f'-C {KEY_MARK} -f "$1"'
     return [
         Step(why, ("sh", "-c", script, "keygen", path))
         for path, why in wanted.items()
@@ -286,14 +283,7 @@ def plan_down(config: LocalConfig, facts: MachineFacts, place: Place) -> Plan:
     for group in facts.groups:
         path = f"{group}/cpuft-{config.name}"
         rest.append(Step("take away the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
-    ours = _is_ours(facts.files, place)
+    ours = is_ours(facts.files, place.directory)
     removal = plan_removal(facts.files, place.directory, place.hostfile) if ours else ()
     stages = (tuple(downs), tuple(rest), removal) if ours or facts.bridge or downs else ()
     return Plan(tuple(stage for stage in stages if stage))
-
-
-def _is_ours(files: Mapping[str, str], place: Place) -> bool:
-    """Whether the directory has an entry, which was read, or keys that were made before there was one."""
-    own = {path: text for path, text in files.items() if path.startswith(f"{place.directory}/")}
-    keyed = any(path.endswith(".pub") and text.rstrip().endswith(f" {_KEY_MARK}") for path, text in own.items())
-    return keyed or f"{place.directory}/{FILE_NAME}" in own

@@ -19,7 +19,7 @@ from cpuft.hosts.ssh import fingerprint, scan_host_key
 from cpuft.loader import load, parse_json
 from cpuft.options.clusters import HostsConfig
 from cpuft.plan import Plan, Step, format_plan
-from cpuft.provision.ownership import check_hostfile, check_prefix, plan_removal, read_raw
+from cpuft.provision.ownership import check_places, check_prefix, plan_removal, read_raw
 from cpuft.provision.reconcile import lock, make_runner, reconcile, run_stages
 from cpuft.provision.servers import planning
 from cpuft.provision.servers.planning import ServerFacts
@@ -64,9 +64,10 @@ class Servers:
                 raise CpuftError(f"the key of {member.address} was not accepted: compare it there with ssh-keygen -l")
             known[format_known_name(member)] = key
         keys = tuple(known[format_known_name(member)] for member in self.members)
-        write_text(self.known_hosts, format_known_hosts(self.members, keys))
         key_path = str(Path(self.config.key).expanduser().absolute()) if self.config.key else ""
+        # This one first: it carries our mark.
         write_text(Path(self.door.config), format_ssh_config(self.members, key_path, str(self.known_hosts)))
+        write_text(self.known_hosts, format_known_hosts(self.members, keys))
 
     def _read_known(self) -> dict[str, str]:
         if not self.known_hosts.exists():
@@ -164,7 +165,7 @@ def make(config: HostsConfig, environ: Mapping[str, str], ask: Ask, say: Say) ->
     """Make the servers a cluster, or repair it; a sentence for the user."""
     servers = Servers(config, environ)
     refuse_other_kind(state_root(environ), config.name, "hosts")
-    check_hostfile(servers.hostfile, read_raw(Path(servers.hostfile)))
+    check_places(str(servers.directory), servers.hostfile)
     with lock(Path(f"{servers.directory}.lock")):
         servers.pin_host_keys(ask)
         found = servers.survey()

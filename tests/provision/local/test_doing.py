@@ -7,7 +7,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
 from cpuft.options.clusters import LocalConfig
-from cpuft.provision.local.facts import MachineFacts, NodeFacts, read_files
+from cpuft.provision.local.facts import MachineFacts, NodeFacts
 from cpuft.provision.local.planning import (
     Place,
     check_config,
@@ -19,6 +19,7 @@ from cpuft.provision.local.planning import (
     plan_local,
     plan_texts,
 )
+from cpuft.provision.ownership import read_files
 
 CONFIG = LocalConfig(nodes=2, cores_per_node=0.5, net="1gbit")
 PLACE = Place("/state/local", "/work/hostfiles/local", "/usr/bin/python3", {})
