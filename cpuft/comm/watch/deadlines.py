@@ -46,6 +46,8 @@ class Watch:
         self._rank = rank
         if len(ranks) > 1:
             self._line = Line(store, rank, ranks, first, self._heard)
+            # The hub's thread must answer all of them before MPI_Init, which keeps the GIL until the others are there.
+            self._line.wait_for_all()
         threading.Thread(target=self._run, name="cpuft-comm-watch", daemon=True).start()
 
     def close(self) -> None:

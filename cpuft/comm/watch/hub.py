@@ -70,6 +70,8 @@ class Hub:
         self._ranks: dict[socket.socket, _Peer] = {}
         self._strangers: dict[socket.socket, _Peer] = {}
         self._refused = 0
+        self.full = threading.Event()
+        """Set when all ranks are in."""
         threading.Thread(target=self._run, name="cpuft-comm-hub", daemon=True).start()
 
     def _run(self) -> None:
@@ -141,10 +143,11 @@ class Hub:
 
     def _close_door(self) -> None:
         """All ranks are in: nobody else has any business here."""
-        for connection in list(self._strangers):
-            self._refuse(connection, "came after all ranks")
         self._selector.unregister(self._listener)
         self._listener.close()
+        for connection in list(self._strangers):
+            self._refuse(connection, "came after all ranks")
+        self.full.set()
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         """Hang up on anybody. A rank's leaving is told to the others; a stranger's to `say`, a few times."""

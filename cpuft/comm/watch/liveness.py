@@ -52,12 +52,16 @@ class Line:
         heard: Callable[[Message], None],
         join_seconds: float = _JOIN_SECONDS,
     ) -> None:
-        if first:
-            _open_hub(store, ranks)
+        self._hub = _open_hub(store, ranks) if first else None
         address, key = _find_hub(store, rank)
         self._heard = heard
         self._socket, self._lines = _join(address, key, rank, join_seconds)
         threading.Thread(target=self._run, name="cpuft-comm-line", daemon=True).start()
+
+    def wait_for_all(self, seconds: float = _JOIN_SECONDS) -> None:
+        """On the first rank: until all are in, or not within `seconds`."""
+        if self._hub:
+            self._hub.full.wait(seconds)
 
     def say(self, message: Message) -> None:
         """Tell all ranks, this one too. Nothing happens when the hub is gone."""
@@ -81,12 +85,13 @@ def _seal(key: bytes, host: str, port: int) -> str:
     return prove(key, host.encode(), str(port).encode()).decode()
 
 
-def _open_hub(store: Store, ranks: Sequence[int]) -> None:
+def _open_hub(store: Store, ranks: Sequence[int]) -> Hub:
     own, host = os.environ.get(KEY_VARIABLE, ""), _address()
     key = own or secrets.token_hex(32)
-    port = Hub(key.encode(), host, ranks, lambda text: os.write(2, text.encode() + b"\n")).port
-    place = {"host": host, "port": port, "seal": _seal(key.encode(), host, port)}
+    hub = Hub(key.encode(), host, ranks, lambda text: os.write(2, text.encode() + b"\n"))
+    place = {"host": host, "port": hub.port, "seal": _seal(key.encode(), host, hub.port)}
     store.set("liveness", json.dumps(place if own else place | {"key": key}))
+    return hub
 
 
 def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:

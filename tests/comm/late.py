@@ -1,0 +1,18 @@
+"""Run by mpirun: rank 0 is in MPI_Init, which holds the GIL, long before rank 1 says hello to its hub."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch.distributed as dist
+
+from cpuft import comm
+from tests.comm.ranks import become_rank
+
+if __name__ == "__main__":
+    become_rank()
+    time.sleep(5 * int(os.environ["RANK"]))
+    comm.start("mpi", timeout_seconds=20)
+    dist.barrier()
+    print("all right", flush=True)
