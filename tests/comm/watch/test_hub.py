@@ -191,12 +191,12 @@ def test_a_rank_that_is_there_already_is_not_let_in() -> None:
 
 
 def test_who_reads_the_store_can_end_nothing() -> None:
-    run = mpirun(2, "outsider", seconds=60, CPUFT_RUN_KEY="sesame")
+    run = mpirun(2, "tests.comm.outsider", seconds=60, CPUFT_RUN_KEY="sesame")
     assert run.returncode == 0, run.stdout
     assert run.stdout.count("all right") == 2
 
 
 def test_a_rank_that_comes_late_finds_the_hub_awake() -> None:
-    run = mpirun(2, "late", seconds=45)
+    run = mpirun(2, "tests.comm.late", seconds=45)
     assert run.returncode == 0, run.stdout
     assert run.stdout.count("all right") == 2
