@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from cpuft.errors import CpuftError
@@ -43,12 +45,36 @@ REMOVE = """remove() {
 holds this user's home fails."""
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it, making its folder."""
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """A path to write to, in the folder of `path`, which is made; renamed to `path` when that is done, else gone."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    beside.rename(path)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        yield beside
+        beside.rename(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, making its folder."""
+    with written_beside(path) as beside:
+        beside.write_text(text, encoding="utf-8", errors="surrogateescape")
+
+
+def hash_text(text: str, digits: int = 64) -> str:
+    """SHA-256 of a text, the first hexadecimal `digits` of it."""
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:

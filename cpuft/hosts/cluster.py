@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cpuft.errors import CpuftError, counted
+from cpuft.files import hash_text
 from cpuft.hosts import facts, registry
 from cpuft.hosts.door import Door, side_by_side
 from cpuft.hosts.flavours import Flavour, find_flavour
@@ -93,7 +93,7 @@ class Cluster:
 
     def work_dir(self, run_dir: str) -> str:
         """Where the ranks work on a run: its directory, or one on the master's own disk."""
-        mark = hashlib.sha256(f"{socket.gethostname()}:{run_dir}".encode()).hexdigest()[:12]
+        mark = hash_text(f"{socket.gethostname()}:{run_dir}", 12)
         return f"{self.folder}/{mark}/{os.path.basename(run_dir)}" if self.away else run_dir
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class Cluster:
 
     def sent_file(self, work: str, index: int) -> str:
         """How files begin that hold what was sent to the processes of a run on a host of this number."""
-        mark = hashlib.sha256(work.encode(errors="surrogateescape")).hexdigest()[:12]
+        mark = hash_text(work, 12)
         return f"{self.folder}/{mark}.sent/{index}"
 
     @property

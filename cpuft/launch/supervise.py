@@ -12,7 +12,7 @@ from typing import IO
 
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.files import remove_command
+from cpuft.files import remove_command, write_text
 from cpuft.plan import RunPlan, Step, format_plan
 from cpuft.rank.process import FAILURE, parse_failure
 
@@ -112,7 +112,7 @@ def run_plan(plan: RunPlan, run_dir: str, hosts: tuple[str, ...], environ: Mappi
 
 def write_plan(plan: RunPlan, run_dir: str) -> None:
     """Keep the plan beside what came of it."""
-    _write(Path(run_dir) / "plan.sh", format_plan(plan.whole, os.getcwd()))
+    write_text(Path(run_dir) / "plan.sh", format_plan(plan.whole, os.getcwd()))
 
 
 def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
@@ -121,12 +121,6 @@ def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
     except RuntimeError as error:
         said = str(error).splitlines()[-1]
         raise CpuftError(f"there is no room for this run ({said}): name a new place with --run-dir") from None
-
-
-def _write(path: Path, text: str) -> None:
-    beside = path.with_suffix(".tmp")
-    beside.write_text(text, encoding="utf-8", errors="surrogateescape")
-    beside.rename(path)
 
 
 def _run_before(step: Step, environ: Mapping[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 import zipfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import cpuft
 from cpuft.errors import CpuftError
+from cpuft.files import written_beside
 
 _TIME = (1980, 1, 1, 0, 0, 0)
 """The same contents give the same file, and so the same checksum."""
@@ -34,13 +34,10 @@ def write_own_wheel(folder: Path) -> Path:
     files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: {purity}\nTag: {tag}\n".encode()
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\ncpuft = cpuft.cli:main\n"
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"cpuft-{cpuft.__version__}-{tag}.whl"
-    beside = path.with_suffix(".new")
-    with zipfile.ZipFile(beside, "w", zipfile.ZIP_STORED) as archive:
+    with written_beside(path) as beside, zipfile.ZipFile(beside, "w", zipfile.ZIP_STORED) as archive:
         for name, content in files.items():
             archive.writestr(zipfile.ZipInfo(name, _TIME), content)
-    beside.rename(path)
     return path
 
 
@@ -56,12 +53,3 @@ def _format_metadata() -> str:
 
 def _package_files(root: Path) -> list[Path]:
     return sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

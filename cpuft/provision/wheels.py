@@ -15,8 +15,8 @@ from pathlib import Path
 import cpuft
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE, cache_folder
-from cpuft.provision.own_wheel import hash_file, write_own_wheel
+from cpuft.files import REMOVE, cache_folder, hash_file
+from cpuft.provision.own_wheel import write_own_wheel
 from cpuft.words import own_module
 
 EXTRAS = ("train", "mpi", "ccl", "demo")

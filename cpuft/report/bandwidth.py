@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.files import written_beside
 from cpuft.record import Measurement, parse_measurements
 
 
@@ -31,8 +32,8 @@ def write_plot(record: str) -> Path:
     rate_axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
     time_axes.legend(fontsize="small")
     path = Path(record).with_suffix(".svg")
-    figure.savefig(path.with_suffix(".tmp"), format="svg")
-    path.with_suffix(".tmp").rename(path)
+    with written_beside(path) as beside:
+        figure.savefig(beside, format="svg")
     return path
 
 

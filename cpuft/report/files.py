@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from cpuft.files import write_text
 from cpuft.record import FILE_NAME
 from cpuft.report.comparison import Comparison
 from cpuft.report.table import format_markdown, format_text, to_json
@@ -28,7 +29,5 @@ def write_report(comparison: Comparison, run_dir: str) -> Path:
         "json": json.dumps(to_json(comparison), indent=2) + "\n",
     }
     for ending, text in texts.items():
-        path = Path(run_dir) / f"report.{ending}"
-        path.with_suffix(".tmp").write_text(text, encoding="utf-8")
-        path.with_suffix(".tmp").rename(path)
+        write_text(Path(run_dir) / f"report.{ending}", text)
     return Path(run_dir) / "report.md"

@@ -9,7 +9,8 @@ import pytest
 
 import cpuft
 from cpuft.errors import CpuftError
-from cpuft.provision.own_wheel import hash_file, write_own_wheel
+from cpuft.files import hash_file
+from cpuft.provision.own_wheel import write_own_wheel
 from cpuft.provision.wheels import EXTRAS, Wheel, list_pins, make_stamp, read_wheels
 
 TORCH = Wheel("/w/torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "1")

@@ -18,6 +18,7 @@ from cpuft import tables
 from cpuft.comm.choice.measure import choose, sweep
 from cpuft.comm.group.session import leave
 from cpuft.errors import CpuftError
+from cpuft.files import write_text
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig
 from cpuft.options.flags import parse_arguments
@@ -75,9 +76,7 @@ def main() -> None:
         for (dtype, _), choice in choices.items():
             print(f"auto, {dtype}: {choice.backend}: {choice.reason}")
         print(format_table(found))
-        beside = output.with_suffix(".tmp")
-        beside.write_text(format_record(found))
-        beside.rename(output)
+        write_text(output, format_record(found))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.files import hash_text, write_text
 
 BUCKET_BYTES = 2**20
 """How much of a gradient is sent at a time, while backward goes on. By scripts/bench-comm, MiniLM over gloo between two
@@ -59,8 +59,7 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
 
 def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> str:
     """What a remembered choice holds for: these hosts, in any order, so many ranks, these versions and the like."""
-    text = json.dumps([sorted(hosts), ranks, sorted(versions.items())])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hash_text(json.dumps([sorted(hosts), ranks, sorted(versions.items())]), 16)
 
 
 def read_choice(folder: Path, key: str) -> Choice | None:
@@ -74,7 +73,5 @@ def read_choice(folder: Path, key: str) -> Choice | None:
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
     """Remember a choice."""
-    path = folder / f"backend-{key}.json"
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n")
-    beside.rename(path)
+    text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
+    write_text(folder / f"backend-{key}.json", text)

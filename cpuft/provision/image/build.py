@@ -11,12 +11,11 @@ from pathlib import Path
 
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE
+from cpuft.files import REMOVE, hash_file
 from cpuft.plan import Plan, Step
 from cpuft.provision.image.recipe import Recipe, format_install
 from cpuft.provision.image.sources import choose_mirror, gather_sources
 from cpuft.provision.local.facts import find_program
-from cpuft.provision.own_wheel import hash_file
 from cpuft.provision.reconcile import make_runner, plan_file, run_stages
 from cpuft.provision.wheels import Wheel, fetch_wheels, list_pins, make_stamp, own_folder, read_wheels
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError, describe_long_name
-from cpuft.files import cache_folder, take_sent
+from cpuft.files import cache_folder, take_sent, written_beside
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.train.data.rows import Data, Rows, first_rows, read_data
@@ -123,10 +123,8 @@ def prepare(config: TrainConfig) -> Path:
     for key, rows in [("train", data.train), *((f"validation{k}", rows) for k, rows in data.validation.items())]:
         tokens = tokenize(rows, tokenizer, config.max_length)
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    with beside.open("wb") as file:
+    with written_beside(path) as beside, beside.open("wb") as file:
         np.savez(file, **arrays)
-    beside.rename(path)
     return path
 
 
@@ -154,8 +152,8 @@ def main() -> None:
         os.environ.update(take_sent(os.environ, "prepare"))
         check_engine(config)
         find_model(config.model)
-        shutil.copyfile(prepare(config), output + ".tmp")
-        os.rename(output + ".tmp", output)
+        with written_beside(Path(output)) as beside:
+            shutil.copyfile(prepare(config), beside)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
