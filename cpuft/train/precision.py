@@ -70,12 +70,11 @@ def _rate(dtype: torch.dtype) -> float:
 
 def _kernel(dtype: torch.dtype) -> str:
     # Who has oneDNN talking already hears it anyway, and would not after this.
-    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not has_onednn or os.environ.get("ONEDNN_VERBOSE", "0") != "0":
+    onednn: Any = torch.backends.mkldnn  # torch has no types for it
+    if not onednn.is_available() or os.environ.get("ONEDNN_VERBOSE", "0") != "0":
         return ""
     left, right = torch.randn(2, 64, 64).to(dtype)
-    verbose = torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)  # type: ignore[no-untyped-call]
-    with _output() as lines, verbose:
+    with _output() as lines, onednn.verbose(onednn.VERBOSE_ON):
         torch.mm(left, right)
     return parse_kernel("".join(lines))
 

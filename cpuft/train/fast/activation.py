@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +32,14 @@ class _Gelu(torch.autograd.Function):
         return result
 
 
+_gelu: Callable[..., Tensor] = _Gelu.apply
+
+
 def gelu(x: Tensor) -> Tensor:
     """x times the standard normal distribution's cdf at x, any shape, as torch's exact GELU (absolute error 2e-7).
 
     With the kernels, the slope that is kept for backward has `x`'s dtype: for bf16 it is rounded once.
     """
     if kernels_for(x) and torch.is_grad_enabled() and x.requires_grad:
-        result: Tensor = _Gelu.apply(x)  # type: ignore[no-untyped-call]
-        return result
+        return _gelu(x)
     return functional.gelu(x)

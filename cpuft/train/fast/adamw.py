@@ -47,25 +47,25 @@ class Update:
     state: dict[str, Any]
 
 
-class FusedStep:
+class FusedStep(Optimizer):
     """Mixed in before Adam or AdamW: `step` runs the kernel. State keeps torch's names, so checkpoints are the same."""
 
     masters: Masters
     gradient_factor: float = 1.0
     """What the next step multiplies gradients by: see `clip_gradients`."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One update; like torch's, it returns what `closure` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         kernels = kernels_for(torch.empty(0))
-        if kernels is None or any(p.grad is not None and p.grad.is_sparse for p in _group_parameters(self)):  # type: ignore[arg-type]
-            with self.masters.standing_in(self):  # type: ignore[arg-type]
-                super().step()  # type: ignore[misc]
+        if kernels is None or any(p.grad is not None and p.grad.is_sparse for p in _group_parameters(self)):
+            with self.masters.standing_in(self):
+                super().step()
             return loss
-        for group in self.param_groups:  # type: ignore[attr-defined]
+        for group in self.param_groups:
             alike: dict[tuple[float, torch.dtype], list[Update]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -79,7 +79,7 @@ class FusedStep:
     def _update(self, parameter: nn.Parameter) -> Update:
         """A parameter's update with its state, which counts this step already."""
         master = self.masters.get(parameter)
-        state = self.state[parameter]  # type: ignore[attr-defined]
+        state = self.state[parameter]
         weights, compute = (parameter.detach(), None) if master is None else (master, parameter.detach())
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -129,7 +129,7 @@ def clip_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter], mos
     for dtype in {g.dtype for g in grads}:
         some = [g for g in grads if g.dtype == dtype]
         kernels.run("square_sum", dtype, addresses(some), numbers([g.numel() for g in some]), total, len(some))
-    norm = float(total) ** 0.5
+    norm: float = float(total) ** 0.5
     # The formula of torch.nn.utils.clip_grads_with_norm_; a norm that is no number is passed on.
     factor = most / (norm + 1e-6)
     optimizer.gradient_factor = 1.0 if factor > 1.0 else factor

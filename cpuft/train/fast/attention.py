@@ -6,6 +6,7 @@ products are oneDNN's batched ones and everything between them is one pass over 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,9 @@ class _Attention(torch.autograd.Function):
         return separate, join_heads(made, heads, ctx.grid), None, None, None, None
 
 
+_attention: Callable[..., Tensor] = _Attention.apply
+
+
 def attention(
     query: Tensor | None, packed: Tensor, bias: Tensor | None, heads: Heads, mask: Mask, grid: Grid
 ) -> Tensor:
@@ -161,8 +165,7 @@ def attention(
     -------
     The context, a row for each query. Softmax is fp32 inside, rounded to the dtype once.
     """
-    result: Tensor = _Attention.apply(query, packed, bias, heads, mask, grid)  # type: ignore[no-untyped-call]
-    return result
+    return _attention(query, packed, bias, heads, mask, grid)
 
 
 def mask_bias(mask: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ Element `e` takes 16 bits of word `e // 4` of SplitMix64's stream and stays if t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,9 @@ class _Dropout(torch.autograd.Function):
         return masked(grad, ctx.mask), None
 
 
+_dropout: Callable[..., Tensor] = _Dropout.apply
+
+
 class FastDropout(nn.Dropout):
     """`torch.nn.Dropout` with a cheap mask: same probability (to 1 / 65536), same scale, other random numbers."""
 
@@ -109,5 +113,4 @@ class FastDropout(nn.Dropout):
         """Dropout of `x`, any shape; `x` itself when not training or p is 0."""
         if not self.training or self.p == 0.0 or self.inplace or x.device.type != "cpu" or self.p == 1.0:
             return super().forward(x)
-        result: Tensor = _Dropout.apply(x, draw_mask(self.p, True))  # type: ignore[no-untyped-call]
-        return result
+        return _dropout(x, draw_mask(self.p, True))

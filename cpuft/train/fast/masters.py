@@ -27,8 +27,8 @@ class Masters:
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
         wanted = {id(p) for p in parameters}
         self.parameters = {name: p for name, p in model.named_parameters() if id(p) in wanted}
-        self._masters: dict[nn.Parameter, Tensor] = {}
-        self._versions: dict[nn.Parameter, int] = {}
+        self._masters: dict[Tensor, Tensor] = {}
+        self._versions: dict[Tensor, int] = {}
         for parameter in self.parameters.values():
             self._masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
@@ -40,17 +40,17 @@ class Masters:
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """The master of a parameter, brought up to date if the parameter was written to; None for an fp32 one."""
-        master = self._masters.get(parameter)  # type: ignore[call-overload]
-        if master is not None and parameter._version != self._versions[parameter]:  # type: ignore[index]
-            self._follow(parameter)  # type: ignore[arg-type]
-        return master  # type: ignore[no-any-return]
+        master = self._masters.get(parameter)
+        if master is not None and parameter._version != self._versions[parameter]:
+            self._follow(parameter)
+        return master
 
-    def mark(self, parameter: nn.Parameter) -> None:
+    def mark(self, parameter: Tensor) -> None:
         """Remember that a parameter's value now is its master, rounded."""
         self._versions[parameter] = parameter._version
 
     @torch.no_grad()
-    def _follow(self, parameter: nn.Parameter) -> None:
+    def _follow(self, parameter: Tensor) -> None:
         master = self._masters[parameter]
         value = parameter.detach()
         master.copy_(torch.where(value == master.to(value.dtype), master, value.float()))

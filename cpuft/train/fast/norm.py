@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,6 +62,9 @@ class _DropoutAddNorm(torch.autograd.Function):
         return dx, dresidual, dweight, dbias, None, None
 
 
+_dropout_add_norm: Callable[..., Tensor] = _DropoutAddNorm.apply
+
+
 def dropout_add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, mask: Mask) -> Tensor:
     """`norm(residual + dropout(x))`.
 
@@ -69,5 +73,4 @@ def dropout_add_norm(x: Tensor, residual: Tensor, norm: nn.LayerNorm, mask: Mask
     x, residual: (..., hidden), one dtype, bf16 or fp32. The result has their shape and dtype.
     norm: over the last dimension, with fp32 weight and bias. Statistics are fp32 whatever the dtype.
     """
-    result: Tensor = _DropoutAddNorm.apply(x, residual, norm.weight, norm.bias, norm.eps, mask)  # type: ignore[no-untyped-call]
-    return result
+    return _dropout_add_norm(x, residual, norm.weight, norm.bias, norm.eps, mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +41,13 @@ class _PackedLinear(torch.autograd.Function):
         return dx, None, None, *dweights
 
 
+_packed_linear: Callable[..., Tensor] = _PackedLinear.apply
+
+
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs)."""
     weight, bias = layer.weight, layer.bias
-    result: Tensor = _PackedLinear.apply(x, weight.detach(), bias.detach(), weight, bias)  # type: ignore[no-untyped-call]
-    return result
+    return _packed_linear(x, weight.detach(), bias.detach(), weight, bias)
 
 
 class PackedLinear:
@@ -79,5 +81,4 @@ class PackedLinear:
         """(tokens, inputs) -> (tokens, layers * outputs): what the layers from number `first` give, side by side."""
         weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
         weight, bias = self._current(self.weight, weights, first), self._current(self.bias, biases, first)
-        result: Tensor = _PackedLinear.apply(x, weight, bias, *weights[first:], *biases[first:])  # type: ignore[no-untyped-call]
-        return result
+        return _packed_linear(x, weight, bias, *weights[first:], *biases[first:])
