@@ -45,15 +45,12 @@ ALLOWED: dict[str, set[str]] = {
 FILE_LINES = 300
 FUNCTION_LINES = 40
 LONGER = {
-    "cpuft/bench/contestants.py:_trainer": 47,
-    "tests/comm/grid.py": 313,
-    "tests/comm/overlap.py:main": 65,
     "tests/launch/test_runs.py": 381,
     "cpuft/loader.py:parse_yaml": 41,
 }
 """Files and functions (path:name) that are longer, and how long they may be until they are parted."""
-TYPE_IGNORES = 50
-"""In the whole tree. The aim is 36."""
+TYPE_IGNORES = 27
+"""In the whole tree."""
 PACKAGE_LINES = 16_100
 """Of all Python files of cpuft/. The aim is 14,066."""
 

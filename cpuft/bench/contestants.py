@@ -106,6 +106,19 @@ def _compiled(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
+_TRAINING: dict[str, Any] = {
+    "use_cpu": True,
+    "num_train_epochs": 1,
+    "learning_rate": LEARNING_RATE,
+    "per_device_train_batch_size": BATCH,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+    "report_to": [],
+    "remove_unused_columns": False,
+}
+
+
 def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> tuple[Any, Turn]:
     from datasets import Dataset
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -124,20 +137,8 @@ def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> tupl
 
     def turn() -> tuple[int, float]:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = TrainingArguments(
-                output_dir=folder,
-                use_cpu=True,
-                bf16=bf16,
-                num_train_epochs=1,
-                learning_rate=LEARNING_RATE,
-                per_device_train_batch_size=BATCH,
-                train_sampling_strategy="group_by_length" if dynamic else "random",
-                save_strategy="no",
-                logging_strategy="no",
-                disable_tqdm=True,
-                report_to=[],
-                remove_unused_columns=False,
-            )
+            sampling = "group_by_length" if dynamic else "random"
+            arguments = TrainingArguments(output_dir=folder, bf16=bf16, train_sampling_strategy=sampling, **_TRAINING)
             collator = collate if dynamic else collate_to_the_recipe_s_length
             trainer = Trainer(
                 model=model,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import operator
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,58 +16,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from cpuft import comm
+from tests.comm.inputs import Inputs, fold
 from tests.comm.ranks import become_rank
 
-Case = Callable[["Inputs"], tuple[object, object]]
+Case = Callable[[Inputs], tuple[object, object]]
 """Runs an operation and returns what came and what should have come."""
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 ALL = (*FLOATS, *INTEGERS, torch.bool)
-
-
-class Inputs:
-    """Tensors that any rank can make for any rank. Their values are few and small: sums of four are exact in bf16."""
-
-    def __init__(self, dtype: torch.dtype, strided: bool) -> None:
-        self.dtype = dtype
-        self.strided = strided
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-
-    def of(self, rank: int, rows: int = 3, salt: int = 0) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * salt + rank)
-        least = 0 if self.dtype in (torch.uint8, torch.bool) else -2
-        values = torch.randint(least, 3, (rows, 4), generator=generator).to(self.dtype)
-        return self.lay(values)
-
-    def all(self, rows: int = 3, salt: int = 0) -> list[torch.Tensor]:
-        return [self.of(rank, rows, salt) for rank in range(self.size)]
-
-    def blank(self, rows: int = 3) -> torch.Tensor:
-        return self.lay(torch.zeros(rows, 4, dtype=self.dtype))
-
-    def lay(self, values: torch.Tensor) -> torch.Tensor:
-        if not self.strided:
-            return values
-        wide = torch.zeros(values.shape[0], 8, dtype=values.dtype)
-        wide[:, ::2] = values
-        return wide[:, ::2]
-
-
-def fold(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
-    functions: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-        "SUM": operator.add,
-        "AVG": operator.add,
-        "PRODUCT": operator.mul,
-        "MIN": torch.minimum,
-        "MAX": torch.maximum,
-        "BAND": operator.and_,
-        "BOR": operator.or_,
-        "BXOR": operator.xor,
-    }
-    total = functools.reduce(functions[name], tensors)
-    return total / len(tensors) if name == "AVG" else total
 
 
 def all_reduce(name: str, inputs: Inputs) -> tuple[object, object]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -60,70 +61,69 @@ def make_model(name: str) -> torch.nn.Module:
     return made
 
 
+class Step:
+    """One rank's backward and what it sends, together and apart."""
+
+    def __init__(self, model: torch.nn.Module, bucket_mb: float) -> None:
+        assert dist.group.WORLD is not None
+        self._reduce = make_reduce("bf16", dist.group.WORLD)
+        self._buckets: dict[int, torch.Tensor] = {}
+        exchange = exchange_rows(model, "bf16", dist.group.WORLD)
+        assert exchange is not None
+        self.rows, self.model = exchange, model
+        self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+        # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
+        self.parallel.register_comm_hook(None, lambda _, bucket: self._send(bucket))
+        self._tokens = torch.randint(1000, 30000, (dist.get_world_size(), ROWS, TOKENS))
+
+    def _send(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self._buckets[bucket.index()] = bucket.buffer()
+        return self._reduce(bucket)
+
+    def loss(self) -> torch.Tensor:
+        logits: torch.Tensor = self.parallel(input_ids=self._tokens[dist.get_rank()]).logits
+        return logits.float().sum() / dist.get_world_size()
+
+    def together(self, loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss)
+        self.rows.average(self._tokens)
+
+    def reduce_all(self) -> None:
+        works = [dist.all_reduce(buffer, async_op=True) for _, buffer in sorted(self._buckets.items())]
+        for work in works:
+            assert work is not None
+            work.wait()
+        self.rows.average(self._tokens)
+
+
+def take_turns(step: Step) -> tuple[Turns, int]:
+    """The turns, and the bytes that one's communication sends."""
+    turns, sent = Turns(), 0
+    for _ in range(ROUNDS):
+        turns.take("together", functools.partial(step.together, step.loss()))
+        with step.parallel.no_sync():
+            step.rows.clear()
+            turns.take("backward", functools.partial(torch.autograd.backward, step.loss()))
+        take_traffic()
+        turns.take("communication", step.reduce_all)
+        sent = take_traffic().nbytes
+        step.model.zero_grad(set_to_none=False)
+        step.rows.clear()
+    return turns, sent
+
+
 def main() -> None:
     backend, bucket_mb, name = [*sys.argv[1:], *("gloo", "25", "minilm")[len(sys.argv) - 1 :]]
     start(backend, 120)
     torch.manual_seed(0)
-    model = make_model(name).bfloat16()
-    size = dist.get_world_size()
-    assert dist.group.WORLD is not None
-    reduce, buckets = make_reduce("bf16", dist.group.WORLD), {}
-
-    def hook(_, bucket):  # type: ignore[no-untyped-def]
-        buckets[bucket.index()] = bucket.buffer()
-        return reduce(bucket)
-
-    exchange = exchange_rows(model, "bf16", dist.group.WORLD)
-    assert exchange is not None
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=float(bucket_mb))
-    parallel.register_comm_hook(None, hook)
-    tokens = torch.randint(1000, 30000, (size, ROWS, TOKENS))
-    inputs = tokens[dist.get_rank()]
-
-    def loss() -> torch.Tensor:
-        return parallel(input_ids=inputs).logits.float().sum() / size  # type: ignore[no-any-return]
-
-    def together(loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
-        exchange.average(tokens)
-
-    def reduce_all() -> None:
-        works = [dist.all_reduce(buffer, async_op=True) for _, buffer in sorted(buckets.items())]
-        for work in works:
-            assert work is not None
-            work.wait()
-        exchange.average(tokens)
-
-    turns = Turns()
-    for _ in range(ROUNDS):
-        turns.take("together", functools.partial(together, loss()))
-        with parallel.no_sync():
-            exchange.clear()
-            alone = loss()
-            turns.take("backward", alone.backward)
-        take_traffic()
-        turns.take("communication", reduce_all)
-        sent = take_traffic()
-        model.zero_grad(set_to_none=False)
-        exchange.clear()
+    turns, nbytes = take_turns(Step(make_model(name).bfloat16(), float(bucket_mb)))
     if dist.get_rank() == 0:
         found = {name: turns.medians(name) for name in ("backward", "communication", "together")}
         share = found["together"][0] / (found["backward"][0] + found["communication"][0])
         times = {f"{name}_ms": round(seconds * 1e3, 2) for name, (seconds, _) in found.items()}
         cores = {f"{name}_cores": round(busy, 2) for name, (_, busy) in found.items()}
-        print(
-            json.dumps(
-                {
-                    "backend": backend,
-                    "bucket_mb": bucket_mb,
-                    "model": name,
-                    **times,
-                    **cores,
-                    "bytes": sent.nbytes,
-                    "share": round(share, 3),
-                }
-            )
-        )
+        asked = {"backend": backend, "bucket_mb": bucket_mb, "model": name}
+        print(json.dumps(asked | times | cores | {"bytes": nbytes, "share": round(share, 3)}))
     leave(0)
 
 
