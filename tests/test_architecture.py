@@ -49,7 +49,7 @@ LONGER = {
     "cpuft/loader.py:parse_yaml": 41,
 }
 """Files and functions (path:name) that are longer, and how long they may be until they are parted."""
-TYPE_IGNORES = 27
+TYPE_IGNORES = 36
 """In the whole tree."""
 PACKAGE_LINES = 16_100
 """Of all Python files of cpuft/. The aim is 14,066."""
