@@ -21,8 +21,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}"
-"""A run's work folder below /var/tmp; without a user's number as older versions had it."""
+RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}(\.sent)?"
+"""A run's work folder below /var/tmp, or what was sent to its ranks; older versions had no users' folders."""
 PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h

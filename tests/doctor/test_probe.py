@@ -12,7 +12,7 @@ import pytest
 from cpuft.doctor.probe import find_leftovers
 from tests.provision.simulated import needs_root
 
-RUNS = ("cpuft-0123456789ab", "cpuft-0/0123456789ab")
+RUNS = ("cpuft-0123456789ab", "cpuft-0/0123456789ab", "cpuft-0/0123456789ab.sent")
 OTHERS = ("cpuft-inputs", "cpuft-0/inputs", "cpuft-0", "cpuft-0123456789ab; cd; rm -r *", "cpuft-0/0123456789ab.d")
 
 
