@@ -16,7 +16,7 @@ class LocalConfig:
     net: str = option("", "rate of each host's link in tc's words, e.g. 1gbit (default: no limit)")
     shm: str = option("1g", "size of each host's /dev/shm")
     image: str = option("", "golden image whose root filesystem the hosts get (default: this machine's own files)")
-    name: str = option("local", "name of the cluster, 8 letters and digits at most")
+    name: str = option("local", "name of the cluster, 7 small letters and digits at most")
     without_root: bool = option(False, "no namespaces: only a hostfile of this machine with --nodes slots")
 
 
