@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -166,35 +166,24 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
     """
     slots = {host.name: host.slots or cores.get(host.name, 0) for host in hosts}
     share = ppn or max(1, -(-np // len(hosts)))
-    assignments, left = [], np
-    for host in hosts:
-        count = min(share, left)
-        if slots[host.name] and count > slots[host.name]:
-            if ppn or len(hosts) == 1:
-                raise CpuftError(_too_many(count, host, slots[host.name]))
-            count = slots[host.name]
-        if count:
-            assignments.append(Assignment(host, count))
-        left -= count
-    if not left:
-        return tuple(assignments)
-    if not ppn and all(slots.values()) and sum(slots.values()) >= np:
-        return _fill(hosts, np, slots)
+    # Hosts of unequal size: all slots of a host before the next, the last takes the rest.
+    for most in (share, np) if not ppn and all(slots.values()) else (share,):
+        assignments, left = [], np
+        for host in hosts:
+            count = min(most, left)
+            if slots[host.name] and count > slots[host.name]:
+                if ppn or len(hosts) == 1:
+                    raise CpuftError(_too_many(count, host, slots[host.name]))
+                count = slots[host.name]
+            assignments += [Assignment(host, count)] if count else []
+            left -= count
+        if not left:
+            return tuple(assignments)
     room = sum(min(share, slots[host.name] or share) for host in hosts)
     raise CpuftError(
         f"{np} ranks do not fit: {counted(len(hosts), 'host')} with {counted(room, 'slot')}"
         f"{f' at --ppn {ppn}' if ppn else ''}: lower --np, or add hosts or slots=N to the hostfile"
     )
-
-
-def _fill(hosts: tuple[Host, ...], np: int, slots: Mapping[str, int]) -> tuple[Assignment, ...]:
-    """Hosts of unequal size: all slots of a host before the next, the last takes the rest."""
-    assignments, left = [], np
-    for host in hosts:
-        count = min(slots[host.name], left)
-        assignments += [Assignment(host, count)] if count else []
-        left -= count
-    return tuple(assignments)
 
 
 def _too_many(ranks: int, host: Host, slots: int) -> str:
@@ -210,11 +199,12 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     CpuftError: naming every host that did not answer, with what it said.
     """
     hosts, access = read_hosts(config), find_access(config)
-    _refuse_same_address(hosts, access.door)
+    # The hosts that a small run leaves out are looked at, too: the next one will need them.
+    _refuse_twins(hosts, [access.door.address(host) for host in hosts])
     limit = min(len(hosts), config.np)
     wanted = hosts[:limit] if not any(host.slots for host in hosts) and not config.ppn else hosts
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
-    _refuse_same_machine(wanted, found)
+    _refuse_twins(wanted, [(one.boot_id, one.hostname, sorted(one.interfaces.items())) for one in found.values()])
     cores = {name: len(host_facts.cores) for name, host_facts in found.items()}
     assignments = assign_ranks(wanted, config.np, config.ppn, cores)
     used = tuple(found[assignment.host.name] for assignment in assignments)
@@ -226,29 +216,14 @@ def gather_cluster(config: LaunchConfig) -> Cluster:
     return Cluster(assignments, used, flavour, access.mpirun_options, os.geteuid() == 0, access, away, uid, ways)
 
 
-def _refuse_same_address(hosts: tuple[Host, ...], door: Door) -> None:
-    """The hosts that a small run leaves out are checked, too: the next one will need them."""
-    seen: dict[str, str] = {}
-    for host in hosts:
-        address = door.address(host)
-        if address in seen:
-            raise CpuftError(_same_host(seen[address], host.name))
-        seen[address] = host.name
-
-
-def _same_host(first: str, second: str) -> str:
-    return f"{first} and {second} are the same host: keep one line, and say slots=N for several ranks"
-
-
-def _refuse_same_machine(hosts: tuple[Host, ...], found: Mapping[str, HostFacts]) -> None:
+def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None:
     """Two names of one host would put two hosts' ranks on the same cores."""
-    seen: dict[tuple[object, ...], str] = {}
-    for host in hosts:
-        host_facts = found[host.name]
-        identity = (host_facts.boot_id, host_facts.hostname, tuple(sorted(host_facts.interfaces.items())))
-        if identity in seen:
-            raise CpuftError(_same_host(seen[identity], host.name))
-        seen[identity] = host.name
+    for host, identity in zip(hosts, identities):
+        first = hosts[identities.index(identity)]
+        if first is not host:
+            raise CpuftError(
+                f"{first.name} and {host.name} are the same host: keep one line, and say slots=N for several ranks"
+            )
 
 
 def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ...]:

@@ -37,53 +37,38 @@ def plan_mpirun(
     `logs` is the directory that gets each rank's output in files of its own; `iface` the interface that mpirun's
     own connections use.
     """
-    build = _plan_openmpi if flavour.name == "openmpi" else _plan_hydra
-    return build(flavour, groups, shared, command, logs, iface)
-
-
-def _plan_hydra(
-    flavour: Flavour,
-    groups: tuple[RankGroup, ...],
-    shared: tuple[Setting, ...],
-    command: tuple[str, ...],
-    logs: str,
-    iface: str,
-) -> tuple[str, ...]:
-    words = [flavour.path, "-iface", iface]
-    words += ["-silent-abort"] if flavour.name == "intel" else []
-    folder = logs.replace("%", "%%")  # %r and %h are Hydra's own
-    words += ["-outfile-pattern", f"{folder}/rank-%r.out", "-errfile-pattern", f"{folder}/rank-%r.err"]
-    for setting in shared:
-        words += ["-genv", setting.name, setting.value]
+    is_openmpi = flavour.name == "openmpi"
+    words = [flavour.path, *(_openmpi_options(logs, iface) if is_openmpi else _hydra_options(flavour, logs, iface))]
+    words += [] if is_openmpi else [word for one in shared for word in ("-genv", one.name, one.value)]
     for index, group in enumerate(groups):
         words += [":"] if index else []
-        words += ["-host", group.host, "-n", str(group.ranks)]
-        for setting in group.settings:
-            words += ["-env", setting.name, setting.value]
+        words += _openmpi_group(group, shared) if is_openmpi else _hydra_group(group)
         words += command
     return tuple(words)
 
 
-def _plan_openmpi(
-    flavour: Flavour,
-    groups: tuple[RankGroup, ...],
-    shared: tuple[Setting, ...],
-    command: tuple[str, ...],
-    logs: str,
-    iface: str,
-) -> tuple[str, ...]:
-    """Settings travel as `env NAME=value`: Open MPI's -x is one for all argument sets, and drops empty values."""
+def _hydra_options(flavour: Flavour, logs: str, iface: str) -> list[str]:
+    folder = logs.replace("%", "%%")  # %r and %h are Hydra's own
+    patterns = ["-outfile-pattern", f"{folder}/rank-%r.out", "-errfile-pattern", f"{folder}/rank-%r.err"]
+    return ["-iface", iface, *(["-silent-abort"] if flavour.name == "intel" else []), *patterns]
+
+
+def _hydra_group(group: RankGroup) -> list[str]:
+    settings = [word for one in group.settings for word in ("-env", one.name, one.value)]
+    return ["-host", group.host, "-n", str(group.ranks), *settings]
+
+
+def _openmpi_options(logs: str, iface: str) -> list[str]:
     if {":", ","} & set(logs):
         raise CpuftError(f"Open MPI takes what follows ':' or ',' in {logs} for options: name another --run-dir")
-    words = [flavour.path, "-x", KEY, "--bind-to", "none", "--map-by", "slot", "--oversubscribe"]
-    words += ["--output-filename", logs]
-    words += ["--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
-    for index, group in enumerate(groups):
-        words += [":"] if index else []
-        words += ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env"]
-        words += [f"{setting.name}={setting.value}" for setting in shared + group.settings]
-        words += command
-    return tuple(words)
+    words = ["-x", KEY, "--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--output-filename", logs]
+    return [*words, "--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
+
+
+def _openmpi_group(group: RankGroup, shared: tuple[Setting, ...]) -> list[str]:
+    """Settings travel as `env NAME=value`: Open MPI's -x is one for all argument sets, and drops empty values."""
+    settings = [f"{setting.name}={setting.value}" for setting in shared + group.settings]
+    return ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env", *settings]
 
 
 def step_settings(flavour: Flavour, ssh_options: tuple[str, ...], as_root: bool) -> tuple[Setting, ...]:

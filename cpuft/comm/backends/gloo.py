@@ -70,13 +70,7 @@ class WatchedGloo(dist.ProcessGroup):
     """Hands every operation on to gloo, and notes when it begins and ends."""
 
     def __init__(
-        self,
-        gloo: ProcessGroupGloo,
-        store: Store,
-        member: Membership,
-        timeout: float,
-        register: Register,
-        watch: Watch,
+        self, gloo: ProcessGroupGloo, store: Store, member: Membership, timeout: float, register: Register, watch: Watch
     ) -> None:
         # The constructor that takes a store cannot make subclasses.
         super().__init__(member.rank, member.size)  # type: ignore[call-arg]

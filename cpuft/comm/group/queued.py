@@ -48,12 +48,7 @@ class QueuedGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self,
-        library: Collectives,
-        member: Membership,
-        timeout: float,
-        register: Register,
-        watch: Watch,
+        self, library: Collectives, member: Membership, timeout: float, register: Register, watch: Watch
     ) -> None:
         # The constructor that takes a store cannot make subclasses.
         super().__init__(member.rank, member.size)  # type: ignore[call-arg]

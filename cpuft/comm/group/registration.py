@@ -76,11 +76,7 @@ def _redirect_mpi(original: Callable[..., str]) -> None:
 
 
 def start(
-    backend: str,
-    timeout_seconds: float | None = None,
-    store: Store | None = None,
-    rank: int = -1,
-    world_size: int = -1,
+    backend: str, timeout_seconds: float | None = None, store: Store | None = None, rank: int = -1, world_size: int = -1
 ) -> None:
     """`init_process_group` with one of cpuft's backends by its own name; all three watch their deadlines.
 
