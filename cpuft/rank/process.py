@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from cpuft.errors import CpuftError
 from cpuft.files import take_sent
@@ -101,15 +101,21 @@ def remove_abandoned_memory(folder: str = "/dev/shm", least_age: float = 60.0) -
                 os.unlink(path)
 
 
-def format_failure(world: World, hostname: str, code: int) -> str:
-    """The line by which the launcher learns, whatever the mpirun, which rank failed and how."""
-    return f"{FAILURE} rank {world.rank} on {hostname} exit code {code}"
+def format_failure(world: World, hostname: str, code: int, missed: Collection[int] = ()) -> str:
+    """The line by which the launcher learns, whatever the mpirun, which rank failed, how, and whom it had missed."""
+    return " ".join([f"{FAILURE} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missed))])
 
 
 def parse_failure(text: str) -> tuple[int, str, int] | None:
     """Rank, host and exit code from what a rank wrote to standard error; None when it did not fail."""
-    found = re.findall(rf"^{FAILURE} rank (\d+) on (\S+) exit code (\d+)$", text, re.MULTILINE)
+    found = re.findall(rf"^{FAILURE} rank (\d+) on (\S+) exit code (\d+)[ \d]*$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
+
+
+def parse_missed(text: str) -> set[int]:
+    """The ranks that a rank waited for in vain, from what it wrote to standard error."""
+    found = re.findall(rf"^{FAILURE} .* exit code \d+ (\d[ \d]*)$", text, re.MULTILINE)
+    return {int(rank) for ranks in found for rank in ranks.split()}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Run by mpirun: ranks that add up until one of them is lost. Usage: loss.py BACKEND HOW."""
+"""Run by mpirun: ranks that add up until one of them is lost. Usage: loss.py BACKEND HOW RANK."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from cpuft import comm
 from tests.comm.ranks import become_rank
 
-LOST_RANK = 1
 DEADLINE_SECONDS = 3.0
 
 
@@ -34,7 +33,7 @@ if __name__ == "__main__":
     comm.start(sys.argv[1], timeout_seconds=DEADLINE_SECONDS)
     data = torch.ones(1000)
     for step in range(100):
-        if step == 5 and dist.get_rank() == LOST_RANK:
+        if step == 5 and dist.get_rank() == int(sys.argv[3]):
             print(f"losing {time.time()}", flush=True)
             lose(sys.argv[2])
         dist.all_reduce(data, op=dist.ReduceOp.MAX)

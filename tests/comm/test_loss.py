@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from cpuft.rank.process import FAILURE, parse_missed
 from tests.comm.loss import DEADLINE_SECONDS
 from tests.comm.ranks import mpirun
 
@@ -16,7 +17,7 @@ LIMIT_SECONDS = 10.0
 @pytest.mark.parametrize("how", ("stop", "sleep", "raise", "kill"))
 @pytest.mark.parametrize("backend", ("ccl", "mpi", "gloo"))
 def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None:
-    run = mpirun(3, "tests.comm.loss", backend, how, seconds=60)
+    run = mpirun(3, "tests.comm.loss", backend, how, "1", seconds=60)
     ended = time.time()
     begun = re.search(r"losing ([\d.]+)", run.stdout)
     assert begun, run.stdout
@@ -27,3 +28,15 @@ def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None
     # mpirun may kill the others before they can speak, and then names the rank itself.
     by_launcher = re.search(r"RANK 1 PID|\[rank1\]: ValueError", run.stdout)
     assert {line.split(":")[1] for line in named} == {" rank 0", " rank 2"} or by_launcher, run.stdout
+
+
+@pytest.mark.parametrize("lost", (0, 1))
+def test_a_stopped_rank_is_missed_and_no_other(lost: int) -> None:
+    """Also the one that relays what all say."""
+    run = mpirun(3, "tests.comm.loss", "gloo", "stop", str(lost), seconds=60)
+    assert run.returncode != 0
+    told = re.findall(r"^cpuft comm: rank (\d): .*; did not arrive: (.*?)\. Next", run.stdout, re.MULTILINE)
+    others = sorted({"0", "1", "2"} - {str(lost)})
+    assert sorted(told) == [(rank, f"rank {lost} (no answer: stopped, or its host is lost)") for rank in others]
+    assert parse_missed(run.stdout) == {lost}
+    assert run.stdout.count(FAILURE) == 2

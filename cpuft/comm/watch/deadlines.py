@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from cpuft.comm.watch.liveness import Line
 from cpuft.comm.watch.operations import Operation, Register, describe_absence, describe_failure, find_overdue
-from cpuft.rank.process import abort_job, remove_shared_memory
+from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
+from cpuft.rank.world import parse_world
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: not the rank's own fault, and worth another try."""
@@ -31,13 +33,14 @@ class Watch:
     It ends with os._exit: destroying a pending oneCCL event blocks, and so does finalizing MPI without a peer.
     """
 
-    def __init__(self, register: Register, leave: Callable[[str], None] | None = None) -> None:
+    def __init__(self, register: Register, leave: Callable[[str, Collection[int]], None] | None = None) -> None:
         self.register = register
         self._leave = leave or _leave
         self._rank = 0
         self._line: Line | None = None
         self._gone: dict[int, float] = {}
         self._answers: dict[int, tuple[float, dict[str, tuple[int, str]]]] = {}
+        self._gave_up: set[int] = set()
         self._ending = threading.Lock()
         self._closed = threading.Event()
 
@@ -78,25 +81,32 @@ class Watch:
 
     def _give_up(self, operation: Operation) -> None:
         with self._ending:
-            answers = self._ask(operation)
-            absent = describe_absence(operation, self._rank, answers, self._gone)
+            self._ask(operation)
+            absent = self._find_absent(operation)
             text = describe_failure(operation, self._rank, absent, time.monotonic())
             if self._line:
-                self._line.say({"end": self._rank, "why": f"{operation.name} #{operation.sequence}"})
-            self._leave(text)
+                why = f"{operation.name} #{operation.sequence}"
+                self._line.say({"end": self._rank, "why": why, "missed": sorted(absent)})
+            self._leave(text, absent)
 
-    def _ask(self, operation: Operation) -> dict[int, dict[str, tuple[int, str]]]:
-        """How far each rank of the operation says it is; ranks that do not answer in time are left out."""
+    def _find_absent(self, operation: Operation) -> dict[int, str]:
+        """Who keeps the operation from ending, by the last answers: not those who have given up and left since."""
+        recent = time.monotonic() - 2 * _ANSWER_SECONDS
+        answers = {rank: progress for rank, (when, progress) in self._answers.items() if when >= recent}
+        absent = describe_absence(operation, self._rank, answers, self._gone)
+        return {rank: state for rank, state in absent.items() if rank not in self._gave_up} or absent
+
+    def _ask(self, operation: Operation) -> None:
+        """Have each rank of the operation say how far it is, and wait for that, but not long."""
         asked = time.monotonic()
         if self._line:
             self._line.say({"ask": self._rank})
-        others = set(operation.ranks) - {self._rank}
-        while time.monotonic() - asked < _ANSWER_SECONDS:
+        wanted = {*operation.ranks, self._rank}
+        while time.monotonic() - asked < _ANSWER_SECONDS and 0 not in self._gone:
             fresh = {rank for rank, (when, _) in self._answers.items() if when >= asked}
-            if others <= fresh | set(self._gone):
+            if wanted <= fresh | set(self._gone):
                 break
             time.sleep(0.05)
-        return {rank: progress for rank, (when, progress) in self._answers.items() if when >= asked}
 
     def _heard(self, message: dict[str, Any]) -> None:
         """A message from the hub, on the line's own thread, which never waits."""
@@ -112,23 +122,27 @@ class Watch:
         elif "hub" in message:
             self._gone.setdefault(0, time.monotonic())
         elif "end" in message and message["end"] != self._rank:
+            self._gave_up.add(int(message["end"]))
             threading.Thread(target=self._follow, args=(message,), daemon=True).start()
 
     def _follow(self, message: dict[str, Any]) -> None:
-        """Another rank has given up. This one says what it was doing itself, and ends too."""
+        """Another rank has given up, and all have answered it. This one says what it was doing itself, and ends too."""
         if not self._ending.acquire(blocking=False):
             return  # already on its way out, with a line of its own
         pending = min(self.register.snapshot(), key=lambda operation: operation.started, default=None)
         if pending:
-            absent = describe_absence(pending, self._rank, self._ask(pending), self._gone)
-            self._leave(describe_failure(pending, self._rank, absent, time.monotonic()))
+            absent = self._find_absent(pending)
+            self._leave(describe_failure(pending, self._rank, absent, time.monotonic()), absent)
         reason = f"rank {message['end']} gave up {message['why']}"
-        self._leave(f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined.")
+        missed = set(message["missed"]) - {self._rank}
+        self._leave(f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined.", missed)
 
 
-def _leave(text: str) -> None:
+def _leave(text: str, missed: Collection[int]) -> None:
+    # The mark of cpuft.rank, too: mpirun may end that before it can write it.
+    mark = format_failure(parse_world(os.environ), socket.gethostname(), EXIT_CODE, missed)
     with contextlib.suppress(OSError):
-        os.write(2, text.encode() + b"\n")
+        os.write(2, f"{text}\n{mark}\n".encode())
     # On a thread: whoever is stuck may hold the lock of stdout.
     threading.Thread(target=sys.stdout.flush, daemon=True).start()
     # mpirun kills all ranks when the first one ends: the others need a moment for a line of their own.

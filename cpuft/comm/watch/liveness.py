@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from torch._C._distributed_c10d import Store
 
-from cpuft.comm.watch.hub import HELLO_BYTES, WELCOME, Hub, prove
+from cpuft.comm.watch.hub import HELLO_BYTES, WELCOME, Hub, notice_silence, prove
 from cpuft.errors import CpuftError
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
@@ -115,6 +115,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
             connection.sendall(own + b" " + prove(key, nonce, own) + b"\n")
             if lines.readline(HELLO_BYTES) == WELCOME:
                 connection.settimeout(None)
+                notice_silence(connection)
                 return connection, lines
             connection.close()
         time.sleep(_AGAIN_SECONDS)

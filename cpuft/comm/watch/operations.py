@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 Progress = Mapping[str, tuple[int, str]]
 """Last operation a rank has started, by channel: its sequence number and name."""
 
+_LOST = "ended, or cut off"
+_SILENT = "no answer: stopped, or its host is lost"
 GONE_GRACE_SECONDS = 3.0
 """A rank may finish its part of a collective and leave while the others still receive: they get this long."""
 
@@ -109,18 +111,23 @@ def find_overdue(pending: Sequence[Operation], gone: Mapping[int, float], now: f
 def describe_absence(
     operation: Operation, rank: int, answers: Mapping[int, Progress], gone: Mapping[int, float]
 ) -> dict[int, str]:
-    """The ranks of the operation that did not arrive at it, each with what is known of it."""
-    absent = {}
-    for other in operation.ranks:
-        if other in gone:
-            absent[other] = "ended"
-        elif other != rank and other not in answers:
-            absent[other] = "no answer: stopped, or its host is lost"
-        elif other != rank:
-            sequence, name = answers[other].get(operation.channel, (0, ""))
-            if sequence < operation.sequence:
-                absent[other] = f"last at {name} #{sequence}" if sequence else "has not begun"
-    return absent
+    """The ranks that keep the operation from ending, each with what is known of it.
+
+    Those that are behind because they wait themselves are left out: for a rank that is lost, or one further behind.
+    """
+    if rank and rank not in answers:  # rank 0 relays all that is said: not even our own answer came back
+        return {0: _LOST if 0 in gone else _SILENT}
+    others = [other for other in operation.ranks if other != rank]
+    lost = {other: _LOST if other in gone else _SILENT for other in others if other in gone or other not in answers}
+    reached = {other: answers[other].get(operation.channel, (0, "")) for other in others if other not in lost}
+    last = min((sequence for sequence, _ in reached.values()), default=operation.sequence)
+    if lost or last >= operation.sequence:
+        return lost
+    return {
+        other: f"last at {name} #{sequence}" if sequence else "has not begun"
+        for other, (sequence, name) in reached.items()
+        if sequence == last
+    }
 
 
 def describe_failure(operation: Operation, rank: int, absent: Mapping[int, str], now: float) -> str:

@@ -48,13 +48,29 @@ def test_the_oldest_overdue_operation_comes_first() -> None:
         ({1: {"the world": (16, "broadcast")}, 2: {"the world": (17, "x")}}, {}, {1: "last at broadcast #16"}),
         ({1: {}, 2: {"the world": (17, "x")}}, {}, {1: "has not begun"}),
         ({2: {"the world": (17, "x")}}, {}, {1: "no answer: stopped, or its host is lost"}),
-        ({2: {"the world": (17, "x")}}, {1: 5.0}, {1: "ended"}),
+        ({2: {"the world": (17, "x")}}, {1: 5.0}, {1: "ended, or cut off"}),
+        # Rank 2 is behind because it waits itself: for a rank that is lost, or one that is further behind.
+        ({2: {"the world": (16, "broadcast")}}, {}, {1: "no answer: stopped, or its host is lost"}),
+        ({2: {"the world": (16, "broadcast")}}, {1: 5.0}, {1: "ended, or cut off"}),
+        (
+            {1: {"the world": (15, "x")}, 2: {"the world": (16, "broadcast")}},
+            {},
+            {1: "last at x #15"},
+        ),
     ),
 )
 def test_ranks_that_did_not_arrive(
     answers: dict[int, dict[str, tuple[int, str]]], gone: dict[int, float], absent: dict[int, str]
 ) -> None:
     assert describe_absence(waiting(), 0, answers, gone) == absent
+
+
+@pytest.mark.parametrize(
+    "gone, absent", [({}, {0: "no answer: stopped, or its host is lost"}), ({0: 5.0}, {0: "ended, or cut off"})]
+)
+def test_when_nothing_is_relayed_only_the_first_rank_is_missed(gone: dict[int, float], absent: dict[int, str]) -> None:
+    """Rank 1 is silent, too, but only because rank 0 relays nothing, not even what rank 2 says itself."""
+    assert describe_absence(waiting(), 2, {}, gone) == absent
 
 
 def test_the_line_names_operation_number_size_wait_and_ranks() -> None:
