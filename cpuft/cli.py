@@ -237,7 +237,7 @@ def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
         with secrets_there(plan, cluster, cluster.work_dir(run_dir), os.environ):
             if cluster.away:
                 return run_plan_there(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True))
-            return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds)
+            return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds, cluster.access.door)
     except Interrupted as stopped:
         recorded = (Path(run_dir) / "record.jsonl").exists()
         what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"

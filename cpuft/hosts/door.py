@@ -88,6 +88,11 @@ class Door:
         with ssh.open_session(host, self.config) as client, ssh.telling(host, seconds):
             return _converse(client, quote_command(argv, settings or {}), stdin, stdin_file, seconds)
 
+    def find_silent(self, names: Sequence[str]) -> set[str]:
+        """The hosts, this machine apart, whose ssh server does not answer in time: off, cut off or frozen. No login."""
+        answers = attempt(lambda one: self.is_here(one) or ssh.scan_host_key(one, self.config), [*map(Host, names)])
+        return {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
+
     def way(self, host: Host) -> tuple[str, ...]:
         """The words before a shell line that take it to a host by ssh's own program; none where it is this machine.
 

@@ -112,12 +112,15 @@ def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClie
 
 
 def _connect(host: Host, config_path: str, stack: ExitStack) -> paramiko.SSHClient:
-
     login = read_login(host, config_path)
+    return _log_in(host, login, _pass_jumps(login, config_path, stack), stack)
+
+
+def _pass_jumps(login: Login, config_path: str, stack: ExitStack) -> paramiko.SSHClient | None:
     before: paramiko.SSHClient | None = None
     for jump in login.jumps:
         before = _log_in(jump, read_login(jump, config_path), before, stack)
-    return _log_in(host, login, before, stack)
+    return before
 
 
 def _log_in(host: Host, login: Login, before: paramiko.SSHClient | None, stack: ExitStack) -> paramiko.SSHClient:
@@ -204,10 +207,8 @@ def scan_host_key(host: Host, config_path: str = "") -> str:
 
     login = read_login(host, config_path)
     with ExitStack() as stack, telling(host):
-        before: paramiko.SSHClient | None = None
-        for jump in login.jumps:
-            before = _log_in(jump, read_login(jump, config_path), before, stack)
-        transport = stack.enter_context(paramiko.Transport(_open_stream(login, before)))
+        stream = _open_stream(login, _pass_jumps(login, config_path, stack))
+        transport = stack.enter_context(paramiko.Transport(stream))
         transport.start_client(timeout=CONNECT_SECONDS)
         key = transport.get_remote_server_key()
         return f"{key.get_name()} {key.get_base64()}"

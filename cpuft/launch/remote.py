@@ -18,6 +18,7 @@ from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.execute import Interrupted
 from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.door import Door
 from cpuft.launch.supervise import run_plan, write_plan
 from cpuft.loader import load, parse_json
 from cpuft.plan import Plan, RunPlan, Setting, Step, dump_plan, load_plan
@@ -41,6 +42,8 @@ class Order:
     hosts: tuple[str, ...]
     """Of each rank, as the hostfile names it."""
     seconds: float
+    ssh_config: str
+    """By which the master reaches the other hosts; empty for its user's own."""
 
 
 def run_plan_there(
@@ -55,9 +58,10 @@ def run_plan_there(
     CpuftError: the master cannot be reached, or was lost; what was not fetched stays where it is, and is named.
     Interrupted: a signal came; what the ranks recorded until then has been fetched.
     """
-    order = Order(dump_plan(plan.on_master()), cluster.work_dir(run_dir), cluster.rank_hosts, seconds)
+    config = cluster.access.config_there or cluster.access.door.config
+    order = Order(dump_plan(plan.on_master()), cluster.work_dir(run_dir), cluster.rank_hosts, seconds, config)
     try:
-        _run(plan.only("make"), environ, _MAKE_SECONDS, _silent)
+        _run(plan.only("make"), environ, _MAKE_SECONDS)
         _run(plan.only("inputs"), environ, _SEND_SECONDS, say)
         code = execute.run_step(plan.whole.here(plan_supervision(order, cluster)), environ, None, lambda: None)
     except Interrupted:
@@ -79,21 +83,17 @@ def plan_supervision(order: Order, cluster: Cluster) -> Step:
 def _bring_back(plan: RunPlan, run_dir: str, order: Order, cluster: Cluster, environ: Mapping[str, str]) -> None:
     fetch, *clean = plan.results
     try:
-        _run(Plan((fetch,), ways=plan.ways), environ, _SEND_SECONDS, _silent)
+        _run(Plan((fetch,), ways=plan.ways), environ, _SEND_SECONDS)
     except CpuftError as error:
         raise CpuftError(f"{error}; what was recorded is in {order.run_dir} on {cluster.master}") from None
     if os.path.isdir(run_dir):
         write_plan(plan, run_dir)
     # A host that was lost meanwhile must not hide how the run ended.
     with contextlib.suppress(CpuftError):
-        _run(Plan(tuple(clean), ways=plan.ways), environ, _MAKE_SECONDS, _silent)
+        _run(Plan(tuple(clean), ways=plan.ways), environ, _MAKE_SECONDS)
 
 
-def _silent(line: str) -> None:
-    """Steps of a moment, which nobody waits for."""
-
-
-def _run(plan: Plan, environ: Mapping[str, str], seconds: float, say: Say) -> None:
+def _run(plan: Plan, environ: Mapping[str, str], seconds: float, say: Say = lambda line: None) -> None:
     """Run stages; raises CpuftError that names every step that failed, with what it said."""
     for stage in plan.stages:
         for step in stage:
@@ -119,7 +119,8 @@ def main() -> None:
     with open(f"{order.run_dir}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            code = run_plan(load_plan(order.plan), order.run_dir, order.hosts, os.environ, order.seconds)
+            plan, door = load_plan(order.plan), Door(order.ssh_config)
+            code = run_plan(plan, order.run_dir, order.hosts, os.environ, order.seconds, door)
         except CpuftError as error:
             print(f"cpuft: error: {error}", file=sys.stderr)
             code = 2

@@ -1,11 +1,11 @@
-"""Watches a run from its start to its end: shows rank 0, keeps the logs, says why a rank failed."""
+"""Watches a run from its start to its end: shows rank 0, keeps the logs, says why it failed."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -13,14 +13,19 @@ from typing import IO
 from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.files import remove_command, write_text
+from cpuft.hosts.door import Door
 from cpuft.plan import RunPlan, Step, format_plan
-from cpuft.rank.process import FAILURE, parse_failure
+from cpuft.rank.process import FAILURE, parse_failure, parse_missed
 
 _TRACE_LINES = 15
 _CHECK_FAILED = 2
 """Exit code of a step that refused its input with one line."""
-_END_SECONDS = 30.0
+_END_SECONDS = 25.0
 """How long ranks may take to end once one has failed: those that save something have time, a lost host has not."""
+_ASK_SECONDS = 2.0
+"""From a rank's failure to the question whether all hosts are there; mpirun usually ends sooner."""
+_HOST_LOST = 75
+"""Exit code where no rank is left to give one; also that of a rank which waited in vain: worth another try."""
 _REMOVE_SECONDS = 60.0
 _UNSAID = (FAILURE, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
 """Lines of rank 0 that only its log keeps: the mark for this supervisor; oneCCL's word on our own setting."""
@@ -44,7 +49,8 @@ class Tail:
             return
         self.position += len(new)
         if new:
-            self.stream.write("".join(line for line in _lines(new) if not any(mark in line for mark in _UNSAID)))
+            lines = new.decode(errors="replace").splitlines(keepends=True)
+            self.stream.write("".join(line for line in lines if not any(mark in line for mark in _UNSAID)))
             self.stream.flush()
 
 
@@ -57,22 +63,25 @@ class Ending:
     """Watches for the end of a run in which a rank has failed: mpirun waits without limit for a host that is lost."""
 
     logs: Path
+    find_silent: Callable[[], set[str]]
+    """Asks all hosts, and tells which do not answer."""
     failed_at: float = 0.0
     looked_at: float = 0.0
+    silent: set[str] | None = None
 
     def check(self) -> None:
-        """Look at most once a second. Raises StuckError when a rank failed longer than `_END_SECONDS` ago."""
+        """Look at most once a second. Raises StuckError when a rank has failed, and a host is lost or time is up."""
         now = time.monotonic()
         if now - self.looked_at < 1:
             return
         self.looked_at = now
         if not self.failed_at and any(_has_failed(path) for path in self.logs.glob("rank-*.err")):
             self.failed_at = now
-        if self.failed_at and now - self.failed_at > _END_SECONDS:
-            raise StuckError(
-                f"mpirun did not end within {_END_SECONDS:.0f} s of a rank's failure, so it was ended: "
-                f"a host may not answer, look with cpuft doctor"
-            )
+        since = now - self.failed_at if self.failed_at else 0.0
+        if self.silent is None and since > _ASK_SECONDS:
+            self.silent = self.find_silent()
+        if self.silent or since > _END_SECONDS:
+            raise StuckError(f"mpirun did not end within {since:.0f} s of a rank's failure, so it was ended")
 
 
 def _has_failed(log: Path) -> bool:
@@ -82,12 +91,10 @@ def _has_failed(log: Path) -> bool:
         return FAILURE.encode() in file.read()
 
 
-def _lines(data: bytes) -> list[str]:
-    return data.decode(errors="replace").splitlines(keepends=True)
-
-
-def run_plan(plan: RunPlan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float) -> int:
-    """Run a launch's plan to its end; the exit code of its worst rank.
+def run_plan(
+    plan: RunPlan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float, door: Door
+) -> int:
+    """Run a launch's plan to its end; the exit code of its worst rank, 75 when none could give one for a lost host.
 
     `hosts` names each rank's host. The plan is kept as `plan.sh` in the run directory.
 
@@ -107,7 +114,8 @@ def run_plan(plan: RunPlan, run_dir: str, hosts: tuple[str, ...], environ: Mappi
         execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
-    return _run_ranks(here(ranks), Path(run_dir) / "logs", hosts, environ, seconds)
+    ending = Ending(Path(run_dir) / "logs", lambda: door.find_silent(sorted(set(hosts))))
+    return _run_ranks(here(ranks), ending, hosts, environ, seconds)
 
 
 def write_plan(plan: RunPlan, run_dir: str) -> None:
@@ -135,10 +143,9 @@ def _run_before(step: Step, environ: Mapping[str, str]) -> None:
         raise RuntimeError(f"{step.why}: exit code {code}\n{said}")
 
 
-def _run_ranks(step: Step, logs: Path, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float) -> int:
+def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float) -> int:
+    logs = ending.logs
     tails = [Tail(logs / "rank-0.out", sys.stdout), Tail(logs / "rank-0.err", sys.stderr)]
-
-    ending = Ending(logs)
 
     def watch() -> None:
         for tail in tails:
@@ -155,9 +162,10 @@ def _run_ranks(step: Step, logs: Path, hosts: tuple[str, ...], environ: Mapping[
             raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
     if not code:
         return 0
-    failures = find_failures(read_errors(logs, len(hosts)), hosts)
-    print(describe_failures(failures, (logs / "mpirun.log").read_text(errors="replace")), file=sys.stderr, flush=True)
-    return worst_exit_code([failure.code for failure in failures], code)
+    failures, silent = find_failures(read_errors(logs, len(hosts)), hosts), ending.silent or ending.find_silent()
+    said = (logs / "mpirun.log").read_text(errors="replace")
+    print(describe_failures(failures, said, name_absent(failures, hosts, silent)), file=sys.stderr, flush=True)
+    return worst_exit_code(failures, _HOST_LOST if silent else code)
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,8 @@ class Failure:
     code: int
     """Exit code; 128 + N for signal N."""
     text: str
+    missed: frozenset[int] = frozenset()
+    """The ranks that it waited for in vain: theirs is the failure."""
 
     @property
     def lost_its_peer(self) -> bool:
@@ -184,33 +194,60 @@ def read_errors(logs: Path, ranks: int) -> list[str]:
 
 
 def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
-    """Ranks that failed, those that only lost their peer last; hosts under the names that the user gave them."""
-    parsed = [(parse_failure(text), text) for text in errors]
-    failures = [
-        Failure(found[0], hosts[found[0]] if found[0] < len(hosts) else found[1], found[2], _without_mark(text))
-        for found, text in parsed
-        if found
-    ]
-    return sorted(failures, key=lambda failure: failure.lost_its_peer)
+    """Ranks that failed, hosts as the user named them; first whom others missed, last who waited for or lost a peer."""
+    failures = []
+    for text in errors:
+        if found := parse_failure(text):
+            own = "\n".join(line for line in text.splitlines() if not line.startswith(FAILURE))
+            host = hosts[found[0]] if found[0] < len(hosts) else found[1]
+            failures.append(Failure(found[0], host, found[2], own, frozenset(parse_missed(text))))
+    missed = _missed(failures)
+    return sorted(failures, key=lambda one: (bool(one.missed), one.rank not in missed, one.lost_its_peer))
 
 
-def _without_mark(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if not line.startswith(FAILURE))
+def _missed(failures: list[Failure]) -> set[int]:
+    return {rank for failure in failures for rank in failure.missed}
 
 
-def describe_failures(failures: list[Failure], mpirun: str) -> str:
-    """The last lines a user sees: which rank on which host failed first, and the end of its traceback."""
-    if not failures:
-        return f"cpuft: mpirun failed before any rank did:\n{_last_lines(mpirun)}"
-    first, *others = failures
-    where = f"rank {first.rank} on {first.host}"
-    after = f" (after it: rank {', '.join(str(rank) for rank in sorted(f.rank for f in others))})" if others else ""
-    lines = _last_lines(_traceback(first.text))
-    return f"\ncpuft: {where} failed, {describe_exit(first.code)}{after}:\n{lines}\ncpuft: {where} failed"
+def name_absent(failures: list[Failure], hosts: tuple[str, ...], silent: set[str]) -> list[str]:
+    """A line for each host that does not answer, and for each rank elsewhere that others waited for in vain.
+
+    A rank that has failed itself is left out: it tells its own story, or waited, too.
+    """
+    lines = []
+    for name in sorted(silent):
+        lost = _ranks(rank for rank, host in enumerate(hosts) if host == name)
+        lines.append(f"host {name} does not answer, {lost} was lost with it: look at it with cpuft doctor")
+    for rank in sorted(_missed(failures) - {failure.rank for failure in failures}):
+        if rank < len(hosts) and hosts[rank] not in silent:
+            lines.append(f"rank {rank} on {hosts[rank]} did not answer the others: is it stopped? look at it there")
+    return lines
 
 
-def worst_exit_code(codes: list[int], fallback: int) -> int:
-    """The exit code of the run. What a rank chose itself outweighs the signals that then ended the others."""
+def _ranks(numbers: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(numbers)))}"
+
+
+def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
+    """The last lines a user sees: which rank on which host failed first, and the end of its traceback.
+
+    `absent` comes from `name_absent`: who is to blame rather than those who waited for them.
+    """
+    blame, how, text = "", "cpuft: mpirun failed before any rank did", mpirun
+    if failures:
+        first, *others = failures
+        blame, text = f"rank {first.rank} on {first.host} failed", _traceback(first.text)
+        after = f" (after it: {_ranks(f.rank for f in others)})" if others else ""
+        how = f"{blame}, {describe_exit(first.code)}{after}"
+        if first.missed and absent:
+            how = f"{_ranks(f.rank for f in failures)} waited in vain"
+        how = f"\ncpuft: {how}"
+    return "\n".join([f"{how}:", _last_lines(text), *(f"cpuft: {line}" for line in absent or [blame] if line)])
+
+
+def worst_exit_code(failures: list[Failure], fallback: int) -> int:
+    """The exit code of the run. What a rank chose itself outweighs signals that then ended others, and who waited."""
+    codes = [one.code for one in failures if not one.missed] or [one.code for one in failures]
     own = [code for code in codes if 0 < code < 128]
     return max(own or codes, default=0) or fallback
 
@@ -223,8 +260,8 @@ def describe_exit(code: int) -> str:
 
 
 def _traceback(text: str) -> str:
-    """From the last traceback on; the whole text where there is none."""
-    start = text.rfind("Traceback (most recent call last)")
+    """From the last traceback, or the last word of the watch, on; the whole text where there is none."""
+    start = max(text.rfind(sign) for sign in ("Traceback (most recent call last)", "cpuft comm: rank "))
     return text[max(start, 0) :]
 
 

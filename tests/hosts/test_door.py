@@ -218,3 +218,16 @@ def test_the_key_that_a_server_shows(servers: tuple[Server, Server, Path], confi
     assert ssh.scan_host_key(HOST, str(config)) == host.key
     listed = subprocess.run(["ssh-keygen", "-lf", "-"], input=host.key, capture_output=True, text=True, timeout=20)
     assert ssh.fingerprint(host.key) == listed.stdout.split()[1]
+
+
+def test_hosts_that_are_off_or_frozen_are_told_from_those_that_answer(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of a frozen host accepts; then nothing comes."""
+    monkeypatch.setattr(ssh, "CONNECT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        others = f"Host off\n  Port 9\nHost frozen\n  Port {frozen.getsockname()[1]}\n"
+        door = change(config, "Host far\n", f"{others}Host far\n")
+        # One that would not let us in is there all the same.
+        change(config, "IdentityFile", "IdentityFile /dev/null\n  CertificateFile")
+        assert door.find_silent(("localhost", "off", "far", "frozen")) == {"off", "frozen"}

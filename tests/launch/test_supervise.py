@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.hosts import ssh
+from cpuft.hosts.door import Door
 from cpuft.launch import supervise
-from cpuft.launch.supervise import Tail, describe_exit, describe_failures, find_failures, run_plan, worst_exit_code
+from cpuft.launch.supervise import (
+    Failure,
+    Tail,
+    describe_exit,
+    describe_failures,
+    find_failures,
+    name_absent,
+    run_plan,
+    worst_exit_code,
+)
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.process import format_failure, parse_cores, parse_failure
 from cpuft.rank.world import World
@@ -27,6 +40,12 @@ def ended(text: str, rank: int, code: int) -> str:
     return f"{text}{format_failure(World(rank, 2, rank, 2), f'host{rank}', code)}\n"
 
 
+def waited(rank: int, missed: int) -> str:
+    """What a rank leaves that has waited for another one in vain."""
+    line = f"cpuft comm: rank {rank}: all_reduce #6 did not arrive: rank {missed} (no answer)\n"
+    return f"step 1\n{line}{format_failure(World(rank, 3, 0, 1), f'host{rank}', 75, (missed,))}\n"
+
+
 @pytest.mark.parametrize(
     "name, errors",
     [
@@ -34,11 +53,32 @@ def ended(text: str, rank: int, code: int) -> str:
         ("killed", [ended("", 1, 137), "all well so far\n"]),
         ("refused", [ended(REFUSED, 1, 2), ended(REFUSED, 0, 2)]),
         ("mpirun", []),
+        ("killed-missed", [waited(0, 1), ended("", 1, 137)]),
+        ("waited", [waited(0, 1), waited(2, 1), "all well so far\n"]),
+        ("apart", [waited(0, 1), waited(1, 0)]),
     ],
 )
 def test_the_first_cause_is_shown(name: str, errors: list[str], golden: Golden) -> None:
-    failures = find_failures(errors, ("node1", "node2"))
-    golden(f"failure-{name}.txt", describe_failures(failures, "ssh: connection refused\n"))
+    hosts = ("node1", "node2", "node3")
+    failures = find_failures(errors, hosts)
+    absent = name_absent(failures, hosts, set())
+    golden(f"failure-{name}.txt", describe_failures(failures, "ssh: connection refused\n", absent))
+
+
+@pytest.mark.parametrize("name, errors", [("silent", []), ("silent-waited", [waited(0, 1), waited(2, 1)])])
+def test_a_lost_host_is_named_last(name: str, errors: list[str], golden: Golden) -> None:
+    hosts = ("node1", "node2", "node3")
+    failures = find_failures(errors, hosts)
+    text = describe_failures(failures, "ssh: closed\n", name_absent(failures, hosts, {"node2"}))
+    golden(f"failure-{name}.txt", text)
+
+
+def test_who_only_waited_has_no_say_in_the_exit_code() -> None:
+    hosts = ("node1", "node2", "node3")
+    waiting = [waited(0, 1), waited(2, 1)]
+    assert worst_exit_code(find_failures([*waiting, ended(RAISED, 1, 3)], hosts), 255) == 3
+    assert worst_exit_code(find_failures(waiting, hosts), 255) == 75
+    assert worst_exit_code([], 75) == 75
 
 
 def test_a_failures_mark_reads_back() -> None:
@@ -64,7 +104,7 @@ def test_exit_codes_in_words(code: int, words: str) -> None:
     [([3], 255, 3), ([137, 3], 255, 3), ([134, 139], 255, 139), ([], 255, 255), ([1, 2], 1, 2)],
 )
 def test_worst_exit_code(codes: list[int], fallback: int, code: int) -> None:
-    assert worst_exit_code(codes, fallback) == code
+    assert worst_exit_code([Failure(0, "node1", one, "") for one in codes], fallback) == code
 
 
 def test_of_two_launches_into_one_directory_the_second_is_refused(
@@ -74,9 +114,9 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     monkeypatch.chdir(tmp_path)
     make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
-    assert run_plan(plan, "run", (), os.environ, 0.0) == 0
+    assert run_plan(plan, "run", (), os.environ, 0.0, Door()) == 0
     with pytest.raises(CpuftError, match=r"File exists.*name a new place with --run-dir"):
-        run_plan(plan, "run", (), os.environ, 0.0)
+        run_plan(plan, "run", (), os.environ, 0.0, Door())
     assert (tmp_path / "run" / "logs").is_dir()
 
 
@@ -93,18 +133,32 @@ def test_what_is_not_the_users_affair_stays_in_the_log(tmp_path: Path) -> None:
     assert shown.getvalue() == "step 1\n|CCL_WARN| something else\n"
 
 
+@pytest.mark.parametrize(
+    "host, limit, blame",
+    [
+        ("localhost", "_END_SECONDS", "rank 0 on localhost failed"),
+        (
+            "frozen",
+            "_ASK_SECONDS",
+            "host frozen does not answer, rank 1 was lost with it: look at it with cpuft doctor",
+        ),
+    ],
+)
 def test_mpirun_that_waits_for_a_lost_host_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    host: str, limit: str, blame: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 has said whom it missed and ended; the host of rank 1 is frozen, and mpirun would wait for it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(supervise, "_END_SECONDS", 1.0)
+    """Rank 0 has said whom it missed and ended; mpirun would wait for the host of rank 1."""
+    monkeypatch.setattr(supervise, limit, 1.0)
+    monkeypatch.setattr(ssh, "CONNECT_SECONDS", 1.0)
     make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
     said = f"did not arrive: rank 1\n{format_failure(World(0, 2, 0, 1), 'vm', 75)}\n"
     wait = Step("train", ("sh", "-c", 'printf "$1" >run/logs/rank-0.err; exec sleep 100', "train", said))
+    plan = RunPlan(((make,),), ranks=((wait,),))
     start = time.monotonic()
-    assert run_plan(RunPlan(((make,),), ranks=((wait,),)), "run", ("node1", "node2"), os.environ, 0.0) == 75
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        Path("config").write_text(f"Host frozen\n  HostName 127.0.0.1\n  Port {frozen.getsockname()[1]}\n")
+        assert run_plan(plan, "run", ("localhost", host), os.environ, 0.0, Door("config")) == 75
     assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
-    assert "mpirun did not end within 1 s of a rank's failure" in errors
-    assert errors.rstrip().endswith("cpuft: rank 0 on node1 failed")
+    assert re.search(r"mpirun did not end within \d s of a rank's failure", errors)
+    assert errors.rstrip().endswith(f"cpuft: {blame}")
