@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from cpuft import __version__
-from cpuft.errors import CpuftError, describe_long_name
+from cpuft.errors import CpuftError, describe_disk
 from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
@@ -168,6 +168,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     if dry_run:
         _print_plans([plan])
         return
+    _check_hosts(cluster, config)
     code = _run(plan, run_dir, cluster, config.time_limit)
     if not code:
         click.echo(f"record: {run_dir}/comm.jsonl")
@@ -272,7 +273,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except click.exceptions.Abort:
         sys.exit(130)
     except OSError as error:
-        message = describe_long_name(error)
+        message = describe_disk(error)
         if not message:
             raise
     click.echo(f"cpuft: error: {message}", err=True)

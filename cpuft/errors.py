@@ -21,11 +21,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def describe_long_name(error: OSError) -> str:
-    """What to say of a path that is too long for the file system, which nobody but the user made up; else nothing."""
-    if error.errno != errno.ENAMETOOLONG:
+def describe_disk(error: OSError) -> str:
+    """What to say of a path too long for the file system, a disk that is full or read-only, a folder that is closed to
+    this user; nothing of all else."""
+    if error.errno == errno.ENAMETOOLONG:
+        return f"the path {reprlib.repr(str(error.filename))} is longer than the file system takes: give a shorter one"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
         return ""
-    return f"the path {reprlib.repr(str(error.filename))} is longer than the file system takes: give a shorter one"
+    path = error.filename2 or error.filename or "a file"
+    return f"{path} cannot be used ({error.strerror}): see to its disk and its mode, or name another place"
 
 
 def near_names(name: str, known: Iterable[str]) -> str:

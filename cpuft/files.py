@@ -106,7 +106,10 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     CpuftError: it cannot be made, or others could have written there.
     """
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
-    return make_private(Path(home, "cpuft"), "set XDG_CACHE_HOME to a folder of your own")
+    advice = "set XDG_CACHE_HOME to a folder of your own"
+    if not os.path.isabs(home):
+        raise CpuftError(f"{home} is no place for what runs share, because it is relative: {advice}")
+    return make_private(Path(home, "cpuft"), advice)
 
 
 def make_private(folder: Path, advice: str) -> Path:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from cpuft.doctor.finding import Finding
-from cpuft.doctor.probe import RUN_FOLDER
+from cpuft.doctor.finding import Finding, warning
+from cpuft.doctor.probe import GOVERNORS, RUN_FOLDER
 from cpuft.doctor.state import ClusterState
 from cpuft.hardware import bf16_hardware
 
 _MIB = 1 << 20
 _LEAST_MEMORY = 2048 * _MIB
 """A rank with a small encoder, torch and its data; BERT-base takes about twice as much."""
-_LEAST_SHM = 64 * _MIB
-"""Intel MPI's shared segments of a few local ranks."""
+_LEAST_SHM = 24 * _MIB
+"""Intel MPI 2021.18 takes 18.1 MB for two local ranks, with messages of up to 134 MB, and less for three to eight;
+where it cannot, a rank dies of SIGBUS. oneCCL would take 24 MB a rank, and does without."""
+_FILES, _FILES_OF_A_RANK = 320, 6
+"""oneCCL's key server polls 300 places at once (client_count_increase in its source), and poll(2) takes no more than a
+process may open. With all backends open, a rank of two has 81 files, one of four 91."""
 _LEAST_DISK = 1024 * _MIB
 """A run directory with a trained encoder, its logs, and rows."""
 _MOST_STEAL = 0.05
@@ -25,13 +29,11 @@ def check_bf16(state: ClusterState) -> Iterator[Finding]:
     flags = [bf16_hardware(facts.cpu_flags) for _, facts, _ in state.answering]
     if flags and not any(flags):
         one, facts, _ = state.answering[0]
-        yield Finding(
-            "CPUFT-019",
+        yield warning(
             one.name,
             f"{facts.cpu_model} has neither AMX nor AVX512_BF16",
             "bf16 came with Cooper Lake and AMX with Sapphire Rapids; training is 3 to 8 times faster there",
             "use newer hosts (AWS: m7i, c7i or later), or go on in fp32",
-            severe=False,
         )
 
 
@@ -39,13 +41,11 @@ def check_amx(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-020: the CPU has AMX, and the kernel does not let a process use it."""
     for one, facts, health in state.answering:
         if "amx_tile" in facts.cpu_flags and not health.amx_usable:
-            yield Finding(
-                "CPUFT-020",
+            yield warning(
                 one.name,
                 f"AMX is there, and kernel {facts.kernel} refuses its tiles",
                 "Linux 5.16 brought the permission; some hypervisors and sandboxes refuse it",
                 "use a newer kernel, or another type of instance",
-                severe=False,
             )
 
 
@@ -55,7 +55,6 @@ def check_memory(state: ClusterState) -> Iterator[Finding]:
         ranks = max(1, state.ranks.get(one.host.name, 1))
         if health.memory_available < ranks * _LEAST_MEMORY:
             yield Finding(
-                "CPUFT-021",
                 one.name,
                 f"{health.memory_available // _MIB} MB are free for {ranks} ranks, which take 2048 MB each and more",
                 "the kernel would end a rank, and its peers would wait for it",
@@ -66,13 +65,26 @@ def check_memory(state: ClusterState) -> Iterator[Finding]:
 def check_shared_memory(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-022: /dev/shm is too small."""
     for one, _, health in state.answering:
-        if health.shm_free < _LEAST_SHM:
+        if health.shm_free < _LEAST_SHM and state.ranks.get(one.host.name) != 1:
             yield Finding(
-                "CPUFT-022",
                 one.name,
-                f"{max(0, health.shm_free) // _MIB} MB are free in /dev/shm, ranks of one host need 64 MB",
-                "a container's default is 64 MB in all (docker run --shm-size), or earlier runs left files there",
+                f"{max(0, health.shm_free) // _MIB} MB are free in /dev/shm, ranks of one host need 24 MB",
+                "a small container (docker run --shm-size), or earlier runs left files there",
                 "enlarge it: mount -o remount,size=1g /dev/shm",
+            )
+
+
+def check_open_files(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-034: a process may open too few files."""
+    ranks = sum(state.ranks.values()) or sum(one.host.slots or len(facts.cores) for one, facts, _ in state.answering)
+    need = _FILES + _FILES_OF_A_RANK * ranks
+    for one, _, health in state.answering:
+        if ranks > 1 and 0 <= health.open_files < need:
+            yield Finding(
+                one.name,
+                f"a process may open {health.open_files} files, a rank of {ranks} needs {need}",
+                "ranks are connected with each other, and libraries wait for ever where they cannot be",
+                f"allow more: ulimit -n {need}, or for good nofile in /etc/security/limits.conf",
             )
 
 
@@ -81,7 +93,6 @@ def check_disk(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if health.disk_free < _LEAST_DISK:
             yield Finding(
-                "CPUFT-023",
                 one.name,
                 f"{max(0, health.disk_free) // _MIB} MB are free in /var/tmp, a run needs 1024 MB",
                 "data, models and records of runs are kept there while they run",
@@ -94,13 +105,11 @@ def check_slots(state: ClusterState) -> Iterator[Finding]:
     for one, facts, _ in state.answering:
         wanted = state.ranks.get(one.host.name, one.host.slots)
         if wanted > len(facts.cores):
-            yield Finding(
-                "CPUFT-024",
+            yield warning(
                 one.name,
                 f"{wanted} ranks on {len(facts.cores)} cores",
                 "ranks that share a core wait for each other: several times slower, not just shared",
                 "lower slots=N in the hostfile, or --ppn",
-                severe=False,
             )
 
 
@@ -108,13 +117,11 @@ def check_quota(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-025: a control group allows less CPU time than the cores that are seen."""
     for one, facts, _ in state.answering:
         if 0 < facts.cpu_quota < len(facts.seen_cores):
-            yield Finding(
-                "CPUFT-025",
+            yield warning(
                 one.name,
                 f"{facts.cpu_quota:g} cores are allowed, {len(facts.seen_cores)} are seen",
                 "a container's or provision local's CPU limit: ranks use no more cores than it feeds",
                 "raise the limit (docker run --cpus), or count on less speed",
-                severe=False,
             )
 
 
@@ -122,13 +129,11 @@ def check_load(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-026: something else computes there."""
     for one, facts, health in state.answering:
         if health.load > max(1.0, 0.75 * len(facts.seen_cores)):
-            yield Finding(
-                "CPUFT-026",
+            yield warning(
                 one.name,
                 f"{health.load:.1f} of {len(facts.seen_cores)} cores are at work before the run has started",
                 "another job, or ranks left over: two jobs on the same cores are far slower than half",
                 "look with top, and end or await it",
-                severe=False,
             )
 
 
@@ -136,13 +141,11 @@ def check_steal(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-027: the hypervisor gives CPU time to others."""
     for one, _, health in state.answering:
         if health.steal > _MOST_STEAL:
-            yield Finding(
-                "CPUFT-027",
+            yield warning(
                 one.name,
                 f"{health.steal:.0%} of CPU time is stolen",
                 "an overbooked hypervisor, or a burstable instance that has used up its credit",
                 "use instances with cores of their own",
-                severe=False,
             )
 
 
@@ -151,18 +154,12 @@ def check_governor(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         slow = [name for name in health.governors if name not in ("performance", "schedutil")]
         if slow:
-            yield Finding(
-                "CPUFT-028",
+            yield warning(
                 one.name,
                 f"frequency governor {', '.join(slow)}",
                 "cores clock down while they wait for the network, and come back late",
                 "set it to performance",
-                severe=False,
-                fix=(
-                    "sh",
-                    "-c",
-                    "for f in /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor; do echo performance >$f; done",
-                ),
+                fix=("sh", "-c", f"for f in {GOVERNORS}; do echo performance >$f; done"),
             )
 
 
@@ -170,13 +167,11 @@ def check_huge_pages(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-029: no transparent huge pages."""
     for one, _, health in state.answering:
         if "[never]" in health.huge_pages:
-            yield Finding(
-                "CPUFT-029",
+            yield warning(
                 one.name,
                 f"transparent huge pages: {health.huge_pages}",
                 "large tensors then cost many page faults and TLB misses",
                 "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled",
-                severe=False,
                 fix=("sh", "-c", "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"),
             )
 
@@ -185,13 +180,11 @@ def check_allocator(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-030: no allocator to preload."""
     for one, facts, _ in state.answering:
         if not {"tcmalloc", "tcmalloc_minimal", "jemalloc"} & set(facts.libraries):
-            yield Finding(
-                "CPUFT-030",
+            yield warning(
                 one.name,
                 "neither tcmalloc nor jemalloc is installed",
                 "glibc maps each block above 32 MB anew: without the fast path, some 6 % of a step's time",
                 "apt-get install libtcmalloc-minimal4",
-                severe=False,
             )
 
 
@@ -200,13 +193,11 @@ def check_memlock(state: ClusterState) -> Iterator[Finding]:
     for one, facts, health in state.answering:
         fast = [name for name in facts.interfaces if name.startswith(("ib", "hsn", "efa"))]
         if fast and 0 <= health.memlock < 64 * _MIB:
-            yield Finding(
-                "CPUFT-031",
+            yield warning(
                 one.name,
                 f"a process may lock {health.memlock >> 10} kB, and there is a fast fabric ({', '.join(fast)})",
                 "verbs, psm3 and efa register buffers, which locks them",
                 "write '* - memlock unlimited' into /etc/security/limits.conf",
-                severe=False,
             )
 
 
@@ -221,7 +212,6 @@ def check_leftovers(state: ClusterState) -> Iterator[Finding]:
             remove = f"rm -rf --one-file-system {' '.join(paths)}"
             script = "; ".join([kill] * bool(pids) + [remove] * bool(paths))
             yield Finding(
-                "CPUFT-032",
                 one.name,
                 f"{len(health.leftovers)} left of earlier runs: {health.leftovers[0]}",
                 "a launch that was killed outright, or lost its connection",

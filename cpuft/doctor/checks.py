@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpuft.doctor import capacity, reach, sameness
 from cpuft.doctor.finding import Finding
@@ -57,6 +57,7 @@ _FUNCTIONS: tuple[Callable[[ClusterState], Iterator[Finding]], ...] = (
     capacity.check_memlock,
     capacity.check_leftovers,
     reach.check_links,
+    capacity.check_open_files,
 )
 
 CHECKS = tuple(Check(f"CPUFT-{number:03}", find) for number, find in enumerate(_FUNCTIONS, start=1))
@@ -64,4 +65,4 @@ CHECKS = tuple(Check(f"CPUFT-{number:03}", find) for number, find in enumerate(_
 
 def find_all(state: ClusterState) -> list[Finding]:
     """What every check finds, in the order of codes."""
-    return [finding for check in CHECKS for finding in check.find(state)]
+    return [replace(finding, code=check.code) for check in CHECKS for finding in check.find(state)]

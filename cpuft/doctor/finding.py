@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,8 +14,6 @@ from cpuft.errors import counted
 class Finding:
     """One thing that is wrong on one host."""
 
-    code: str
-    """Stable: CPUFT-001 means the same in every version."""
     host: str
     evidence: str
     """What was seen, in figures."""
@@ -24,6 +23,12 @@ class Finding:
     """Whether a run would fail or hang; otherwise it is slower than it could be, or its figures mislead."""
     fix: tuple[str, ...] = ()
     """A command that puts it right on that host without harm; empty when a person must decide."""
+    code: str = ""
+    """Its check's. Stable: CPUFT-001 means the same in every version."""
+
+
+warning = functools.partial(Finding, severe=False)
+"""A finding that stops no run."""
 
 
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}(\.sent)?"
 """A run's work folder below /var/tmp, or what was sent to its ranks; older versions had no users' folders."""
+GOVERNORS = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
 PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
@@ -36,6 +37,11 @@ def _read(path: str) -> str:
             return file.read().strip()
     except OSError:
         return ""
+
+
+def _field(path: str, name: str) -> str:
+    """The first word that a file of the kernel's says of `name`."""
+    return next((line.split()[1] for line in _read(path).splitlines() if line.startswith(f"{name}:")), "")
 
 
 def read_packages() -> dict[str, str]:
@@ -81,10 +87,7 @@ def may_use_amx() -> bool:
 
 def read_memory_available() -> int:
     """Bytes that can be had without swapping."""
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
+    return int(_field("/proc/meminfo", "MemAvailable") or 0) << 10
 
 
 def read_free(path: str) -> int:
@@ -125,7 +128,7 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
         words, pid = _read(f"{path}/cmdline").split("\0"), path.split("/")[2]
         said += f"{words} {_read(f'{path}/environ')}"
         ours = any(word in ("cpuft.rank", "cpuft.train", "cpuft.launch.remote") for word in words)
-        if ours and _parent(pid) == "1":
+        if ours and _field(f"{path}/status", "PPid") == "1":
             found.append(f"pid {pid}: {' '.join(words)[:80]}")
     folders = [path for path in glob.glob(f"{root}/cpuft-*") + glob.glob(f"{root}/cpuft-*/*") if _is_own(path)]
     runs = [path for path in folders if re.fullmatch(RUN_FOLDER, path.removeprefix(root)) and path not in said]
@@ -137,13 +140,6 @@ def _is_own(path: str) -> bool:
         return os.lstat(path).st_uid == os.geteuid()
     except OSError:
         return False
-
-
-def _parent(pid: str) -> str:
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith("PPid:"):
-            return line.split()[1]
-    return ""
 
 
 def try_ports(port: int, peers: list[str], seconds: float) -> dict[str, Any]:
@@ -210,7 +206,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
         ssh = pool.submit(try_ssh, order["ssh_options"], order["ssh_peers"])
         ports = try_ports(order["port"], order["peers"], order["seconds"])
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        governors = {_read(path) for path in glob.glob("/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")}
+        governors = {_read(path) for path in glob.glob(GOVERNORS)}
         return {
             "time": now,
             "executable": sys.executable,
@@ -227,6 +223,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             # The average alone remembers a run that has just ended; a moment alone sees what soon passes.
             "load": min(working, os.getloadavg()[0]),
             "memlock": -1 if soft == resource.RLIM_INFINITY else soft,
+            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             "leftovers": find_leftovers(),
             "steal": steal,
             "ssh": ssh.result(),

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from ipaddress import ip_address
 
-from cpuft.doctor.finding import Finding
+from cpuft.doctor.finding import Finding, warning
 from cpuft.doctor.state import ClusterState, HostState
 from cpuft.errors import CpuftError
 from cpuft.hosts.interfaces import choose_interface
@@ -21,7 +21,6 @@ def check_names(state: ClusterState) -> Iterator[Finding]:
     for one in state.hosts:
         if not one.address:
             yield Finding(
-                "CPUFT-001",
                 one.host.name,
                 f"the name has no address ({one.failure})",
                 "it is misspelt, or neither DNS nor /etc/hosts knows it here",
@@ -34,7 +33,6 @@ def check_reachable(state: ClusterState) -> Iterator[Finding]:
     for one in _failed(state):
         if not _is_key(one.failure) and not _is_login(one.failure):
             yield Finding(
-                "CPUFT-002",
                 one.host.name,
                 one.failure,
                 "the host is off, cut off or too busy, its sshd does not run, or a firewall drops its ssh port",
@@ -47,7 +45,6 @@ def check_host_keys(state: ClusterState) -> Iterator[Finding]:
     for one in _failed(state):
         if _is_key(one.failure):
             yield Finding(
-                "CPUFT-003",
                 one.host.name,
                 one.failure,
                 "the host was installed anew, or another machine answers at its address",
@@ -60,7 +57,6 @@ def check_login(state: ClusterState) -> Iterator[Finding]:
     for one in _failed(state):
         if _is_login(one.failure):
             yield Finding(
-                "CPUFT-004",
                 one.host.name,
                 one.failure,
                 "our public key is not in its authorized_keys, or the user is another",
@@ -87,7 +83,6 @@ def check_ssh_between(state: ClusterState) -> Iterator[Finding]:
         for peer, complaint in health.ssh.items():
             if complaint and peer not in lost:
                 yield Finding(
-                    "CPUFT-005",
                     one.name,
                     f"ssh from here to {peer} fails ({complaint[:160]})",
                     "mpirun starts ranks by ssh from the master, which needs a key there and in authorized_keys here",
@@ -99,13 +94,11 @@ def check_own_name(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-006: the host's own name is a loopback address, as Debian's 127.0.1.1 line makes it."""
     for one, facts, health in state.answering:
         if health.own_address.startswith("127.") and len(state.hosts) > 1:
-            yield Finding(
-                "CPUFT-006",
+            yield warning(
                 one.name,
                 f"its own name {facts.hostname} resolves to {health.own_address}",
                 "a line of /etc/hosts, Debian's installer writes it: libraries then listen where no other host reaches",
                 f"write its network address before {facts.hostname} in its /etc/hosts",
-                severe=False,
             )
 
 
@@ -116,7 +109,6 @@ def check_ports(state: ClusterState) -> Iterator[Finding]:
         lost = [peer for peer in listening if peer != one.address and peer not in health.connected]
         if lost and health.listens:
             yield Finding(
-                "CPUFT-007",
                 one.name,
                 f"no TCP connection to {', '.join(listening[peer].name for peer in lost)}",
                 "a firewall or security group between the hosts lets only some ports through, or there is no route",
@@ -128,13 +120,11 @@ def check_outside(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-008: the hosts talk over public addresses."""
     for one in state.hosts:
         if one.address and ip_address(one.address).is_global:
-            yield Finding(
-                "CPUFT-008",
+            yield warning(
                 one.name,
                 f"its address {one.address} is a public one",
                 "gradients and rendezvous are neither encrypted nor protected by a password",
                 "write private addresses into the hostfile; close all ports but ssh to the outside",
-                severe=False,
             )
 
 
@@ -147,7 +137,6 @@ def check_interfaces(state: ClusterState) -> Iterator[Finding]:
             choose_interface(facts, next(iter(facts.routes), ""))
         except CpuftError as error:
             yield Finding(
-                "CPUFT-009",
                 one.name,
                 str(error).split(": ")[0],
                 "the hostfile's addresses are of another network than the one between the hosts",
@@ -162,7 +151,6 @@ def check_mtu(state: ClusterState) -> Iterator[Finding]:
     for name, size in sizes.items():
         if len(sizes) > 1 and size and (size != common or size < _LEAST_MTU):
             yield Finding(
-                "CPUFT-010",
                 name,
                 f"MTU {size} on the interface to the other hosts; most have {common}",
                 "jumbo frames are on at one end only: small messages pass, large ones hang",
@@ -177,13 +165,11 @@ def check_links(state: ClusterState) -> Iterator[Finding]:
     names = {one.host.name: one.name for one in state.hosts}
     for link in state.links:
         if not link.error and link.bits_per_second < usual / 2:
-            yield Finding(
-                "CPUFT-033",
+            yield warning(
                 names[link.source],
                 f"{link.bits_per_second / 1e9:.2f} Gbit/s to {link.target}, most links carry {usual / 1e9:.2f}",
                 "an instance of another size, a bad cable or port, or another placement group; all ranks wait for it",
                 "use another host in its place, or leave one of the two out of the hostfile",
-                severe=False,
             )
 
 

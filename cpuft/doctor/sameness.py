@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from cpuft.doctor.finding import Finding
+from cpuft.doctor.finding import Finding, warning
 from cpuft.doctor.state import ClusterState, Health, HostState
 from cpuft.hardware import bf16_hardware
 from cpuft.hosts.topology import HostFacts
@@ -32,7 +32,6 @@ def check_same_host(state: ClusterState) -> Iterator[Finding]:
         identity = (facts.boot_id, facts.hostname, tuple(sorted(facts.interfaces.items())))
         if identity in seen:
             yield Finding(
-                "CPUFT-011",
                 one.name,
                 f"it is the same host as {seen[identity].name}",
                 "two names or addresses of one machine: its ranks would share cores that the plan counts twice",
@@ -45,13 +44,11 @@ def check_clocks(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-012: a clock is off."""
     for one, _, _ in state.answering:
         if abs(one.skew) > _SKEW_SECONDS:
-            yield Finding(
-                "CPUFT-012",
+            yield warning(
                 one.name,
                 f"its clock is {abs(one.skew):.0f} s {'ahead of' if one.skew > 0 else 'behind'} this machine's",
                 "no time service runs there: logs cannot be compared, certificates and time limits go wrong",
                 "start one: timedatectl set-ntp true",
-                severe=False,
             )
 
 
@@ -63,7 +60,6 @@ def check_python(state: ClusterState) -> Iterator[Finding]:
         if missing or version < (3, 10):
             seen = f"{health.executable} {facts.python}" + (f" instead of {state.python}" if missing else "")
             yield Finding(
-                "CPUFT-013",
                 one.name,
                 f"Python there is {seen}",
                 "the training environment is not at the same path on every host, or was made with an old Python",
@@ -71,7 +67,6 @@ def check_python(state: ClusterState) -> Iterator[Finding]:
             )
     for one, own, common in _odd(state, lambda facts, _: facts.python.rsplit(".", 1)[0]):
         yield Finding(
-            "CPUFT-013",
             one.name,
             f"Python {own}, most hosts have {common}",
             "environments made one by one",
@@ -85,7 +80,6 @@ def check_packages(state: ClusterState) -> Iterator[Finding]:
         names = sorted(name for name in {*own, *common} if own.get(name) != common.get(name))
         told = ", ".join(f"{name} {own.get(name, 'missing')} (most: {common.get(name, 'missing')})" for name in names)
         yield Finding(
-            "CPUFT-014",
             one.name,
             told,
             "environments drift apart when they are updated one by one; ranks then compute or talk differently",
@@ -98,7 +92,6 @@ def check_mpi(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if not health.mpi or health.mpi.startswith("broken"):
             yield Finding(
-                "CPUFT-015",
                 one.name,
                 f"mpirun is {health.mpi or 'missing'}",
                 "no MPI beside the training environment's Python nor in PATH",
@@ -107,7 +100,6 @@ def check_mpi(state: ClusterState) -> Iterator[Finding]:
     for one, own, common in _odd(state, lambda _, health: health.mpi):
         if own and not own.startswith("broken") and common:
             yield Finding(
-                "CPUFT-015",
                 one.name,
                 f"its mpirun is {own!r}, most have {common!r}",
                 "MPIs of different makers or versions do not understand each other",
@@ -118,37 +110,31 @@ def check_mpi(state: ClusterState) -> Iterator[Finding]:
 def check_cpu(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-016: another CPU than elsewhere."""
     for one, own, common in _odd(state, lambda facts, _: (facts.cpu_model, len(facts.seen_cores))):
-        yield Finding(
-            "CPUFT-016",
+        yield warning(
             one.name,
             f"{own[0]} with {own[1]} cores, most are {common[0]} with {common[1]}",
             "synchronous training waits for the slowest rank at every step",
             "use hosts of one kind, or leave this one out",
-            severe=False,
         )
 
 
 def check_bf16_alike(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-017: some hosts multiply bf16 in hardware and some do not."""
     for one, own, common in _odd(state, lambda facts, _: bool(bf16_hardware(facts.cpu_flags))):
-        yield Finding(
-            "CPUFT-017",
+        yield warning(
             one.name,
             f"bf16 in hardware: {'yes' if own else 'no'}, on most hosts: {'yes' if common else 'no'}",
             "CPUs of different generations, or a hypervisor that hides flags: all ranks then train in fp32",
             "use hosts of one kind, or say --precision fp32 to make it plain",
-            severe=False,
         )
 
 
 def check_kernel(state: ClusterState) -> Iterator[Finding]:
     """CPUFT-018: another kernel than elsewhere."""
     for one, own, common in _odd(state, lambda facts, _: facts.kernel):
-        yield Finding(
-            "CPUFT-018",
+        yield warning(
             one.name,
             f"kernel {own}, most have {common}",
             "updated or restarted at different times: figures of the hosts are hard to compare",
             "update and restart all hosts alike",
-            severe=False,
         )

@@ -29,6 +29,8 @@ class Health:
     load: float
     memlock: int
     """Bytes a process may lock; -1 for no limit."""
+    open_files: int
+    """Files a process may open, once it has asked for all it may have; -1 for no limit."""
     leftovers: list[str]
     steal: float
     ssh: dict[str, str]

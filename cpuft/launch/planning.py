@@ -151,7 +151,8 @@ def plan_launch(
     command = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
     script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
-    script += 'mkdir -p "$0" && mkdir "$1" "$1/logs"'
+    script += 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && '
+    script += 'mkdir "$1/logs"'
     make = Step("make the run's directory", ("sh", "-c", script, folder, run_dir), host=cluster.master)
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,10 @@ _ASK_SECONDS = 2.0
 _HOST_LOST = 75
 """Exit code where no rank is left to give one; also that of a rank which waited in vain: worth another try."""
 _REMOVE_SECONDS = 60.0
+_LIKELY = {
+    135: "SIGBUS (is /dev/shm full? look with cpuft doctor)",
+    137: "SIGKILL (out of memory? lower --batch-size)",
+}
 _UNSAID = (FAILURE, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
 """Lines of rank 0 that only its log keeps: the mark for this supervisor; oneCCL's word on our own setting."""
 
@@ -128,7 +133,7 @@ def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
         _run_before(step, environ)
     except RuntimeError as error:
         said = str(error).splitlines()[-1]
-        raise CpuftError(f"there is no room for this run ({said}): name a new place with --run-dir") from None
+        raise CpuftError(f"the run's directory cannot be made ({said}): name a new one with --run-dir") from None
 
 
 def _run_before(step: Step, environ: Mapping[str, str]) -> None:
@@ -163,6 +168,9 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     if not code:
         return 0
     failures, silent = find_failures(read_errors(logs, len(hosts)), hosts), ending.silent or ending.find_silent()
+    # mpirun ends without a word where it cannot write what ranks say.
+    if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
+        raise CpuftError(f"the disk of {logs.parent} is full: make room there, or name another place with --run-dir")
     said = (logs / "mpirun.log").read_text(errors="replace")
     print(describe_failures(failures, said, name_absent(failures, hosts, silent)), file=sys.stderr, flush=True)
     return worst_exit_code(failures, _HOST_LOST if silent else code)
@@ -253,9 +261,9 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words; 137 is most often the kernel out of memory."""
-    if code == 137:
-        return "killed by SIGKILL (out of memory? lower --batch-size)"
+    """An exit code in words, with what is most often behind it."""
+    if code in _LIKELY:
+        return f"killed by {_LIKELY[code]}"
     return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
 
 

@@ -13,6 +13,7 @@ import ctypes
 import glob
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -101,6 +102,12 @@ def remove_abandoned_memory(folder: str = "/dev/shm", least_age: float = 60.0) -
                 os.unlink(path)
 
 
+def allow_files(most: int = 65536) -> None:
+    """Let this rank open as many files as it may, within reason: it is connected with all others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if 0 <= hard < most else max(soft, most), hard))
+
+
 def format_failure(world: World, hostname: str, code: int, missed: Collection[int] = ()) -> str:
     """The line by which the launcher learns, whatever the mpirun, which rank failed, how, and whom it had missed."""
     return " ".join([f"{FAILURE} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missed))])
@@ -124,6 +131,7 @@ def main() -> None:
     hostname, code = socket.gethostname(), 2
     world = World(0, 1, 0, 1)
     remove_abandoned_memory()
+    allow_files()
     try:
         world = parse_world(os.environ)
         check_place(world, os.environ, hostname)

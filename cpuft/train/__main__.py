@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
 import traceback
 from typing import NoReturn
 
 from cpuft.comm.group.session import leave
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_disk
 from cpuft.options.fields import TrainConfig, WorkerConfig, option_names
 from cpuft.options.flags import parse_arguments
 from cpuft.streams import keep_streams
@@ -28,9 +27,9 @@ def main() -> None:
     except CpuftError as error:
         _refuse(str(error))
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            _fail()
-        _refuse(f"the disk is full ({error.filename or 'run directory'}): make room, and start again")
+        if said := describe_disk(error):
+            _refuse(said)
+        _fail()
     except Exception:
         _fail()
 

@@ -75,7 +75,7 @@ set -euo pipefail
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
 echo 'cpuft: make the run'"'"'s directory' >&2
-sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one </dev/null
+sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"' /runs /runs/one </dev/null
 echo 'cpuft: start 4 ranks with openmpi'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -x CPUFT_RUN_KEY --bind-to none --map-by slot --oversubscribe --output-filename /runs/one/logs \

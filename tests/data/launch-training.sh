@@ -31,7 +31,7 @@ set -euo pipefail
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
 echo 'cpuft: make the run'"'"'s directory' >&2
-sh -c 'mkdir -p "$0" && mkdir "$1" "$1/logs"' /runs /runs/one </dev/null
+sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"' /runs /runs/one </dev/null
 echo 'cpuft: check and tokenise the rows once, before any rank starts' >&2
 python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
     --task=mrpc --model=minilm --data-dir= --train-file= --validation-file= --text-columns= \

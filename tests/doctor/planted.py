@@ -42,6 +42,7 @@ HEALTH = Health(
     huge_pages="always [madvise] never",
     load=0.1,
     memlock=-1,
+    open_files=1 << 20,
     leftovers=[],
     steal=0.0,
     ssh={},

@@ -56,6 +56,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
         "CPUFT-031",
         {"interfaces": {"ib0": "10.0.0.3"}, "memlock": 65536, "mtus": {"ib0": 1500}},
     ),
+    ("CPUFT-034", {"open_files": 64}),
     ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0123456789ab"]}),
 ]
 
@@ -119,6 +120,20 @@ def test_memory_is_counted_for_the_ranks_planned() -> None:
     assert [f.code for f in find_all(replace(state, ranks={"node2": 4}))] == ["CPUFT-021"]
 
 
+@pytest.mark.parametrize("ranks, need", [(1, 0), (2, 332), (100, 920)])
+def test_open_files_are_counted_for_the_ranks_of_all_hosts(ranks: int, need: int) -> None:
+    planned = {"node1": 1, "node2": ranks - 1}
+    for files, told in ((need, []), (max(0, need - 1), ["CPUFT-034"] * (ranks > 1))):
+        found = find_all(replace(plant(healthy(2), 2, open_files=files), ranks=planned))
+        assert [f.code for f in found if f.code == "CPUFT-034"] == told
+
+
+def test_a_rank_alone_on_its_host_shares_no_memory() -> None:
+    state = plant(healthy(), 2, shm_free=0)
+    assert find_all(replace(state, ranks={"node1": 1, "node2": 1})) == []
+    assert [f.code for f in find_all(replace(state, ranks={"node1": 1, "node2": 2}))] == ["CPUFT-022"]
+
+
 def test_a_host_that_is_off_does_not_make_its_peers_ill() -> None:
     state = plant(healthy(), 3, **GONE, failure="no answer in 10 s")
     state = plant(state, 1, ssh={"node3": "Connection timed out"}, connected={"10.0.0.2": 0.2, "10.0.0.4": 0.2})
@@ -131,7 +146,7 @@ def test_findings_alike_are_told_once_and_severe_ones_first() -> None:
     text = format_findings(find_all(state), 4, len(CHECKS))
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
     assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores" in text
-    assert text.endswith("4 hosts, 33 checks: 1 error, 2 warnings\n")
+    assert text.endswith("4 hosts, 34 checks: 1 error, 2 warnings\n")
 
 
 def test_a_launch_stops_for_severe_findings_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
+from cpuft.hosts.door import Door
 from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.planning import (
@@ -22,8 +24,9 @@ from cpuft.launch.planning import (
     plan_settings,
     plan_training,
 )
+from cpuft.launch.supervise import run_plan
 from cpuft.options.fields import LaunchConfig, TrainConfig
-from cpuft.plan import format_plan
+from cpuft.plan import RunPlan, Step, format_plan
 from tests.conftest import Golden, make_facts
 
 
@@ -54,6 +57,17 @@ def test_plan_of_a_script_on_four_hosts(flavour: str, golden: Golden) -> None:
 def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
     plan = plan_training(make_cluster((2,)), LaunchConfig(np=2), TrainConfig(task="mrpc"), "/runs/one", "lines", {})
     golden("launch-training.sh", format_plan(plan.whole))
+
+
+def test_a_run_dir_that_another_launch_took_meanwhile_is_named(tmp_path: Path) -> None:
+    run_dir = str(tmp_path / "runs" / "one")
+    plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
+    ((make,),) = plan.make
+    plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
+    assert run_plan(plan, run_dir, (), os.environ, 0.0, Door()) == 0
+    with pytest.raises(CpuftError, match=f"another run took {run_dir}.: name a new one with --run-dir"):
+        run_plan(plan, run_dir, (), os.environ, 0.0, Door())
+    assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh"]
 
 
 SECRETS = dict.fromkeys(("HF_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "CCL_KEY", "FI_PASSWORD"), "hunter2")

@@ -93,7 +93,12 @@ def test_cores_of_a_rank(text: str, rank: int, cores: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     "code, words",
-    [(3, "exit code 3"), (139, "killed by signal 11"), (137, "killed by SIGKILL (out of memory? lower --batch-size)")],
+    [
+        (3, "exit code 3"),
+        (135, "killed by SIGBUS (is /dev/shm full? look with cpuft doctor)"),
+        (137, "killed by SIGKILL (out of memory? lower --batch-size)"),
+        (139, "killed by signal 11"),
+    ],
 )
 def test_exit_codes_in_words(code: int, words: str) -> None:
     assert describe_exit(code) == words
@@ -115,7 +120,7 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
     assert run_plan(plan, "run", (), os.environ, 0.0, Door()) == 0
-    with pytest.raises(CpuftError, match=r"File exists.*name a new place with --run-dir"):
+    with pytest.raises(CpuftError, match=r"File exists.*name a new one with --run-dir"):
         run_plan(plan, "run", (), os.environ, 0.0, Door())
     assert (tmp_path / "run" / "logs").is_dir()
 

@@ -45,3 +45,12 @@ def test_nothing_is_taken_without_a_word_or_of_another_user(tmp_path: Path) -> N
     os.chown(theirs, 65534, 65534)
     assert take_sent({"CPUFT_SENT": f"{tmp_path}/0"}, "0") == {}
     assert theirs.exists()
+
+
+@pytest.mark.parametrize("soft, most, allowed", [(64, 65536, 512), (64, 256, 256), (300, 256, 300), (512, 65536, 512)])
+def test_a_rank_may_open_as_many_files_as_its_host_lets_it(soft: int, most: int, allowed: int) -> None:
+    code = f"import resource as r; from cpuft.rank.process import allow_files; allow_files({most}); "
+    code += "print(*r.getrlimit(r.RLIMIT_NOFILE))"
+    limit = f'ulimit -Sn {soft}; ulimit -Hn 512; exec "$0" -c "$1"'
+    done = subprocess.run(["sh", "-c", limit, sys.executable, code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{allowed} 512\n", done.stderr

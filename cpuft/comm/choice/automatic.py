@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import socket
@@ -32,7 +33,8 @@ def choose_automatically(store: Store, rank: int, size: int, cache: Path, dtype:
         return Choice(found[0], f"{found[1]}, as measured earlier")
     choice = choose(store, rank, size, dtype=dtype)
     if rank == 0:
-        write_choice(cache, key, choice)
+        with contextlib.suppress(OSError):  # a full disk: the next run measures again
+            write_choice(cache, key, choice)
     return choice
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.errors import CpuftError, describe_long_name
+from cpuft.errors import CpuftError, describe_disk
 from cpuft.files import cache_folder, take_sent, written_beside
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
@@ -123,8 +123,12 @@ def prepare(config: TrainConfig) -> Path:
     for key, rows in [("train", data.train), *((f"validation{k}", rows) for k, rows in data.validation.items())]:
         tokens = tokenize(rows, tokenizer, config.max_length)
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
-    with written_beside(path) as beside, beside.open("wb") as file:
-        np.savez(file, **arrays)
+    try:
+        with written_beside(path) as beside, beside.open("wb") as file:
+            np.savez(file, **arrays)
+    except OSError as error:
+        said = f"cannot take the rows ({error.strerror}): make room there, or set XDG_CACHE_HOME"
+        raise CpuftError(f"the cache folder {path.parent} {said} to another") from None
     return path
 
 
@@ -158,7 +162,7 @@ def main() -> None:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        said = describe_long_name(error) or f"{error}: make room or name another place with --run-dir"
+        said = describe_disk(error) or f"{error}: name another place with --run-dir"
         print(f"cpuft: error: {said}", file=sys.stderr)
         sys.exit(2)
 

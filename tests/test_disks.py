@@ -1,0 +1,98 @@
+"""Disks that are full, small or read-only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import describe_disk
+from tests.conftest import run_cpuft
+from tests.provision.simulated import needs_root
+
+DEMO = "--task=demo --max-train-samples=64 --max-steps=2"
+CPUFT = f"{sys.executable} -m cpuft"
+
+
+def run_shell(script: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script] if "mount" in script else ["sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=dict(os.environ) | settings,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (
+            OSError(errno.ENOSPC, "full"),
+            "a file cannot be used (full): see to its disk and its mode, or name another p",
+        ),
+        (OSError(errno.EROFS, "read-only", "a"), "a cannot be used (read-only): see to"),
+        (OSError(errno.EACCES, "denied", "a", None, "b"), "b cannot be used (denied): see to"),
+        (OSError(errno.ESRCH, "no such process"), ""),
+    ],
+)
+def test_what_is_said_of_a_disk(error: OSError, said: str) -> None:
+    assert describe_disk(error).startswith(said)
+    assert bool(describe_disk(error)) == bool(said)
+
+
+@pytest.mark.parametrize("start", [f"{CPUFT} launch --run-dir run", f"{sys.executable} -m cpuft.train --run-dir=run"])
+def test_a_full_cache_is_named(start: str, tmp_path: Path) -> None:
+    done = run_shell(f"ulimit -f 8; {start} {DEMO}", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    said = (
+        f"cpuft: error: the cache folder {tmp_path}/cache/cpuft cannot take the rows (File too large): make room there"
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"{said}, or set XDG_CACHE_HOME to another"
+    assert not Path("run").exists()
+    assert list((tmp_path / "cache" / "cpuft").glob("demo*")) == []
+
+
+@pytest.mark.parametrize("home", ["~", "none"])
+def test_a_cache_is_never_made_in_the_working_folder(home: str, tmp_path: Path) -> None:
+    done = run_cpuft("launch", "--run-dir", "run", settings={"XDG_CACHE_HOME": home})
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("set XDG_CACHE_HOME to a folder of your own")
+    assert list(tmp_path.iterdir()) == []
+
+
+FILLS = """
+import os
+with open(os.environ["CPUFT_RUN_DIR"] + "/../filler", "wb", buffering=0) as file:
+    try:
+        while file.write(bytes(1 << 20)):
+            pass
+    except OSError:
+        print("x" * 1_000_000, flush=True)
+"""
+
+
+@needs_root
+def test_a_disk_that_fills_up_while_ranks_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "fills.py").write_text(FILLS)
+    (tmp_path / "small").mkdir()
+    script = f"mount -t tmpfs -o size=300m none small && {CPUFT} launch --run-dir small/run -- fills.py"
+    done = run_shell(script)
+    assert done.returncode == 2
+    said = f"cpuft: error: the disk of {tmp_path}/small/run is full: make room there, or name another place"
+    assert done.stderr.splitlines()[-1] == f"{said} with --run-dir"
+
+
+@pytest.mark.parametrize("verb", ["local --without-root", pytest.param("local --name q", marks=needs_root)])
+def test_a_place_for_clusters_that_cannot_be_made_is_named(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run_shell(f"{CPUFT} provision {verb}", CPUFT_STATE=str(tmp_path / "file" / "state"))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("cpuft: error: ")
+    assert f"{tmp_path}/file" in done.stderr
+    assert "Traceback" not in done.stderr
