@@ -39,13 +39,13 @@ shift
 for path; do test -d "$path" || echo "$path"; done
 """
 
-_PACK = 'flock -w 15 "$1.lock" true; test -d "$1" || exec tar -cf - -T /dev/null; exec tar -C "$1" -cf - .'
+_PACK = """flock -w 15 "$1.lock" true || { echo "the run there has not ended" >&2; exit 1; }
+test -d "$1" || exec tar -cf - -T /dev/null; exec tar -C "$1" -cf - ."""
 """The supervisor holds the lock until the last rank has ended. A run that refused its input has left nothing."""
 
-_FETCH = """part=$1.part run=$1
-shift
+_FETCH = """part=$1.part run=$1; shift
 mkdir -p "$part"
-"$@" | tar -C "$part" -xf -
+"$@" | tar -C "$part" -xf - || { rmdir "$part" 2>/dev/null; exit 1; }
 rmdir "$part" 2>/dev/null || mv -T "$part" "$run"
 """
 _TRAINING_INPUTS = ("model", "data_dir", "train_file", "validation_file")
