@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cpuft.errors import CpuftError
@@ -121,13 +121,11 @@ def make_private(folder: Path, advice: str) -> Path:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        except FileExistsError:
-            trouble = _describe_doubt(folder)
-            if trouble:
-                raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}") from None
-            folder.chmod(0o700)
+        if trouble := _describe_doubt(folder):
+            raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")
+        folder.chmod(0o700)
     except OSError as error:
         raise CpuftError(f"folder {folder} cannot be made ({error.strerror}): {advice}") from None
     return folder

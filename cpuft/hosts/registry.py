@@ -127,12 +127,9 @@ def _check_entry(entry: Entry, directory: Path) -> None:
     if entry.kind not in KINDS:
         raise ValueError(f"there is no kind {reprlib.repr(entry.kind)}: {', '.join(KINDS)}")
     hostfile = Path(entry.hostfile)
-    if entry.kind == "inside":
-        ours = os.path.realpath(hostfile) == os.path.realpath(directory / "hostfile")
-    else:
-        ours = hostfile.is_absolute() and ".." not in hostfile.parts
-        ours = ours and hostfile.parts[-2:] == (HOSTFILES, directory.name)
-    if not ours:
+    beside = os.path.realpath(hostfile) == os.path.realpath(directory / "hostfile")
+    named = hostfile.parts[-2:] == (HOSTFILES, directory.name) and hostfile.is_absolute() and ".." not in hostfile.parts
+    if not (beside if entry.kind == "inside" else named):
         raise ValueError(f"{reprlib.repr(entry.hostfile)} is no hostfile of a cluster of kind {entry.kind}")
     if entry.ssh_config and os.path.realpath(entry.ssh_config) != os.path.realpath(directory / "ssh_config"):
         raise ValueError(f"{reprlib.repr(entry.ssh_config)} is not its ssh configuration")

@@ -14,18 +14,15 @@ from cpuft.plan import Step
 
 KEY_MARK = "cpuft"
 """The comment of keys that we made."""
+_PRIVATE = ("host_key", "id_ed25519")
 _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
 def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
     """The cluster's own files on this machine, by path; of private keys only that they are there."""
     paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
-    texts = {str(path): "private" if _is_private(path) else read_raw(path) for path in paths}
+    texts = {str(path): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
     return texts | ({str(hostfile): read_raw(hostfile)} if hostfile.exists() else {})
-
-
-def _is_private(path: Path) -> bool:
-    return path.name in ("host_key", "id_ed25519")
 
 
 def read_raw(path: Path) -> str:

@@ -96,8 +96,8 @@ def make_runner(door: Door = _HERE, hosts: tuple[Host, ...] = (), seconds: float
 
 
 def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:
-    """Write a file beside its place and rename it, making its directory."""
-    script = 'mkdir -p "$(dirname "$1")" && cat >"$1.new" && chmod "$2" "$1.new" && mv -f "$1.new" "$1"'
+    """Write a file beside its place and rename it, making its directory. A link that lies there is not followed."""
+    script = 'set -eC; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; mv -f "$1.new" "$1"'
     return Step(why, ("sh", "-c", script, "write", path, mode), host=host, stdin=text)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
 
+from cpuft.files import cache_folder
 from cpuft.options.fields import TrainConfig
 from cpuft.train import ipex
 from cpuft.train.fast import accelerate
@@ -14,6 +16,9 @@ from cpuft.train.fast import accelerate
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
     """AdamW for a model, which gets the layers of the engine asked for, in place."""
+    if config.compile:
+        # Else torch loads from a folder of /tmp that anybody may make first. The first optimizer settles it.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(os.environ) / "inductor"))
     optimizer = torch.optim.AdamW(group_parameters(model, config.weight_decay), config.learning_rate, fused=True)
     if config.engine == "ipex":
         ipex.optimize(model, optimizer, precision)

@@ -1,3 +1,4 @@
+import os
 import threading
 from pathlib import Path
 
@@ -82,3 +83,12 @@ def test_only_one_works_on_a_cluster(tmp_path: Path) -> None:
     thread.join(5)
     assert entered.is_set()
     assert not path.exists()
+
+
+def test_writing_beside_a_file_follows_no_link(tmp_path: Path) -> None:
+    path, other = tmp_path / "folder" / "file", tmp_path / "other"
+    other.write_text("mine")
+    path.parent.mkdir()
+    path.with_name("file.new").symlink_to(other)
+    assert make_runner()(plan_file(str(path), "text", "why")).exit_code == 0
+    assert (path.read_text(), other.read_text(), os.listdir(path.parent)) == ("text", "mine", ["file"])

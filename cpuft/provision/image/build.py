@@ -56,7 +56,7 @@ if [ -e "$1" ] && [ ! -f "$1/{STAMP}" ]; then
     exit 1
 fi
 remove "$(dirname "$1")" "$1"
-mkdir -p "$1/etc"
+mkdir "$1" "$1/etc"
 echo "{{}}" >"$1/{STAMP}"
 """
 

@@ -68,7 +68,7 @@ class ServerFacts:
     marked: bool = False
     """Whether cpuft has put, or begun to put, something below the prefix."""
     foreign: str = ""
-    """What is in the way below the prefix, and not cpuft's."""
+    """What is in the way at the prefix, and why."""
     wheels: dict[str, str] = field(default_factory=dict)
     """File name -> SHA-256."""
     sums: dict[str, str] = field(default_factory=dict)
@@ -123,7 +123,7 @@ def check_server(host: str, facts: ServerFacts, config: HostsConfig, brings_pip:
     if not facts.writable:
         return f"{host}: {config.prefix} cannot be written: log in as root, or name a --prefix of your own"
     if facts.foreign:
-        return f"{host}: {facts.foreign} is not cpuft's: move it away, or name another --prefix"
+        return f"{host}: {facts.foreign}: move it away, or name another --prefix"
     if not facts.ensurepip and not brings_pip:
         return f"{host}: there is no pip: apt-get install python3-venv, or leave out --pins and --wheels"
     if not facts.stamp and facts.free_kb < need_kb:

@@ -15,10 +15,15 @@ while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
 [ -w "$folder" ] && echo "writable yes"
 echo "free_kb $(df -Pk "$folder" | awk 'NR == 2 { print $4 }')"
 echo "stamp $(cat "$prefix/env/stamp" 2>/dev/null)"
+case "$(stat -Lc '%a %u' "$prefix" 2>/dev/null)" in
+    *[2367]" "*) echo "foreign $prefix is open to others' writing" ;;
+    "" | *" 0" | *" $(id -u)") ;;
+    *) echo "foreign $prefix is another user's" ;;
+esac
 if [ -f "$prefix/install.lock" ] || [ -f "$prefix/env/stamp" ]; then
     echo "marked yes"
 else
-    for folder in env wheels; do [ ! -e "$prefix/$folder" ] || echo "foreign $prefix/$folder"; done
+    for folder in env wheels; do [ ! -e "$prefix/$folder" ] || echo "foreign $prefix/$folder is not cpuft's"; done
 fi
 for wheel in "$prefix"/wheels/*.whl; do
     [ ! -e "$wheel" ] || echo "wheel $(basename "$wheel") $(sha256sum <"$wheel" | cut -d' ' -f1)"

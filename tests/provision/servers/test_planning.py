@@ -1,10 +1,15 @@
+import os
+import subprocess
 from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.files import write_text
 from cpuft.options.clusters import HostsConfig
+from cpuft.provision.servers import planning
 from cpuft.provision.servers.planning import (
     ServerFacts,
     check_server,
@@ -16,6 +21,7 @@ from cpuft.provision.servers.planning import (
 )
 from cpuft.provision.sshfiles import Member, format_inside
 from cpuft.provision.wheels import Wheel, make_stamp
+from tests.provision.simulated import needs_root
 
 CONFIG = HostsConfig(hosts="a,b", name="lab")
 MEMBERS = (Member("a", "a"), Member("b", "b"))
@@ -132,3 +138,48 @@ def test_down_touches_only_servers_that_have_something() -> None:
     plan = plan_hosts_down(CONFIG, MEMBERS, (DONE, BARE))
     assert [step.host for stage in plan.stages for step in stage] == ["a"]
     assert plan_hosts_down(CONFIG, MEMBERS, (BARE, BARE)).stages == ()
+
+
+def survey(prefix: Path) -> ServerFacts:
+    """What this machine says of itself as a server."""
+    script = Path(planning.__file__).with_name("survey.sh")
+    done = subprocess.run(("sh", script, prefix, "lab"), capture_output=True, text=True, timeout=60, check=True)
+    return parse_survey(done.stdout, "a")
+
+
+@pytest.mark.parametrize(
+    "made, problem, marked",
+    [
+        ((), "", False),
+        (("env/bin/python",), "a: PREFIX/env is not cpuft's: move it away, or name another --prefix", False),
+        (("wheels/a.whl", "notes"), "a: PREFIX/wheels is not cpuft's: move it away, or name another --prefix", False),
+        (("notes",), "", False),
+        (("env/stamp",), "", True),
+        (("env/bin/python", "install.lock"), "", True),
+    ],
+)
+def test_what_is_in_the_way_at_the_prefix(tmp_path: Path, made: tuple[str, ...], problem: str, marked: bool) -> None:
+    for name in made:
+        write_text(tmp_path / "cpuft" / name, "")
+    found = survey(tmp_path / "cpuft")
+    said = check_server("a", replace(BARE, foreign=found.foreign), CONFIG, True, 0)
+    assert (said.replace(f"{tmp_path}/cpuft", "PREFIX"), found.marked) == (problem, marked)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "owner, mode, foreign",
+    [
+        (0, 0o755, ""),
+        (0, 0o775, ""),
+        (0, 0o757, "PREFIX is open to others' writing"),
+        (65534, 0o755, "PREFIX is another user's"),
+    ],
+)
+def test_a_prefix_that_others_could_have_filled_is_in_the_way(
+    tmp_path: Path, owner: int, mode: int, foreign: str
+) -> None:
+    write_text(tmp_path / "cpuft" / "env" / "stamp", "")
+    os.chown(tmp_path / "cpuft", owner, owner)
+    (tmp_path / "cpuft").chmod(mode)
+    assert survey(tmp_path / "cpuft").foreign.replace(f"{tmp_path}/cpuft", "PREFIX") == foreign
