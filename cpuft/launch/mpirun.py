@@ -10,7 +10,7 @@ from cpuft.plan import Setting
 
 KEY = "CPUFT_RUN_KEY"
 """The run's key, by which ranks know each other. mpirun hands its own environment on over connections of its own, so
-that the key is on no command line, in no plan and in no file."""
+that this one is on no command line; ranks of several hosts get another over ssh, unless a printed plan starts them."""
 MAKE_KEY = ("sh", "-c", f'export {KEY}="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \\n")"; exec "$@"', "key")
 """Words before a command that runs it with a new key."""
 

@@ -194,7 +194,7 @@ def plan_notes(
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
     kept = sorted({name for settings in (shared, *per_host) for name in environment.kept_names(settings)})
     notes += [f"kept as you set them: {', '.join(kept)}"] if kept else []
-    notes += [f"{mpirun.KEY}: by it ranks know each other; made as they start, it is on no command line and in no file"]
+    notes += [f"{mpirun.KEY}: by it ranks know each other; made as they start, it is on no command line"]
     notes += about_secrets
     notes += ["", "settings on every host:"] + [f"  {s.name}={s.value}  {s.reason}" for s in shared]
     for assignment, settings in zip(cluster.assignments, per_host):

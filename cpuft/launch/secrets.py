@@ -1,9 +1,10 @@
-"""The user's variables that may be secret: on no command line, in no plan, log or file that lasts."""
+"""The run's key, and the user's variables that may be secret: on no command line, in no plan, log or lasting file."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -12,32 +13,33 @@ from cpuft.files import PRIVATE, SENT, remove_command
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import side_by_side
 from cpuft.launch import settings as environment
+from cpuft.launch.mpirun import KEY
 from cpuft.plan import RunPlan, Setting
 
 
 def plan_secrets(
     cluster: Cluster, run_dir: str, environ: Mapping[str, str]
 ) -> tuple[tuple[tuple[Setting, ...], ...], tuple[str, ...], tuple[str, ...]]:
-    """What becomes of the user's variables that may be secret: each host's settings, words before mpirun, and notes.
+    """What becomes of what may be secret: each host's settings, words before mpirun, and notes.
 
-    Ranks here inherit them. Where other hosts take part, mpirun would tell them to all who listen: it has none of them.
+    Ranks here inherit it. Where other hosts take part, mpirun hands its environment to whoever is first to call itself
+    a host's proxy: it has none of it.
     """
     names = sorted(name for name, value in environ.items() if environment.may_be_secret(name, value))
     notes = [f"left out, because no shell can set it: {name}" for name in environment.unspeakable_names(environ)]
-    none = ((),) * len(cluster.assignments)
-    if cluster.inherits or not names:
+    if cluster.inherits:
         notes += [f"may be secret, so ranks only inherit them: {', '.join(names)}"] if names else []
-        return none, (), tuple(notes)
-    sent = ", ".join(sorted(environment.secrets_for_ranks(environ)))
+        return ((),), (), tuple(notes)
+    sent = ", ".join([KEY, *sorted(environment.secrets_for_ranks(environ))])
     kept = ", ".join(sorted(set(names) - environment.secrets_for_ranks(environ).keys()))
-    notes += [f"may be secret, so each rank gets them by a file of its own, over ssh: {sent}"] if sent else []
+    notes += [f"may be secret, so each rank gets it by a file of its own, over ssh: {sent}"]
     notes += [f"may be secret, so they stay here, and ranks do without: {kept}"] if kept else []
     settings = tuple(
         (Setting(SENT, cluster.sent_file(run_dir, index), f"each rank takes {sent} from its file, which goes then"),)
         for index in range(len(cluster.assignments))
     )
-    without = () if cluster.away else ("env", *(word for name in names for word in ("-u", name)))
-    return settings if sent else none, without, tuple(notes)
+    without = () if cluster.away or not names else ("env", *(word for name in names for word in ("-u", name)))
+    return settings, without, tuple(notes)
 
 
 @contextmanager
@@ -48,9 +50,9 @@ def secrets_there(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[s
     ------
     CpuftError: naming every host that could not take it, with what it said.
     """
-    text = json.dumps(environment.secrets_for_ranks(environ))
+    text = json.dumps({KEY: secrets.token_hex(32)} | environment.secrets_for_ranks(environ))
     prepares = any(setting.name == SENT for stage in plan.prepare for step in stage for setting in step.settings)
-    if cluster.inherits or text == "{}":
+    if cluster.inherits:
         yield
         return
 

@@ -2,7 +2,8 @@
 set -euo pipefail
 # ranks: 1 on node1, 1 on node2, 1 on node3, 1 on node4
 # kept as you set them: FI_PROVIDER
-# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line and in no file
+# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line
+# may be secret, so each rank gets it by a file of its own, over ssh: CPUFT_RUN_KEY
 # 
 # settings on every host:
 #   MASTER_ADDR=10.0.0.1  the master's address: the interface of node1 that routes to 10.0.0.2
@@ -31,6 +32,7 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node1 that routes to 10.0.0.2
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+#   CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/0  each rank takes CPUFT_RUN_KEY from its file, which goes then
 # 
 # settings on node2:
 #   CPUFT_HOSTNAME=node2  every rank checks that it is where the plan put it
@@ -44,6 +46,7 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node2 that routes to 10.0.0.1
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+#   CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/1  each rank takes CPUFT_RUN_KEY from its file, which goes then
 # 
 # settings on node3:
 #   CPUFT_HOSTNAME=node3  every rank checks that it is where the plan put it
@@ -57,6 +60,7 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node3 that routes to 10.0.0.1
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+#   CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/2  each rank takes CPUFT_RUN_KEY from its file, which goes then
 # 
 # settings on node4:
 #   CPUFT_HOSTNAME=node4  every rank checks that it is where the plan put it
@@ -70,6 +74,7 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node4 that routes to 10.0.0.1
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+#   CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/3  each rank takes CPUFT_RUN_KEY from its file, which goes then
 echo 'cpuft: make the run'"'"'s directory' >&2
 sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"' /runs /runs/one </dev/null
 echo 'cpuft: start 4 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
@@ -82,16 +87,20 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
-    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so -env CPUFT_SENT /var/tmp/cpuft-0/0436b62aebee.sent/0 python \
+    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
     : -host node2 -n 1 -env CPUFT_HOSTNAME node2 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
-    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so -env CPUFT_SENT /var/tmp/cpuft-0/0436b62aebee.sent/1 python \
+    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
     : -host node3 -n 1 -env CPUFT_HOSTNAME node3 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
-    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so -env CPUFT_SENT /var/tmp/cpuft-0/0436b62aebee.sent/2 python \
+    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
     : -host node4 -n 1 -env CPUFT_HOSTNAME node4 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
-    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py </dev/null
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so -env CPUFT_SENT /var/tmp/cpuft-0/0436b62aebee.sent/3 python \
+    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py </dev/null

@@ -2,7 +2,8 @@
 set -euo pipefail
 # ranks: 1 on node1, 1 on node2, 1 on node3, 1 on node4
 # kept as you set them: FI_PROVIDER
-# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line and in no file
+# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line
+# may be secret, so each rank gets it by a file of its own, over ssh: CPUFT_RUN_KEY
 # 
 # settings on every host:
 #   MASTER_ADDR=10.0.0.1  the master's address: the interface of node1 that routes to 10.0.0.2
@@ -32,6 +33,7 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node1 that routes to 10.0.0.2
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+#   CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/0  each rank takes CPUFT_RUN_KEY from its file, which goes then
 # 
 # settings on node2:
 #   CPUFT_HOSTNAME=node2  every rank checks that it is where the plan put it
@@ -46,6 +48,7 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node2 that routes to 10.0.0.1
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+#   CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/1  each rank takes CPUFT_RUN_KEY from its file, which goes then
 # 
 # settings on node3:
 #   CPUFT_HOSTNAME=node3  every rank checks that it is where the plan put it
@@ -60,6 +63,7 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node3 that routes to 10.0.0.1
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+#   CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/2  each rank takes CPUFT_RUN_KEY from its file, which goes then
 # 
 # settings on node4:
 #   CPUFT_HOSTNAME=node4  every rank checks that it is where the plan put it
@@ -74,16 +78,17 @@ set -euo pipefail
 #   CCL_KVS_IFACE=ens5  the interface of node4 that routes to 10.0.0.1
 #   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
+#   CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/3  each rank takes CPUFT_RUN_KEY from its file, which goes then
 echo 'cpuft: make the run'"'"'s directory' >&2
 sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"' /runs /runs/one </dev/null
 echo 'cpuft: start 4 ranks with openmpi'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -x CPUFT_RUN_KEY --bind-to none --map-by slot --oversubscribe --output-filename /runs/one/logs \
-    --mca oob_tcp_if_include ens5 --mca btl_tcp_if_include ens5 --host node1:1 -np 1 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=hydra CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one CPUFT_HOSTNAME=node1 CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 OMP_NUM_THREADS=28 I_MPI_PIN=off CPUFT_PIN=rank CCL_WORKER_COUNT=4 CCL_WORKER_AFFINITY=0,1,2,3 GLOO_SOCKET_IFNAME=ens5 FI_TCP_IFACE=ens5 CCL_KVS_IFACE=ens5 THP_MEM_ALLOC_ENABLE=1 LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
+    --mca oob_tcp_if_include ens5 --mca btl_tcp_if_include ens5 --host node1:1 -np 1 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=hydra CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one CPUFT_HOSTNAME=node1 CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 OMP_NUM_THREADS=28 I_MPI_PIN=off CPUFT_PIN=rank CCL_WORKER_COUNT=4 CCL_WORKER_AFFINITY=0,1,2,3 GLOO_SOCKET_IFNAME=ens5 FI_TCP_IFACE=ens5 CCL_KVS_IFACE=ens5 THP_MEM_ALLOC_ENABLE=1 LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/0 python \
     -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
-    : --host node2:1 -np 1 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=hydra CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one CPUFT_HOSTNAME=node2 CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 OMP_NUM_THREADS=28 I_MPI_PIN=off CPUFT_PIN=rank CCL_WORKER_COUNT=4 CCL_WORKER_AFFINITY=0,1,2,3 GLOO_SOCKET_IFNAME=ens5 FI_TCP_IFACE=ens5 CCL_KVS_IFACE=ens5 THP_MEM_ALLOC_ENABLE=1 LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
+    : --host node2:1 -np 1 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=hydra CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one CPUFT_HOSTNAME=node2 CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 OMP_NUM_THREADS=28 I_MPI_PIN=off CPUFT_PIN=rank CCL_WORKER_COUNT=4 CCL_WORKER_AFFINITY=0,1,2,3 GLOO_SOCKET_IFNAME=ens5 FI_TCP_IFACE=ens5 CCL_KVS_IFACE=ens5 THP_MEM_ALLOC_ENABLE=1 LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/1 python \
     -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
-    : --host node3:1 -np 1 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=hydra CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one CPUFT_HOSTNAME=node3 CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 OMP_NUM_THREADS=28 I_MPI_PIN=off CPUFT_PIN=rank CCL_WORKER_COUNT=4 CCL_WORKER_AFFINITY=0,1,2,3 GLOO_SOCKET_IFNAME=ens5 FI_TCP_IFACE=ens5 CCL_KVS_IFACE=ens5 THP_MEM_ALLOC_ENABLE=1 LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
+    : --host node3:1 -np 1 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=hydra CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one CPUFT_HOSTNAME=node3 CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 OMP_NUM_THREADS=28 I_MPI_PIN=off CPUFT_PIN=rank CCL_WORKER_COUNT=4 CCL_WORKER_AFFINITY=0,1,2,3 GLOO_SOCKET_IFNAME=ens5 FI_TCP_IFACE=ens5 CCL_KVS_IFACE=ens5 THP_MEM_ALLOC_ENABLE=1 LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/2 python \
     -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
-    : --host node4:1 -np 1 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=hydra CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one CPUFT_HOSTNAME=node4 CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 OMP_NUM_THREADS=28 I_MPI_PIN=off CPUFT_PIN=rank CCL_WORKER_COUNT=4 CCL_WORKER_AFFINITY=0,1,2,3 GLOO_SOCKET_IFNAME=ens5 FI_TCP_IFACE=ens5 CCL_KVS_IFACE=ens5 THP_MEM_ALLOC_ENABLE=1 LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python \
+    : --host node4:1 -np 1 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=hydra CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one CPUFT_HOSTNAME=node4 CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 OMP_NUM_THREADS=28 I_MPI_PIN=off CPUFT_PIN=rank CCL_WORKER_COUNT=4 CCL_WORKER_AFFINITY=0,1,2,3 GLOO_SOCKET_IFNAME=ens5 FI_TCP_IFACE=ens5 CCL_KVS_IFACE=ens5 THP_MEM_ALLOC_ENABLE=1 LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so CPUFT_SENT=/var/tmp/cpuft-0/0436b62aebee.sent/3 python \
     -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py </dev/null

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 set -euo pipefail
 # ranks: 2 on node1
-# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line and in no file
+# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line
 # 
 # settings on every host:
 #   MASTER_ADDR=127.0.0.1  the master's address: all ranks are on one host

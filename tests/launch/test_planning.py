@@ -89,7 +89,7 @@ def test_where_secrets_go() -> None:
     assert inherited in one.notes
     assert one.ranks[0][0].command[0] == "sh"
     two = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
-    assert "may be secret, so each rank gets them by a file of its own, over ssh: HF_TOKEN" in two.notes
+    assert "may be secret, so each rank gets it by a file of its own, over ssh: CPUFT_RUN_KEY, HF_TOKEN" in two.notes
     kept = "may be secret, so they stay here, and ranks do without: CCL_KEY, FI_PASSWORD, HF_API_KEY, OPENAI_API_KEY"
     assert kept in two.notes
     command = two.ranks[0][0].command

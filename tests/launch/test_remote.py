@@ -91,7 +91,7 @@ def test_a_script_runs_on_every_host_and_its_output_comes_back(cluster: Simulate
 
 TOKENS = """
 import glob, os
-names = ("HF_TOKEN", "OPENAI_API_KEY")
+names = ("HF_TOKEN", "OPENAI_API_KEY", "CPUFT_RUN_KEY")
 def shows(path):
     try:
         return b"hunter" in open(path, "rb").read()
@@ -111,7 +111,7 @@ def test_a_token_reaches_every_host_and_no_line_and_other_secrets_none(cluster: 
     assert "HF_TOKEN" in plan.stdout, plan.stderr
     done = cluster.cpuft(*words, **secrets)
     told = sorted(path.read_text() for path in (cluster.folder / "tokens" / "logs").glob("rank-*.out"))
-    assert told == ["0 [15, 0] []\n", "1 [15, 0] []\n"], done.stderr
+    assert told == ["0 [15, 0, 64] []\n", "1 [15, 0, 64] []\n"], done.stderr
     kept = [path.read_text() for path in (cluster.folder / "tokens").rglob("*") if path.is_file()]
     assert "hunter" not in plan.stdout + plan.stderr + done.stdout + done.stderr + "".join(kept)
     assert [cluster.on(index, "find /var/tmp -name '*.sent'") for index in (1, 2)] == ["", ""]
@@ -119,8 +119,8 @@ def test_a_token_reaches_every_host_and_no_line_and_other_secrets_none(cluster: 
     (cluster.folder / "own").write_text(f"export CPUFT_STATE=state OPENAI_API_KEY=hunter4 HF_TOKEN={'hunter5' * 2}\n")
     lines = [f"cd {cluster.folder}", ". ./own"]
     there = ("env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "cpuft", *words[:-3], "there", *words[-2:])
-    assert cluster.on(1, "\n".join([*lines, shlex.join(there)])).startswith("0 [14, 0] []\n")
-    assert (cluster.folder / "there" / "logs" / "rank-1.out").read_text() == "1 [14, 0] []\n"
+    assert cluster.on(1, "\n".join([*lines, shlex.join(there)])).startswith("0 [14, 0, 64] []\n")
+    assert (cluster.folder / "there" / "logs" / "rank-1.out").read_text() == "1 [14, 0, 64] []\n"
     assert cluster.on(1, "find /var/tmp -name '*.sent'") == ""
 
 

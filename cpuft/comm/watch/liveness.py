@@ -23,8 +23,7 @@ from cpuft.comm.watch.hub import HELLO_BYTES, WELCOME, Hub, notice_silence, prov
 from cpuft.errors import CpuftError
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
-"""The run's key, the same for all its ranks. mpirun hands its environment on over connections of its own, so it is on
-no command line and in no file. Where no launch has made one, the first rank's goes through the store."""
+"""The run's key, the same for all its ranks. Where no launch has made one, the first rank's goes through the store."""
 
 Message = dict[str, Any]
 _JOIN_SECONDS = 60.0
