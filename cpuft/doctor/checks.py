@@ -58,6 +58,7 @@ _FUNCTIONS: tuple[Callable[[ClusterState], Iterator[Finding]], ...] = (
     capacity.check_leftovers,
     reach.check_links,
     capacity.check_open_files,
+    reach.check_listening,
 )
 
 CHECKS = tuple(Check(f"CPUFT-{number:03}", find) for number, find in enumerate(_FUNCTIONS, start=1))

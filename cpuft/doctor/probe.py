@@ -29,6 +29,8 @@ _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
 _SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
 _WATCH_SECONDS = 0.25
+_LISTENS = "0A"  # include/net/tcp_states.h
+_MPIRUNS = ("hydra_", "mpiexec", "mpirun", "orted", "prted")
 
 
 def _read(path: str) -> str:
@@ -135,6 +137,31 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     return found + [path for path in runs if os.lstat(path).st_mtime < time.time() - 24 * 3600]
 
 
+def find_listening() -> dict[str, str]:
+    """What this user's runs listen at for others than this host: "hydra_pmi_proxy (pid 12), port 40000" -> address.
+
+    A socket that several processes have is told of the first: ranks inherit those of mpirun.
+    """
+    found = {}
+    sockets = [line.split() for line in (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()]
+    # proc_net_tcp of the kernel: sl local_address rem_address st ... inode, at 9
+    open_ones = {f"socket:[{words[9]}]": words[1].split(":") for words in sockets if words[3:4] == [_LISTENS]}
+    for pid in sorted(int(path.split("/")[2]) for path in glob.glob("/proc/[0-9]*") if _is_own(path)):
+        name = _read(f"/proc/{pid}/comm")
+        if name.startswith(_MPIRUNS) or "CPUFT_WORLD_SIZE=" in _read(f"/proc/{pid}/environ"):
+            for link in glob.glob(f"/proc/{pid}/fd/*"):
+                address, port = open_ones.pop(os.path.realpath(link).rpartition("/")[2], ("", ""))
+                found[f"{name} (pid {pid}), port {int(port or '0', 16)}"] = _read_address(address)
+    return {what: address for what, address in found.items() if address not in ("", "::1", "127.0.0.1")}
+
+
+def _read_address(text: str) -> str:
+    """An address of /proc/net/tcp or tcp6: 32-bit words in hexadecimal, each in the host's byte order."""
+    order = -1 if sys.byteorder == "little" else 1
+    words = [bytes.fromhex(text[at : at + 8])[::order] for at in range(0, len(text), 8)]
+    return socket.inet_ntop(socket.AF_INET6 if words[1:] else socket.AF_INET, b"".join(words)) if words else ""
+
+
 def _is_own(path: str) -> bool:
     try:
         return os.lstat(path).st_uid == os.geteuid()
@@ -225,6 +252,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "memlock": -1 if soft == resource.RLIM_INFINITY else soft,
             "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             "leftovers": find_leftovers(),
+            "listening": find_listening(),
             "steal": steal,
             "ssh": ssh.result(),
             **ports,

@@ -173,6 +173,20 @@ def check_links(state: ClusterState) -> Iterator[Finding]:
             )
 
 
+def check_listening(state: ClusterState) -> Iterator[Finding]:
+    """CPUFT-035: a run that goes on listens beyond the cluster's addresses."""
+    for one, facts, health in state.answering:
+        own = {one.address, *facts.routes.values()}
+        for what, address in health.listening.items():
+            if address not in own:
+                yield warning(
+                    one.name,
+                    f"{what} is open on {'all interfaces' if address in ('0.0.0.0', '::') else address}",
+                    "mpirun's proxies know no other way, and believe who calls himself a host; else a script of yours",
+                    "let a firewall keep all but the cluster's hosts away from all its ports but ssh",
+                )
+
+
 def _mtu(facts: HostFacts, mtus: dict[str, int]) -> int:
     source = next(iter(facts.routes.values()), "")
     name = next((name for name, address in facts.interfaces.items() if address == source), "")

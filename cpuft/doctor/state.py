@@ -32,6 +32,8 @@ class Health:
     open_files: int
     """Files a process may open, once it has asked for all it may have; -1 for no limit."""
     leftovers: list[str]
+    listening: dict[str, str]
+    """What runs listen at, by process and port -> address; without loopback."""
     steal: float
     ssh: dict[str, str]
     """Address of a peer -> what ssh complained of."""

@@ -44,6 +44,7 @@ HEALTH = Health(
     memlock=-1,
     open_files=1 << 20,
     leftovers=[],
+    listening={},
     steal=0.0,
     ssh={},
     listens=True,
@@ -66,7 +67,14 @@ def _host(index: int, hosts: int) -> HostState:
         interfaces={"lo": "127.0.0.1", "eth0": address, "docker0": "172.17.0.1"},
         routes={peers[0]: address},
     )
-    health = replace(HEALTH, own_address=address, ssh=dict.fromkeys(peers, ""), connected=dict.fromkeys(peers, 0.2))
+    listening = {"python (pid 8), port 40001": address}
+    health = replace(
+        HEALTH,
+        own_address=address,
+        listening=listening,
+        ssh=dict.fromkeys(peers, ""),
+        connected=dict.fromkeys(peers, 0.2),
+    )
     return HostState(Host(f"node{index}"), address, facts, health)
 
 
