@@ -6,40 +6,23 @@ run's key is dropped. After that it is closed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import errno
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import threading
-import time
+from asyncio.trsock import TransportSocket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-HELLO_BYTES = 256
 STRANGERS = 256
 """Connections that have not said hello yet; one more costs the oldest its place."""
 WELCOME = b"welcome\n"
 
 _HELLO_SECONDS = 5.0
-_LINE_BYTES = 1 << 20
-_SEND_SECONDS = 1.0
-_PAUSE_SECONDS = 0.2
+_LINE_BYTES = 1 << 17
 _TOLD = 5
-
-
-@dataclass
-class _Peer:
-    """The other end of a connection."""
-
-    address: str
-    rank: int = -1
-    """-1 for a stranger."""
-    partial: bytes = b""
-    nonce: bytes = field(default_factory=lambda: secrets.token_hex(16).encode())
-    since: float = field(default_factory=time.monotonic)
 
 
 class Hub:
@@ -65,110 +48,98 @@ class Hub:
         self._hello_seconds = hello_seconds
         self._listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._ranks: dict[socket.socket, _Peer] = {}
-        self._strangers: dict[socket.socket, _Peer] = {}
+        self._ranks: dict[asyncio.StreamWriter, int] = {}
+        self._strangers: list[asyncio.Task[str]] = []
         self._refused = 0
         self.full = threading.Event()
         """Set when all ranks are in."""
-        threading.Thread(target=self._run, name="cpuft-comm-hub", daemon=True).start()
+        threading.Thread(target=asyncio.run, args=(self._run(),), name="cpuft-comm-hub", daemon=True).start()
 
-    def _run(self) -> None:
-        while self._missing or self._ranks:
-            for key, _ in self._selector.select(self._hello_seconds / 5 if self._strangers else None):
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is self._listener:
-                    self._accept()
-                elif connection in self._ranks or connection in self._strangers:
-                    self._read(connection)
-            late = time.monotonic() - self._hello_seconds
-            for connection in [one for one, peer in self._strangers.items() if peer.since < late]:
-                self._refuse(connection, f"said no hello in {self._hello_seconds:g} s")
+    async def _run(self) -> None:
+        self._over = asyncio.Event()
+        # Where no file descriptor is left to accept with, asyncio says so here, and tries again in a second.
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: self._tell(found["message"]))
+        listener = self._listener
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=_LINE_BYTES, start_serving=False)
+        await self._server.start_serving()
+        await self._over.wait()
 
-    def _accept(self) -> None:
-        if len(self._strangers) >= STRANGERS:
-            self._refuse(next(iter(self._strangers)), f"was the oldest of {STRANGERS} without a hello")
-        try:
-            connection, address = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                for oldest in list(self._strangers)[:1]:
-                    self._refuse(oldest, "had the last file descriptor")
-                time.sleep(_PAUSE_SECONDS)  # the one who waits keeps the listener ready
-            return
-        connection.settimeout(_SEND_SECONDS)
-        notice_silence(connection)
-        peer = self._strangers[connection] = _Peer(str(address[0]))
-        self._selector.register(connection, selectors.EVENT_READ)
-        with contextlib.suppress(OSError):
-            connection.sendall(peer.nonce + b"\n")
-
-    def _read(self, connection: socket.socket) -> None:
-        peer = self._ranks.get(connection) or self._strangers[connection]
-        try:
-            data = connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            self._refuse(connection, "hung up")
-            return
-        *lines, peer.partial = (peer.partial + data).split(b"\n")
-        for line in lines:
-            if peer.rank >= 0:
-                self._relay(line)
-            elif not self._admit(connection, peer, line):
-                return
-        if len(peer.partial) > (_LINE_BYTES if peer.rank >= 0 else HELLO_BYTES):
-            self._refuse(connection, "sent too long a line")
-
-    def _admit(self, connection: socket.socket, peer: _Peer, line: bytes) -> bool:
-        """Let a rank in: "RANK PROOF", at most once each. Nothing is parsed before the proof has been checked."""
-        rank, _, proof = line[:HELLO_BYTES].partition(b" ")
-        if not hmac.compare_digest(proof, prove(self._key, peer.nonce, rank)):
-            self._refuse(connection, "does not know the run's key")
-        elif rank not in self._missing:
-            self._refuse(
-                connection, f"says it is rank {rank.decode(errors='replace')}, which is in already or not of this run"
-            )
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection, from its hello to its end."""
+        address, *_ = writer.get_extra_info("peername") or ("nowhere",)
+        notice_silence(writer.get_extra_info("socket"))
+        hello = asyncio.create_task(self._greet(reader, writer))
+        self._strangers.append(hello)
+        if len(self._strangers) > STRANGERS:
+            self._strangers[0].cancel()
+        done, _ = await asyncio.wait([hello], timeout=self._hello_seconds)
+        self._strangers.remove(hello)
+        reason = "came after all ranks" if self.full.is_set() else f"was the oldest of {STRANGERS} without a hello"
+        if not done:
+            hello.cancel()
+            reason = f"said no hello in {self._hello_seconds:g} s"
+        elif not hello.cancelled():
+            reason = hello.result()
+        if reason:
+            self._tell(f"dropped a connection from {address}: it {reason}")
         else:
-            self._missing.remove(rank)
-            peer.rank = int(rank)
-            self._ranks[connection] = self._strangers.pop(connection)
-            with contextlib.suppress(OSError):
-                connection.sendall(WELCOME)
-            if not self._missing:
-                self._close_door()
-        return peer.rank >= 0
+            await self._hear(reader, writer)
+        writer.transport.abort()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Let a rank in, which says "RANK PROOF", each once; else why not. Before the proof nothing is parsed."""
+        nonce = secrets.token_hex(16).encode()
+        writer.write(nonce + b"\n")
+        try:
+            hello = await reader.readline()
+        except ValueError:
+            return "sent too long a line"
+        except OSError:
+            return "hung up"
+        rank, _, proof = hello.rstrip(b"\n").partition(b" ")
+        if not hello.endswith(b"\n"):
+            return "hung up"
+        if not hmac.compare_digest(proof, prove(self._key, nonce, rank)):
+            return "does not know the run's key"
+        if rank not in self._missing:
+            return f"says it is rank {rank.decode(errors='replace')}, which is in already or not of this run"
+        self._missing.remove(rank)
+        self._ranks[writer] = int(rank)
+        writer.write(WELCOME)
+        if not self._missing:
+            self._close_door()
+        return ""
 
     def _close_door(self) -> None:
         """All ranks are in: nobody else has any business here."""
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        for connection in list(self._strangers):
-            self._refuse(connection, "came after all ranks")
+        self._server.close()
         self.full.set()
+        for hello in self._strangers:
+            if hello is not asyncio.current_task():
+                hello.cancel()
 
-    def _refuse(self, connection: socket.socket, reason: str) -> None:
-        """Hang up on anybody. A rank's leaving is told to the others; a stranger's to `say`, a few times."""
-        if stranger := self._strangers.pop(connection, None):
-            self._refused += 1
-            more = "; no more of these are told" if self._refused == _TOLD else ""
-            if self._refused <= _TOLD:
-                self._say(f"cpuft comm: the hub dropped a connection from {stranger.address}: it {reason}{more}")
-        self._selector.unregister(connection)
-        connection.close()
-        if peer := self._ranks.pop(connection, None):
-            self._relay(json.dumps({"gone": peer.rank}).encode())
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (line := await reader.readline()).endswith(b"\n"):
+                self._relay(line)
+        self._relay(json.dumps({"gone": self._ranks.pop(writer)}).encode() + b"\n")
+        if not self._missing and not self._ranks:
+            self._over.set()
 
     def _relay(self, line: bytes) -> None:
-        for connection in self._ranks:
-            with contextlib.suppress(OSError):
-                connection.sendall(line + b"\n")
+        for writer in self._ranks:
+            # A rank that is stopped reads nothing.
+            if writer.transport.get_write_buffer_size() < _LINE_BYTES:
+                writer.write(line)
+
+    def _tell(self, text: str) -> None:
+        self._refused += 1
+        more = "; no more of these are told" if self._refused == _TOLD else ""
+        if self._refused <= _TOLD:
+            self._say(f"cpuft comm: the hub {text}{more}")
 
 
-def notice_silence(connection: socket.socket) -> None:
+def notice_silence(connection: socket.socket | TransportSocket) -> None:
     """Have the kernel end it 7 s after the other host was cut off; the last option is for data on its way (tcp(7))."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 7000)):

@@ -19,13 +19,14 @@ from typing import Any, BinaryIO
 
 from torch._C._distributed_c10d import Store
 
-from cpuft.comm.watch.hub import HELLO_BYTES, WELCOME, Hub, notice_silence, prove
+from cpuft.comm.watch.hub import WELCOME, Hub, notice_silence, prove
 from cpuft.errors import CpuftError
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
 """The run's key, the same for all its ranks. Where no launch has made one, the first rank's goes through the store."""
 
 Message = dict[str, Any]
+_HELLO_BYTES = 256
 _JOIN_SECONDS = 60.0
 _AGAIN_SECONDS = 0.2
 
@@ -110,9 +111,9 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
         with contextlib.suppress(OSError):
             connection = socket.create_connection(address, timeout=left)
             lines = connection.makefile("rb")
-            nonce, own = lines.readline(HELLO_BYTES).strip(), str(rank).encode()
+            nonce, own = lines.readline(_HELLO_BYTES).strip(), str(rank).encode()
             connection.sendall(own + b" " + prove(key, nonce, own) + b"\n")
-            if lines.readline(HELLO_BYTES) == WELCOME:
+            if lines.readline(_HELLO_BYTES) == WELCOME:
                 connection.settimeout(None)
                 notice_silence(connection)
                 return connection, lines

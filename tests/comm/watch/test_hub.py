@@ -84,7 +84,7 @@ def check_all_is_well(hub: Hub) -> None:
     ("noise", "reason"),
     [
         (b"[" * 200 + b"\n", "does not know the run's key"),
-        (b"[" * 100_000, "sent too long a line"),
+        (b"[" * 200_000, "sent too long a line"),
         (b'{"rank": 0, "token": ""}\n', "does not know the run's key"),
         (b"0 " + b"0" * 64 + b"\n", "does not know the run's key"),
         (b"\n\n\n", "does not know the run's key"),
