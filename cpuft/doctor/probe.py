@@ -29,7 +29,6 @@ _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
 _SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
 _WATCH_SECONDS = 0.25
-_LISTENS = "0A"  # include/net/tcp_states.h
 _MPIRUNS = ("hydra_", "mpiexec", "mpirun", "orted", "prted")
 
 
@@ -144,8 +143,8 @@ def find_listening() -> dict[str, str]:
     """
     found = {}
     sockets = [line.split() for line in (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()]
-    # proc_net_tcp of the kernel: sl local_address rem_address st ... inode, at 9
-    open_ones = {f"socket:[{words[9]}]": words[1].split(":") for words in sockets if words[3:4] == [_LISTENS]}
+    # proc_net_tcp of the kernel: sl local_address rem_address st (0A: listens) ... inode, at 9
+    open_ones = {f"socket:[{words[9]}]": words[1].split(":") for words in sockets if words[3:4] == ["0A"]}
     for pid in sorted(int(path.split("/")[2]) for path in glob.glob("/proc/[0-9]*") if _is_own(path)):
         name = _read(f"/proc/{pid}/comm")
         if name.startswith(_MPIRUNS) or "CPUFT_WORLD_SIZE=" in _read(f"/proc/{pid}/environ"):
@@ -157,8 +156,7 @@ def find_listening() -> dict[str, str]:
 
 def _read_address(text: str) -> str:
     """An address of /proc/net/tcp or tcp6: 32-bit words in hexadecimal, each in the host's byte order."""
-    order = -1 if sys.byteorder == "little" else 1
-    words = [bytes.fromhex(text[at : at + 8])[::order] for at in range(0, len(text), 8)]
+    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
     return socket.inet_ntop(socket.AF_INET6 if words[1:] else socket.AF_INET, b"".join(words)) if words else ""
 
 

@@ -121,9 +121,8 @@ def change_torch() -> None:
 
     To be called before torch is imported.
     """
-    name = "torch.distributed"
-    changes = {f"{name}.distributed_c10d": _keep_groups, f"{name}.rendezvous": listen_narrowly}
-    sys.meta_path.insert(0, _ChangeTorch(changes))
+    changes = {"distributed_c10d": _keep_groups, "rendezvous": listen_narrowly}
+    sys.meta_path.insert(0, _ChangeTorch({f"torch.distributed.{name}": change for name, change in changes.items()}))
 
 
 def keep_for_good(thing: object) -> None:

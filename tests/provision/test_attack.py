@@ -117,7 +117,7 @@ def read_to_first_step(process: subprocess.Popen[str]) -> str:
 def find_wide(cluster: Simulated) -> list[tuple[str, str]]:
     """Host and process of what the doctor finds to listen beyond the cluster's addresses."""
     said = cluster.cpuft("doctor", "--cluster", cluster.name, "--json").stdout
-    found = [finding for finding in json.loads(said)["findings"] if finding["code"] == "CPUFT-034"]
+    found = [finding for finding in json.loads(said)["findings"] if finding["code"] == "CPUFT-035"]
     return [(finding["host"].split(" ")[0], finding["evidence"].split(" ")[0]) for finding in found]
 
 

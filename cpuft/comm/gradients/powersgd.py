@@ -7,7 +7,6 @@ wait for each other. Here all are started from backward, in the order of buckets
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -65,16 +64,6 @@ class _Mean:
                 tensor.copy_(mean.view(tensor.shape))
 
 
-@dataclass
-class _Begun:
-    """A bucket on its way."""
-
-    buffer: torch.Tensor
-    matrices: list[tuple[Matrix, torch.Tensor]]
-    means: tuple[_Mean, _Mean]
-    future: torch.futures.Future[torch.Tensor]
-
-
 class PowerSGD:
     """Averages DDP's buckets over a group's ranks. Gradients whose factors are no fewer bytes go whole, as bf16."""
 
@@ -82,7 +71,10 @@ class PowerSGD:
         self._group = group
         self._generator = torch.Generator().manual_seed(0)  # the same on all ranks
         self._kept: dict[torch.Tensor, Matrix] = {}
-        self._begun: list[_Begun] = []
+        # Of the buckets on their way.
+        self._means: list[_Mean] = []
+        self._matrices: list[tuple[Matrix, torch.Tensor]] = []
+        self._ends: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -91,9 +83,10 @@ class PowerSGD:
         whole = [gradient for _, gradient in pairs if not is_worth_factors(gradient.shape)]
         matrices = [(self._keep(parameter), g) for parameter, g in pairs if is_worth_factors(g.shape)]
         factors = [matrix.project(gradient) for matrix, gradient in matrices]
-        means = _Mean(whole, _WHOLE, self._group), _Mean(factors, torch.float32, self._group)
-        self._begun.append(_Begun(bucket.buffer(), matrices, means, torch.futures.Future()))
-        future = self._begun[-1].future
+        self._means += _Mean(whole, _WHOLE, self._group), _Mean(factors, torch.float32, self._group)
+        self._matrices += matrices
+        future = torch.futures.Future[torch.Tensor]()
+        self._ends.append((future, bucket.buffer()))
         if bucket.is_last():
             self._finish()
         return future
@@ -104,15 +97,14 @@ class PowerSGD:
         return self._kept[parameter]
 
     def _finish(self) -> None:
-        for mean in (mean for begun in self._begun for mean in begun.means):
+        for mean in self._means:
             mean.wait()
-        matrices = [pair for begun in self._begun for pair in begun.matrices]
-        _Mean([matrix.answer() for matrix, _ in matrices], torch.float32, self._group).wait()
-        for matrix, gradient in matrices:
+        _Mean([matrix.answer() for matrix, _ in self._matrices], torch.float32, self._group).wait()
+        for matrix, gradient in self._matrices:
             matrix.settle(gradient)
-        for begun in self._begun:
-            begun.future.set_result(begun.buffer)
-        self._begun.clear()
+        for future, buffer in self._ends:
+            future.set_result(buffer)
+        self._means, self._matrices, self._ends = [], [], []
 
 
 def is_worth_factors(shape: torch.Size) -> bool:

@@ -13,7 +13,6 @@ import json
 import secrets
 import socket
 import threading
-from asyncio.trsock import TransportSocket
 from collections.abc import Callable, Sequence
 
 STRANGERS = 256
@@ -46,20 +45,19 @@ class Hub:
     ) -> None:
         self._key, self._missing, self._say = key, {str(rank).encode() for rank in ranks}, say
         self._hello_seconds = hello_seconds
-        self._listener = socket.create_server((host, 0), backlog=1024)
-        self.port: int = self._listener.getsockname()[1]
+        listener = socket.create_server((host, 0), backlog=1024)
+        self.port: int = listener.getsockname()[1]
         self._ranks: dict[asyncio.StreamWriter, int] = {}
         self._strangers: list[asyncio.Task[str]] = []
         self._refused = 0
         self.full = threading.Event()
         """Set when all ranks are in."""
-        threading.Thread(target=asyncio.run, args=(self._run(),), name="cpuft-comm-hub", daemon=True).start()
+        threading.Thread(target=asyncio.run, args=(self._run(listener),), name="cpuft-comm-hub", daemon=True).start()
 
-    async def _run(self) -> None:
+    async def _run(self, listener: socket.socket) -> None:
         self._over = asyncio.Event()
         # Where no file descriptor is left to accept with, asyncio says so here, and tries again in a second.
         asyncio.get_running_loop().set_exception_handler(lambda _, found: self._tell(found["message"]))
-        listener = self._listener
         self._server = await asyncio.start_server(self._serve, sock=listener, limit=_LINE_BYTES, start_serving=False)
         await self._server.start_serving()
         await self._over.wait()
@@ -91,14 +89,12 @@ class Hub:
         nonce = secrets.token_hex(16).encode()
         writer.write(nonce + b"\n")
         try:
-            hello = await reader.readline()
-        except ValueError:
+            hello = await reader.readuntil()
+        except asyncio.LimitOverrunError:
             return "sent too long a line"
-        except OSError:
+        except (OSError, EOFError):
             return "hung up"
-        rank, _, proof = hello.rstrip(b"\n").partition(b" ")
-        if not hello.endswith(b"\n"):
-            return "hung up"
+        rank, _, proof = hello[:-1].partition(b" ")
         if not hmac.compare_digest(proof, prove(self._key, nonce, rank)):
             return "does not know the run's key"
         if rank not in self._missing:
@@ -119,9 +115,9 @@ class Hub:
                 hello.cancel()
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while (line := await reader.readline()).endswith(b"\n"):
-                self._relay(line)
+        with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
+            while True:
+                self._relay(await reader.readuntil())
         self._relay(json.dumps({"gone": self._ranks.pop(writer)}).encode() + b"\n")
         if not self._missing and not self._ranks:
             self._over.set()
@@ -139,7 +135,7 @@ class Hub:
             self._say(f"cpuft comm: the hub {text}{more}")
 
 
-def notice_silence(connection: socket.socket | TransportSocket) -> None:
+def notice_silence(connection: socket.socket) -> None:
     """Have the kernel end it 7 s after the other host was cut off; the last option is for data on its way (tcp(7))."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 7000)):

@@ -127,10 +127,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
 
 def _address() -> str:
     """Where the others reach this rank: the master's address if it is this host's, else the host's name."""
-    master = os.environ.get("MASTER_ADDR", "")
-    if not master:
-        return socket.gethostname()
-    with contextlib.suppress(OSError), socket.socket() as probe:
-        probe.bind((master, 0))
-        return master
+    with contextlib.suppress(OSError, KeyError), socket.socket() as probe:
+        probe.bind((os.environ["MASTER_ADDR"], 0))
+        return os.environ["MASTER_ADDR"] or socket.gethostname()
     return socket.gethostname()
