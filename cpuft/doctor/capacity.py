@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from cpuft.doctor.finding import Finding, warning
+from cpuft.doctor.finding import Finding, check, warning
 from cpuft.doctor.probe import GOVERNORS, RUN_FOLDER
 from cpuft.doctor.state import ClusterState
 from cpuft.hardware import bf16_hardware
@@ -24,8 +24,8 @@ _LEAST_DISK = 1024 * _MIB
 _MOST_STEAL = 0.05
 
 
-def check_bf16(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-019: no host multiplies bf16 in hardware."""
+@check("CPUFT-019", "no host multiplies bf16 in hardware.")
+def _check_bf16(state: ClusterState) -> Iterator[Finding]:
     flags = [bf16_hardware(facts.cpu_flags) for _, facts, _ in state.answering]
     if flags and not any(flags):
         one, facts, _ = state.answering[0]
@@ -37,8 +37,8 @@ def check_bf16(state: ClusterState) -> Iterator[Finding]:
         )
 
 
-def check_amx(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-020: the CPU has AMX, and the kernel does not let a process use it."""
+@check("CPUFT-020", "the CPU has AMX, and the kernel does not let a process use it.")
+def _check_amx(state: ClusterState) -> Iterator[Finding]:
     for one, facts, health in state.answering:
         if "amx_tile" in facts.cpu_flags and not health.amx_usable:
             yield warning(
@@ -49,8 +49,8 @@ def check_amx(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_memory(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-021: too little memory for the ranks planned."""
+@check("CPUFT-021", "too little memory for the ranks planned.")
+def _check_memory(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         ranks = max(1, state.ranks.get(one.host.name, 1))
         if health.memory_available < ranks * _LEAST_MEMORY:
@@ -62,8 +62,8 @@ def check_memory(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_shared_memory(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-022: /dev/shm is too small."""
+@check("CPUFT-022", "/dev/shm is too small.")
+def _check_shared_memory(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if health.shm_free < _LEAST_SHM and state.ranks.get(one.host.name) != 1:
             yield Finding(
@@ -74,8 +74,8 @@ def check_shared_memory(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_open_files(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-034: a process may open too few files."""
+@check("CPUFT-034", "a process may open too few files.")
+def _check_open_files(state: ClusterState) -> Iterator[Finding]:
     ranks = sum(state.ranks.values()) or sum(one.host.slots or len(facts.cores) for one, facts, _ in state.answering)
     need = _FILES + _FILES_OF_A_RANK * ranks
     for one, _, health in state.answering:
@@ -88,8 +88,8 @@ def check_open_files(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_disk(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-023: the disk is full."""
+@check("CPUFT-023", "the disk is full.")
+def _check_disk(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if health.disk_free < _LEAST_DISK:
             yield Finding(
@@ -100,8 +100,8 @@ def check_disk(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_slots(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-024: more ranks than cores."""
+@check("CPUFT-024", "more ranks than cores.")
+def _check_slots(state: ClusterState) -> Iterator[Finding]:
     for one, facts, _ in state.answering:
         wanted = state.ranks.get(one.host.name, one.host.slots)
         if wanted > len(facts.cores):
@@ -113,8 +113,8 @@ def check_slots(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_quota(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-025: a control group allows less CPU time than the cores that are seen."""
+@check("CPUFT-025", "a control group allows less CPU time than the cores that are seen.")
+def _check_quota(state: ClusterState) -> Iterator[Finding]:
     for one, facts, _ in state.answering:
         if 0 < facts.cpu_quota < len(facts.seen_cores):
             yield warning(
@@ -125,8 +125,8 @@ def check_quota(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_load(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-026: something else computes there."""
+@check("CPUFT-026", "something else computes there.")
+def _check_load(state: ClusterState) -> Iterator[Finding]:
     for one, facts, health in state.answering:
         if health.load > max(1.0, 0.75 * len(facts.seen_cores)):
             yield warning(
@@ -137,8 +137,8 @@ def check_load(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_steal(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-027: the hypervisor gives CPU time to others."""
+@check("CPUFT-027", "the hypervisor gives CPU time to others.")
+def _check_steal(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if health.steal > _MOST_STEAL:
             yield warning(
@@ -149,8 +149,8 @@ def check_steal(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_governor(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-028: cores save energy."""
+@check("CPUFT-028", "cores save energy.")
+def _check_governor(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         slow = [name for name in health.governors if name not in ("performance", "schedutil")]
         if slow:
@@ -163,8 +163,8 @@ def check_governor(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_huge_pages(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-029: no transparent huge pages."""
+@check("CPUFT-029", "no transparent huge pages.")
+def _check_huge_pages(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if "[never]" in health.huge_pages:
             yield warning(
@@ -176,8 +176,8 @@ def check_huge_pages(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_allocator(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-030: no allocator to preload."""
+@check("CPUFT-030", "no allocator to preload.")
+def _check_allocator(state: ClusterState) -> Iterator[Finding]:
     for one, facts, _ in state.answering:
         if not {"tcmalloc", "tcmalloc_minimal", "jemalloc"} & set(facts.libraries):
             yield warning(
@@ -188,8 +188,8 @@ def check_allocator(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_memlock(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-031: fast fabrics cannot lock memory."""
+@check("CPUFT-031", "fast fabrics cannot lock memory.")
+def _check_memlock(state: ClusterState) -> Iterator[Finding]:
     for one, facts, health in state.answering:
         fast = [name for name in facts.interfaces if name.startswith(("ib", "hsn", "efa"))]
         if fast and 0 <= health.memlock < 64 * _MIB:
@@ -201,8 +201,8 @@ def check_memlock(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_leftovers(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-032: ranks or files of earlier runs."""
+@check("CPUFT-032", "ranks or files of earlier runs.")
+def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if health.leftovers:
             pids = [match[1] for text in health.leftovers if (match := re.match(r"pid (\d+): ", text))]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from cpuft.doctor.state import ClusterState
 from cpuft.errors import counted
 
 
@@ -29,6 +30,33 @@ class Finding:
 
 warning = functools.partial(Finding, severe=False)
 """A finding that stops no run."""
+
+
+Find = Callable[[ClusterState], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A pure function of what was found on the hosts, and what it looks for."""
+
+    code: str
+    title: str
+    find: Find
+
+
+DECLARED: dict[str, Check] = {}
+"""By code. A code is never given to another check."""
+
+
+def check(code: str, title: str) -> Callable[[Find], Find]:
+    """Decorator: declare a check."""
+
+    def declare(find: Find) -> Find:
+        assert code not in DECLARED, f"{code} is given to two checks"
+        DECLARED[code] = Check(code, title, find)
+        return find
+
+    return declare
 
 
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from ipaddress import ip_address
 
-from cpuft.doctor.finding import Finding, warning
+from cpuft.doctor.finding import Finding, check, warning
 from cpuft.doctor.state import ClusterState, HostState
 from cpuft.errors import CpuftError
 from cpuft.hosts.interfaces import choose_interface
@@ -16,8 +16,8 @@ _LEAST_MTU = 1280
 """What every IPv6 network carries; below it, something is set wrongly."""
 
 
-def check_names(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-001: a name of the hostfile has no address."""
+@check("CPUFT-001", "a name of the hostfile has no address.")
+def _check_names(state: ClusterState) -> Iterator[Finding]:
     for one in state.hosts:
         if not one.address:
             yield Finding(
@@ -28,8 +28,8 @@ def check_names(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_reachable(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-002: no ssh server answers."""
+@check("CPUFT-002", "no ssh server answers.")
+def _check_reachable(state: ClusterState) -> Iterator[Finding]:
     for one in _failed(state):
         if not _is_key(one.failure) and not _is_login(one.failure):
             yield Finding(
@@ -40,8 +40,8 @@ def check_reachable(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_host_keys(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-003: the host's key is unknown, or not the one that is known."""
+@check("CPUFT-003", "the host's key is unknown, or not the one that is known.")
+def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
     for one in _failed(state):
         if _is_key(one.failure):
             yield Finding(
@@ -52,8 +52,8 @@ def check_host_keys(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_login(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-004: the host does not let us in."""
+@check("CPUFT-004", "the host does not let us in.")
+def _check_login(state: ClusterState) -> Iterator[Finding]:
     for one in _failed(state):
         if _is_login(one.failure):
             yield Finding(
@@ -76,8 +76,8 @@ def _is_login(failure: str) -> bool:
     return "uthentication" in failure
 
 
-def check_ssh_between(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-005: a host cannot log in to another, and mpirun starts ranks that way."""
+@check("CPUFT-005", "a host cannot log in to another, and mpirun starts ranks that way.")
+def _check_ssh_between(state: ClusterState) -> Iterator[Finding]:
     lost = {one.host.name for one in state.hosts if one.failure}
     for one, _, health in state.answering:
         for peer, complaint in health.ssh.items():
@@ -90,8 +90,8 @@ def check_ssh_between(state: ClusterState) -> Iterator[Finding]:
                 )
 
 
-def check_own_name(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-006: the host's own name is a loopback address, as Debian's 127.0.1.1 line makes it."""
+@check("CPUFT-006", "the host's own name is a loopback address, as Debian's 127.0.1.1 line makes it.")
+def _check_own_name(state: ClusterState) -> Iterator[Finding]:
     for one, facts, health in state.answering:
         if health.own_address.startswith("127.") and len(state.hosts) > 1:
             yield warning(
@@ -102,8 +102,8 @@ def check_own_name(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_ports(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-007: hosts do not reach each other's ports."""
+@check("CPUFT-007", "hosts do not reach each other's ports.")
+def _check_ports(state: ClusterState) -> Iterator[Finding]:
     listening = {one.address: one for one, _, health in state.answering if health.listens}
     for one, _, health in state.answering:
         lost = [peer for peer in listening if peer != one.address and peer not in health.connected]
@@ -116,8 +116,8 @@ def check_ports(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_outside(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-008: the hosts talk over public addresses."""
+@check("CPUFT-008", "the hosts talk over public addresses.")
+def _check_outside(state: ClusterState) -> Iterator[Finding]:
     for one in state.hosts:
         if one.address and ip_address(one.address).is_global:
             yield warning(
@@ -128,8 +128,8 @@ def check_outside(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_interfaces(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-009: the way to the other hosts leads over loopback, a container bridge or a VPN."""
+@check("CPUFT-009", "the way to the other hosts leads over loopback, a container bridge or a VPN.")
+def _check_interfaces(state: ClusterState) -> Iterator[Finding]:
     for one, facts, _ in state.answering:
         if len(state.answering) < 2:
             return
@@ -144,8 +144,8 @@ def check_interfaces(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_mtu(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-010: packet sizes differ, or are too small."""
+@check("CPUFT-010", "packet sizes differ, or are too small.")
+def _check_mtu(state: ClusterState) -> Iterator[Finding]:
     sizes = {one.name: _mtu(facts, health.mtus) for one, facts, health in state.answering}
     common = max(sizes.values(), key=list(sizes.values()).count, default=0)
     for name, size in sizes.items():
@@ -158,8 +158,8 @@ def check_mtu(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_links(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-033: a link carries less than half of what most carry."""
+@check("CPUFT-033", "a link carries less than half of what most carry.")
+def _check_links(state: ClusterState) -> Iterator[Finding]:
     rates = [link.bits_per_second for link in state.links if not link.error]
     usual = statistics.median(rates) if rates else 0.0
     names = {one.host.name: one.name for one in state.hosts}
@@ -173,8 +173,8 @@ def check_links(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_listening(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-035: a run that goes on listens beyond the cluster's addresses."""
+@check("CPUFT-035", "a run that goes on listens beyond the cluster's addresses.")
+def _check_listening(state: ClusterState) -> Iterator[Finding]:
     for one, facts, health in state.answering:
         own = {one.address, *facts.routes.values()}
         for what, address in health.listening.items():

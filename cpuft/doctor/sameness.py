@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from cpuft.doctor.finding import Finding, warning
+from cpuft.doctor.finding import Finding, check, warning
 from cpuft.doctor.state import ClusterState, Health, HostState
 from cpuft.hardware import bf16_hardware
 from cpuft.hosts.topology import HostFacts
@@ -25,8 +25,8 @@ def _odd(state: ClusterState, value: Callable[[HostFacts, Health], V]) -> Iterat
             yield one, own, common
 
 
-def check_same_host(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-011: two lines of the hostfile are one host."""
+@check("CPUFT-011", "two lines of the hostfile are one host.")
+def _check_same_host(state: ClusterState) -> Iterator[Finding]:
     seen: dict[tuple[object, ...], HostState] = {}
     for one, facts, _ in state.answering:
         identity = (facts.boot_id, facts.hostname, tuple(sorted(facts.interfaces.items())))
@@ -40,8 +40,8 @@ def check_same_host(state: ClusterState) -> Iterator[Finding]:
         seen.setdefault(identity, one)
 
 
-def check_clocks(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-012: a clock is off."""
+@check("CPUFT-012", "a clock is off.")
+def _check_clocks(state: ClusterState) -> Iterator[Finding]:
     for one, _, _ in state.answering:
         if abs(one.skew) > _SKEW_SECONDS:
             yield warning(
@@ -52,8 +52,8 @@ def check_clocks(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_python(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-013: the training environment's Python is missing, too old, or another one than elsewhere."""
+@check("CPUFT-013", "the training environment's Python is missing, too old, or another one than elsewhere.")
+def _check_python(state: ClusterState) -> Iterator[Finding]:
     for one, facts, health in state.answering:
         version = tuple(int(part) for part in facts.python.split(".")[:2])
         missing = bool(state.python) and health.executable != state.python
@@ -74,8 +74,8 @@ def check_python(state: ClusterState) -> Iterator[Finding]:
         )
 
 
-def check_packages(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-014: package versions differ between hosts."""
+@check("CPUFT-014", "package versions differ between hosts.")
+def _check_packages(state: ClusterState) -> Iterator[Finding]:
     for one, own, common in _odd(state, lambda _, health: health.packages):
         names = sorted(name for name in {*own, *common} if own.get(name) != common.get(name))
         told = ", ".join(f"{name} {own.get(name, 'missing')} (most: {common.get(name, 'missing')})" for name in names)
@@ -87,8 +87,8 @@ def check_packages(state: ClusterState) -> Iterator[Finding]:
         )
 
 
-def check_mpi(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-015: no mpirun, a broken one, or another than elsewhere."""
+@check("CPUFT-015", "no mpirun, a broken one, or another than elsewhere.")
+def _check_mpi(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if not health.mpi or health.mpi.startswith("broken"):
             yield Finding(
@@ -107,8 +107,8 @@ def check_mpi(state: ClusterState) -> Iterator[Finding]:
             )
 
 
-def check_cpu(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-016: another CPU than elsewhere."""
+@check("CPUFT-016", "another CPU than elsewhere.")
+def _check_cpu(state: ClusterState) -> Iterator[Finding]:
     for one, own, common in _odd(state, lambda facts, _: (facts.cpu_model, len(facts.seen_cores))):
         yield warning(
             one.name,
@@ -118,8 +118,8 @@ def check_cpu(state: ClusterState) -> Iterator[Finding]:
         )
 
 
-def check_bf16_alike(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-017: some hosts multiply bf16 in hardware and some do not."""
+@check("CPUFT-017", "some hosts multiply bf16 in hardware and some do not.")
+def _check_bf16_alike(state: ClusterState) -> Iterator[Finding]:
     for one, own, common in _odd(state, lambda facts, _: bool(bf16_hardware(facts.cpu_flags))):
         yield warning(
             one.name,
@@ -129,8 +129,8 @@ def check_bf16_alike(state: ClusterState) -> Iterator[Finding]:
         )
 
 
-def check_kernel(state: ClusterState) -> Iterator[Finding]:
-    """CPUFT-018: another kernel than elsewhere."""
+@check("CPUFT-018", "another kernel than elsewhere.")
+def _check_kernel(state: ClusterState) -> Iterator[Finding]:
     for one, own, common in _odd(state, lambda facts, _: facts.kernel):
         yield warning(
             one.name,
