@@ -65,6 +65,11 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
+def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
+    """Whether a text is a whole number from `least` to `most`, in plain digits; of thousands of them int raises."""
+    return text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most
+
+
 def load(kind: type[T], value: Any, where: str = "it") -> T:
     """`value`, as JSON and YAML have it, as a `kind`: a dataclass, or a list, tuple or dict of a kind, a type, or Any.
 

@@ -64,6 +64,9 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["bench", "comm"], "bench comm measures what goes on between ranks: start two or more, --np 2"),
         (["launch", "--", "none.py"], "there is no script none.py: name it as seen from"),
         (["compare", "--np", "1,x"], "--np '1,x' is no list of different rank numbers: write e.g. --np 1,2,4"),
+        (["compare", "--np", "9" * 5000], "999' is no list of different rank numbers: write e.g. --np 1,2,4"),
+        (["launch", "--epochs", "nan"], "'--epochs': 'nan' is not a number (see cpuft launch --help)"),
+        (["launch", "--learning-rate", "inf"], "'--learning-rate': 'inf' is not a number (see cpuft launch --help)"),
         (["report", "none"], "there is no none: name the directory of a run"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_lacking, pack_training, plan_travel
 from cpuft.launch.planning import plan_training
+from cpuft.loader import is_count
 from cpuft.options.fields import CompareConfig, LaunchConfig, TrainConfig
 from cpuft.plan import RunPlan
 
@@ -25,8 +26,8 @@ class Planned:
 def parse_numbers(text: str) -> tuple[int, ...]:
     """Rank numbers of `--np 1,2,4`, ascending. Raises CpuftError for anything but different whole numbers from 1."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(map(int, words))) < len(words):
-        raise CpuftError(f"--np {text!r} is no list of different rank numbers: write e.g. --np 1,2,4")
+    if not all(map(is_count, words)) or len(set(map(int, words))) < len(words):
+        raise CpuftError(f"--np {text[:60]!r} is no list of different rank numbers: write e.g. --np 1,2,4")
     return tuple(sorted(map(int, words)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from cpuft.errors import CpuftError, near_names
+from cpuft.loader import is_count
 from cpuft.options.fields import BACKENDS, BenchConfig
 
 TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
@@ -26,8 +27,8 @@ def plan_sweep(config: BenchConfig) -> list[Turn]:
         for name in lists[kind]:
             if name not in names:
                 raise CpuftError(f"--{kind} knows no {name!r}: {near_names(name, names)}")
-    if not all(size.isdecimal() and int(size) for size in lists["sizes"]):
-        raise CpuftError(f"--sizes {config.sizes} is no list of bytes: write e.g. 1024,26214400")
+    if not all(map(is_count, lists["sizes"])):
+        raise CpuftError(f"--sizes {config.sizes[:60]} is no list of bytes: write e.g. 1024,26214400")
     for size, dtype in itertools.product(lists["sizes"], lists["dtypes"]):
         if int(size) % TYPE_BYTES[dtype]:
             raise CpuftError(

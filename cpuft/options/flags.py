@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -51,6 +52,16 @@ class _Name(click.Choice[str]):
         return str(value)
 
 
+class _Number(click.FloatRange):
+    """A number that can be reckoned with: neither nan, which every comparison lets through, nor infinite."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
+
+
 def make_options(config: type, *without: str) -> list[FieldOption]:
     """A click option for each field of a configuration class but those named."""
     types = get_type_hints(config)
@@ -65,7 +76,7 @@ def _make_option(field: dataclasses.Field[Any], kind: type) -> FieldOption:
     if meta["choices"]:
         click_type, takes = _Name(meta["choices"]), "|".join(meta["choices"])
     elif meta["least"] is not None:
-        kinds = click.IntRange if kind is int else click.FloatRange
+        kinds = click.IntRange if kind is int else _Number
         click_type, takes = kinds(min=meta["least"], max=meta["most"]), "N"
         click_type.name = "whole number" if kind is int else "number"
     names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]

@@ -59,8 +59,8 @@ def check_config(config: LocalConfig) -> None:
     parse_bits(config.net)
     if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
         raise CpuftError(f"--image {config.image}: overlay mounts take no comma, colon or space in a path: move it")
-    if not re.fullmatch(r"\d+[kmg]?", config.shm):
-        raise CpuftError(f"--shm {config.shm!r} is no size: write e.g. 256m or 1g")
+    if not re.fullmatch(r"\d{1,9}[kmg]?", config.shm):
+        raise CpuftError(f"--shm {config.shm[:60]!r} is no size: write e.g. 256m or 1g")
 
 
 def _check_nodes(nodes: int) -> None:
@@ -72,9 +72,9 @@ def parse_bits(rate: str) -> int:
     """Bits a second of a rate in tc's words ("1gbit", "100mbit"); 0 for an empty one."""
     if not rate:
         return 0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]?)bit", rate)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmgt]?)bit", rate)
     if not match or float(match[1]) <= 0:
-        raise CpuftError(f"--net {rate!r} is no rate: write e.g. 1gbit or 100mbit")
+        raise CpuftError(f"--net {rate[:60]!r} is no rate: write e.g. 1gbit or 100mbit")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
+from cpuft.loader import is_count
 from cpuft.options.clusters import HostsConfig
 from cpuft.plan import Plan, Step
 from cpuft.provision.reconcile import plan_file
@@ -84,7 +85,7 @@ def parse_survey(text: str, host: str) -> ServerFacts:
     wheels: dict[str, str] = {}
     sums: dict[str, str] = {}
     authorized: list[str] = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         key, _, value = line.partition(" ")
         if key == "wheel":
             name, _, digest = value.partition(" ")
@@ -95,7 +96,7 @@ def parse_survey(text: str, host: str) -> ServerFacts:
             authorized.append(value.strip())
         else:
             values[key] = value.strip()
-    if "os" not in values or not values.get("free_kb", "").isdecimal():
+    if "os" not in values or not is_count(values.get("free_kb", ""), least=0):
         raise CpuftError(f"host {host} did not survey itself (it said {text.strip()[-200:]!r}): is it a Linux with sh?")
     return ServerFacts(
         values["os"],

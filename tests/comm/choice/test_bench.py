@@ -41,7 +41,12 @@ def test_without_gloo_there_is_no_ratio() -> None:
 
 @pytest.mark.parametrize(
     "options, complaint",
-    (({"backends": "glo"}, "gloo"), ({"sizes": "1M"}, "list of bytes"), ({"dtypes": "bf16"}, "bfloat16")),
+    (
+        ({"backends": "glo"}, "gloo"),
+        ({"sizes": "1M"}, "list of bytes"),
+        ({"sizes": "9" * 5000}, "list of bytes"),
+        ({"dtypes": "bf16"}, "bfloat16"),
+    ),
 )
 def test_an_unknown_name_or_size_is_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(CpuftError, match=complaint):

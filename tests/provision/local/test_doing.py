@@ -194,6 +194,7 @@ def test_rates(rate: str, bits: int) -> None:
         {"nodes": 100},
         {"net": "fast"},
         {"net": "0gbit"},
+        {"net": "9" * 400 + "gbit"},
         {"shm": "1 gb"},
     ],
 )
