@@ -9,7 +9,8 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.options.fields import LAST_PORT
 
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$|[0-9a-fA-F:]*::?[0-9a-fA-F:]*$")
+_LABEL = r"[A-Za-z0-9_-]{1,63}"
+_NAME = re.compile(rf"(?=[A-Za-z0-9].{{0,252}}$){_LABEL}(\.{_LABEL})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{{2,39}}")
 _KEYS = {"slots": "slots", "max_slots": "slots", "max-slots": "slots", "port": "port", "user": "user"}
 
 
@@ -38,7 +39,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     """
     hosts: list[Host] = []
     lines_of: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         words = line.split("#", 1)[0].split()
         if not words:
             continue
@@ -59,8 +60,10 @@ def _parse_words(words: list[str], where: str) -> Host:
     user, _, rest = words[0].rpartition("@")
     name, colon, count = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
     numbers = {"slots": _number(count, "slots", where) if colon else 0, "port": 0}
-    if not _NAME.match(name):
-        raise CpuftError(f"{where}: {words[0]!r} is no host name or address: write e.g. node1, node1:4 or 10.0.0.1")
+    if not is_host_name(name):
+        raise CpuftError(
+            f"{where}: {words[0][:60]!r} is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"
+        )
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
@@ -70,6 +73,11 @@ def _parse_words(words: list[str], where: str) -> Host:
         else:
             numbers[_KEYS[key]] = _number(value, key, where)
     return Host(name, numbers["slots"], user, numbers["port"])
+
+
+def is_host_name(text: str) -> bool:
+    """Whether a text can be a host's name or address; of labels without a letter or over 63 sockets raise."""
+    return bool(_NAME.fullmatch(text))
 
 
 def _number(text: str, what: str, where: str) -> int:
@@ -96,7 +104,7 @@ def _format_host(host: Host) -> str:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """Hosts of the file at `path`. Raises CpuftError also where there is no such file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"hostfile {path} cannot be read ({error}): name a file with one host a line") from None
     return parse_hostfile(text, path)

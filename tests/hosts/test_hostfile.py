@@ -37,6 +37,8 @@ def test_what_is_written_reads_back(hosts: list[Host]) -> None:
         ("node1 user=ubuntu", (Host("node1", 0, "ubuntu"),)),
         ("fe80::1", (Host("fe80::1"),)),
         ("2001:db8::2 slots=2", (Host("2001:db8::2", 2),)),
+        ("node1 # U+2028 is no line end:\u2028none\x85none\x0cnone\nnode2", (Host("node1"), Host("node2"))),
+        ("a" * 63 + ".b-_c", (Host("a" * 63 + ".b-_c"),)),
     ],
 )
 def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
@@ -61,6 +63,12 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         ("a slot=4", "hf, line 1: 'slot=4' is not understood: write slots=N, user=NAME or port=N"),
         ("-oX", "hf, line 1: '-oX' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
         ("$HOME", "hf, line 1: '$HOME' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("a..b", "hf, line 1: 'a..b' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("a" * 64, "hf, line 1: '" + "a" * 60 + "' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        (
+            "a.b" * 90,
+            f"hf, line 1: '{'a.b' * 20}' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1",
+        ),
         ("a,b", "hf, line 1: 'a,b' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
     ],
 )  # fmt: skip
@@ -68,6 +76,11 @@ def test_refusals(text: str, message: str) -> None:
     with pytest.raises(CpuftError) as error:
         parse_hostfile(text, "hf")
     assert str(error.value) == message
+
+
+def test_a_file_of_windows_reads(tmp_path: Path) -> None:
+    (tmp_path / "hf").write_bytes("\ufeffnode1 slots=2\r\nnode2\r\n".encode())
+    assert read_hostfile(str(tmp_path / "hf")) == (Host("node1", 2), Host("node2"))
 
 
 def test_missing_file(tmp_path: Path) -> None:
