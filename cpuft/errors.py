@@ -15,6 +15,14 @@ class CpuftError(Exception):
     its traceback.
     """
 
+    def __str__(self) -> str:
+        return one_line(super().__str__())
+
+
+def one_line(text: str) -> str:
+    """`text` with escapes for what ends lines, moves a terminal's cursor or cannot be printed."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
 
 def counted(number: int, noun: str) -> str:
     """`1 host`, `2 hosts`."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.loader import is_count
 from cpuft.options.fields import LAST_PORT
 
 _LABEL = r"[A-Za-z0-9_-]{1,63}"
 _NAME = re.compile(rf"(?=[A-Za-z0-9].{{0,252}}$){_LABEL}(\.{_LABEL})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{{2,39}}")
+_MOST_SLOTS = 9999
 _KEYS = {"slots": "slots", "max_slots": "slots", "max-slots": "slots", "port": "port", "user": "user"}
 
 
@@ -81,10 +83,9 @@ def is_host_name(text: str) -> bool:
 
 
 def _number(text: str, what: str, where: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise CpuftError(f"{where}: {what} is {text!r}: give a whole number from 1")
-    if what == "port" and int(text) > LAST_PORT:
-        raise CpuftError(f"{where}: port is {text!r}: give one from 1 to {LAST_PORT}")
+    most = LAST_PORT if what == "port" else _MOST_SLOTS
+    if not is_count(text, most=most):
+        raise CpuftError(f"{where}: {what} is {text[:60]!r}: give a whole number from 1 to {most}")
     return int(text)
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
+from cpuft.loader import is_count
+from cpuft.options.fields import LAST_PORT
 
 if TYPE_CHECKING:
     import paramiko
@@ -70,8 +72,13 @@ def read_login(host: Host, config_path: str = "") -> Login:
     import paramiko
 
     path = os.path.expanduser(config_path or "~/.ssh/config")
-    config = paramiko.SSHConfig.from_path(path) if os.path.exists(path) else paramiko.SSHConfig()
-    found: dict[str, Any] = dict(config.lookup(host.name))
+    try:
+        config = paramiko.SSHConfig.from_path(path) if os.path.exists(path) else paramiko.SSHConfig()
+        found: dict[str, Any] = dict(config.lookup(host.name))
+    except (paramiko.SSHException, OSError, ValueError) as error:
+        raise CpuftError(f"ssh's configuration {path} cannot be read ({error}): mend it") from None
+    if not is_count(str(found.get("port", 22)), most=LAST_PORT):
+        raise CpuftError(f"ssh's configuration {path}: port {found['port']!r:.60} of {host.name} is none: mend it")
     proxy = found.get("proxycommand") or ""
     return Login(
         str(found.get("hostname", host.name)),
@@ -91,7 +98,7 @@ def parse_jumps(text: str, host: str) -> tuple[Host, ...]:
     for word in text.split(",") if text and text != "none" else ():
         user, _, place = word.strip().removeprefix("ssh://").rpartition("@")
         name, _, port = place.partition(":")
-        if not name or (port and not port.isdecimal()):
+        if not name or (port and not is_count(port, most=LAST_PORT)):
             raise CpuftError(f"ProxyJump {text} of host {host} names no host: write [user@]name[:port] in ssh's config")
         jumps.append(Host(name, port=int(port or 0), user=user))
     return tuple(jumps)

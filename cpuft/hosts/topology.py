@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.hardware import parse_cpuinfo
-from cpuft.loader import load, parse_json
+from cpuft.loader import is_count, load, parse_json
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,17 @@ class RankCores:
 
 def parse_facts(text: str, host: str) -> HostFacts:
     """Facts from the JSON that `cpuft.hosts.facts` prints on `host`. Raises CpuftError when it is not that."""
-    try:
+    with suppress(ValueError):
         values = load(dict[str, Any], parse_json(text))
         cpuinfo, machine = (load(str, values.pop(name, None), name) for name in ("cpuinfo", "machine"))
         cpu = parse_cpuinfo(cpuinfo, machine)
-        return load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})
-    except ValueError:
-        last = (text.strip().splitlines() or ["nothing"])[-1]
-        raise CpuftError(
-            f"host {host} did not report its facts (it said: {last[:200]}): check that python3 runs there over ssh"
-        ) from None
+        found = load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})
+        if found.allowed_cpus:
+            return found
+    last = (text.strip().splitlines() or ["nothing"])[-1]
+    raise CpuftError(
+        f"host {host} did not report its facts (it said: {last[:200]}): check that python3 runs there over ssh"
+    )
 
 
 def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
@@ -86,10 +88,10 @@ def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
     threads: dict[tuple[int, int, int], list[int]] = {}
     for line in text.splitlines():
         columns = line.split(",")
-        if line.startswith("#") or len(columns) < 3 or not columns[0].isdecimal():
+        if len(columns) < 3 or not columns[0] or not all(is_count(column or "0", least=0) for column in columns[:3]):
             continue
         cpu, core, socket = (int(column or 0) for column in columns[:3])
-        numa_node = int(columns[3]) if len(columns) > 3 and columns[3].isdecimal() else socket
+        numa_node = int(columns[3]) if len(columns) > 3 and is_count(columns[3], least=0) else socket
         if cpu in allowed:
             threads.setdefault((numa_node, socket, core), []).append(cpu)
     if not threads:

@@ -35,9 +35,9 @@ class Verb(Sectioned):
         answer = translate(words, flags, "script" in flags)
         if answer:
             raise click.UsageError(answer, ctx)
-        for index, word in enumerate(words):
-            if word.startswith("--config=") or (word == "--config" and index + 1 < len(words)):
-                path = word.partition("=")[2] or words[index + 1]
+        for word, following in zip(words, [*words[1:], ""]):
+            path = following if word == "--config" else word.partition("=")[2] if word.startswith("--config=") else ""
+            if path:
                 ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
         return super().parse_args(ctx, args)
 

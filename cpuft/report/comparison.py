@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cpuft.errors import CpuftError, counted
+from cpuft.loader import load
 from cpuft.record import Record
 
+T = TypeVar("T")
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
 _EQUAL_OPTIONS = (
     "epochs",
@@ -66,7 +69,7 @@ def compare(records: list[Record]) -> Comparison:
 
     Raises
     ------
-    CpuftError: no run, one that did not finish, or runs that differ in what must be equal (named).
+    CpuftError: no run, one that did not finish or trained nothing, or runs that differ in what must be equal (named).
     """
     if not records:
         raise CpuftError("there is no run to report on: name run directories")
@@ -76,6 +79,9 @@ def compare(records: list[Record]) -> Comparison:
                 f"{record.path} did not finish ({counted(len(record.steps), 'step')} recorded): run it "
                 f"again, or leave it out of the report"
             )
+        if not (record.footer.samples_per_second > 0 and record.header.world_size > 0):
+            ranks = counted(record.header.world_size, "rank")
+            raise CpuftError(f"{record.path} trained no rows on {ranks}: leave it out of the report")
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
     refuse_differences(records)
     baseline = records[0]
@@ -86,12 +92,19 @@ def compare(records: list[Record]) -> Comparison:
         header.task,
         header.model,
         header.precision,
-        float(header.options["epochs"]),
-        int(header.options.get("max_steps", 0)),
+        _option(baseline, "epochs", float),
+        _option(baseline, "max_steps", int, 0),
         scaling,
         rows,
         tuple(make_notes(rows, scaling, records)),
     )
+
+
+def _option(record: Record, name: str, kind: type[T], default: object = None) -> T:
+    try:
+        return load(kind, record.header.options.get(name, default), f"its {name}")
+    except ValueError as error:
+        raise CpuftError(f"{record.path}: {error}: name a run of this version of cpuft") from None
 
 
 def refuse_differences(records: list[Record]) -> None:

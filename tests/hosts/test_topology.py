@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cpuft.errors import CpuftError
 from cpuft.hosts.topology import (
     Core,
+    HostFacts,
     RankCores,
     choose_comm_cores,
     format_mask,
@@ -99,14 +100,31 @@ def test_masks(cpus: tuple[int, ...], mask: str) -> None:
     assert format_mask(cpus) == mask
 
 
-def test_facts_read_back() -> None:
-    facts = make_facts()
+@pytest.mark.parametrize("line", ["1&a,0,0,0", "0,x,0,0", "0,0,\u0663,0", "9" * 5000 + ",0,0,0", ",,,"])
+def test_a_line_that_lscpu_never_wrote_is_left_out(line: str) -> None:
+    assert parse_lscpu(f"{line}\n1,1,0,0\n", (0, 1)) == (Core(0, 0, (1,)),)
+
+
+def what_it_says(facts: HostFacts) -> str:
+    """What a host with these facts prints."""
     cpuinfo = f"processor: 0\nmodel name: {facts.cpu_model}\nflags: {' '.join(facts.cpu_flags)}\n"
     said = dataclasses.asdict(facts) | {"cpu_model": "", "cpu_flags": [], "cpuinfo": cpuinfo, "machine": "x86_64"}
-    assert parse_facts(json.dumps(said), "node1") == facts
+    return json.dumps(said)
 
 
-@pytest.mark.parametrize("text", ["", "Permission denied", "{}", "[]", '{"hostname": 1}'])
+def test_facts_read_back() -> None:
+    assert parse_facts(what_it_says(make_facts()), "node1") == make_facts()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "Permission denied", "{}", "[]", '{"hostname": 1}', "[" * 100_000),
+        what_it_says(make_facts()).replace("2.90GHz", "\\ud800"),
+        what_it_says(make_facts()).replace('"cpu_quota": 0.0', '"cpu_quota": "0"'),
+        what_it_says(dataclasses.replace(make_facts(), allowed_cpus=())),
+    ],
+)
 def test_facts_that_are_none(text: str) -> None:
     with pytest.raises(CpuftError, match="host node1 did not report its facts"):
         parse_facts(text, "node1")

@@ -56,6 +56,12 @@ def test_what_no_launcher_writes(words: list[str], message: str) -> None:
         parse_arguments(TrainConfig, words)
 
 
+@pytest.mark.parametrize("words", [["--config="], ["--seed", "1", "--config="], ["--config=", "--seed=1"]])
+def test_a_config_of_no_name_is_none(words: list[str]) -> None:
+    verb = Verb("x", params=[*make_options(TrainConfig), CONFIG_FILE])
+    assert verb.make_context("x", words).params["config"] == ""
+
+
 def test_yaml_values(tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     path.write_text("learning-rate: 2e-5\nnp: [1, 2]\nsave_model: false\ntask: mrpc\n")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.record import Line, Record, format_line
+from cpuft.record import EvaluationLine, Line, Record, format_line
 from cpuft.report.comparison import compare
 from cpuft.report.files import find_runs, write_report
 from cpuft.report.table import format_markdown, format_text, to_json
@@ -71,6 +73,31 @@ def test_different_jobs_are_refused_by_name_of_what_differs(changes: dict[str, A
         f"runs/np-1 and runs/np-2 are not the same job: they differ in {named}; "
         f"compare runs that differ in ranks and hosts only"
     )
+
+
+@pytest.mark.parametrize(
+    "part, changes, message",
+    [
+        ("header", {"world_size": 0}, "runs/np-1 trained no rows on 0 ranks: leave it out of the report"),
+        ("header", {"options": {}}, "runs/np-1: its epochs is None, and must be a number: name a run of this version"),
+        ("header", {"options": {"epochs": "3"}}, "runs/np-1: its epochs is '3', and must be a number: name a run of"),
+        ("header", {"options": {"epochs": 1, "max_steps": 1.5}}, "its max_steps is 1.5, and must be a whole number"),
+        ("footer", {"samples_per_second": 0.0}, "runs/np-1 trained no rows on 1 rank: leave it out of the report"),
+        ("footer", {"samples_per_second": math.nan}, "runs/np-1 trained no rows on 1 rank: leave it out of the report"),
+    ],
+)
+def test_a_run_that_cannot_be_compared_is_refused(part: str, changes: dict[str, Any], message: str) -> None:
+    record = make_record(1)
+    changed = dataclasses.replace(record, **{part: dataclasses.replace(getattr(record, part), **changes)})
+    with pytest.raises(CpuftError, match=re.escape(message)):
+        compare([changed])
+
+
+def test_names_are_no_markup() -> None:
+    record = make_record(1, model="[/bold] [red]x", task="[")
+    comparison = compare([dataclasses.replace(record, evaluations=[EvaluationLine(1, {"[/]": 0.5}, 1, 1.0)])])
+    assert format_text(comparison).startswith("[ with [/bold] [red]x, 3 epochs, bf16\n")
+    assert "[/]" in format_text(comparison)
 
 
 def test_an_unfinished_run_is_refused() -> None:

@@ -251,7 +251,7 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, place: Place, index
         "NODE_CONTENTS": (place.image, "fingerprint of that: a disk written over another image is of no use"),
         "NODE_CLUSTER": (place.directory, "the cluster's files"),
         "NODE_THERE": (place.there, "where they go on its own disk, so that it can launch; empty for nowhere"),
-        "NODE_BOOTED": ("" if verb == "down" else _fingerprint(config, facts, place, index), "to see what has changed"),
+        "NODE_BOOTED": (_fingerprint(config, facts, place, index) if verb == "up" else "", "to see what has changed"),
     }
     settings = tuple(Setting(name, value, reason) for name, (value, reason) in values.items())
     return Step(why, ("sh", SCRIPT, verb), settings)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError, describe_disk
 from cpuft.files import cache_folder, take_sent, written_beside
+from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.train.data.rows import Data, Rows, first_rows, read_data
@@ -70,6 +71,18 @@ class Prepared:
     validation: dict[str, Tokens]
 
 
+@dataclass(frozen=True)
+class _Meta:
+    """What `Prepared` holds beside its arrays, as JSON in the archive."""
+
+    labels: tuple[str, ...]
+    metrics: tuple[str, ...]
+    checksum: str
+    pad_id: int
+    validation: tuple[str, ...]
+    """Names of the splits."""
+
+
 def checksum_rows(data: Data, config: TrainConfig) -> str:
     """SHA-256 of everything that decides the token numbers, cut to 16 hexadecimal digits."""
     digest = hashlib.sha256()
@@ -112,14 +125,8 @@ def prepare(config: TrainConfig) -> Path:
     if path.exists():
         return path
     tokenizer = load_tokenizer(config.model)
-    meta = {
-        "labels": data.task.labels,
-        "metrics": data.task.metrics,
-        "checksum": checksum,
-        "pad_id": tokenizer.pad_token_id or 0,
-        "validation": list(data.validation),
-    }
-    arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(meta))}
+    meta = _Meta(data.task.labels, data.task.metrics, checksum, tokenizer.pad_token_id or 0, tuple(data.validation))
+    arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(vars(meta)))}
     for key, rows in [("train", data.train), *((f"validation{k}", rows) for k, rows in data.validation.items())]:
         tokens = tokenize(rows, tokenizer, config.max_length)
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
@@ -136,17 +143,15 @@ def read_prepared(path: str) -> Prepared:
     """The archive at `path`. Raises CpuftError when it is none of ours."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            meta = json.loads(str(archive["meta"]))
+            meta = load(_Meta, parse_json(str(archive["meta"])))
             splits = {
                 key: Tokens(*(archive[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels")))
-                for key in ("train", *(f"validation{name}" for name in meta["validation"]))
+                for key in ("train", *(f"validation{name}" for name in meta.validation))
             }
-    except (OSError, KeyError, ValueError) as error:
-        raise CpuftError(f"{path} is no prepared data ({error}): remove it, and start again") from None
-    validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
-    return Prepared(
-        tuple(meta["labels"]), tuple(meta["metrics"]), meta["checksum"], meta["pad_id"], splits["train"], validation
-    )
+    except Exception as error:  # zipfile and NumPy raise whatever their layers raise
+        raise CpuftError(f"{path} is no prepared data ({error!r}): remove it, and start again") from None
+    validation = {name: splits[f"validation{name}"] for name in meta.validation}
+    return Prepared(meta.labels, meta.metrics, meta.checksum, meta.pad_id, splits["train"], validation)
 
 
 def main() -> None:

@@ -135,6 +135,11 @@ def test_a_fault_finds_its_host_by_number_name_or_address(node: str) -> None:
     assert step.command[-1] == "crash"
 
 
+def test_a_fault_needs_no_files_of_the_cluster() -> None:
+    (step,) = plan_fault(CONFIG, EMPTY, PLACE, "resume", "2").stages[0]
+    assert step.command[-1] == "resume"
+
+
 def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
     with pytest.raises(CpuftError, match=r"no host '9': choose one of local-1, local-2$"):
         plan_fault(CONFIG, whole(), PLACE, "kill", "9")

@@ -1,0 +1,40 @@
+"""What ssh's configuration says of a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.ssh import parse_jumps, read_login
+
+
+def test_the_hostfile_wins_over_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    path.write_text("Host a\n  Port 2222\n  User u\n  HostName 10.0.0.1\n")
+    login = read_login(Host("a", port=22), str(path))
+    assert (login.address, login.port, login.user) == ("10.0.0.1", 22, "u")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b"User\n", "cannot be read (Unparsable line User): mend it"),
+        (b"Host \xff\n", "cannot be read ('utf-8' codec can't decode"),
+        (b"Port ssh\n", "port 'ssh' of a is none: mend it"),
+        (b"Port 99999\n", "port '99999' of a is none: mend it"),
+        (b"ProxyJump b:" + b"9" * 5000, "names no host: write [user@]name[:port] in ssh's config"),
+    ],
+)
+def test_a_configuration_that_is_none_is_said_in_a_line(text: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    path.write_bytes(text)
+    with pytest.raises(CpuftError) as error:
+        read_login(Host("a"), str(path))
+    assert message in str(error.value)
+
+
+def test_jumps() -> None:
+    assert parse_jumps("u@a:22, b", "h") == (Host("a", port=22, user="u"), Host("b"))
