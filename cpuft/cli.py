@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from cpuft import __version__
-from cpuft.errors import CpuftError, describe_disk, one_line
+from cpuft.errors import CpuftError, describe_disk
 from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
@@ -292,4 +292,4 @@ def _click_message(error: click.ClickException) -> str:
     """Click's message in one line, with the next move."""
     context = getattr(error, "ctx", None)
     name = shlex.join(context.command_path.split()) if context else "cpuft"
-    return one_line(f"{' '.join(error.format_message().split())} (see {name} --help)")
+    return str(CpuftError(f"{' '.join(error.format_message().split())} (see {name} --help)"))

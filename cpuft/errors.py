@@ -16,12 +16,8 @@ class CpuftError(Exception):
     """
 
     def __str__(self) -> str:
-        return one_line(super().__str__())
-
-
-def one_line(text: str) -> str:
-    """`text` with escapes for what ends lines, moves a terminal's cursor or cannot be printed."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+        # Nothing that ends a line, moves a terminal's cursor or cannot be printed.
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
 
 
 def counted(number: int, noun: str) -> str:

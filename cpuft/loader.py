@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+_hints = cache(get_type_hints)
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-_MOST = 10**300
-"""Larger numbers fit into no float: arithmetic on them raises."""
+_MOST = 10**300  # larger ones fit into no float: arithmetic on them raises
 
 
 def parse_json(text: str) -> Any:
@@ -29,27 +29,26 @@ def parse_yaml(text: str) -> Any:
 
     Raises
     ------
-    ValueError: no YAML, nested too deep, a key twice, an alias of more than a text; with the line.
+    ValueError: no YAML, nested too deep, a key twice (with the line), or an alias of more than a text.
     """
     import yaml
 
     seen: set[int] = set()
 
     def plain(node: yaml.Node) -> Any:
-        line = node.start_mark.line + 1
         if isinstance(node, yaml.ScalarNode):
             return None if node.tag == "tag:yaml.org,2002:null" else node.value
         if id(node) in seen:  # a circle, or a few lines that stand for millions of values
-            raise ValueError(f"line {line}: only a text can have an alias")
+            raise ValueError("an alias (*name) stands for a list or mapping: write that out")
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             return [plain(item) for item in node.value]
         values: dict[Any, Any] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ValueError(f"line {key.start_mark.line + 1}: a list or mapping stands where a name must")
-            if key.value in values:
-                raise ValueError(f"line {key.start_mark.line + 1}: {key.value[:60]!r} is there twice")
+            if not isinstance(key, yaml.ScalarNode) or key.value in values:
+                raise ValueError(
+                    f"line {key.start_mark.line + 1}: {str(key.value)!r:.60} is there twice, or is no name"
+                )
             values[key.value] = plain(value)
         return values
 
@@ -57,27 +56,19 @@ def parse_yaml(text: str) -> Any:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         return plain(tree) if tree else None
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ValueError(f"line {line}: {error.problem}") from None
+        raise ValueError(f"line {error.problem_mark.line + 1 if error.problem_mark else 1}: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
 
-def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
-    """Whether a text is a whole number from `least` to `most`, in plain digits; of thousands of them int raises."""
-    return text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most
-
-
 def load(kind: type[T], value: Any, where: str = "it") -> T:
     """`value`, as JSON and YAML have it, as a `kind`: a dataclass, or a list, tuple or dict of a kind, a type, or Any.
 
-    Fields that have a default may be missing.
-
     Raises
     ------
-    ValueError: a field is missing or unknown, or something is of another type; `where` is the name of the whole.
+    ValueError: a field is unknown, or missing without a default, or something is of another type, named from `where`.
     """
     made, origin = value, get_origin(kind)
     if dataclasses.is_dataclass(kind):
@@ -95,20 +86,12 @@ def load(kind: type[T], value: Any, where: str = "it") -> T:
 
 def _load_fields(kind: Any, value: Any, where: str) -> Any:
     values, hints = _check(dict, value, where), _hints(kind)
-    needed = [field.name for field in dataclasses.fields(kind) if _is_needed(field) and field.name not in values]
+    fields = [field for field in dataclasses.fields(kind) if field.name not in values]
+    needed = [one.name for one in fields if one.default is dataclasses.MISSING is one.default_factory]
     unknown = [name for name in values if name not in hints]
     if needed or unknown:
         raise ValueError(f"{where} has no {needed[0]!r}" if needed else f"{where} has an unknown {unknown[0]!r:.60}")
     return kind(**{name: load(hints[name], item, f"{where}.{name}") for name, item in values.items()})
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _check(kind: Any, value: Any, where: str) -> Any:

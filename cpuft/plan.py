@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shlex
 from dataclasses import dataclass, field, replace
-
-from cpuft.loader import load, parse_json
 
 
 @dataclass(frozen=True)
@@ -90,16 +86,6 @@ class RunPlan:
     def on_master(self) -> RunPlan:
         """What the master does by itself, as it sees that."""
         return RunPlan(prepare=self.prepare, ranks=self.ranks, notes=self.notes)
-
-
-def dump_plan(plan: RunPlan) -> str:
-    """JSON that `load_plan` reads back as an equal plan."""
-    return json.dumps(dataclasses.asdict(plan))
-
-
-def load_plan(text: str) -> RunPlan:
-    """The plan that `dump_plan` wrote. Raises ValueError for another text."""
-    return load(RunPlan, parse_json(text), "the plan")
 
 
 def format_export(setting: Setting) -> str:

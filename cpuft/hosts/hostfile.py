@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.loader import is_count
-from cpuft.options.fields import LAST_PORT
+from cpuft.options.fields import LAST_PORT, is_count
 
-_LABEL = r"[A-Za-z0-9_-]{1,63}"
-_NAME = re.compile(rf"(?=[A-Za-z0-9].{{0,252}}$){_LABEL}(\.{_LABEL})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{{2,39}}")
-_MOST_SLOTS = 9999
+NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
+"""A host's name or address. Of labels that are empty or longer than 63 letters, sockets raise."""
 _KEYS = {"slots": "slots", "max_slots": "slots", "max-slots": "slots", "port": "port", "user": "user"}
 
 
@@ -62,10 +60,8 @@ def _parse_words(words: list[str], where: str) -> Host:
     user, _, rest = words[0].rpartition("@")
     name, colon, count = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
     numbers = {"slots": _number(count, "slots", where) if colon else 0, "port": 0}
-    if not is_host_name(name):
-        raise CpuftError(
-            f"{where}: {words[0][:60]!r} is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"
-        )
+    if not NAME.fullmatch(name):
+        raise CpuftError(f"{where}: {words[0]!r} is no host name or address: write e.g. node1, node1:4 or 10.0.0.1")
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
@@ -77,13 +73,8 @@ def _parse_words(words: list[str], where: str) -> Host:
     return Host(name, numbers["slots"], user, numbers["port"])
 
 
-def is_host_name(text: str) -> bool:
-    """Whether a text can be a host's name or address; of labels without a letter or over 63 sockets raise."""
-    return bool(_NAME.fullmatch(text))
-
-
 def _number(text: str, what: str, where: str) -> int:
-    most = LAST_PORT if what == "port" else _MOST_SLOTS
+    most = LAST_PORT if what == "port" else 9999
     if not is_count(text, most=most):
         raise CpuftError(f"{where}: {what} is {text[:60]!r}: give a whole number from 1 to {most}")
     return int(text)

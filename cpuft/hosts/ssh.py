@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.loader import is_count
-from cpuft.options.fields import LAST_PORT
+from cpuft.options.fields import LAST_PORT, is_count
 
 if TYPE_CHECKING:
     import paramiko

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.hardware import parse_cpuinfo
-from cpuft.loader import is_count, load, parse_json
+from cpuft.loader import load, parse_json
+from cpuft.options.fields import is_count
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class RankCores:
 
 def parse_facts(text: str, host: str) -> HostFacts:
     """Facts from the JSON that `cpuft.hosts.facts` prints on `host`. Raises CpuftError when it is not that."""
-    with suppress(ValueError):
+    try:
         values = load(dict[str, Any], parse_json(text))
         cpuinfo, machine = (load(str, values.pop(name, None), name) for name in ("cpuinfo", "machine"))
         cpu = parse_cpuinfo(cpuinfo, machine)
-        found = load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})
-        if found.allowed_cpus:
-            return found
-    last = (text.strip().splitlines() or ["nothing"])[-1]
-    raise CpuftError(
-        f"host {host} did not report its facts (it said: {last[:200]}): check that python3 runs there over ssh"
-    )
+        values["allowed_cpus"] = values.get("allowed_cpus") or None  # where there are none, nothing can run
+        return load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})
+    except ValueError:
+        last = (text.strip().splitlines() or ["nothing"])[-1]
+        raise CpuftError(
+            f"host {host} did not report its facts (it said: {last[:200]}): check that python3 runs there over ssh"
+        ) from None
 
 
 def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:

@@ -9,8 +9,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_lacking, pack_training, plan_travel
 from cpuft.launch.planning import plan_training
-from cpuft.loader import is_count
-from cpuft.options.fields import CompareConfig, LaunchConfig, TrainConfig
+from cpuft.options.fields import CompareConfig, LaunchConfig, TrainConfig, is_count
 from cpuft.plan import RunPlan
 
 

@@ -21,7 +21,7 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import Door
 from cpuft.launch.supervise import run_plan, write_plan
 from cpuft.loader import load, parse_json
-from cpuft.plan import Plan, RunPlan, Setting, Step, dump_plan, load_plan
+from cpuft.plan import Plan, RunPlan, Setting, Step
 from cpuft.rank.process import end_with_parent
 from cpuft.streams import keep_streams
 from cpuft.words import own_module
@@ -36,8 +36,7 @@ Say = Callable[[str], None]
 class Order:
     """What the supervisor on the master is told."""
 
-    plan: str
-    """As `cpuft.plan.dump_plan` writes it."""
+    plan: RunPlan
     run_dir: str
     hosts: tuple[str, ...]
     """Of each rank, as the hostfile names it."""
@@ -59,7 +58,7 @@ def run_plan_there(
     Interrupted: a signal came; what the ranks recorded until then has been fetched.
     """
     config = cluster.access.config_there or cluster.access.door.config
-    order = Order(dump_plan(plan.on_master()), cluster.work_dir(run_dir), cluster.rank_hosts, seconds, config)
+    order = Order(plan.on_master(), cluster.work_dir(run_dir), cluster.rank_hosts, seconds, config)
     try:
         _run(plan.only("make"), environ, _MAKE_SECONDS)
         _run(plan.only("inputs"), environ, _SEND_SECONDS, say)
@@ -119,8 +118,7 @@ def main() -> None:
     with open(f"{order.run_dir}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            plan, door = load_plan(order.plan), Door(order.ssh_config)
-            code = run_plan(plan, order.run_dir, order.hosts, os.environ, order.seconds, door)
+            code = run_plan(order.plan, order.run_dir, order.hosts, os.environ, order.seconds, Door(order.ssh_config))
         except CpuftError as error:
             print(f"cpuft: error: {error}", file=sys.stderr)
             code = 2

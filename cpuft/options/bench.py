@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 from cpuft.errors import CpuftError, near_names
-from cpuft.loader import is_count
-from cpuft.options.fields import BACKENDS, BenchConfig
+from cpuft.options.fields import BACKENDS, BenchConfig, is_count
 
 TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")

@@ -24,6 +24,11 @@ SECTIONS = ("Where", "What", "How long, and by what recipe", "How fast", "Betwee
 """Subjects of options, in the order of the help."""
 
 
+def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
+    """Whether a text is a whole number from `least` to `most`, in plain digits; of thousands of them int raises."""
+    return text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most
+
+
 def option(
     default: Any,
     help: str,

@@ -57,9 +57,7 @@ class _Number(click.FloatRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return number
+        return number if math.isfinite(number) else self.fail(f"{value!r} is not a number", param, ctx)
 
 
 def make_options(config: type, *without: str) -> list[FieldOption]:
@@ -148,8 +146,8 @@ def _as_option(value: Any, where: str) -> str:
     """What a flag would have taken: a list of ranks is written with commas there."""
     try:
         text = ",".join(load(list[str], value if isinstance(value, list) else [value], where))
+        if "\0" in text:
+            raise ValueError(f"{where} holds a null character")
+        return text
     except ValueError as error:
         raise CpuftError(f"{error}: write what its flag takes, or a list of that") from None
-    if "\0" in text:
-        raise CpuftError(f"{where} holds a null character: write what its flag takes")
-    return text

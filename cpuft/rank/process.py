@@ -115,13 +115,13 @@ def format_failure(world: World, hostname: str, code: int, missed: Collection[in
 
 def parse_failure(text: str) -> tuple[int, str, int] | None:
     """Rank, host and exit code from what a rank wrote to standard error; None when it did not fail."""
-    found = re.findall(rf"^{FAILURE} rank (\d+) on (\S+) exit code (\d+)[ \d]*$", text, re.MULTILINE)
+    found = re.findall(rf"^{FAILURE} rank (\d{{1,9}}) on (\S+) exit code (\d{{1,9}})[ \d]*$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
 
 
 def parse_missed(text: str) -> set[int]:
     """The ranks that a rank waited for in vain, from what it wrote to standard error."""
-    found = re.findall(rf"^{FAILURE} .* exit code \d+ (\d[ \d]*)$", text, re.MULTILINE)
+    found = re.findall(rf"^{FAILURE} .* exit code \d+ (\d{{1,9}}(?: \d{{1,9}})*)$", text, re.MULTILINE)
     return {int(rank) for ranks in found for rank in ranks.split()}
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cpuft.errors import CpuftError, counted
 from cpuft.loader import load
 from cpuft.record import Record
 
-T = TypeVar("T")
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
 _EQUAL_OPTIONS = (
     "epochs",
@@ -80,31 +78,28 @@ def compare(records: list[Record]) -> Comparison:
                 f"again, or leave it out of the report"
             )
         if not (record.footer.samples_per_second > 0 and record.header.world_size > 0):
-            ranks = counted(record.header.world_size, "rank")
-            raise CpuftError(f"{record.path} trained no rows on {ranks}: leave it out of the report")
+            raise CpuftError(f"{record.path} trained no rows: leave it out of the report")
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
     refuse_differences(records)
     baseline = records[0]
     rows = tuple(_make_row(record, baseline) for record in records)
     header = baseline.header
     scaling = find_scaling(records)
+    try:
+        epochs = load(float, header.options.get("epochs"), "its epochs")
+        max_steps = load(int, header.options.get("max_steps", 0), "its max_steps")
+    except ValueError as error:
+        raise CpuftError(f"{baseline.path}: {error}: name a run of this version of cpuft") from None
     return Comparison(
         header.task,
         header.model,
         header.precision,
-        _option(baseline, "epochs", float),
-        _option(baseline, "max_steps", int, 0),
+        epochs,
+        max_steps,
         scaling,
         rows,
         tuple(make_notes(rows, scaling, records)),
     )
-
-
-def _option(record: Record, name: str, kind: type[T], default: object = None) -> T:
-    try:
-        return load(kind, record.header.options.get(name, default), f"its {name}")
-    except ValueError as error:
-        raise CpuftError(f"{record.path}: {error}: name a run of this version of cpuft") from None
 
 
 def refuse_differences(records: list[Record]) -> None:

@@ -69,10 +69,10 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         ("-oX", "hf, line 1: '-oX' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
         ("$HOME", "hf, line 1: '$HOME' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
         ("a..b", "hf, line 1: 'a..b' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
-        ("a" * 64, "hf, line 1: '" + "a" * 60 + "' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("a" * 64, "hf, line 1: '" + "a" * 64 + "' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
         (
             "a.b" * 90,
-            f"hf, line 1: '{'a.b' * 20}' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1",
+            f"hf, line 1: '{'a.b' * 90}' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1",
         ),
         ("a,b", "hf, line 1: 'a,b' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
     ],

@@ -26,7 +26,7 @@ from cpuft.launch.supervise import (
     worst_exit_code,
 )
 from cpuft.plan import RunPlan, Step
-from cpuft.rank.process import format_failure, parse_cores, parse_failure
+from cpuft.rank.process import FAILURE, format_failure, parse_cores, parse_failure, parse_missed
 from cpuft.rank.world import World
 from tests.conftest import Golden
 
@@ -84,6 +84,16 @@ def test_who_only_waited_has_no_say_in_the_exit_code() -> None:
 def test_a_failures_mark_reads_back() -> None:
     assert parse_failure(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 139)}\nb\n") == (3, "node-2", 139)
     assert parse_failure("Traceback\n") is None
+    assert parse_missed(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 1, {0, 2})}\nb\n") == {0, 2}
+
+
+@pytest.mark.parametrize(
+    "words", ["rank {} on a exit code 1", "rank 0 on a exit code {}", "rank 0 on a exit code 1 {}"]
+)
+def test_a_script_that_prints_the_mark_with_numbers_that_are_none(words: str) -> None:
+    said = f"{FAILURE} {words.format('9' * 5000)}\n"
+    assert parse_missed(said) == set()
+    parse_failure(said)
 
 
 @pytest.mark.parametrize("text, rank, cores", [("", 0, ()), ("0,1;2", 0, (0, 1)), ("0,1;2", 1, (2,)), ("0,1;2", 2, ())])

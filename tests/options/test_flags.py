@@ -102,8 +102,8 @@ def test_a_file_says_what_a_flag_says(text: str, value: object, tmp_path: Path) 
         ("run_dir: {a: b}", "'run_dir'[0] is {'a': 'b'}, and must be a text: write what its flag takes"),
         ('run_dir: "a\\0b"', "'run_dir' holds a null character"),
         ('run_dir: "\\ud800"', "'run_dir'[0] holds half a character"),
-        ("run_dir: " + "[" * 5000, "is no YAML (it is nested too deep): write `option: value`"),
-        ("run_dir: &a [*a]", "is no YAML (line 1: only a text can have an alias): write"),
+        ("run_dir: " + "[" * 5000 + "]" * 5000, "is no YAML (it is nested too deep): write `option: value`"),
+        ("run_dir: &a [*a]", "is no YAML (an alias (*name) stands for a list or mapping: write that out): write"),
     ],
 )
 def test_a_value_that_no_flag_has(text: str, message: str, tmp_path: Path) -> None:

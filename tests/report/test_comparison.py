@@ -78,12 +78,12 @@ def test_different_jobs_are_refused_by_name_of_what_differs(changes: dict[str, A
 @pytest.mark.parametrize(
     "part, changes, message",
     [
-        ("header", {"world_size": 0}, "runs/np-1 trained no rows on 0 ranks: leave it out of the report"),
+        ("header", {"world_size": 0}, "runs/np-1 trained no rows: leave it out of the report"),
         ("header", {"options": {}}, "runs/np-1: its epochs is None, and must be a number: name a run of this version"),
         ("header", {"options": {"epochs": "3"}}, "runs/np-1: its epochs is '3', and must be a number: name a run of"),
         ("header", {"options": {"epochs": 1, "max_steps": 1.5}}, "its max_steps is 1.5, and must be a whole number"),
-        ("footer", {"samples_per_second": 0.0}, "runs/np-1 trained no rows on 1 rank: leave it out of the report"),
-        ("footer", {"samples_per_second": math.nan}, "runs/np-1 trained no rows on 1 rank: leave it out of the report"),
+        ("footer", {"samples_per_second": 0.0}, "runs/np-1 trained no rows: leave it out of the report"),
+        ("footer", {"samples_per_second": math.nan}, "runs/np-1 trained no rows: leave it out of the report"),
     ],
 )
 def test_a_run_that_cannot_be_compared_is_refused(part: str, changes: dict[str, Any], message: str) -> None:

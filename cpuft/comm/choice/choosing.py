@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text, write_text
+from cpuft.loader import load, parse_json
 
 BUCKET_BYTES = 2**20
 """How much of a gradient is sent at a time, while backward goes on. By scripts/bench-comm, MiniLM over gloo between two
@@ -64,11 +66,9 @@ def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> 
 
 def read_choice(folder: Path, key: str) -> Choice | None:
     """The remembered choice; None if there is none that can be read."""
-    try:
-        found = json.loads((folder / f"backend-{key}.json").read_text())
-        return Choice(str(found["backend"]), str(found["reason"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    with suppress(OSError, ValueError):
+        return load(Choice, parse_json((folder / f"backend-{key}.json").read_text()))
+    return None
 
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:

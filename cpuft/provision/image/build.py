@@ -7,11 +7,14 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, hash_file
+from cpuft.loader import load, parse_json
 from cpuft.plan import Plan, Step
 from cpuft.provision.image.recipe import Recipe, format_install
 from cpuft.provision.image.sources import choose_mirror, gather_sources
@@ -148,13 +151,11 @@ def find_wheels(
     return read_wheels(own_folder(environ), source)
 
 
-def read_stamp(root: Path) -> dict[str, object]:
+def read_stamp(root: Path) -> dict[str, Any]:
     """What an image says of itself; empty for a folder that is none."""
-    try:
-        values = json.loads((root / STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    with suppress(OSError, ValueError):
+        return load(dict[str, Any], parse_json((root / STAMP).read_text(encoding="utf-8")))
+    return {}
 
 
 def list_packages(root: Path) -> list[str]:

@@ -13,7 +13,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.cluster import Access, gather_facts
 from cpuft.hosts.door import Door, attempt, side_by_side
-from cpuft.hosts.hostfile import Host, format_hostfile, is_host_name
+from cpuft.hosts.hostfile import NAME, Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry, read_entry, refuse_other_kind, state_root
 from cpuft.hosts.ssh import fingerprint, scan_host_key
 from cpuft.loader import load, parse_json
@@ -37,7 +37,7 @@ class Servers:
 
     def __init__(self, config: HostsConfig, environ: Mapping[str, str], hostfile: str = "") -> None:
         names = [name.strip() for name in config.hosts.split(",") if name.strip()]
-        if not names or len(set(names)) < len(names) or not all(map(is_host_name, names)):
+        if not names or len(set(names)) < len(names) or not all(map(NAME.fullmatch, names)):
             raise CpuftError(f"--hosts {config.hosts!r}: give different names or addresses, a comma between")
         check_name(config.name)
         check_prefix(config.prefix)

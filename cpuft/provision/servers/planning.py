@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
-from cpuft.loader import is_count
 from cpuft.options.clusters import HostsConfig
+from cpuft.options.fields import is_count
 from cpuft.plan import Plan, Step
 from cpuft.provision.reconcile import plan_file
 from cpuft.provision.sshfiles import Member, format_inside

@@ -71,18 +71,6 @@ class Prepared:
     validation: dict[str, Tokens]
 
 
-@dataclass(frozen=True)
-class _Meta:
-    """What `Prepared` holds beside its arrays, as JSON in the archive."""
-
-    labels: tuple[str, ...]
-    metrics: tuple[str, ...]
-    checksum: str
-    pad_id: int
-    validation: tuple[str, ...]
-    """Names of the splits."""
-
-
 def checksum_rows(data: Data, config: TrainConfig) -> str:
     """SHA-256 of everything that decides the token numbers, cut to 16 hexadecimal digits."""
     digest = hashlib.sha256()
@@ -125,8 +113,14 @@ def prepare(config: TrainConfig) -> Path:
     if path.exists():
         return path
     tokenizer = load_tokenizer(config.model)
-    meta = _Meta(data.task.labels, data.task.metrics, checksum, tokenizer.pad_token_id or 0, tuple(data.validation))
-    arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(vars(meta)))}
+    meta = {
+        "labels": data.task.labels,
+        "metrics": data.task.metrics,
+        "checksum": checksum,
+        "pad_id": tokenizer.pad_token_id or 0,
+        "validation": list(data.validation),
+    }
+    arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(meta))}
     for key, rows in [("train", data.train), *((f"validation{k}", rows) for k, rows in data.validation.items())]:
         tokens = tokenize(rows, tokenizer, config.max_length)
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
@@ -143,15 +137,16 @@ def read_prepared(path: str) -> Prepared:
     """The archive at `path`. Raises CpuftError when it is none of ours."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            meta = load(_Meta, parse_json(str(archive["meta"])))
+            meta = load(dict[str, Any], parse_json(str(archive["meta"])))
             splits = {
                 key: Tokens(*(archive[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels")))
-                for key in ("train", *(f"validation{name}" for name in meta.validation))
+                for key in ("train", *(f"validation{name}" for name in meta["validation"]))
             }
+        validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
+        labels, metrics = tuple(meta["labels"]), tuple(meta["metrics"])
+        return Prepared(labels, metrics, meta["checksum"], meta["pad_id"], splits["train"], validation)
     except Exception as error:  # zipfile and NumPy raise whatever their layers raise
         raise CpuftError(f"{path} is no prepared data ({error!r}): remove it, and start again") from None
-    validation = {name: splits[f"validation{name}"] for name in meta.validation}
-    return Prepared(meta.labels, meta.metrics, meta.checksum, meta.pad_id, splits["train"], validation)
 
 
 def main() -> None:

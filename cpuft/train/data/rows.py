@@ -17,8 +17,7 @@ from cpuft.options.fields import TrainConfig
 from cpuft.train.data.demo import make_pairs
 from cpuft.train.data.tasks import TASKS, Task
 
-_MOST_SCORE = 3e38
-"""Larger ones are infinite as float32, which models compute in."""
+_MOST_SCORE = 3e38  # larger ones are infinite as float32, which models compute in
 
 
 @dataclass(frozen=True)
@@ -234,16 +233,12 @@ def _parse_json_row(line: str, where: str, number: int) -> tuple[int, dict[str, 
     """Lists and objects are no cells: of the columns that are asked for, they count as missing."""
     try:
         values = load(dict[str, Any], parse_json(line))
-        cells = {key: "" if value is None else str(value) for key, value in values.items() if not _is_nested(value)}
+        cells = {k: "" if v is None else str(v) for k, v in values.items() if not isinstance(v, (list, dict))}
         return number, load(dict[str, str], cells)
     except ValueError as error:
         raise CpuftError(
             f"{where} is not a JSON object ({error}): write one object a line, {{'text': ..., 'label': ...}}"
         ) from None
-
-
-def _is_nested(value: object) -> bool:
-    return isinstance(value, (list, dict))
 
 
 def _text_columns(table: Table, config: TrainConfig) -> tuple[str, ...]:

@@ -1,0 +1,81 @@
+"""Run by scripts/check-fuzz: random input to every parser and every option of every verb.
+
+Each input must be accepted, or refused with one line and exit code 2; none may change a file outside of its room. Root;
+everything happens in namespaces where nothing but a folder of its own can be written, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from functools import partial
+
+from tests.fuzz import sandbox
+
+_PARSERS_SHARE = 0.65
+_SLOW: dict[tuple[str, ...], float] = {("doctor",): 0.2}
+"""Verbs that look at the machine for seconds get fewer inputs."""
+
+
+def main() -> None:
+    """Exit 1 when there is a fault, 2 when this must not be run here."""
+    parser = argparse.ArgumentParser(prog="check-fuzz", description=__doc__)
+    parser.add_argument("--inputs", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws other inputs")
+    parser.add_argument("--only", default="", help="parsers and verbs whose name holds this text")
+    parser.add_argument("--inside", action="store_true", help="do it here (refused outside of the room)")
+    options = parser.parse_args()
+    if not options.inside:
+        words = [sys.executable, "-m", "tests.check_fuzz", "--inside", *sys.argv[1:]]
+        os.execvpe("unshare", sandbox.enter_command(words), dict(os.environ) | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"})
+    reasons = sandbox.find_reasons_to_refuse()
+    if reasons:
+        sys.exit(f"check-fuzz: this is not its room ({'; '.join(reasons[:3])}): start scripts/check-fuzz as root")
+    sys.exit(run(options.inputs, options.seed, options.only))
+
+
+def run(inputs: int, seed: int, only: str) -> int:
+    """Fuzz everything whose name holds `only`; 1 when there is a fault."""
+    sandbox.prepare()
+    os.environ |= {name: str(sandbox.ROOT / folder) for name, folder in sandbox.FOLDERS.items()}
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{sandbox.ROOT}/tmp"
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    before = sandbox.snapshot_far()
+    # Imported here: hypothesis takes its folder from the environment.
+    from tests.fuzz.parsers import PARSERS
+    from tests.fuzz.run import Faults, check_parser, check_verb, fuzz
+    from tests.fuzz.verbs import JUNK, draw_case, list_verbs
+
+    faults, outside, begun = Faults(), sandbox.snapshot_near(), time.monotonic()
+    parsers = {name: one for name, one in PARSERS.items() if only in name}
+    for name, one in parsers.items():
+        share = max(1, round(inputs * _PARSERS_SHARE / len(parsers)))
+        fuzz(one.texts, partial(check_parser, one), share, seed, faults)
+        _tell(name, faults.inputs, begun)
+    verbs = [(verb, command) for verb, command in list_verbs() if only in " ".join(verb)]
+    weight = sum(_SLOW.get(verb, 1.0) for verb, _ in verbs)
+    rest = inputs - faults.inputs
+    for verb, command in verbs:
+        share = max(1, round(rest * _SLOW.get(verb, 1.0) / weight))
+        fuzz(draw_case(verb, command), partial(check_verb, outside=outside), share, seed, faults)
+        _tell(" ".join(verb), faults.inputs, begun)
+    if not only:
+        fuzz(JUNK, partial(check_verb, outside=outside), max(1, inputs - faults.inputs), seed, faults)
+    after = sandbox.snapshot_far()
+    for name in sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+        faults.found[f"changed outside of its room: {name}"] = (1, "", "")
+    for kind, (times, said, first) in sorted(faults.found.items()):
+        print(f"\n{kind} ({times} times)\n  {said!r}\n  {repr(first)[:2000]}")
+    print(f"\ncheck-fuzz: {faults.inputs} inputs, {len(faults.found)} faults, {len(before)} files elsewhere as before")
+    return 1 if faults.found else 0
+
+
+def _tell(name: str, inputs: int, begun: float) -> None:
+    print(f"{time.monotonic() - begun:6.0f} s {inputs:6d} inputs, {name}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

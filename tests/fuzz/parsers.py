@@ -1,0 +1,246 @@
+"""Every function that reads a text or a file, with texts for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cpuft import hardware, loader, plan
+from cpuft.comm.choice.choosing import read_choice
+from cpuft.hosts import registry, ssh, topology
+from cpuft.hosts.flavours import parse_flavour
+from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
+from cpuft.launch.comparison import parse_numbers
+from cpuft.launch.settings import users_variables
+from cpuft.options.bench import plan_sweep
+from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
+from cpuft.options.flags import parse_arguments, read_config
+from cpuft.provision.image import build, recipe
+from cpuft.provision.local.planning import parse_bits
+from cpuft.provision.servers.doing import read_lock
+from cpuft.provision.servers.planning import parse_survey
+from cpuft.rank.process import FAILURE, parse_failure, parse_missed
+from cpuft.rank.world import parse_world
+from cpuft.record import (
+    Line,
+    MeasuredHeader,
+    Measurement,
+    Record,
+    format_line,
+    parse_lines,
+    parse_measurements,
+    parse_record,
+    read_record,
+)
+from cpuft.train.data.prepare import read_prepared
+from cpuft.train.data.rows import parse_label, parse_tsv, read_data, read_table
+from cpuft.train.data.tasks import TASKS
+from tests.conftest import make_facts
+from tests.fuzz import values
+from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
+
+Texts = st.SearchStrategy[str]
+_GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
+_LSCPU = "# CPU,Core,Socket,Node\n0,0,0,0\n1,1,0,0\n2,0,1,1\n"
+_SURVEY = (
+    "os Debian\nkernel 6.1\npython 3.11.2\nfree_kb 100\nwheel a.whl 00\nsum_hosts 11\nauthorized ssh-ed25519 A b\n"
+)
+_CSV = [
+    'text,label\n"a, ""b""\nc",spam\nd,ham\n',
+    "sentence1,sentence2,label\r\na,b,0.5\r\nc,d,1\r\n",
+    "text,label\na,0\n",
+]
+_JSON_ROWS = [
+    '{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n',
+    '{"sentence1": "a", "sentence2": "b", "label": 0.5}\n',
+]
+
+
+@dataclass(frozen=True)
+class Parser:
+    """A function of one text, and the texts it is given."""
+
+    call: Callable[[str], object]
+    texts: Texts
+    refusals: tuple[type[Exception], ...] = ()
+    """What it may raise beside CpuftError, by its docstring."""
+
+
+def _from_file(name: str, read: Callable[[Path], object]) -> Callable[[str], object]:
+    """A function of a file's text, for one that reads a file called `name`."""
+
+    def call(text: str) -> object:
+        path = Path(name).absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(values.as_bytes(text))
+        return read(path)
+
+    return call
+
+
+def _read_files(path: Path) -> object:
+    """The text as training rows, and as validation rows of good ones and of itself."""
+    good = path.with_name("good.csv")
+    good.write_text("text,label\na,0\nb,1\n")
+    for train, validation in ((path, path), (good, path)):
+        read_data(TrainConfig(task="files", train_file=str(train), validation_file=str(validation)))
+    return None
+
+
+def _log_in(path: Path) -> object:
+    return [ssh.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
+
+
+def _read_archive(text: str) -> object:
+    Path("data.npz").write_bytes(text.encode("latin-1", "ignore"))
+    return read_prepared("data.npz")
+
+
+def _make_archive() -> str:
+    """A small archive of prepared rows, a character for each byte."""
+    meta = {"labels": ["0", "1"], "metrics": ["accuracy"], "checksum": "0", "pad_id": 0, "validation": [""]}
+    tokens = {"ids": [5, 6], "types": [0, 0], "offsets": [0, 2], "labels": [1]}
+    arrays = {
+        f"{split}.{name}": np.asarray(value) for split in ("train", "validation") for name, value in tokens.items()
+    }
+    file = io.BytesIO()
+    np.savez(file, meta=np.asarray(json.dumps(meta)), **arrays)  # type: ignore[arg-type]
+    return file.getvalue().decode("latin-1")
+
+
+def _write_report(text: str) -> object:
+    from cpuft.report.comparison import compare
+    from cpuft.report.table import format_markdown, format_text
+
+    record: Record = parse_record(text)
+    compared = compare([record])
+    return format_text(compared), format_markdown(compared)
+
+
+def _place(text: str) -> object:
+    found = topology.parse_facts(text, "h")
+    return topology.plan_placement(found.cores, 2, 1) if len(found.cores) < 100 else None
+
+
+_ROWS = values.damaged([*_CSV, *_JSON_ROWS, _GLUE]) | values.lines(
+    values.TEXTS, st.sampled_from([",", "\t", '"']), values.TEXTS
+)
+_WORDS = st.lists(values.WORDS | st.sampled_from(format_arguments(TrainConfig())), max_size=5).map("\n".join)
+_CPUINFO = "processor\t: 0\nmodel name\t: X\nflags\t\t: avx2 amx_bf16\n"
+_FACTS = vars(make_facts()) | {"allowed_cpus": [0, 1], "cpuinfo": _CPUINFO, "machine": "x86_64"}
+_FACTS = {name: value for name, value in _FACTS.items() if name not in ("cpu_model", "cpu_flags")}
+_PLAN = dataclasses.asdict(
+    plan.RunPlan(prepare=((plan.Step("w", ("a", "b"), (plan.Setting("n", "v", "r"),)),),), notes=("n",))
+)
+
+_ARCHIVES = values.damaged([_make_archive()])
+
+_MEASUREMENT: list[Line] = [
+    MeasuredHeader("bench comm", {"torch": "2"}),
+    Measurement("gloo", "all_reduce", "float32", 8, 2, (0.1,), (0.5,)),
+]
+_MEASURED = st.tuples(*(values.damaged_json(json.loads(format_line(line))) for line in _MEASUREMENT)).map("\n".join)
+
+_FAILURES = values.damaged([f"{FAILURE} rank 0 on a exit code 2\n", f"{FAILURE} rank 0 on a exit code 1 2 3\n"])
+
+PARSERS: dict[str, Parser] = {
+    "parse_hostfile": Parser(parse_hostfile, HOSTFILES | values.lines(values.TEXTS, values.TEXTS)),
+    "read_hostfile": Parser(_from_file("hf", lambda path: read_hostfile(str(path))), HOSTFILES),
+    "parse_record": Parser(_write_report, RECORDS),
+    "read_record": Parser(_from_file("r.jsonl", lambda path: read_record(str(path))), RECORDS),
+    "parse_measurements": Parser(partial(parse_measurements, path="x"), _MEASURED),
+    "parse_lines": Parser(partial(parse_lines, path="x"), _MEASURED),
+    "load of a plan": Parser(
+        lambda text: loader.load(plan.RunPlan, loader.parse_json(text)), values.damaged_json(_PLAN), (ValueError,)
+    ),
+    "parse_json": Parser(loader.parse_json, values.damaged_json(_PLAN) | values.TEXTS, (ValueError,)),
+    "parse_yaml": Parser(loader.parse_yaml, RECIPES | values.TEXTS, (ValueError,)),
+    "load": Parser(
+        lambda text: loader.load(Record, loader.parse_json(text)), values.ANYTHING.map(values.dump), (ValueError,)
+    ),
+    "read_config": Parser(
+        _from_file("c.yaml", lambda path: read_config(str(path), option_names(TrainConfig))), CONFIGS
+    ),
+    "parse_arguments": Parser(lambda text: parse_arguments(TrainConfig, text.split("\n")), _WORDS),
+    "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
+    "plan_sweep": Parser(lambda text: plan_sweep(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])),
+    "parse_bits": Parser(parse_bits, values.damaged(["1gbit", "2.5mbit", "7bit"])),
+    "parse_world": Parser(
+        lambda text: (
+            parse_world({"PMI_RANK": text, "PMI_SIZE": "2"}) and parse_world({"RANK": "0", "WORLD_SIZE": text})
+        ),
+        values.damaged(["0", "1"]),
+    ),
+    "users_variables": Parser(lambda text: users_variables({"CPUFT_EXPORTED": text}), values.damaged_json({"A": "1"})),
+    "parse_facts": Parser(_place, values.damaged_json(_FACTS)),
+    "parse_cpuinfo": Parser(partial(hardware.parse_cpuinfo, machine="x"), values.damaged([_CPUINFO])),
+    "parse_jumps": Parser(partial(ssh.parse_jumps, host="h"), values.damaged(["u@a:22,b", "none"])),
+    "read_login": Parser(_from_file("config", _log_in), SSH_CONFIGS),
+    "read_lock": Parser(_from_file("two.lock", read_lock), LOCKS),
+    "read_prepared": Parser(_read_archive, _ARCHIVES),
+    "parse_lscpu": Parser(lambda text: topology.parse_lscpu(text, (0, 1)), values.damaged([_LSCPU])),
+    "parse_flavour": Parser(
+        partial(parse_flavour, "/m"), values.damaged(["Intel(R) MPI Library", "mpirun (Open MPI) 4"])
+    ),
+    "parse_survey": Parser(lambda text: parse_survey(text, "h"), values.damaged([_SURVEY])),
+    "parse_failure": Parser(parse_failure, _FAILURES),
+    "parse_missed": Parser(parse_missed, _FAILURES),
+    "read_entry": Parser(
+        _from_file("state/one/cluster.json", lambda path: registry.read_entry(path.parents[1], "one")),
+        ENTRIES,
+    ),
+    "read_recipe": Parser(
+        _from_file("r.yaml", lambda path: recipe.format_install(recipe.read_recipe(str(path)))), RECIPES
+    ),
+    "read_stamp": Parser(
+        _from_file("etc/cpuft-image.json", lambda path: build.read_stamp(path.parents[1])),
+        STAMPS,
+    ),
+    "read_choice": Parser(
+        _from_file("backend-k.json", lambda path: read_choice(path.parent, "k")),
+        values.damaged_json({"backend": "mpi", "reason": "r"}),
+    ),
+    "parse_tsv": Parser(partial(parse_tsv, task=TASKS["mrpc"], source="x"), values.damaged([_GLUE])),
+    "parse_label": Parser(partial(parse_label, task=TASKS["stsb"], where="x"), values.damaged(["0.5", "1"])),
+    "read_table": Parser(_from_file("rows.csv", read_table), _ROWS),
+    "read_table of JSON": Parser(_from_file("rows.jsonl", read_table), _ROWS),
+    "read_data": Parser(_from_file("rows.csv", _read_files), _ROWS),
+    "read_data of JSON": Parser(_from_file("rows.jsonl", _read_files), _ROWS),
+    "read_data of tabs": Parser(_from_file("rows.tsv", _read_files), _ROWS),
+}
+
+EXEMPT = {
+    "load_model": "transformers reads it",
+    "load_tokenizer": "transformers reads it",
+    "parse_cores": "what cpuft launch has written",
+    "parse_kernel": "what oneDNN prints in this process",
+    "parse_networks": "what iproute2 prints",
+    "parse_rate": "what iproute2 prints",
+    "parse_routes": "what iproute2 prints",
+    "parse_worker": "parse_arguments, twice",
+    "read_cpu": "the kernel's files",
+    "read_errors": "parse_failure, of each rank",
+    "read_files": "texts only, by the names that they have",
+    "read_free": "a system call",
+    "read_hosts": "read_hostfile, or a cluster's entry",
+    "read_interfaces": "a system call",
+    "read_links": "numbers only, from hosts of the cluster",
+    "read_memory_available": "the kernel's files",
+    "read_mpi": "the first line of what mpirun prints",
+    "read_mtus": "the kernel's files",
+    "read_packages": "what pip has installed",
+    "read_parts": "a model's layers",
+    "read_raw": "a text, whatever it holds",
+    "read_route": "a system call",
+    "read_rows": "parse_tsv",
+    "read_wheels": "file names only",
+}
+"""Why a function that reads something gets no random texts."""
