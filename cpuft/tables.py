@@ -22,8 +22,10 @@ def format_table(
     for row in rows:
         table.add_row(*row)
     file = io.StringIO()
-    # Wide enough for any number of columns: a log has no width, and a terminal wraps by itself.
-    console = Console(file=file, width=max(WIDTH, 16 * len(columns)), color_system=None, legacy_windows=False)
+    # Wide enough for any number of columns: a log has no width, and a terminal wraps by itself. What rich is told to
+    # take for a terminal (FORCE_COLOR), and finds dumb, it gives 80 columns whatever is asked for.
+    width = max(WIDTH, 16 * len(columns))
+    console = Console(file=file, width=width, color_system=None, legacy_windows=False, force_terminal=False)
     console.print(table, markup=False, highlight=False)
     for note in notes:
         console.print(f"* {note}", markup=False, highlight=False, width=WIDTH)

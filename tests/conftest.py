@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as trials
 
 from cpuft.hosts.topology import HostFacts
 
@@ -27,6 +30,40 @@ REAL_FOLDERS = ("bench/", "train/fast/")
 
 needs_glue = pytest.mark.skipif(not GLUE.is_dir(), reason=f"no GLUE download beside the checkout ({GLUE})")
 Golden = Callable[[str, str], None]
+
+
+FOREIGN = (
+    "PMI_",
+    "MPI_LOCAL",
+    "OMPI_",
+    "SLURM_",
+    "CPUFT_",
+    "OMP_",
+    "CCL_",
+    "FI_",
+    "GLOO_",
+    "I_MPI_",
+    "KMP_",
+    "MALLOC_",
+)
+FOREIGN_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTHONIOENCODING",
+)
+"""What a launcher or a user has set where the tests are started is nothing to them."""
+
+trials.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+trials.load_profile("any machine")
+
+
+def pytest_configure() -> None:
+    for name in [name for name in os.environ if name.startswith(FOREIGN) or name in FOREIGN_NAMES]:
+        del os.environ[name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,11 +133,9 @@ def list_children() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No process of a test outlives it, its working directory is its own, and no launcher's variable leaks in."""
+    """No process of a test outlives it, and its working directory is its own."""
     monkeypatch.setenv("TEST_OF", str(os.getpid()))
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith(("PMI_", "MPI_LOCAL", "OMPI_", "SLURM_", "CPUFT_"))]:
-        monkeypatch.delenv(name)
     before = dict(os.environ)
     yield
     left = list_children()
@@ -124,6 +159,22 @@ def run_cpuft(
         text=True,
         timeout=seconds,
         env=dict(os.environ) | dict(settings or {}),
+        check=False,
+    )
+
+
+def run_shell(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash, in which `python` and `cpuft` are this environment's. It mounts for itself alone."""
+    functions = (
+        f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; cpuft() {{ python -m cpuft "$@"; }}; set -o pipefail; '
+    )
+    apart = ["unshare", "--mount"] if "mount " in script else []
+    return subprocess.run(
+        [*apart, "bash", "-c", functions + script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=dict(os.environ) | variables,
         check=False,
     )
 

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cpuft.errors import describe_disk
-from tests.conftest import run_cpuft
+from tests.conftest import run_cpuft, run_shell
 from tests.provision.simulated import needs_root
 
 DEMO = "--task=demo --max-train-samples=64 --max-steps=2"
-CPUFT = f"{sys.executable} -m cpuft"
-
-
-def run_shell(script: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script] if "mount" in script else ["sh", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=dict(os.environ) | settings,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +31,7 @@ def test_what_is_said_of_a_disk(error: OSError, said: str) -> None:
     assert bool(describe_disk(error)) == bool(said)
 
 
-@pytest.mark.parametrize("start", [f"{CPUFT} launch --run-dir run", f"{sys.executable} -m cpuft.train --run-dir=run"])
+@pytest.mark.parametrize("start", ["cpuft launch --run-dir run", "python -m cpuft.train --run-dir=run"])
 def test_a_full_cache_is_named(start: str, tmp_path: Path) -> None:
     done = run_shell(f"ulimit -f 8; {start} {DEMO}", XDG_CACHE_HOME=str(tmp_path / "cache"))
     said = (
@@ -81,7 +66,7 @@ with open(os.environ["CPUFT_RUN_DIR"] + "/../filler", "wb", buffering=0) as file
 def test_a_disk_that_fills_up_while_ranks_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "fills.py").write_text(FILLS)
     (tmp_path / "small").mkdir()
-    script = f"mount -t tmpfs -o size=300m none small && {CPUFT} launch --run-dir small/run -- fills.py"
+    script = "mount -t tmpfs -o size=300m none small && cpuft launch --run-dir small/run -- fills.py"
     done = run_shell(script)
     assert done.returncode == 2
     said = f"cpuft: error: the disk of {tmp_path}/small/run is full: make room there, or name another place"
@@ -91,7 +76,7 @@ def test_a_disk_that_fills_up_while_ranks_run_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["local --without-root", pytest.param("local --name q", marks=needs_root)])
 def test_a_place_for_clusters_that_cannot_be_made_is_named(verb: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = run_shell(f"{CPUFT} provision {verb}", CPUFT_STATE=str(tmp_path / "file" / "state"))
+    done = run_shell(f"cpuft provision {verb}", CPUFT_STATE=str(tmp_path / "file" / "state"))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("cpuft: error: ")
     assert f"{tmp_path}/file" in done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +11,8 @@ import pytest
 from cpuft.execute import run_step
 from cpuft.plan import Step
 from cpuft.record import Writer, read_record
+from tests.conftest import run_shell
 from tests.records import make_record
-
-CPUFT = f"{sys.executable} -m cpuft"
-QUIET = ("", "", 0)
-
-
-def run_shell(command: str, **settings: str) -> tuple[str, str, int]:
-    """What bash said of it, on both streams, and the exit code of the worst command of a pipe."""
-    words = ["bash", "-o", "pipefail", "-c", command]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=dict(os.environ) | settings)
-    return done.stdout, done.stderr, done.returncode
-
 
 WRITES = """
 import os, sys
@@ -47,9 +35,9 @@ check_output()
 )
 def test_who_writes_goes_on(streams: str, tmp_path: Path) -> None:
     (tmp_path / "writes.py").write_text(WRITES)
-    _, errors, code = run_shell(f"{sys.executable} writes.py {streams}")
-    assert code == 0
-    assert "Error" not in errors
+    done = run_shell(f"python writes.py {streams}")
+    assert done.returncode == 0
+    assert "Error" not in done.stderr
     assert Path("file").read_text() == "True\nwhole\n"
 
 
@@ -63,20 +51,23 @@ def test_no_verb_complains_of_a_reader_that_has_gone(verb: str, streams: str, tm
         for line in (record.header, *record.steps, *record.evaluations, record.footer):
             assert line
             writer.write(line)
-    assert run_shell(f"{CPUFT} {verb} {streams}") == QUIET
+    done = run_shell(f"cpuft {verb} {streams}")
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
 @pytest.mark.parametrize("verb", ["doctor --list", "launch --dry-run"])
 def test_what_did_not_fit_is_said(verb: str) -> None:
     said = "cpuft: error: standard output could not be written (No space left on device): make room where it goes\n"
-    assert run_shell(f"{CPUFT} {verb} >/dev/full") == ("", said, 2)
+    done = run_shell(f"cpuft {verb} >/dev/full")
+    assert (done.stdout, done.stderr, done.returncode) == ("", said, 2)
 
 
 @pytest.mark.parametrize("locale", ["C", "POSIX", "de_DE.ISO-8859-1"])
 def test_a_name_that_the_locale_cannot_write_ends_nothing(locale: str) -> None:
     settings = {"LC_ALL": locale, "PYTHONIOENCODING": "latin-1"}
-    output, _, code = run_shell(f"{CPUFT} launch --dry-run --run-dir 'ran\u2028\u4e00'", **settings)
-    assert (code, "ran\\u2028\\u4e00" in output) == (0, True)
+    done = run_shell("cpuft launch --dry-run --run-dir 'ran\u2028\u4e00'", **settings)
+    assert done.returncode == 0, done.stderr
+    assert "ran\\u2028\\u4e00" in done.stdout
 
 
 def test_under_nohup_a_hangup_ends_nothing() -> None:
@@ -96,8 +87,8 @@ UNHEARD = pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&1 | head -1"])
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_a_run_that_nobody_listens_to_goes_on(streams: str) -> None:
     words = " ".join(f"--{name} {value}" for name, value in DEMO.items() if name != "save-model")
-    _, _, code = run_shell(f"{CPUFT} launch --np 2 --no-save-model --run-dir run {words} {streams}")
-    assert code == 0, [path.read_text() for path in Path("run/logs").iterdir()]
+    done = run_shell(f"cpuft launch --np 2 --no-save-model --run-dir run {words} {streams}")
+    assert done.returncode == 0, [path.read_text() for path in Path("run/logs").iterdir()]
     assert read_record("run").footer is not None
     assert "accuracy" in Path("run/logs/rank-0.out").read_text()
 
@@ -105,6 +96,6 @@ def test_a_run_that_nobody_listens_to_goes_on(streams: str) -> None:
 @UNHEARD
 def test_a_worker_by_itself_that_nobody_listens_to_goes_on(streams: str) -> None:
     words = " ".join(f"--{name}={value}" for name, value in DEMO.items())
-    _, _, code = run_shell(f"{sys.executable} -m cpuft.train --run-dir=run {words} {streams}")
-    assert code == 0
+    done = run_shell(f"python -m cpuft.train --run-dir=run {words} {streams}")
+    assert done.returncode == 0
     assert read_record("run").footer is not None

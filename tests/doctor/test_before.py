@@ -18,6 +18,7 @@ from cpuft.doctor.probe import watch_cpu
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Assignment, gather_cluster
 from cpuft.options.fields import LaunchConfig
+from tests.conftest import run_shell
 from tests.doctor.planted import healthy, plant
 from tests.provision.simulated import needs_root
 
@@ -69,10 +70,8 @@ SMALL = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
     ],
 )
 def test_a_limit_is_named_before_ranks_start(limit: str, said: str, verb: str) -> None:
-    script = f"{limit} && exec {sys.executable} -m cpuft {verb} --np 2 --run-dir run"
-    apart = ["unshare", "--mount"] if limit == SMALL else []
     start = time.monotonic()
-    done = subprocess.run([*apart, "sh", "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    done = run_shell(f"{limit} && cpuft {verb} --np 2 --run-dir run")
     assert done.returncode == 2
     assert re.fullmatch(f"cpuft: error: {said}.*", done.stderr.splitlines()[-1]), done.stderr
     assert not Path("run").exists()

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from cpuft.train.fast import has_bf16_products
@@ -39,3 +43,10 @@ def test_products_are_measured_and_nothing_is_printed(precision: str, capfd: pyt
 )
 def test_one_line(products: dict[str, object], line: str) -> None:
     assert format_products(products) == line
+
+
+def test_a_limit_of_onednn_hides_bf16_from_the_fast_path_too() -> None:
+    code = "from cpuft.train.fast import has_bf16_products; print(has_bf16_products())"
+    environ = dict(os.environ) | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ)
+    assert done.stdout == "False\n", done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TypeVar
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cpuft.errors import CpuftError
-from cpuft.hardware import PRECISIONS
+from cpuft.hardware import PRECISIONS, bf16_hardware, effective_flags
 from cpuft.train.fast.adamw import put_on_masters
 from cpuft.train.fast.allocator import keep_freed_memory
 from cpuft.train.fast.dropout import FastDropout
@@ -22,9 +23,9 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def has_bf16_products() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AMX or AVX512_BF16); where not, bf16 is slower than fp32."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+    """Whether this CPU multiplies bf16 in hardware, and ONEDNN_MAX_CPU_ISA lets it; else bf16 is slower than fp32."""
+    flags = tuple(name for name, there in torch.cpu.get_capabilities().items() if there)
+    return bool(bf16_hardware(effective_flags(flags, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))))
 
 
 def accelerate(

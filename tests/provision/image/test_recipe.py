@@ -118,6 +118,7 @@ def test_contents_are_hashed_by_name_mode_and_text(tmp_path: Path) -> None:
     (tmp_path / "var" / "log").mkdir(parents=True)
     path = tmp_path / "etc" / "a"
     path.write_text("1")
+    path.chmod(0o644)
     first = hash_contents(tmp_path)
     (tmp_path / "var" / "log" / "build").write_text("when it was built")
     assert hash_contents(tmp_path) == first
