@@ -20,6 +20,7 @@ STRANGERS = 256
 WELCOME = b"welcome\n"
 
 _HELLO_SECONDS = 5.0
+_BEGIN_SECONDS = 30.0
 _LINE_BYTES = 1 << 17
 _TOLD = 5
 
@@ -52,14 +53,19 @@ class Hub:
         self._refused = 0
         self.full = threading.Event()
         """Set when all ranks are in."""
-        threading.Thread(target=asyncio.run, args=(self._run(listener),), name="cpuft-comm-hub", daemon=True).start()
+        begun = threading.Event()
+        run = self._run(listener, begun)
+        threading.Thread(target=asyncio.run, args=(run,), name="cpuft-comm-hub", daemon=True).start()
+        # The loop has the descriptors that it needs by then: what the process opens next cannot take them.
+        begun.wait(_BEGIN_SECONDS)
 
-    async def _run(self, listener: socket.socket) -> None:
+    async def _run(self, listener: socket.socket, begun: threading.Event) -> None:
         self._over = asyncio.Event()
         # Where no file descriptor is left to accept with, asyncio says so here, and tries again in a second.
         asyncio.get_running_loop().set_exception_handler(lambda _, found: self._tell(found["message"]))
         self._server = await asyncio.start_server(self._serve, sock=listener, limit=_LINE_BYTES, start_serving=False)
         await self._server.start_serving()
+        begun.set()
         await self._over.wait()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
