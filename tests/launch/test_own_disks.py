@@ -64,7 +64,8 @@ def test_a_script_and_its_rows_travel_once(cluster: Simulated) -> None:
     script.write_text(
         "import os, pathlib, socket, sys\n"
         "text = pathlib.Path(sys.argv[1]).read_text()\n"
-        "pathlib.Path(os.environ['CPUFT_RUN_DIR'], 'said').write_text(text + socket.gethostname())\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    pathlib.Path(os.environ['CPUFT_RUN_DIR'], 'said').write_text(text + socket.gethostname())\n"
     )
     words = ("launch", "--cluster", cluster.name, "--np", "2", "--no-check")
     first = cluster.cpuft(*words, "--run-dir", "first", "--", "reads.py", "rows.csv")
