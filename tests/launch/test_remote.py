@@ -225,7 +225,9 @@ def test_a_host_that_freezes_ends_the_run(cluster: Simulated) -> None:
             process.kill()
             repair(cluster)
     assert process.returncode == 1, errors
-    assert f"rank 0 on {cluster.hosts[0].name} failed" in errors.splitlines()[-1], errors
+    assert f"rank 0 on {cluster.hosts[0].name} failed" in errors, errors
+    lost = f"host {cluster.hosts[1].name} does not answer, rank 1 was lost with it"
+    assert lost in errors.splitlines()[-1], errors
     # The thawed host finds out by itself that its mpirun is gone.
     look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -q 'waits[.]py'"
     gone = f"for i in $(seq 20); do {look} || exit 0; sleep 1; done; echo there"
