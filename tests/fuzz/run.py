@@ -23,7 +23,7 @@ from cpuft.errors import CpuftError
 from tests.fuzz.parsers import Parser
 from tests.fuzz.sandbox import ROOT, reset, snapshot_near
 from tests.fuzz.values import as_bytes
-from tests.fuzz.verbs import Case, base_environ
+from tests.fuzz.verbs import FILES, Case, base_environ
 
 T = TypeVar("T")
 _SECONDS = 60
@@ -116,7 +116,7 @@ def check_parser(parser: Parser, text: str) -> Fault:
 def check_verb(case: Case, outside: dict[str, str]) -> Fault:
     """A command line ends with exit code 0 or 1, or with 2 and one line; outside its room nothing has changed."""
     reset()
-    for name, text in case.files.items():
+    for name, text in ({name: good for name, (good, _) in FILES.items()} | case.files).items():
         path = ROOT / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(as_bytes(text))
@@ -168,7 +168,8 @@ def _place(error: BaseException) -> Fault:
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
-        raise TooLongError
+        last = [traceback.extract_stack(one)[-1] for one in sys._current_frames().values()]
+        raise TooLongError(", ".join(f"{one.filename}:{one.lineno}" for one in last))
 
     signal.signal(signal.SIGALRM, end)
     signal.alarm(_SECONDS)
@@ -192,11 +193,11 @@ def _environ(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _capture() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
-    """This process's streams, encoded as those of a terminal are."""
+    """This process's streams, as `cpuft.streams` makes them."""
     output, errors = io.BytesIO(), io.BytesIO()
     before = sys.stdin, sys.stdout, sys.stderr
     sys.stdin = io.StringIO()
-    sys.stdout = io.TextIOWrapper(output, encoding="utf-8", errors="strict", write_through=True)
+    sys.stdout = io.TextIOWrapper(output, encoding="utf-8", errors="backslashreplace", write_through=True)
     sys.stderr = io.TextIOWrapper(errors, encoding="utf-8", errors="backslashreplace", write_through=True)
     try:
         yield output, errors

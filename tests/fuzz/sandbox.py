@@ -75,10 +75,10 @@ def snapshot_near() -> dict[str, str]:
 
 
 def snapshot_far() -> dict[str, str]:
-    """What is read-only, too: this checkout, the machine's settings, what programs keep in the caller's home folder."""
+    """What is read-only, too: this checkout, the machine's settings, what ssh and cpuft keep in the home folder."""
     tops = [_REPOSITORY / name for name in ("cpuft", "tests", "scripts", "hostfiles", "ami")] + [Path("/etc")]
     home = Path(pwd.getpwuid(os.getuid()).pw_dir)
-    tops += [home / name for name in (".ssh", ".config", ".local/state", ".cache/cpuft")]
+    tops += [home / name for name in (".ssh", ".local/state/cpuft", ".cache/cpuft")]
     return {str(path): _describe(path) for top in tops for path in _walk(top)}
 
 

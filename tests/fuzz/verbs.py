@@ -157,7 +157,7 @@ _VARIABLES += [
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, the files that it finds below `ROOT`, and variables beyond the usual ones."""
+    """A command line, files that it finds below `ROOT` instead of good ones, and variables beyond the usual ones."""
 
     words: tuple[str, ...]
     files: dict[str, str] = field(default_factory=dict)
@@ -184,7 +184,7 @@ def draw_case(verb: Verb, command: click.Command) -> st.SearchStrategy[Case]:
     return st.builds(
         lambda start, options, end, files, environ: Case(
             (*verb, *start, *(word for option in options for word in option), *end),
-            {name: good for name, (good, _) in FILES.items()} | dict(files),
+            dict(files),
             environ,
             len(verb) + len(start),
         ),
