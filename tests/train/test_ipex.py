@@ -83,7 +83,7 @@ def test_ipex_beside_another_torch_is_refused_without_importing_it(
 
 def test_a_launch_with_ipex_where_it_is_not_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, PACKAGE, "2.7.0", monkeypatch)
-    words = ("launch", "--np", "2", "--run-dir", "run", "--engine", "ipex")
+    words = ("launch", "--np", "2", "--run-dir", "run", "--no-check", "--engine", "ipex")
     done = run_cpuft(*words, settings={"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"cpuft: error: --engine ipex needs {PACKAGE} 2.8, and here is 2.7.0: {MOVE}\n"

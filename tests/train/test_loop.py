@@ -1,0 +1,118 @@
+"""The loop on an objective that it has never heard of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
+from cpuft.rank.world import World
+from cpuft.record import StepLine
+from cpuft.train.data.order import plan_updates
+from cpuft.train.data.prepare import Prepared, Tokens
+from cpuft.train.evaluate import evaluate
+from cpuft.train.loop import Loop, train
+from cpuft.train.objective import Answers, Batch, Objective
+from tests.train.tokens import make_tokens
+
+CONFIG = TrainConfig(plain=True, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)
+
+
+class Weights(torch.nn.Module):
+    """A number for each of 20 words; a row's is the sum of its words'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Parameter(torch.zeros(20))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return (self.words[input_ids] * attention_mask).sum(1)
+
+
+class Weighing(Objective):
+    """How heavy is a row?"""
+
+    label_type = torch.float32
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        losses: torch.Tensor = (model(**batch.inputs) - batch.labels).abs()
+        return losses
+
+    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
+        answers: Answers = model(**batch.inputs)[:, None].numpy()
+        return answers
+
+    def measure(self, answers: Answers, tokens: Tokens) -> dict[str, float]:
+        return {"error": float(np.abs(answers[:, 0] - tokens.labels).mean())}
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_loop(config: TrainConfig, heaviest: float = 2.0) -> Loop:
+    lengths = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9]
+    tokens = replace(make_tokens(lengths, types=False), labels=np.linspace(1, heaviest, 11).astype(np.float32))
+    prepared = Prepared((), (), "", 0, tokens, {"": tokens, "_again": tokens})
+    return Loop(Weights(), Weighing((), (), 0, 0), config, prepared, "fp32", World(0, 1, 0, 1))
+
+
+def losses(lines: list[StepLine]) -> list[float]:
+    return [line.loss for line in lines]
+
+
+def test_rows_are_measured_in_their_order() -> None:
+    loop = make_loop(CONFIG)
+    model, tokens = loop.model, loop.prepared.train
+    assert isinstance(model, Weights)
+    before = evaluate(loop, 0)
+    with torch.no_grad():
+        # Row i holds the word i + 1 so many times.
+        model.words[1:12] = torch.from_numpy(tokens.labels / tokens.lengths.astype(np.float32))
+    after = evaluate(loop, 6)
+    assert before.metrics == pytest.approx({"error": 1.5, "error_again": 1.5})
+    assert after.metrics == pytest.approx({"error": 0.0, "error_again": 0.0}, abs=1e-6)
+    assert (after.step, after.rows) == (6, 22)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 1e-8])
+def test_updates_are_those_of_the_recipe_by_hand(clip_norm: float) -> None:
+    loop, model = make_loop(replace(CONFIG, clip_norm=clip_norm)), Weights()
+    tokens = loop.prepared.train
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.0)
+    wanted = []
+    for number, (_, rows) in enumerate(plan_updates(tokens, 4, CONFIG.seed, 6, grouped=True)):
+        loss = loop.objective.losses(model, loop.objective.make_batch(tokens, rows)).mean()
+        optimizer.param_groups[0]["lr"] = 0.1 * (6 - number) / 6
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        wanted.append(float(loss.detach()))
+    lines = list(train(loop))
+    assert losses(lines) == pytest.approx(wanted, abs=1e-6)
+    # Eleven rows are two updates of four and one of three; the rate would be 0 after the last.
+    assert sorted(line.samples for line in lines) == [3, 3, 4, 4, 4, 4]
+    assert sum(line.tokens for line in lines) == 2 * 44
+    assert [line.learning_rate for line in lines] == pytest.approx([0.1 * left / 6 for left in (6, 5, 4, 3, 2, 1)])
+
+
+def test_an_update_is_the_same_in_one_pass_and_in_two() -> None:
+    whole = losses(list(train(make_loop(CONFIG))))
+    parts = losses(list(train(make_loop(replace(CONFIG, batch_size=2, accumulation=2)))))
+    assert parts == pytest.approx(whole, abs=1e-6)
+
+
+def test_a_loss_that_is_no_number_ends_the_run() -> None:
+    with pytest.raises(CpuftError, match="step 1: the loss is inf: lower --learning-rate"):
+        list(train(make_loop(CONFIG, heaviest=3e38)))
