@@ -111,8 +111,6 @@ def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClie
     ------
     HostError: it cannot be reached, its key is unknown or changed, or it does not let us in.
     """
-    # Its threads log tracebacks of what we tell in one line.
-    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
         yield _connect(host, config_path, stack)
 
@@ -123,6 +121,8 @@ def _connect(host: Host, config_path: str, stack: ExitStack) -> paramiko.SSHClie
 
 
 def _pass_jumps(login: Login, config_path: str, stack: ExitStack) -> paramiko.SSHClient | None:
+    # paramiko's threads log tracebacks of what we tell in one line.
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
     before: paramiko.SSHClient | None = None
     for jump in login.jumps:
         before = _log_in(jump, read_login(jump, config_path), before, stack)

@@ -100,6 +100,7 @@ def test_a_lost_host_is_named_and_the_record_is_here(
     code, lines = lose(cluster, fault, fault, "2", backend, deadline)
     lost = cluster.hosts[1].name
     assert lines[-1] == f"cpuft: host {lost} does not answer, rank 1 was lost with it: look at it with cpuft doctor"
+    assert [line for line in lines if "paramiko" in line] == []
     assert code == 75
     assert (cluster.folder / fault / "kept").read_text() == "mine"
     assert not work_folder(cluster, fault).parent.exists()
