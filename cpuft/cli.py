@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from cpuft import __version__
-from cpuft.errors import CpuftError, describe_disk
+from cpuft.errors import CpuftError, Interrupted, describe_disk
 from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
@@ -229,7 +229,6 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
 
 
 def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
-    from cpuft.execute import Interrupted
     from cpuft.launch.remote import run_plan_there
     from cpuft.launch.secrets import secrets_there
     from cpuft.launch.supervise import run_plan
@@ -272,6 +271,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         message = _click_message(error)
     except click.exceptions.Abort:
         sys.exit(130)
+    except Interrupted as stopped:
+        click.echo(f"cpuft: stopped by {stopped}: run the same command again to go on", err=True)
+        sys.exit(stopped.exit_code)
     except OSError as error:
         message = describe_disk(error)
         if not message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import reprlib
+import signal
 from collections.abc import Iterable
 
 
@@ -18,6 +19,14 @@ class CpuftError(Exception):
     def __str__(self) -> str:
         # Nothing that ends a line, moves a terminal's cursor or cannot be printed.
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
+
+
+class Interrupted(Exception):
+    """The run was stopped by a signal to this process."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
 
 
 def counted(number: int, noun: str) -> str:

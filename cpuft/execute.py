@@ -13,22 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, Any, TextIO
+from typing import IO, TextIO
 
-from cpuft.plan import Step
+from cpuft.errors import CpuftError, Interrupted
+from cpuft.plan import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_SECONDS = 0.05
+_LAST_LINES = 6
 _GRACE_SECONDS = 3.0
 """From a polite signal to SIGKILL; with what mpirun needs to follow, all is gone within 5 s."""
-
-
-class Interrupted(Exception):
-    """The run was stopped by a signal to this process."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal.Signals(signal_number).name)
-        self.exit_code = 128 + signal_number
 
 
 @dataclass(frozen=True)
@@ -45,22 +39,10 @@ class Answer:
         return self.output + self.errors
 
 
-def run_quietly(
-    command: Sequence[str],
-    seconds: float,
-    stdin: str = "",
-    settings: Mapping[str, str] | None = None,
-    stdin_file: str = "",
-) -> Answer:
-    """Run a short command and return what it said; exit code 127 when there is no such program, 126 for no end.
-
-    It reads `stdin` or, where that is named, the file `stdin_file`.
-    """
-    environ = dict(os.environ) | dict(settings or {})
+def run_quietly(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:
+    """Run a short command and return what it said; exit code 127 when there is no such program, 126 for no end."""
     try:
-        with open(stdin_file or os.devnull, "rb") as file:
-            given: dict[str, Any] = {"stdin": file} if stdin_file else {"input": stdin.encode()}
-            done = subprocess.run(command, capture_output=True, timeout=seconds, env=environ, check=False, **given)
+        done = subprocess.run(command, capture_output=True, timeout=seconds, input=stdin.encode(), check=False)
     except FileNotFoundError:
         return Answer(127, "", f"no such program: {command[0]}")
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -116,6 +98,33 @@ def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float)
         finally:
             _end(processes)
         return [Answer(_exit_code(process), _read(output)) for process, output in zip(processes, outputs)]
+
+
+def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Callable[[str], None], advice: str) -> None:
+    """Stages one after another, `seconds` for each; whoever waits is told what begins.
+
+    Raises
+    ------
+    CpuftError: naming every step of a stage that failed, with its host and the last lines it said; ends with `advice`.
+    Interrupted: as `run_step`.
+    """
+    for stage in plan.stages:
+        for why in dict.fromkeys(step.why for step in stage):
+            hosts = [step.host for step in stage if step.why == why and step.host]
+            say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
+        try:
+            answers = run_stage([plan.here(step) for step in stage], environ, seconds)
+            failures = [_describe(step, answer.said) for step, answer in zip(stage, answers) if answer.exit_code]
+        except (FileNotFoundError, TimeoutError) as error:
+            failures = [_describe(stage[0], str(error))]
+        if failures:
+            raise CpuftError(f"{'; '.join(failures)}: {advice}")
+
+
+def _describe(step: Step, said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()][-_LAST_LINES:]
+    where = f"{step.host}: " if step.host else ""
+    return f"{where}{step.why}: failed ({' | '.join(lines) or 'it said nothing'})"
 
 
 def open_memory() -> IO[bytes]:

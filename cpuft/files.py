@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 
+_ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 SENT = "CPUFT_SENT"
 """Says how the paths begin of files from which processes of a host take variables that nobody else may see."""
 
@@ -98,18 +99,22 @@ def take_sent(environ: Mapping[str, str], process: str) -> dict[str, str]:
     return {}
 
 
+def cache_path(environ: Mapping[str, str]) -> Path:
+    """$XDG_CACHE_HOME/cpuft or ~/.cache/cpuft. Raises CpuftError for a relative one."""
+    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
+    if not os.path.isabs(home):
+        raise CpuftError(f"{home} is no place for what runs share, because it is relative: {_ELSEWHERE}")
+    return Path(home, "cpuft")
+
+
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """$XDG_CACHE_HOME/cpuft or ~/.cache/cpuft, made now where it is not there.
+    """The folder at `cache_path`, made now where it is not there.
 
     Raises
     ------
     CpuftError: it cannot be made, or others could have written there.
     """
-    home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
-    advice = "set XDG_CACHE_HOME to a folder of your own"
-    if not os.path.isabs(home):
-        raise CpuftError(f"{home} is no place for what runs share, because it is relative: {advice}")
-    return make_private(Path(home, "cpuft"), advice)
+    return make_private(cache_path(environ), _ELSEWHERE)
 
 
 def make_private(folder: Path, advice: str) -> Path:
@@ -123,12 +128,17 @@ def make_private(folder: Path, advice: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        if trouble := _describe_doubt(folder):
-            raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")
+        check_private(folder, advice)
         folder.chmod(0o700)
     except OSError as error:
         raise CpuftError(f"folder {folder} cannot be made ({error.strerror}): {advice}") from None
     return folder
+
+
+def check_private(folder: Path, advice: str = _ELSEWHERE) -> None:
+    """Raises CpuftError when what is in a folder may be another user's work; ends with `advice`."""
+    if trouble := _describe_doubt(folder):
+        raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")
 
 
 def _describe_doubt(folder: Path) -> str:

@@ -150,9 +150,9 @@ def find_access(config: LaunchConfig) -> Access:
     entry = find_entry(config, os.environ)
     if entry is None:
         return Access(Door(config.ssh_config))
-    shares = entry.kind == "local" and not entry.options.get("image")
     door = Door(config.ssh_config or entry.ssh_config)
-    return Access(door, entry.python or sys.executable, entry.settings, shares, entry.ssh_config_there)
+    python = entry.python or sys.executable
+    return Access(door, python, entry.settings, entry.shares_files, entry.ssh_config_there)
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -68,25 +68,17 @@ class Door:
         """As ssh's configuration says; this machine's own name needs none, and no library that reads it."""
         return ssh.read_login(host, self.config) if host.name != "localhost" else ssh.Login(host.name, host.port or 22)
 
-    def run(
-        self,
-        host: Host,
-        argv: Sequence[str],
-        stdin: str = "",
-        seconds: float = 60.0,
-        settings: Mapping[str, str] | None = None,
-        stdin_file: str = "",
-    ) -> Answer:
-        """Run a command on a host, give it `stdin` or the file `stdin_file`, wait `seconds` at most.
+    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+        """Run a command on a host, give it `stdin`, wait `seconds` at most.
 
         Raises
         ------
         HostError: it cannot be reached, its key is unknown or changed, it does not let us in, or it takes longer.
         """
         if self.is_here(host):
-            return execute.run_quietly(argv, seconds, stdin, settings, stdin_file)
+            return execute.run_quietly(argv, seconds, stdin)
         with ssh.open_session(host, self.config) as client, ssh.telling(host, seconds):
-            return _converse(client, quote_command(argv, settings or {}), stdin, stdin_file, seconds)
+            return _converse(client, shlex.join(argv), stdin.encode(), seconds)
 
     def find_silent(self, names: Sequence[str]) -> set[str]:
         """The hosts, this machine apart, whose ssh server does not answer in time: off, cut off or frozen. No login."""
@@ -107,48 +99,45 @@ class Door:
         return ("ssh", *words, host.name)
 
 
-def _converse(client: paramiko.SSHClient, line: str, stdin: str, stdin_file: str, seconds: float) -> Answer:
+def _converse(client: paramiko.SSHClient, line: str, waiting: bytes, seconds: float) -> Answer:
     """Both directions of a command at once: neither end may wait for the other to read."""
     transport = client.get_transport()
     assert transport is not None
     channel = transport.open_session(timeout=seconds)
     channel.exec_command(line)
     end, output, errors = time.monotonic() + seconds, bytearray(), bytearray()
-    with open(stdin_file or "/dev/null", "rb") as file:
-        waiting = stdin.encode()
-        while True:
-            idle = True
-            waiting = waiting or file.read(_BLOCK)
-            if not channel.closed and channel.send_ready() and not channel.eof_sent:
-                if waiting:
-                    waiting, idle = waiting[channel.send(waiting) :], False
-                else:
-                    channel.shutdown_write()
-            while channel.recv_ready():
-                output += channel.recv(_BLOCK)
-                idle = False
-            while channel.recv_stderr_ready():
-                errors += channel.recv_stderr(_BLOCK)
-                idle = False
-            if channel.exit_status_ready() and (channel.eof_received or channel.closed) and idle:
-                code = channel.recv_exit_status()
-                return Answer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
-            if time.monotonic() > end:
-                raise TimeoutError
-            if idle:
-                time.sleep(_POLL_SECONDS)
+    while True:
+        idle = True
+        if not channel.closed and channel.send_ready() and not channel.eof_sent:
+            if waiting:
+                waiting, idle = waiting[channel.send(waiting[:_BLOCK]) :], False
+            else:
+                channel.shutdown_write()
+        while channel.recv_ready():
+            output += channel.recv(_BLOCK)
+            idle = False
+        while channel.recv_stderr_ready():
+            errors += channel.recv_stderr(_BLOCK)
+            idle = False
+        if channel.exit_status_ready() and (channel.eof_received or channel.closed) and idle:
+            code = channel.recv_exit_status()
+            return Answer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
+        if time.monotonic() > end:
+            raise TimeoutError
+        if idle:
+            time.sleep(_POLL_SECONDS)
 
 
-def side_by_side(function: Callable[[H], T], hosts: Sequence[H], at_once: int = _AT_ONCE) -> list[T]:
+def side_by_side(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
     """The function's answer for every host, asked all at once. Raises CpuftError that names every one that failed."""
-    answers = attempt(function, hosts, at_once)
+    answers = attempt(function, hosts)
     failures = [str(answer) for answer in answers if isinstance(answer, CpuftError)]
     if failures:
         raise CpuftError("; ".join(failures))
     return [answer for answer in answers if not isinstance(answer, CpuftError)]
 
 
-def attempt(function: Callable[[H], T], hosts: Sequence[H], at_once: int = _AT_ONCE) -> list[T | CpuftError]:
+def attempt(function: Callable[[H], T], hosts: Sequence[H]) -> list[T | CpuftError]:
     """The function's answer for every host, or why there is none, in the order of the hosts."""
 
     def one(host: H) -> T | CpuftError:
@@ -159,11 +148,5 @@ def attempt(function: Callable[[H], T], hosts: Sequence[H], at_once: int = _AT_O
 
     if not hosts:
         return []
-    with ThreadPoolExecutor(max_workers=min(at_once, len(hosts))) as pool:
+    with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(hosts))) as pool:
         return list(pool.map(one, hosts))
-
-
-def quote_command(command: Sequence[str], settings: Mapping[str, str]) -> str:
-    """One line for the shell at the other end, with environment settings before it."""
-    words = ["env", *(f"{name}={value}" for name, value in settings.items())] if settings else []
-    return shlex.join([*words, *command])

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cpuft.errors import CpuftError, near_names
 from cpuft.loader import load, parse_json
@@ -22,8 +23,11 @@ HOSTFILES = "hostfiles"
 """Folder of the hostfiles that `cpuft provision` writes, in its working directory; each is called as its cluster."""
 _NAME = re.compile(r"[a-z][a-z0-9]{0,62}")
 _MARK = "made by cpuft provision"
-KINDS = ("local", "hosts", "plain", "inside")
-"""`plain` is a hostfile and nothing else, `inside` a cluster as its own hosts know it."""
+KINDS = {"local": HOSTFILES, "hosts": HOSTFILES, "plain": HOSTFILES, "inside": ""}
+"""Where a cluster of each kind has its hostfile, under its name; empty for `hostfile` beside its entry.
+
+`plain` is a hostfile and nothing else, `inside` a cluster as its own hosts know it.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Entry:
     """What it was asked to be, for `status` and `diff`."""
     ssh_config_there: str = ""
     """How the master reaches the hosts, on its own disk; empty where it sees `ssh_config`."""
+    shares_files: bool = False
+    """Whether the hosts see this machine's files under the same paths."""
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
@@ -110,7 +116,9 @@ def read_entry(root: Path, name: str) -> Entry:
     """
     path = root / check_name(name) / FILE_NAME
     try:
-        entry = load(Entry, parse_json(path.read_text(encoding="utf-8")))
+        values = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
+        # Entries of earlier versions do not say so: settings were for hosts that run this machine's own cpuft.
+        entry = load(Entry, {"shares_files": bool(values.get("settings"))} | values)
         _check_entry(entry, path.parent)
         return entry
     except OSError:
@@ -129,7 +137,7 @@ def _check_entry(entry: Entry, directory: Path) -> None:
     hostfile = Path(entry.hostfile)
     beside = os.path.realpath(hostfile) == os.path.realpath(directory / "hostfile")
     named = hostfile.parts[-2:] == (HOSTFILES, directory.name) and hostfile.is_absolute() and ".." not in hostfile.parts
-    if not (beside if entry.kind == "inside" else named):
+    if not (named if KINDS[entry.kind] else beside):
         raise ValueError(f"{reprlib.repr(entry.hostfile)} is no hostfile of a cluster of kind {entry.kind}")
     if entry.ssh_config and os.path.realpath(entry.ssh_config) != os.path.realpath(directory / "ssh_config"):
         raise ValueError(f"{reprlib.repr(entry.ssh_config)} is not its ssh configuration")

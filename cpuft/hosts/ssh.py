@@ -20,13 +20,9 @@ if TYPE_CHECKING:
     import paramiko
 
 CONNECT_SECONDS = 10.0
-UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED, LOGIN_REFUSED, TIMED_OUT = (
-    "unreachable",
-    "key unknown",
-    "key changed",
-    "login refused",
-    "time-out",
-)
+_MOST_BASTIONS = 8
+UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
+LOGIN_REFUSED, TIMED_OUT = "login refused", "time-out"
 _MOVES = {
     UNREACHABLE: "check its name, its port and that sshd runs there and lets this machine in",
     KEY_UNKNOWN: "add its key to known_hosts after you have compared it",
@@ -86,21 +82,38 @@ def read_login(host: Host, config_path: str = "") -> Login:
         tuple(os.path.expanduser(name) for name in found.get("identityfile", ())),
         tuple(os.path.expanduser(name) for name in str(found.get("userknownhostsfile", "")).split()),
         str(found.get("hostkeyalias", "")),
-        parse_jumps(str(found.get("proxyjump", "")), host.name),
+        parse_jumps(str(found.get("proxyjump", "")), f"ProxyJump of host {host.name}"),
         "" if proxy == "none" else proxy,
     )
 
 
-def parse_jumps(text: str, host: str) -> tuple[Host, ...]:
-    """Hosts of ProxyJump's value: `[user@]name[:port]`, a comma between. Raises CpuftError for a port that is none."""
+def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
+    """Bastions, as ssh's ProxyJump and -J have them: `[user@]name[:port]`, a comma between.
+
+    Raises
+    ------
+    CpuftError: a name or port that is none; `where` says whose it is.
+    """
     jumps = []
     for word in text.split(",") if text and text != "none" else ():
         user, _, place = word.strip().removeprefix("ssh://").rpartition("@")
         name, _, port = place.partition(":")
-        if not name or (port and not is_count(port, most=LAST_PORT)):
-            raise CpuftError(f"ProxyJump {text} of host {host} names no host: write [user@]name[:port] in ssh's config")
+        if not name or len(word.split()) > 1 or (port and not is_count(port, most=LAST_PORT)):
+            raise CpuftError(f"{where} {text!r:.200} names no host: write [user@]name[:port], a comma between")
         jumps.append(Host(name, port=int(port or 0), user=user))
     return tuple(jumps)
+
+
+def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
+    """All bastions on the way, the first one first. As for ssh, only the first of several may need some itself."""
+    found: list[tuple[Host, Login]] = []
+    while login.jumps:
+        found[:0] = [(jump, read_login(jump, config_path)) for jump in login.jumps]
+        login = found[0][1]
+        if len(found) > _MOST_BASTIONS:
+            names = ", ".join(jump.name for jump, _ in found)
+            raise CpuftError(f"the way through bastions has no end ({names}): look at ProxyJump in ssh's configuration")
+    return found
 
 
 @contextmanager
@@ -111,21 +124,18 @@ def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClie
     ------
     HostError: it cannot be reached, its key is unknown or changed, or it does not let us in.
     """
-    with ExitStack() as stack:
-        yield _connect(host, config_path, stack)
-
-
-def _connect(host: Host, config_path: str, stack: ExitStack) -> paramiko.SSHClient:
     login = read_login(host, config_path)
-    return _log_in(host, login, _pass_jumps(login, config_path, stack), stack)
+    with ExitStack() as stack:
+        yield _log_in(host, login, _pass_bastions(login, config_path, stack), stack)
 
 
-def _pass_jumps(login: Login, config_path: str, stack: ExitStack) -> paramiko.SSHClient | None:
+def _pass_bastions(login: Login, config_path: str, stack: ExitStack) -> paramiko.SSHClient | None:
+    """A session with the last bastion before a host."""
     # paramiko's threads log tracebacks of what we tell in one line.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)
     before: paramiko.SSHClient | None = None
-    for jump in login.jumps:
-        before = _log_in(jump, read_login(jump, config_path), before, stack)
+    for jump, own in find_bastions(login, config_path):
+        before = _log_in(jump, own, before, stack)
     return before
 
 
@@ -213,8 +223,8 @@ def scan_host_key(host: Host, config_path: str = "") -> str:
 
     login = read_login(host, config_path)
     with ExitStack() as stack, telling(host):
-        stream = _open_stream(login, _pass_jumps(login, config_path, stack))
-        transport = stack.enter_context(paramiko.Transport(stream))
+        before = _pass_bastions(login, config_path, stack)
+        transport = stack.enter_context(paramiko.Transport(_open_stream(login, before)))
         transport.start_client(timeout=CONNECT_SECONDS)
         key = transport.get_remote_server_key()
         return f"{key.get_name()} {key.get_base64()}"

@@ -15,8 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from cpuft import execute
-from cpuft.errors import CpuftError
-from cpuft.execute import Interrupted
+from cpuft.errors import CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import Door
 from cpuft.launch.supervise import run_plan, write_plan
@@ -93,21 +92,7 @@ def _bring_back(plan: RunPlan, run_dir: str, order: Order, cluster: Cluster, env
 
 
 def _run(plan: Plan, environ: Mapping[str, str], seconds: float, say: Say = lambda line: None) -> None:
-    """Run stages; raises CpuftError that names every step that failed, with what it said."""
-    for stage in plan.stages:
-        for step in stage:
-            say(step.why)
-        try:
-            answers = execute.run_stage([plan.here(step) for step in stage], environ, seconds)
-        except TimeoutError as error:
-            raise CpuftError(f"{stage[0].why}: {error}: look at the hosts with cpuft doctor") from None
-        failures = [
-            f"{step.why}: failed ({' '.join(answer.said.split())[-300:] or f'exit code {answer.exit_code}'})"
-            for step, answer in zip(stage, answers)
-            if answer.exit_code
-        ]
-        if failures:
-            raise CpuftError("; ".join(failures) + ": look at the hosts with cpuft doctor")
+    execute.run_stages(plan, environ, seconds, say, "look at the hosts with cpuft doctor")
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ class HostsConfig:
     name: str = option("cluster", "name of the cluster")
     user: str = option("", "who to log in as (default: ssh's own)")
     key: str = option("", "private key to log in with (default: ssh's own)")
+    jump: str = option("", "bastions on the way from here, as for ssh -J; how they are reached is as ssh's own says")
     port: int = option(22, "port of the hosts' ssh", least=1, most=LAST_PORT)
     prefix: str = option("/opt/cpuft", "directory of the environment, the same on every host")
     wheels: str = option(

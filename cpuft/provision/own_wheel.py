@@ -1,10 +1,16 @@
-"""This very cpuft as a wheel, so that hosts get the version that provisions them, published or not."""
+"""This very cpuft as a wheel, so that hosts get the version that provisions them, published or not.
+
+`python -m cpuft.provision.own_wheel FOLDER` writes it there.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import platform
+import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import cpuft
@@ -16,8 +22,9 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 _FIELDS = ("Requires-Python", "Provides-Extra", "Requires-Dist")
 
 
-def write_own_wheel(folder: Path) -> Path:
-    """Write the wheel into `folder`; its path. Nothing of it depends on when or where it is made.
+@cache
+def make_own_wheel() -> tuple[str, bytes]:
+    """The wheel's name and contents. Nothing of it depends on when or where it is made.
 
     Raises
     ------
@@ -25,7 +32,8 @@ def write_own_wheel(folder: Path) -> Path:
     """
     root = Path(cpuft.__file__).parent
     info = f"cpuft-{cpuft.__version__}.dist-info"
-    files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in _package_files(root)}
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
     # oneCCL's shim is the only compiled file, and called by its C names: any Python 3 of this machine's kind loads it.
     compiled = any(name.endswith(".so") for name in files)
     tag = f"py3-none-{'linux_' + platform.machine() if compiled else 'any'}"
@@ -34,11 +42,19 @@ def write_own_wheel(folder: Path) -> Path:
     files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: {purity}\nTag: {tag}\n".encode()
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\ncpuft = cpuft.cli:main\n"
     files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
-    path = folder / f"cpuft-{cpuft.__version__}-{tag}.whl"
-    with written_beside(path) as beside, zipfile.ZipFile(beside, "w", zipfile.ZIP_STORED) as archive:
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
         for name, content in files.items():
             archive.writestr(zipfile.ZipInfo(name, _TIME), content)
-    return path
+    return f"cpuft-{cpuft.__version__}-{tag}.whl", written.getvalue()
+
+
+def write_own_wheel(folder: Path) -> Path:
+    """Write the wheel into `folder`; its path."""
+    name, content = make_own_wheel()
+    with written_beside(folder / name) as beside:
+        beside.write_bytes(content)
+    return folder / name
 
 
 def _format_metadata() -> str:
@@ -51,5 +67,5 @@ def _format_metadata() -> str:
     return f"Metadata-Version: 2.1\nName: cpuft\nVersion: {cpuft.__version__}\n" + "".join(fields)
 
 
-def _package_files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+if __name__ == "__main__":
+    write_own_wheel(Path(sys.argv[1]))

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import Entry, format_entry
+from cpuft.hosts.ssh import Login
 
-_CLIENT = """
-  Port {port}
-  UserKnownHostsFile {known_hosts}
-  GlobalKnownHostsFile /dev/null
-  StrictHostKeyChecking yes
+_CLIENT = """  StrictHostKeyChecking yes
   BatchMode yes
   ConnectTimeout 10
   ServerAliveInterval 5
   ServerAliveCountMax 3
 """
 
-_SERVER = """# Key-only login, on the cluster's own address, with a host key made for this cluster.
-ListenAddress {address}:22
-HostKey {directory}/host_key
-AuthorizedKeysFile {directory}/authorized_keys{also}
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin prohibit-password
-# Root's account may be locked, which sshd takes as "no login at all" when PAM decides.
-UsePAM no
-UseDNS no
-PrintMotd no
-PidFile none
-# Every rank and every fact is a connection, and all hosts connect at once.
-MaxStartups 100:30:300
-MaxSessions 100
-# A host that was cut off: its sessions, and the ranks in them, end within 15 s.
-ClientAliveInterval 5
-ClientAliveCountMax 3
-Subsystem sftp internal-sftp
-"""
+KEYGEN = "set -eu\n" + Path(__file__).with_name("keygen.sh").read_text(encoding="utf-8")
+"""Shell script that makes a key pair. Arguments: path, comment."""
 
 
 @dataclass(frozen=True)
@@ -48,43 +29,62 @@ class Member:
     address: str
     user: str = "root"
     port: int = 22
+    key: str = ""
+    """Its public key, as in a .pub file; empty while it is not known."""
+
+    @property
+    def known_name(self) -> str:
+        """The name under which ssh keeps its key: with its port in brackets when that is not 22."""
+        return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
 
 
-def format_ssh_config(members: tuple[Member, ...], key: str, known_hosts: str) -> str:
+Bastions = tuple[tuple[str, Login], ...]
+"""On the way to all hosts of a cluster, the first one first: each by its name, as it was resolved."""
+
+
+def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bastions: Bastions = ()) -> str:
     """A client configuration for all hosts, by address and by name; used by ssh, mpirun and paramiko alike."""
     parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
+    parts += [_format_bastion(name, login) for name, login in bastions]
+    jump = ",".join(name for name, _ in bastions)
     for member in members:
         names = " ".join(dict.fromkeys((member.address, member.name)))
-        client = _CLIENT.format(port=member.port, known_hosts=known_hosts)
-        client += f"  User {member.user}\n" if member.user else ""
-        client += f"  IdentityFile {key}\n  IdentitiesOnly yes\n" if key else ""
-        parts.append(f"Host {names}\n  HostName {member.address}{client}")
+        part = f"Host {names}\n  HostName {member.address}\n  Port {member.port}\n"
+        part += f"  UserKnownHostsFile {known_hosts}\n  GlobalKnownHostsFile /dev/null\n{_CLIENT}"
+        part += f"  User {member.user}\n" if member.user else ""
+        part += f"  IdentityFile {key}\n  IdentitiesOnly yes\n" if key else ""
+        part += f"  ProxyJump {jump}\n" if jump else ""
+        parts.append(part)
     return "\n".join(parts)
 
 
-def format_known_hosts(members: tuple[Member, ...], public_keys: tuple[str, ...]) -> str:
-    """known_hosts lines; `public_keys` in the order of `members`, as in a .pub file."""
-    return "".join(
-        f"{format_known_name(member)} {' '.join(key.split()[:2])}\n" for member, key in zip(members, public_keys)
-    )
+def _format_bastion(name: str, login: Login) -> str:
+    """What the user's own configuration says of a bastion: ssh does not read that beside a cluster's."""
+    lines = [f"Host {name}", f"  HostName {login.address}", f"  Port {login.port}"]
+    lines += [f"  User {login.user}"] if login.user else []
+    lines += [f'  IdentityFile "{path}"' for path in login.identities]
+    lines += [f"  UserKnownHostsFile {' '.join(login.known_hosts)}"] if login.known_hosts else []
+    lines += [f"  HostKeyAlias {login.alias}"] if login.alias else []
+    lines += [f"  ProxyCommand {login.proxy.replace('%', '%%')}"] if login.proxy else []
+    return "\n".join(lines) + f"\n{_CLIENT}"
 
 
-def format_inside(members: tuple[Member, ...], folder: str, python: str, known_hosts: str) -> dict[str, str]:
+def format_known_hosts(members: Sequence[Member]) -> str:
+    """known_hosts lines of those whose key is known."""
+    return "".join(f"{one.known_name} {' '.join(one.key.split()[:2])}\n" for one in members if one.key)
+
+
+def format_inside(members: Sequence[Member], folder: str, python: str) -> dict[str, str]:
     """Files by which a host of a cluster reaches all of it, for a folder of its own disk beside the cluster's key."""
     name = folder.rpartition("/")[2]
     config = f"{folder}/ssh_config"
     entry = Entry(name, "inside", f"{folder}/hostfile", config, python, ssh_config_there=config)
     return {
-        "known_hosts": known_hosts,
+        "known_hosts": format_known_hosts(members),
         "ssh_config": format_ssh_config(members, f"{folder}/id_ed25519", f"{folder}/known_hosts"),
         "hostfile": format_hostfile(tuple(Host(member.address) for member in members)),
         "cluster.json": format_entry(entry),
     }
-
-
-def format_known_name(member: Member) -> str:
-    """The name under which ssh keeps a host's key: with its port in brackets when that is not 22."""
-    return member.address if member.port == 22 else f"[{member.address}]:{member.port}"
 
 
 def format_sshd_config(address: str, directory: str, own_home: bool) -> str:
@@ -92,7 +92,8 @@ def format_sshd_config(address: str, directory: str, own_home: bool) -> str:
 
     `own_home`: the host has a home of its own, so that keys put there are meant for it and not for this machine.
     """
-    return _SERVER.format(address=address, directory=directory, also=" .ssh/authorized_keys" if own_home else "")
+    text = Path(__file__).with_name("sshd_config.in").read_text(encoding="utf-8")
+    return text.format(address=address, directory=directory, also=" .ssh/authorized_keys" if own_home else "")
 
 
 def format_hosts(members: tuple[Member, ...]) -> str:

@@ -1,22 +1,21 @@
-"""Files that a training environment is installed from: downloaded once by exact pins, or given by the user."""
+"""Files that a training environment is installed from: this cpuft, and wheels that are downloaded once or given."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
+import importlib.metadata
 import platform
-import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import cpuft
-from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE, cache_folder, hash_file
-from cpuft.provision.own_wheel import write_own_wheel
+from cpuft.files import REMOVE, cache_path, check_private, hash_file, hash_text
+from cpuft.plan import Step
+from cpuft.provision.own_wheel import make_own_wheel
 from cpuft.words import own_module
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
@@ -24,9 +23,7 @@ EXTRAS = ("train", "mpi", "ccl", "demo")
 
 INSTALL = REMOVE + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
 """The shell script, after `set -eu`, that makes the environment on a host, in an image or in a container."""
-_PINS = Path(cpuft.__file__).with_name("constraints.txt")
-_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-_DOWNLOAD_SECONDS = 3600.0
+PINS = Path(cpuft.__file__).with_name("constraints.txt")
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,8 @@ class Wheel:
     path: str
     name: str
     sha256: str
+    size: int = 0
+    """Bytes."""
 
     @property
     def pin(self) -> str:
@@ -46,7 +45,7 @@ class Wheel:
 def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
     """A fingerprint of all that an environment is made from."""
     text = "\n".join([*sorted(pins), *sorted(wheel.sha256 for wheel in wheels)])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hash_text(text, 32)
 
 
 def list_pins(wheels: tuple[Wheel, ...]) -> tuple[str, ...]:
@@ -54,78 +53,56 @@ def list_pins(wheels: tuple[Wheel, ...]) -> tuple[str, ...]:
     return tuple(wheel.pin for wheel in wheels if not wheel.name.startswith("pip-"))
 
 
-def read_wheels(own_folder: Path, folder: Path | None) -> tuple[Wheel, ...]:
-    """This cpuft, written into `own_folder`, then all wheels of `folder`.
+@dataclass(frozen=True)
+class Supply:
+    """What an environment is installed from, as far as it is here."""
 
-    Raises
-    ------
-    CpuftError: `folder` holds none.
+    wheels: tuple[Wheel, ...]
+    """This cpuft's own first."""
+    missing: tuple[Step, ...] = ()
+    """What must be made or downloaded here before."""
+    complete: bool = True
+    """Whether all wheels are known: those to be downloaded are not."""
+
+
+def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str]) -> Supply:
+    """This cpuft, as a wheel in folder `own`, and the wheels of `folder`. Looks only. Raises CpuftError for none there.
+
+    Without `folder` it is all that hosts of Python `python` ("3.11") install, downloaded; without both, nothing more.
     """
-    found = sorted(path for path in folder.glob("*.whl") if not path.name.startswith("cpuft-")) if folder else []
-    if folder and not found:
-        raise CpuftError(f"--wheels {folder} holds no wheels: leave it out, and they are downloaded")
-    return tuple(Wheel(str(path), path.name, hash_file(path)) for path in [write_own_wheel(own_folder), *found])
+    name, content = make_own_wheel()
+    digest = hashlib.sha256(content).hexdigest()
+    wheels = [Wheel(str(own / name), name, digest, len(content))]
+    missing = [] if (own / name).exists() and hash_file(own / name) == digest else [plan_own_wheel(own)]
+    if python and not folder:
+        folder = str(downloads_folder(python, environ))
+        if not Path(folder).exists():
+            command = (*own_module(sys.executable, "cpuft.provision.fetch"), python)
+            missing.append(Step(f"download wheels for Python {python} into {folder}", command))
+            return Supply(tuple(wheels), tuple(missing), complete=False)
+        check_private(cache_path(environ))
+    if folder:
+        found = [path for path in Path(folder).glob("*.whl") if not path.name.startswith("cpuft-")]
+        if not found:
+            raise CpuftError(f"--wheels {folder} holds no wheels: leave it out, and they are downloaded")
+        wheels += (_read_wheel(path, path.stat().st_mtime_ns) for path in sorted(found))
+    return Supply(tuple(wheels), tuple(missing))
 
 
-def fetch_wheels(python: str, environ: Mapping[str, str], say: Callable[[str], None]) -> Path:
-    """Folder with the wheels of all that hosts of Python `python` ("3.11") install; downloaded unless it is there.
+@cache
+def _read_wheel(path: Path, time: int) -> Wheel:
+    """Hashed once, as long as it is not changed."""
+    return Wheel(str(path), path.name, hash_file(path), path.stat().st_size)
 
-    Raises
-    ------
-    CpuftError: pip could not download them, with what it said.
-    """
-    own = write_own_wheel(own_folder(environ))
+
+def plan_own_wheel(folder: Path) -> Step:
+    """Write this cpuft as a wheel."""
+    return Step("write this cpuft as a wheel", (*own_module(sys.executable, "cpuft.provision.own_wheel"), str(folder)))
+
+
+def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
+    """Where wheels for Python `python` are kept, by all that decides which they are."""
     # Of cpuft only the requirements count here: its code changes from day to day, what it needs does not.
-    needs = "\n".join(sorted(_requirements()))
-    text = f"{python}\n{platform.machine()}\n{_PINS.read_text(encoding='utf-8')}\n{needs}\n{EXTRAS}"
-    folder = own_folder(environ).parent / f"{python}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if folder.exists():
-        return folder
-    say(f"download wheels for Python {python} into {folder}")
-    beside = folder.with_name(f"{folder.name}.{os.getpid()}.new")
-    shutil.rmtree(beside, ignore_errors=True)
-    target = () if python == _own_python() else ("--python-version", python)
-    words = [*target, "--only-binary", ":all:", *_find_constraints(beside), "pip", f"{own}[{','.join(EXTRAS)}]"]
-    _pip("download", "--quiet", "--dest", str(beside), *words)
-    (beside / own.name).unlink(missing_ok=True)
-    beside.rename(folder)
-    return folder
-
-
-def own_folder(environ: Mapping[str, str]) -> Path:
-    """Where this cpuft's own wheel is kept."""
-    return cache_folder(environ) / "wheels" / "own"
-
-
-def _own_python() -> str:
-    return ".".join(platform.python_version_tuple()[:2])
-
-
-def _requirements() -> list[str]:
-    import importlib.metadata
-
-    return importlib.metadata.requires("cpuft") or []
-
-
-def _find_constraints(folder: Path) -> tuple[str, ...]:
-    """The pins; on x86-64, where pip sees no CPU build of torch, PyTorch's own index too: others bring CUDA."""
-    folder.mkdir(parents=True)
-    words = ("--ignore-installed", "--no-deps", "--quiet", "--report", "-", "-c", str(_PINS), "torch")
-    report = _pip("install", "--dry-run", *words)
-    found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
-    version = found["install"][0]["metadata"]["version"]
-    if platform.machine() != "x86_64" or version.endswith("+cpu"):
-        return ("-c", str(_PINS))
-    pins = folder / "constraints.txt"
-    lines = _PINS.read_text(encoding="utf-8").splitlines()
-    pins.write_text("\n".join(f"{line}+cpu" if line.startswith("torch==") else line for line in lines) + "\n")
-    return ("-c", str(pins), "--extra-index-url", _CPU_INDEX)
-
-
-def _pip(*words: str) -> str:
-    command = (*own_module(sys.executable, "pip"), "--disable-pip-version-check", *words)
-    answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
-    if answer.exit_code:
-        said = " | ".join(answer.said.strip().splitlines()[-4:])
-        raise CpuftError(f"pip {words[0]} failed ({said}): give --wheels, a folder that holds them")
-    return answer.output
+    needs = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
+    text = f"{python}\n{platform.machine()}\n{PINS.read_text(encoding='utf-8')}\n{needs}\n{EXTRAS}"
+    return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"

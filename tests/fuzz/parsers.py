@@ -23,10 +23,10 @@ from cpuft.launch.settings import users_variables
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
 from cpuft.options.flags import parse_arguments, read_config
-from cpuft.provision.image import build, recipe
+from cpuft.provision.image import recipe, stamp
 from cpuft.provision.local.planning import parse_bits
-from cpuft.provision.servers.doing import read_lock
-from cpuft.provision.servers.planning import parse_survey
+from cpuft.provision.servers.facts import parse_survey
+from cpuft.provision.servers.planning import parse_lock
 from cpuft.rank.process import FAILURE, parse_failure, parse_missed
 from cpuft.rank.world import parse_world
 from cpuft.record import (
@@ -182,9 +182,9 @@ PARSERS: dict[str, Parser] = {
     "users_variables": Parser(lambda text: users_variables({"CPUFT_EXPORTED": text}), values.damaged_json({"A": "1"})),
     "parse_facts": Parser(_place, values.damaged_json(_FACTS)),
     "parse_cpuinfo": Parser(partial(hardware.parse_cpuinfo, machine="x"), values.damaged([_CPUINFO])),
-    "parse_jumps": Parser(partial(ssh.parse_jumps, host="h"), values.damaged(["u@a:22,b", "none"])),
+    "parse_jumps": Parser(partial(ssh.parse_jumps, where="h"), values.damaged(["u@a:22,b", "none"])),
     "read_login": Parser(_from_file("config", _log_in), SSH_CONFIGS),
-    "read_lock": Parser(_from_file("two.lock", read_lock), LOCKS),
+    "parse_lock": Parser(partial(parse_lock, path="two.lock"), LOCKS),
     "read_prepared": Parser(_read_archive, _ARCHIVES),
     "parse_lscpu": Parser(lambda text: topology.parse_lscpu(text, (0, 1)), values.damaged([_LSCPU])),
     "parse_flavour": Parser(
@@ -201,7 +201,7 @@ PARSERS: dict[str, Parser] = {
         _from_file("r.yaml", lambda path: recipe.format_install(recipe.read_recipe(str(path)))), RECIPES
     ),
     "read_stamp": Parser(
-        _from_file("etc/cpuft-image.json", lambda path: build.read_stamp(path.parents[1])),
+        _from_file("etc/cpuft-image.json", lambda path: stamp.read_stamp(path.parents[1])),
         STAMPS,
     ),
     "read_choice": Parser(

@@ -103,16 +103,14 @@ def change(config: Path, old: str, new: str) -> Door:
 
 
 def test_words_arrive_as_they_are(config: Path) -> None:
-    script = 'for word; do printf "%s." "$word"; done; cat; echo "$A" >&2; exit 3'
-    answer = Door(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given", settings={"A": "a'; echo foo"})
+    script = 'for word; do printf "%s." "$word"; done; cat; echo "$1" >&2; exit 3'
+    answer = Door(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given")
     assert (answer.exit_code, answer.output) == (3, "".join(f"{word}." for word in AWKWARD) + "given")
-    assert answer.errors.endswith("a'; echo foo\n")  # the login shell may have said something before
+    assert answer.errors.endswith("a 0\n")  # the login shell may have said something before
 
 
-def test_both_directions_at_once(config: Path, tmp_path: Path) -> None:
-    big = tmp_path / "big"
-    big.write_bytes(b"0123456789abcde\n" * 400_000)
-    answer = Door(str(config)).run(HOST, ("tee", "/dev/stderr"), stdin_file=str(big))
+def test_both_directions_at_once(config: Path) -> None:
+    answer = Door(str(config)).run(HOST, ("tee", "/dev/stderr"), "0123456789abcde\n" * 400_000)
     assert (len(answer.output), answer.exit_code) == (6_400_000, 0)
     assert answer.errors.endswith(answer.output)
 

@@ -25,7 +25,7 @@ def test_the_hostfile_wins_over_the_configuration(tmp_path: Path) -> None:
         (b"Host \xff\n", "cannot be read ('utf-8' codec can't decode"),
         (b"Port ssh\n", "port 'ssh' of a is none: mend it"),
         (b"Port 99999\n", "port '99999' of a is none: mend it"),
-        (b"ProxyJump b:" + b"9" * 5000, "names no host: write [user@]name[:port] in ssh's config"),
+        (b"ProxyJump b:" + b"9" * 5000, "names no host: write [user@]name[:port], a comma between"),
     ],
 )
 def test_a_configuration_that_is_none_is_said_in_a_line(text: bytes, message: str, tmp_path: Path) -> None:

@@ -80,6 +80,19 @@ def take_snapshot(folder: Path) -> dict[str, list[str]]:
     }
 
 
+def list_states(folder: Path) -> dict[str, tuple[int, int, int, str]]:
+    """All that a file or folder has: mode, time of its last change, size, and what a link leads to; by path.
+
+    Where simulated hosts' sshd notes every login is left out: whoever looks logs in.
+    """
+    found = {}
+    for path in {folder, *folder.rglob("*")} - {*folder.glob("state/*/nodes/*/log")}:
+        state = path.lstat()
+        where = os.readlink(path) if path.is_symlink() else ""
+        found[str(path)] = (state.st_mode, state.st_mtime_ns, state.st_size, where)
+    return found
+
+
 def _own_name() -> str:
     return f"t{os.getpid() % 1_000_000}"
 

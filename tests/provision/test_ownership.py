@@ -19,8 +19,8 @@ from cpuft.files import write_text
 from cpuft.hosts.registry import Entry, format_entry
 from cpuft.options.clusters import HostsConfig
 from cpuft.provision.ownership import check_prefix, plan_removal
-from cpuft.provision.servers.doing import read_lock
-from cpuft.provision.servers.planning import ServerFacts, plan_hosts_down
+from cpuft.provision.servers.facts import ServerFacts
+from cpuft.provision.servers.planning import Facts, parse_lock, plan_servers_down
 from cpuft.provision.sshfiles import Member
 from cpuft.provision.wheels import INSTALL
 from tests.provision.simulated import needs_root
@@ -200,7 +200,8 @@ def server(tmp_path: Path) -> Path:
 def take_down(server: Path) -> subprocess.CompletedProcess[str]:
     """The step of `provision down` that runs on a server, with this folder as its root."""
     config = HostsConfig(hosts="a", name="lab", prefix=f"{server}/opt/cpuft")
-    ((step,),) = plan_hosts_down(config, (Member("a", "a"),), (ServerFacts(marked=True),)).stages
+    facts = Facts(((Member("a", "a"), ServerFacts(marked=True)),), {}, "/state/lab", "/h/hostfiles/lab")
+    ((step,),) = plan_servers_down(config, facts).stages
     words = [str(server / "tmp") if word == "/var/tmp" else word for word in step.command]
     environ = dict(os.environ) | {"HOME": str(server / "home")}
     return subprocess.run(words, capture_output=True, text=True, timeout=60, env=environ)
@@ -241,12 +242,10 @@ def test_what_another_user_keeps_on_a_server_stays(server: Path) -> None:
     assert files_of(server) == {*OURS[:2], *INPUTS, *MINE, "home/.ssh/authorized_keys"}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"hosts": []}', '{"hosts": {"a": 1}}', "[" * 100_000])
-def test_a_damaged_lock_file_is_said(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "lab.lock"
-    assert read_lock(path) == {}
-    path.write_text(text)
+@pytest.mark.parametrize("text", ["\0", "[]", "{}", '{"hosts": []}', '{"hosts": {"a": 1}}', "[" * 100_000])
+def test_a_damaged_lock_file_is_said(text: str) -> None:
+    assert parse_lock("", "lab.lock") == {}
     with pytest.raises(
         CpuftError, match=r"lab.lock is damaged \(.*\): remove it, and run cpuft provision hosts again$"
     ):
-        read_lock(path)
+        parse_lock(text, "lab.lock")

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.execute import Answer
 from cpuft.plan import Plan, Step
-from cpuft.provision.reconcile import lock, make_runner, plan_file, reconcile, run_stages
+from cpuft.provision.reconcile import lock, plan_file, reconcile, run_stages
 
-DONE = Answer(0, "")
 STEP = Step("make it", ("true",))
 
 
@@ -17,57 +15,48 @@ def quiet(text: str) -> None:
     """Progress that no test looks at."""
 
 
-def test_it_ends_when_nothing_is_missing() -> None:
-    done: list[str] = []
+def test_it_ends_when_nothing_is_missing(tmp_path: Path) -> None:
+    made = tmp_path / "made"
 
-    def plan(facts: int) -> Plan:
-        return Plan(((STEP,),)) if facts == 0 else Plan()
+    def plan(there: bool) -> Plan:
+        return Plan() if there else Plan(((Step("make it", ("touch", str(made))),),))
 
-    def run(step: Step) -> Answer:
-        done.append(step.why)
-        return DONE
-
-    assert reconcile(lambda: len(done), plan, run, quiet) == 1
-
-
-def test_facts_at_hand_are_not_gathered_again() -> None:
-    def gather() -> int:
-        raise AssertionError
-
-    assert reconcile(gather, lambda facts: Plan(), lambda step: DONE, quiet, found=7) == 7
+    assert reconcile(made.exists, plan, quiet)
 
 
 def test_the_same_plan_twice_is_stuck_and_says_on_what() -> None:
     with pytest.raises(CpuftError, match="changed nothing: make it: look at"):
-        reconcile(lambda: 0, lambda facts: Plan(((STEP,),)), lambda step: DONE, quiet)
+        reconcile(lambda: 0, lambda facts: Plan(((STEP,),)), quiet)
 
 
 def test_every_step_that_failed_is_named_with_its_last_words() -> None:
-    steps = tuple(Step("install", ("false",), host=host) for host in ("a", "b", "c"))
-
-    def run(step: Step) -> Answer:
-        if step.host == "c":
-            raise CpuftError("host c is off")
-        return Answer(1, "first\n", "no space left\n") if step.host == "a" else DONE
-
+    steps = tuple(Step("install", ("install",), host=host) for host in ("a", "b", "c"))
+    says = {"a": "echo first; echo no space left >&2; exit 1", "b": "true", "c": "echo c is off; exit 255"}
+    told: list[str] = []
     with pytest.raises(CpuftError) as caught:
-        run_stages(Plan((steps,)), run, quiet)
+        run_stages(Plan((steps,), ways={host: ("sh", "-c", script) for host, script in says.items()}), told.append)
     assert str(caught.value) == (
-        "a: install: failed (first | no space left); c: install: failed (host c is off): "
+        "a: install: failed (first | no space left); c: install: failed (c is off): "
         "correct that and run the same command again"
     )
+    assert told == ["install (3 hosts)"]
+
+
+def test_a_program_that_is_not_there_is_said() -> None:
+    with pytest.raises(CpuftError, match=r"^make it: failed \(.*no-such-program.*\): correct that"):
+        run_stages(Plan(((Step("make it", ("no-such-program",)),),)), quiet)
 
 
 @pytest.mark.parametrize("text", ["a 0", 'a"=0"', "a'; echo foo", "$HOME", "two\nlines\n", "EOF\n"])
 def test_a_file_is_written_as_it_is(tmp_path: Path, text: str) -> None:
     path = tmp_path / "new folder" / "it's here"
-    assert make_runner()(plan_file(str(path), text, "write", mode="600")) == DONE
+    run_stages(Plan(((plan_file(str(path), text, "write", mode="600"),),)), quiet)
     assert path.read_text() == text
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_only_one_works_on_a_cluster(tmp_path: Path) -> None:
-    path = tmp_path / "local.lock"
+    path = tmp_path / "local"
     entered = threading.Event()
 
     def second() -> None:
@@ -82,7 +71,7 @@ def test_only_one_works_on_a_cluster(tmp_path: Path) -> None:
             pass
     thread.join(5)
     assert entered.is_set()
-    assert not path.exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_writing_beside_a_file_follows_no_link(tmp_path: Path) -> None:
@@ -90,5 +79,5 @@ def test_writing_beside_a_file_follows_no_link(tmp_path: Path) -> None:
     other.write_text("mine")
     path.parent.mkdir()
     path.with_name("file.new").symlink_to(other)
-    assert make_runner()(plan_file(str(path), "text", "why")).exit_code == 0
+    run_stages(Plan(((plan_file(str(path), "text", "why"),),)), quiet)
     assert (path.read_text(), other.read_text(), os.listdir(path.parent)) == ("text", "mine", ["file"])

@@ -11,7 +11,7 @@ import cpuft
 from cpuft.errors import CpuftError
 from cpuft.files import hash_file
 from cpuft.provision.own_wheel import write_own_wheel
-from cpuft.provision.wheels import EXTRAS, Wheel, list_pins, make_stamp, read_wheels
+from cpuft.provision.wheels import EXTRAS, Wheel, gather_supply, list_pins, make_stamp
 
 TORCH = Wheel("/w/torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "1")
 PIP = Wheel("/w/pip-26.3-py3-none-any.whl", "pip-26.3-py3-none-any.whl", "2")
@@ -57,5 +57,6 @@ def test_the_stamp_changes_with_a_pin_and_with_a_file_but_not_with_their_order()
 
 def test_a_folder_without_wheels_is_said(tmp_path: Path) -> None:
     with pytest.raises(CpuftError, match="holds no wheels: leave it out"):
-        read_wheels(tmp_path / "own", tmp_path)
-    assert [wheel.name.split("-")[0] for wheel in read_wheels(tmp_path / "own", None)] == ["cpuft"]
+        gather_supply(tmp_path / "own", str(tmp_path), "", {})
+    supply = gather_supply(tmp_path / "own", "", "", {})
+    assert [wheel.name.split("-")[0] for wheel in supply.wheels] == ["cpuft"]

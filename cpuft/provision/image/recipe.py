@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.files import hash_text
 from cpuft.loader import load, parse_yaml
 from cpuft.plan import format_comment
 from cpuft.provision.ownership import check_prefix
@@ -63,7 +63,7 @@ class Recipe:
     def digest(self) -> str:
         """A fingerprint of the recipe."""
         text = "\n".join([format_install(self), self.base.suite, self.environment.prefix, self.environment.python])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hash_text(text, 16)
 
 
 def read_recipe(path: str) -> Recipe:

@@ -14,7 +14,7 @@ from typing import Any
 
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.provision.ownership import read_files
+from cpuft.provision.ownership import read_files, read_raw
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """Programs that a local cluster needs, and the Debian package of each."""
@@ -84,14 +84,8 @@ def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
         index: _gather_node(directory / f"nodes/{index}", name, network, links, groups)
         for index in find_nodes(directory, bridge, set(links), groups)
     }
-    return MachineFacts(
-        groups,
-        network,
-        bridge in links,
-        nodes,
-        read_files(directory, hostfile),
-        tuple(sorted(os.sched_getaffinity(0))),
-    )
+    files, cpus = read_files(directory, hostfile), tuple(sorted(os.sched_getaffinity(0)))
+    return MachineFacts(groups, network, bridge in links, nodes, files, cpus)
 
 
 def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
@@ -171,10 +165,7 @@ def _gather_node(
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return read_raw(path).strip()
 
 
 def _is_holder(pid: str) -> bool:

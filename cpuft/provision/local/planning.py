@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.files import hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
 from cpuft.options.clusters import LocalConfig
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
 from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal
-from cpuft.provision.reconcile import plan_file
+from cpuft.provision.reconcile import plan_files
 from cpuft.provision.sshfiles import (
+    KEYGEN,
     Member,
     format_hosts,
     format_inside,
@@ -36,7 +38,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
-class Place:
+class Layout:
     """Where a local cluster keeps its files, and which Python its hosts run."""
 
     directory: str
@@ -85,56 +87,60 @@ def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
     return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
 
 
-def plan_local(config: LocalConfig, facts: MachineFacts, place: Place) -> Plan:
+def plan_local(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
     """What is missing of the cluster; keys first, because files are made from them."""
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so there is no CPU limit: leave out --cores-per-node")
-    keys = _plan_keys(config, facts, place)
-    stages = [keys] if keys else [_plan_files(config, facts, place)]
-    stages += [_plan_bridge(config, facts), _plan_surplus(config, facts, place)]
+    keys = _plan_keys(config, facts, layout)
+    # Remembered before anything is made, so that `down` finds what a killed run has left.
+    texts = _plan_entry(config, layout) if keys else plan_texts(config, facts, layout)
+    check_hostfile(layout.hostfile, facts.files.get(layout.hostfile, ""))
+    stages = [plan_files(texts, facts.files, "write the cluster's ssh files and hostfile"), keys]
+    down = partial(plan_node_step, config, facts, layout, action="down", why="take away hosts beyond --nodes")
+    stages += [_plan_bridge(config, facts), [down(index=index) for index in facts.nodes if index > config.nodes]]
     if not keys:
-        stages.append(_plan_nodes(config, facts, place))
+        stages.append(_plan_nodes(config, facts, layout))
     return Plan(tuple(tuple(stage) for stage in stages if stage))
 
 
-def _plan_keys(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
-    wanted = {f"{place.directory}/id_ed25519": "make the cluster's own login key"}
+def _plan_keys(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list[Step]:
+    wanted = {f"{layout.directory}/id_ed25519": "make the cluster's own login key"}
     for index in range(1, config.nodes + 1):
-        wanted[f"{place.directory}/nodes/{index}/host_key"] = "make host keys for this cluster"
-    # ssh-keygen asks before it overwrites: a half-written pair goes away first.
-    script = 'umask 077; mkdir -p "$(dirname "$1")"; rm -f "$1" "$1.pub"; ssh-keygen -q -t ed25519 -N "" '
-    script += f'-C {KEY_MARK} -f "$1"'
+        wanted[f"{layout.directory}/nodes/{index}/host_key"] = "make host keys for this cluster"
     return [
-        Step(why, ("sh", "-c", script, "keygen", path))
+        Step(why, ("sh", "-c", KEYGEN, "keygen", path, KEY_MARK))
         for path, why in wanted.items()
         if not (facts.files.get(path) and facts.files.get(f"{path}.pub"))
     ]
 
 
-def make_entry(config: LocalConfig, place: Place) -> Entry:
+def make_entry(config: LocalConfig, layout: Layout) -> Entry:
     """What is remembered of the cluster."""
     options = {key: str(value) for key, value in vars(config).items()}
-    there = f"{place.there}/ssh_config" if place.there else ""
-    own = f"{place.directory}/ssh_config"
-    return Entry(config.name, "local", place.hostfile, own, place.python, place.settings, options, there)
+    there = f"{layout.there}/ssh_config" if layout.there else ""
+    own = f"{layout.directory}/ssh_config"
+    shares = not config.image
+    return Entry(config.name, "local", layout.hostfile, own, layout.python, layout.settings, options, there, shares)
 
 
-def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[str, str]:
+def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict[str, str]:
     """Every file of the cluster that is not a key, by path."""
-    members, base = plan_members(config, facts.network), place.directory
-    public = tuple(facts.files[f"{base}/nodes/{i}/host_key.pub"] for i in range(1, config.nodes + 1))
+    base = layout.directory
+    members = tuple(
+        replace(member, key=facts.files[f"{base}/nodes/{index}/host_key.pub"])
+        for index, member in enumerate(plan_members(config, facts.network), start=1)
+    )
     hosts = tuple(Host(member.address) for member in members)
     head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} takes it away.\n"
-    texts = {
+    texts = _plan_entry(config, layout) | {
         f"{base}/authorized_keys": facts.files[f"{base}/id_ed25519.pub"],
         f"{base}/hosts": format_hosts(members),
-        f"{base}/known_hosts": format_known_hosts(members, public),
+        f"{base}/known_hosts": format_known_hosts(members),
         f"{base}/ssh_config": format_ssh_config(members, f"{base}/id_ed25519", f"{base}/known_hosts"),
-        f"{base}/{FILE_NAME}": format_entry(make_entry(config, place)),
-        place.hostfile: head + format_hostfile(hosts),
+        layout.hostfile: head + format_hostfile(hosts),
     }
-    if place.there:
-        inside = format_inside(members, place.there, place.python, texts[f"{base}/known_hosts"])
+    if layout.there:
+        inside = format_inside(members, layout.there, layout.python)
         texts |= {f"{base}/there/{name}": text for name, text in inside.items()}
     for index, member in enumerate(members, start=1):
         texts[f"{base}/nodes/{index}/sshd_config"] = format_sshd_config(
@@ -143,13 +149,8 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, place: Place) -> dict[s
     return texts
 
 
-def _plan_files(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
-    check_hostfile(place.hostfile, facts.files.get(place.hostfile, ""))
-    return [
-        plan_file(path, text, "write the cluster's ssh files and hostfile")
-        for path, text in plan_texts(config, facts, place).items()
-        if facts.files.get(path) != text
-    ]
+def _plan_entry(config: LocalConfig, layout: Layout) -> dict[str, str]:
+    return {f"{layout.directory}/{FILE_NAME}": format_entry(make_entry(config, layout))}
 
 
 def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
@@ -168,26 +169,18 @@ def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
     return steps
 
 
-def _plan_surplus(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
-    return [
-        plan_node_step(config, facts, place, index, "down", "take away hosts beyond --nodes")
-        for index in facts.nodes
-        if index > config.nodes
-    ]
-
-
-def _plan_nodes(config: LocalConfig, facts: MachineFacts, place: Place) -> list[Step]:
+def _plan_nodes(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list[Step]:
     steps = []
     for index in range(1, config.nodes + 1):
         node = facts.nodes.get(index, NodeFacts())
-        verb, why = _missing(config, node, _fingerprint(config, facts, place, index))
-        if verb:
-            steps.append(plan_node_step(config, facts, place, index, verb, why))
+        action, why = _missing(config, node, _fingerprint(config, facts, layout, index))
+        if action:
+            steps.append(plan_node_step(config, facts, layout, index, action, why))
     return steps
 
 
 def _missing(config: LocalConfig, node: NodeFacts, fingerprint: str) -> tuple[str, str]:
-    """node.sh's verb that brings a host nearer to what is wanted, and why; two empty texts when it is there."""
+    """node.sh's action that brings a host nearer to what is wanted, and why; two empty texts when it is there."""
     if node.paused:
         return "resume", "let paused hosts go on"
     if node.running and node.cut:
@@ -214,15 +207,15 @@ def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int
     return tuple(sorted({facts.cpus[(first + at) % count] for at in range(max(1, math.ceil(share)))}))
 
 
-def _fingerprint(config: LocalConfig, facts: MachineFacts, place: Place, index: int) -> str:
+def _fingerprint(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int) -> str:
     """Of all that a host reads only when it starts."""
-    texts = plan_texts(config, facts, place)
-    base = place.directory
+    texts = plan_texts(config, facts, layout)
+    base = layout.directory
     parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
     parts += [str(plan_cpus(config, facts, index))]
-    parts += [facts.network, config.shm, config.image, place.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
+    parts += [facts.network, config.shm, config.image, layout.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
     parts += [text for path, text in texts.items() if path.startswith(f"{base}/there/")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return hash_text("\0".join(parts), 16)
 
 
 def format_mac(network: str, index: int) -> str:
@@ -230,14 +223,15 @@ def format_mac(network: str, index: int) -> str:
     return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
 
 
-def plan_node_step(config: LocalConfig, facts: MachineFacts, place: Place, index: int, verb: str, why: str) -> Step:
+def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int, action: str, why: str) -> Step:
     """One call of node.sh for one host."""
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
+    booted = _fingerprint(config, facts, layout, index) if action == "up" else ""
     values = {
         "NODE": (f"{config.name}-{index}", "its hostname"),
-        "NODE_DIR": (f"{place.directory}/nodes/{index}", "its own files"),
-        "NODE_HOSTS": (f"{place.directory}/hosts", "its /etc/hosts"),
-        "NODE_KEYS": (f"{place.directory}/authorized_keys", "who may log in"),
+        "NODE_DIR": (f"{layout.directory}/nodes/{index}", "its own files"),
+        "NODE_HOSTS": (f"{layout.directory}/hosts", "its /etc/hosts"),
+        "NODE_KEYS": (f"{layout.directory}/authorized_keys", "who may log in"),
         "NODE_ADDRESS": (f"{IPv4Network(facts.network)[index]}/24", "its address"),
         "NODE_MAC": (format_mac(facts.network, index), "its network card's number"),
         "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its cable"),
@@ -247,43 +241,38 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, place: Place, index
         "NODE_QUOTA_US": (str(_quota_us(config) or ""), "CPU time in each 100 ms; empty for no limit"),
         "NODE_RATE": (config.net, "its link's rate; empty for no limit"),
         "NODE_SHM": (config.shm, "size of its /dev/shm"),
-        "NODE_IMAGE": (_absolute(config.image), "its root filesystem; empty for this machine's own"),
-        "NODE_CONTENTS": (place.image, "fingerprint of that: a disk written over another image is of no use"),
-        "NODE_CLUSTER": (place.directory, "the cluster's files"),
-        "NODE_THERE": (place.there, "where they go on its own disk, so that it can launch; empty for nowhere"),
-        "NODE_BOOTED": (_fingerprint(config, facts, place, index) if verb == "up" else "", "to see what has changed"),
+        "NODE_IMAGE": (config.image, "its root filesystem; empty for this machine's own"),
+        "NODE_CONTENTS": (layout.image, "fingerprint of that: a disk written over another image is of no use"),
+        "NODE_CLUSTER": (layout.directory, "the cluster's files"),
+        "NODE_THERE": (layout.there, "where they go on its own disk, so that it can launch; empty for nowhere"),
+        "NODE_BOOTED": (booted, "to see what has changed"),
     }
     settings = tuple(Setting(name, value, reason) for name, (value, reason) in values.items())
-    return Step(why, ("sh", SCRIPT, verb), settings)
+    return Step(why, ("sh", SCRIPT, action), settings)
 
 
-def _absolute(image: str) -> str:
-    return str(Path(image).absolute()) if image else ""
-
-
-def plan_fault(config: LocalConfig, facts: MachineFacts, place: Place, word: str, node: str) -> Plan:
+def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, word: str, node: str) -> Plan:
     """Make a fault, or take it back. `node` is a number, a name or an address. Raises CpuftError for an unknown one."""
     members = plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):
-            step = plan_node_step(config, facts, place, index, FAULTS[word], f"{word} {member.name}")
+            step = plan_node_step(config, facts, layout, index, FAULTS[word], f"{word} {member.name}")
             return Plan(((step,),))
     raise CpuftError(f"cluster {config.name} has no host {node!r}: choose one of {', '.join(m.name for m in members)}")
 
 
-def plan_down(config: LocalConfig, facts: MachineFacts, place: Place) -> Plan:
+def plan_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
     """Take away all that the cluster has on this machine, its files last so that a second try finds the rest."""
     downs = [
-        plan_node_step(config, facts, place, index, "down", "end the hosts' processes, links and control groups")
+        plan_node_step(config, facts, layout, index, "down", "end the hosts' processes, links and control groups")
         for index in sorted(facts.nodes)
     ]
-    rest = (
-        [Step("take away the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))] if facts.bridge else []
-    )
+    unplug = Step("take away the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))
+    rest = [unplug] if facts.bridge else []
     for group in facts.groups:
         path = f"{group}/cpuft-{config.name}"
         rest.append(Step("take away the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
-    ours = is_ours(facts.files, place.directory)
-    removal = plan_removal(facts.files, place.directory, place.hostfile) if ours else ()
+    ours = is_ours(facts.files, layout.directory)
+    removal = plan_removal(facts.files, layout.directory, layout.hostfile) if ours else ()
     stages = (tuple(downs), tuple(rest), removal) if ours or facts.bridge or downs else ()
     return Plan(tuple(stage for stage in stages if stage))

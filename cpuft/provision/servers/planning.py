@@ -1,178 +1,136 @@
-"""A cluster of servers over ssh, planned: pure functions of what they have and what is asked for."""
+"""A cluster of servers over ssh, planned: pure functions of what there is and what is asked for."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE
+from cpuft.files import REMOVE, hash_text
 from cpuft.hosts.cluster import WORK_ROOT
+from cpuft.hosts.hostfile import Host, format_hostfile
+from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
+from cpuft.hosts.ssh import fingerprint
+from cpuft.loader import load, parse_json
 from cpuft.options.clusters import HostsConfig
-from cpuft.options.fields import is_count
 from cpuft.plan import Plan, Step
-from cpuft.provision.reconcile import plan_file
-from cpuft.provision.sshfiles import Member, format_inside
-from cpuft.provision.wheels import INSTALL, Wheel, make_stamp
+from cpuft.provision.ownership import is_ours, plan_removal
+from cpuft.provision.reconcile import plan_file, plan_files
+from cpuft.provision.servers.facts import ServerFacts, check_server
+from cpuft.provision.sshfiles import KEYGEN, Bastions, Member, format_inside, format_known_hosts, format_ssh_config
+from cpuft.provision.wheels import INSTALL, Supply, make_stamp
 
-_LEAST_PYTHON = (3, 10)
-_RECEIVE = """set -eu
-mkdir -p "${1%/*}"
-: >>"${1%/*/*}/install.lock"
-cat >"$1.part.$$"
-echo "$2  $1.part.$$" | sha256sum --check --quiet
-mv -f "$1.part.$$" "$1"
-"""
-_KEYGEN = """set -eu
-umask 077
-mkdir -p "$(dirname "$1")"
-rm -f "$1" "$1.pub"
-ssh-keygen -q -t ed25519 -N "" -C "$2" -f "$1"
-"""
-_DOWN = f"""set -eu
-{REMOVE}
-prefix=$1
-if [ -f "$prefix/install.lock" ] || [ -f "$prefix/env/stamp" ]; then
-    remove "$prefix" "$prefix/env" "$prefix/wheels" "$prefix/install.lock"
-fi
-remove "$prefix" "$prefix/clusters/$2"
-rmdir "$prefix/clusters" 2>/dev/null || true
-case "$prefix" in /*/*) rmdir "$prefix" 2>/dev/null || true ;; esac
-for folder in "$4"/cpuft-*; do
-    [ -O "$folder" ] && [ ! -L "$folder" ] || continue
-    case "$folder" in */cpuft-inputs) remove "$4" "$folder" ;; *) remove "$4" "$folder/inputs" ;; esac
-    rmdir "$folder" 2>/dev/null || true
-done
-file=$HOME/.ssh/authorized_keys
-[ -e "$file" ] || exit 0
-grep -v " $3\\$" "$file" >"$file.new" || [ $? = 1 ]
-cat "$file.new" >"$file"
-rm "$file.new"
-"""
+_PUSHES = 4
+"""Wheels that go to a host side by side: sshd drops new connections at random from the tenth on (MaxStartups)."""
+_HERE = Path(__file__).parent
+_RECEIVE = "set -eu\n" + (_HERE / "receive.sh").read_text(encoding="utf-8")
+_DOWN = f"set -eu\n{REMOVE}" + (_HERE / "down.sh").read_text(encoding="utf-8")
 _AUTHORIZE = 'umask 077; mkdir -p "$HOME/.ssh"; echo "$1" >>"$HOME/.ssh/authorized_keys"'
 
 
 @dataclass(frozen=True)
-class ServerFacts:
-    """What `survey.sh` said of one server."""
+class Facts:
+    """What planning a cluster of servers needs to know."""
 
-    os: str = ""
-    kernel: str = ""
-    arch: str = ""
-    python: str = ""
-    ensurepip: bool = False
-    writable: bool = False
-    free_kb: int = 0
-    stamp: str = ""
-    """Of the environment that is installed; empty when none is, or when it is half done."""
-    marked: bool = False
-    """Whether cpuft has put, or begun to put, something below the prefix."""
-    foreign: str = ""
-    """What is in the way at the prefix, and why."""
-    wheels: dict[str, str] = field(default_factory=dict)
-    """File name -> SHA-256."""
-    sums: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of the cluster's ssh files there."""
-    key: str = ""
-    """Public key of the cluster, on the master."""
-    authorized: tuple[str, ...] = ()
+    servers: tuple[tuple[Member, ServerFacts], ...]
+    """The master first."""
+    files: Mapping[str, str]
+    """Texts of the cluster's files on this machine, by path."""
+    directory: str
+    """Of these files, but for the hostfile and the lock file beside that."""
+    hostfile: str
+    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """As a plan has them."""
+    bastions: Bastions = ()
+    supply: Supply = Supply(())
+    pins: tuple[str, ...] = ()
+    """What the servers install, name==version."""
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The servers as ssh sees them."""
+        return tuple(member for member, _ in self.servers)
 
-def parse_survey(text: str, host: str) -> ServerFacts:
-    """Facts from survey.sh's lines. Raises CpuftError when they are not that."""
-    values: dict[str, str] = {}
-    wheels: dict[str, str] = {}
-    sums: dict[str, str] = {}
-    authorized: list[str] = []
-    for line in text.split("\n"):
-        key, _, value = line.partition(" ")
-        if key == "wheel":
-            name, _, digest = value.partition(" ")
-            wheels[name] = digest
-        elif key.startswith("sum_"):
-            sums[key.removeprefix("sum_")] = value
-        elif key == "authorized":
-            authorized.append(value.strip())
-        else:
-            values[key] = value.strip()
-    if "os" not in values or not is_count(values.get("free_kb", ""), least=0):
-        raise CpuftError(f"host {host} did not survey itself (it said {text.strip()[-200:]!r}): is it a Linux with sh?")
-    return ServerFacts(
-        values["os"],
-        values.get("kernel", ""),
-        values.get("arch", ""),
-        values.get("python", ""),
-        "ensurepip" in values,
-        "writable" in values,
-        int(values["free_kb"]),
-        values.get("stamp", ""),
-        "marked" in values,
-        values.get("foreign", ""),
-        wheels,
-        sums,
-        values.get("key", ""),
-        tuple(authorized),
-    )
+    @property
+    def stamp(self) -> str:
+        """Of the environment that is wanted."""
+        return make_stamp(self.pins, self.supply.wheels)
 
 
-def check_server(host: str, facts: ServerFacts, config: HostsConfig, brings_pip: bool, need_kb: int) -> str:
-    """What stops this server from being provisioned, with the next move; empty when nothing does."""
-    version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
-    if version < _LEAST_PYTHON:
-        return f"{host}: Python is {facts.python or 'missing'}, 3.10 is the oldest that does: apt-get install python3"
-    if not facts.writable:
-        return f"{host}: {config.prefix} cannot be written: log in as root, or name a --prefix of your own"
-    if facts.foreign:
-        return f"{host}: {facts.foreign}: move it away, or name another --prefix"
-    if not facts.ensurepip and not brings_pip:
-        return f"{host}: there is no pip: apt-get install python3-venv, or leave out --pins and --wheels"
-    if not facts.stamp and facts.free_kb < need_kb:
-        return f"{host}: {facts.free_kb >> 10} MB are free for {config.prefix}, it needs {need_kb >> 10} MB: make room"
-    return ""
+def refuse(config: HostsConfig, facts: Facts) -> None:
+    """Raises CpuftError that names every server that cannot be provisioned."""
+    wheels = facts.supply.wheels
+    # A wheel takes its own size, the same unpacked some three times over, and room to work.
+    need_kb = sum(wheel.size for wheel in wheels) * 4 // 1024 + (100 << 10)
+    brings_pip = any(wheel.name.startswith("pip-") for wheel in wheels) or not (wheels or config.pins)
+    brings_pip |= not facts.supply.complete
+    problems = [check_server(member.address, own, config, brings_pip, need_kb) for member, own in facts.servers]
+    if any(problems):
+        raise CpuftError("; ".join(problem for problem in problems if problem))
 
 
-def describe_server(facts: ServerFacts) -> str:
-    """What a server is and has, in a line."""
-    words = ["up", facts.os, f"kernel {facts.kernel}", f"Python {facts.python or 'missing'}"]
-    words += [f"environment {facts.stamp[:8]}" if facts.stamp else "no environment", f"{facts.free_kb >> 20} GB free"]
-    return ", ".join(words)
-
-
-def find_python(members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> str:
-    """The Python that all servers have, "3.11". Raises CpuftError when they differ: one environment needs one."""
-    versions = {member.address: ".".join(own.python.split(".")[:2]) for member, own in zip(members, facts)}
-    if len(set(versions.values())) > 1:
-        told = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
-        raise CpuftError(f"servers of one cluster need the same Python, and {told}: install one on all of them")
-    return versions[members[0].address]
-
-
-def plan_hosts(
-    config: HostsConfig,
-    members: tuple[Member, ...],
-    facts: tuple[ServerFacts, ...],
-    wheels: tuple[Wheel, ...],
-    pins: tuple[str, ...],
-    known_hosts: str,
-) -> Plan:
-    """What is missing on the servers.
-
-    Parameters
-    ----------
-    members, facts: of each server, the master first.
-    wheels: files that every server gets; `pins`: what it installs, name==version.
-    known_hosts: text with the host keys of all servers.
-    """
-    stamp = make_stamp(pins, wheels)
-    stages = [
-        _plan_key(config, members[0], facts[0]),
-        _plan_wheels(config, members, facts, wheels, stamp),
-        _plan_environment(config, members, facts, pins, stamp),
-        _plan_login(members, facts),
-        _plan_master_files(config, members, facts[0], known_hosts),
+def plan_servers(config: HostsConfig, facts: Facts) -> Plan:
+    """What is missing, on the servers and here. Raises CpuftError as `refuse`."""
+    refuse(config, facts)
+    stages = [*_plan_remembering(config, facts), list(facts.supply.missing)]
+    notes = [
+        f"{one.address} shows the key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks whether that is right"
+        for one in facts.members
+        if format_known_hosts([one]) not in facts.files.get(f"{facts.directory}/known_hosts", "")
     ]
-    return Plan(tuple(tuple(stage) for stage in stages if stage))
+    if facts.supply.complete:
+        stages += [*plan_hosts(config, facts), _plan_results(config, facts)]
+    else:
+        notes.append("what goes to the servers is known when the wheels are here")
+    return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes), facts.ways)
+
+
+def _plan_remembering(config: HostsConfig, facts: Facts) -> list[list[Step]]:
+    """The entry first: by that `down` finds what a killed run has left."""
+    base, members = facts.directory, facts.members
+    python, there = f"{config.prefix}/env/bin/python", f"{cluster_dir(config)}/ssh_config"
+    # Whether new keys are taken unasked is a matter of one run.
+    options = {key: str(value) for key, value in asdict(replace(config, accept_host_keys=False)).items()}
+    entry = Entry(config.name, "hosts", facts.hostfile, f"{base}/ssh_config", python, {}, options, there)
+    texts = {
+        f"{base}/{FILE_NAME}": format_entry(entry),
+        f"{base}/ssh_config": format_ssh_config(members, config.key, f"{base}/known_hosts", facts.bastions),
+        f"{base}/known_hosts": format_known_hosts(members),
+    }
+    return [[step] for step in plan_files(texts, facts.files, "remember the cluster, and the keys of its hosts")]
+
+
+def _plan_results(config: HostsConfig, facts: Facts) -> list[Step]:
+    """The hostfile, and beside it the lock file: what was installed, and on what."""
+    now: dict[str, dict[str, object]] = {
+        member.address: {"cpu": own.cpu, "cores": own.cores, "kernel": own.kernel, "python": own.python}
+        for member, own in facts.servers
+    }
+    lock = json.dumps({"format": 1, "pins": sorted(facts.pins), "hosts": now}, indent=2) + "\n"
+    path = f"{facts.hostfile}.lock"
+    was = parse_lock(facts.files.get(path, ""), path)
+    changes = [
+        f"{name}'s {key} was {was[name].get(key)} and is {value}"
+        for name in was.keys() & now.keys()
+        for key, value in now[name].items()
+        if was[name].get(key) != value
+    ]
+    hosts = format_hostfile(tuple(Host(member.address) for member in facts.members))
+    hostfile = {facts.hostfile: f"# Cluster {config.name}, made by cpuft provision.\n{hosts}"}
+    steps = plan_files(hostfile, facts.files, "write the hostfile")
+    return steps + plan_files({path: lock}, facts.files, "; ".join(["write the lock file", *sorted(changes)]))
+
+
+def parse_lock(text: str, path: str) -> dict[str, dict[str, Any]]:
+    """What a lock file keeps of each host; nothing of an empty text. Raises CpuftError for a damaged one."""
+    try:
+        values = load(dict[str, Any], parse_json(text)) if text else {"hosts": {}}
+        return load(dict[str, dict[str, Any]], values.get("hosts"), "hosts")
+    except ValueError as error:
+        raise CpuftError(f"{path} is damaged ({error}): remove it, and run cpuft provision hosts again") from None
 
 
 def cluster_dir(config: HostsConfig) -> str:
@@ -185,82 +143,58 @@ def _key_mark(config: HostsConfig) -> str:
     return f"cpuft-{config.name}"
 
 
-def _plan_key(config: HostsConfig, master: Member, facts: ServerFacts) -> list[Step]:
-    """The cluster's key is made on the master and never leaves it."""
-    if facts.key:
-        return []
-    path = f"{cluster_dir(config)}/id_ed25519"
-    return [
-        Step(
-            "make the cluster's own key", ("sh", "-c", _KEYGEN, "keygen", path, _key_mark(config)), host=master.address
-        )
-    ]
-
-
-def _plan_wheels(
-    config: HostsConfig,
-    members: tuple[Member, ...],
-    facts: tuple[ServerFacts, ...],
-    wheels: tuple[Wheel, ...],
-    stamp: str,
-) -> list[Step]:
-    """Files for the hosts that will install; one that came with its environment in its image needs none."""
-    return [
-        Step(
-            f"push {wheel.name}",
-            ("sh", "-c", _RECEIVE, "receive", f"{config.prefix}/wheels/{wheel.name}", wheel.sha256),
-            host=member.address,
-            stdin_file=wheel.path,
-        )
-        for wheel in wheels
-        for member, own in zip(members, facts)
-        if own.stamp != stamp and own.wheels.get(wheel.name) != wheel.sha256
-    ]
-
-
-def _plan_environment(
-    config: HostsConfig,
-    members: tuple[Member, ...],
-    facts: tuple[ServerFacts, ...],
-    pins: tuple[str, ...],
-    stamp: str,
-) -> list[Step]:
-    command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, stamp, *pins)
-    return [
+def plan_hosts(config: HostsConfig, facts: Facts) -> list[list[Step]]:
+    """What is missing on the servers. The cluster's key is made on the master and never leaves it."""
+    master, own = facts.servers[0]
+    keygen = ("sh", "-c", KEYGEN, "keygen", f"{cluster_dir(config)}/id_ed25519", _key_mark(config))
+    command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, facts.stamp, *facts.pins)
+    install = [
         Step(f"install the environment at {config.prefix}/env", command, host=member.address)
-        for member, own in zip(members, facts)
-        if own.stamp != stamp
+        for member, found in facts.servers
+        if found.stamp != facts.stamp
     ]
-
-
-def _plan_login(members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> list[Step]:
-    key = facts[0].key
-    return [
-        Step("let the master log in", ("sh", "-c", _AUTHORIZE, "authorize", key), host=member.address)
-        for member, own in zip(members, facts)
-        if key and key not in own.authorized
+    login = [
+        Step("let the master log in", ("sh", "-c", _AUTHORIZE, "authorize", own.key), host=member.address)
+        for member, found in facts.servers
+        if own.key and own.key not in found.authorized
     ]
+    make_key = [] if own.key else [Step("make the cluster's own key", keygen, host=master.address)]
+    return [make_key, *_plan_wheels(config, facts), install, login, _plan_master(config, facts)]
 
 
-def _plan_master_files(
-    config: HostsConfig, members: tuple[Member, ...], facts: ServerFacts, known_hosts: str
-) -> list[Step]:
-    folder = cluster_dir(config)
-    texts = format_inside(members, folder, f"{config.prefix}/env/bin/python", known_hosts)
+def _plan_wheels(config: HostsConfig, facts: Facts) -> list[list[Step]]:
+    """Files for the hosts that will install, some at a time; one that came with its environment needs none."""
+    stages: list[list[Step]] = []
+    for number, wheel in enumerate(facts.supply.wheels):
+        stages += [[]] if number % _PUSHES == 0 else []
+        words = ("sh", "-c", _RECEIVE, "receive", f"{config.prefix}/wheels/{wheel.name}", wheel.sha256)
+        stages[-1] += [
+            Step(f"push {wheel.name}", words, host=member.address, stdin_file=wheel.path)
+            for member, own in facts.servers
+            if own.stamp != facts.stamp and own.wheels.get(wheel.name) != wheel.sha256
+        ]
+    return stages
+
+
+def _plan_master(config: HostsConfig, facts: Facts) -> list[Step]:
+    folder, (master, own) = cluster_dir(config), facts.servers[0]
+    texts = format_inside(facts.members, folder, f"{config.prefix}/env/bin/python")
     return [
-        plan_file(f"{folder}/{name}", text, "tell the master how to reach the hosts", host=members[0].address)
+        plan_file(f"{folder}/{name}", text, "tell the master how to reach the hosts", host=master.address)
         for name, text in texts.items()
-        if facts.sums.get(name) != hashlib.sha256(text.encode()).hexdigest()
+        if own.sums.get(name) != hash_text(text)
     ]
 
 
-def plan_hosts_down(config: HostsConfig, members: tuple[Member, ...], facts: tuple[ServerFacts, ...]) -> Plan:
-    """Take away what was put on the servers: the environment, the wheels, the key and its line."""
+def plan_servers_down(config: HostsConfig, facts: Facts) -> Plan:
+    """What is to be taken from the servers (the environment, the wheels, the key and its line), and then from here."""
     mark = _key_mark(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, mark, WORK_ROOT)
     steps = tuple(
         Step("take away the environment and the key", command, host=member.address)
-        for member, own in zip(members, facts)
+        for member, own in facts.servers
         if own.marked or own.stamp or own.key or any(line.endswith(f" {mark}") for line in own.authorized)
     )
-    return Plan((steps,)) if steps else Plan()
+    removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
+    stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
+    return Plan(tuple(stage for stage in stages if stage), ways=facts.ways)

@@ -1,13 +1,18 @@
+import json
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.options.clusters import HostsConfig
-from cpuft.provision.image.build import hash_contents, plan_image
+from cpuft.plan import Plan
+from cpuft.provision.image.planning import ImageFacts, plan_image
 from cpuft.provision.image.recipe import format_install, read_recipe
-from cpuft.provision.wheels import Wheel, make_stamp
+from cpuft.provision.image.stamp import hash_contents
+from cpuft.provision.wheels import Supply, Wheel, make_stamp
 
 AMI = Path(__file__).parents[3] / "ami"
 
@@ -57,7 +62,9 @@ def test_the_recipe_names_no_mirror() -> None:
     assert read_recipe(str(AMI / "recipe.yaml")).base.mirror == ""
 
 
-BUILD = plan_image(read_recipe(str(AMI / "recipe.yaml")), "/images/a", "debootstrap", "", ()).stages
+RECIPE = read_recipe(str(AMI / "recipe.yaml"))
+FACTS = ImageFacts("debootstrap", "http://mirror.example/debian", Supply(()))
+BUILD = plan_image(RECIPE, "/images/a", FACTS).stages
 
 
 def run_step(number: int, root: Path) -> subprocess.CompletedProcess[str]:
@@ -88,25 +95,43 @@ def test_what_is_forgotten_lies_in_the_image(tmp_path: Path) -> None:
     (outside / "resolv.conf").write_text("this machine's")
     (root / "etc" / "resolv.conf").symlink_to(outside / "resolv.conf")
     (root / "var" / "cache" / "apt" / "archives").mkdir()
-    assert run_step(-1, root).returncode == 0
+    assert run_step(-2, root).returncode == 0
     assert list((root / "var" / "cache" / "apt").iterdir()) == []
     assert (root / "etc" / "resolv.conf").read_text() == ""
     (root / "root" / ".cache").symlink_to(outside / "cache")
-    assert run_step(-1, root).returncode == 1
+    assert run_step(-2, root).returncode == 1
     assert sorted(path.name for path in outside.rglob("*")) == ["cache", "resolv.conf"]
     assert (outside / "resolv.conf").read_text() == "this machine's"
 
 
+WHEELS = (
+    Wheel("/images/a.new/opt/cpuft/wheels/cpuft-1.whl", "cpuft-1-py3-none-any.whl", "0"),
+    Wheel("/w/pip-26.whl", "pip-26-py3-none-any.whl", "1"),
+    Wheel("/w/a.whl", "a-1.0-py3-none-any.whl", "2"),
+)
+
+
 def test_an_image_is_built_beside_its_place_without_host_keys() -> None:
-    wheels = (Wheel("/w/pip-26.whl", "pip-26-py3-none-any.whl", "1"), Wheel("/w/a.whl", "a-1.0-py3-none-any.whl", "2"))
-    plan = plan_image(
-        read_recipe(str(AMI / "recipe.yaml")), "/images/a", "debootstrap", "http://mirror.example/debian", wheels
-    )
+    plan = plan_image(RECIPE, "/images/a", replace(FACTS, supply=Supply(WHEELS)))
     steps = [stage[0] for stage in plan.stages]
-    assert [step.command[0] for step in steps] == ["sh", "debootstrap", "install", "chroot", "sh", "unshare", "sh"]
+    programs = ["sh", "debootstrap", sys.executable, "install", "chroot", "sh", "unshare", "sh", sys.executable]
+    assert [step.command[0] for step in steps] == programs
     assert steps[1].command[-3:] == ("bookworm", "/images/a.new", "http://mirror.example/debian")
-    assert steps[3].command[4:] == ("/opt/cpuft", make_stamp(("a==1.0",), wheels), "a==1.0")
-    assert "ssh_host_*" in steps[-1].command[2]
+    assert steps[3].command[-2:] == ("/w/pip-26.whl", "/w/a.whl")
+    pins = ("cpuft==1", "a==1.0")
+    assert steps[4].command[4:] == ("/opt/cpuft", make_stamp(pins, WHEELS), *pins)
+    assert "ssh_host_*" in steps[-2].command[2]
+    told = json.loads(steps[-1].command[-1])
+    assert (told["recipe"], told["wheels"]) == (RECIPE.digest, sorted(pins))
+
+
+def test_what_is_built_is_not_built_again() -> None:
+    supply = Supply(WHEELS)
+    stamp = {"format": 1, "recipe": RECIPE.digest, "environment": make_stamp(("cpuft==1", "a==1.0"), WHEELS)}
+    assert plan_image(RECIPE, "/images/a", replace(FACTS, supply=supply, stamp=stamp)) == Plan()
+    for change in ({"recipe": "other"}, {"environment": "other"}):
+        with pytest.raises(CpuftError, match=r"^/images/a exists and is of another recipe or version: remove it"):
+            plan_image(RECIPE, "/images/a", replace(FACTS, supply=supply, stamp=stamp | change))
 
 
 def test_the_image_and_servers_keep_the_environment_at_the_same_path() -> None:

@@ -3,6 +3,7 @@
 import base64
 import ensurepip
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.provision.simulated import Simulated, needs_root, simulate
+from tests.provision.simulated import Simulated, list_states, needs_root, simulate
 
 pytestmark = needs_root
 NEEDS = ("click", "paramiko", "PyYAML", "rich")
@@ -52,6 +53,62 @@ def words(cluster: Simulated, *more: str) -> list[str]:
     hosts = ",".join(host.name for host in cluster.hosts)
     given = ["--hosts", hosts, "--name", NAME, "--user", "root", "--key", key, "--prefix", "/mnt/cpuft"]
     return ["provision", "hosts", *given, "--wheels", str(cluster.folder / "wheels"), *more]
+
+
+def states(cluster: Simulated) -> list[object]:
+    """Every file on every side: this machine's, and what is not this machine's on both hosts."""
+    there = "find /mnt $HOME -printf '%p %m %T@ %s %l\\n' | sort"
+    return [list_states(cluster.folder), *(cluster.on(index, there) for index in (1, 2))]
+
+
+def own_places(cluster: Simulated) -> dict[str, str]:
+    """Throwaway folders for all that a command could write to without being told."""
+    for name in ("home", "cache", "tmp"):
+        (cluster.folder / name).mkdir(exist_ok=True)
+    folder = cluster.folder
+    return {"HOME": f"{folder}/home", "XDG_CACHE_HOME": f"{folder}/cache", "TMPDIR": f"{folder}/tmp"}
+
+
+def test_a_dry_run_changes_nothing_anywhere(cluster: Simulated) -> None:
+    places = own_places(cluster)
+    before = states(cluster)
+    given = cluster.cpuft(*words(cluster, "--dry-run"), **places)
+    assert (given.returncode, given.stderr) == (0, "")
+    fetched = cluster.cpuft(*words(cluster, "--dry-run", "--wheels", ""), **places)
+    assert (fetched.returncode, fetched.stderr) == (0, "")
+    assert states(cluster) == before
+    key = read_fingerprint(cluster, 1)
+    for plan in (given, fetched):
+        assert f"# {cluster.hosts[0].name} shows the key ssh-ed25519 {key}: cpuft asks" in plan.stdout
+        assert f"{cluster.folder}/state/{NAME}/known_hosts" in plan.stdout
+    assert f"download wheels for Python {'.'.join(platform.python_version_tuple()[:2])}" in fetched.stdout
+    assert "push click" in given.stdout
+    assert "push" not in fetched.stdout
+
+
+def read_fingerprint(cluster: Simulated, index: int) -> str:
+    """Of a host's own key, as the host itself says it."""
+    return cluster.on(index, "ssh-keygen -lf /run/cpuft/host_key").split()[1]
+
+
+def test_the_printed_plans_make_the_cluster(cluster: Simulated) -> None:
+    """Each run by hand, until there is nothing more to do; then all of it is taken away by hand."""
+    places = own_places(cluster)
+    environ = dict(os.environ) | places
+    for _ in range(2):
+        plan = cluster.cpuft(*words(cluster, "--dry-run"), **places).stdout
+        done = subprocess.run(["bash"], input=plan, env=environ, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+    assert cluster.cpuft(*words(cluster, "--dry-run"), **places).stdout == "#!/usr/bin/env bash\nset -euo pipefail\n"
+    before = states(cluster)
+    assert cluster.cpuft("provision", "diff", NAME, **places).stdout == f"cluster {NAME} is as it was asked for\n"
+    assert cluster.cpuft("provision", "status", NAME, **places).returncode == 0
+    down = cluster.cpuft("provision", "down", NAME, "--dry-run", **places)
+    assert states(cluster) == before
+    assert cluster.on(1, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
+    subprocess.run(["bash"], input=down.stdout, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert cluster.on(2, 'ls /mnt; cat "$HOME/.ssh/authorized_keys"') == ""
+    assert not (cluster.folder / "state" / NAME).exists()
 
 
 def test_an_unknown_host_key_is_not_learnt_without_asking(cluster: Simulated) -> None:

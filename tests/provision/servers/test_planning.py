@@ -3,35 +3,29 @@ import subprocess
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.options.clusters import HostsConfig
-from cpuft.provision.servers import planning
-from cpuft.provision.servers.planning import (
-    ServerFacts,
-    check_server,
-    describe_server,
-    find_python,
-    parse_survey,
-    plan_hosts,
-    plan_hosts_down,
-)
+from cpuft.plan import Plan
+from cpuft.provision.servers import facts
+from cpuft.provision.servers.facts import ServerFacts, check_server, describe_server, find_python, parse_survey
+from cpuft.provision.servers.planning import Facts, plan_servers, plan_servers_down
 from cpuft.provision.sshfiles import Member, format_inside
-from cpuft.provision.wheels import Wheel, make_stamp
+from cpuft.provision.wheels import Supply, Wheel, make_stamp
 from tests.provision.simulated import needs_root
 
 CONFIG = HostsConfig(hosts="a,b", name="lab")
-MEMBERS = (Member("a", "a"), Member("b", "b"))
+MEMBERS = (Member("a", "a", key="ssh-ed25519 AAAA"), Member("b", "b", key="ssh-ed25519 BBBB"))
 WHEELS = (Wheel("/w/pip-26-py3-none-any.whl", "pip-26-py3-none-any.whl", "11"),)
 PINS = ("click==8.1.0",)
-KNOWN = "a ssh-ed25519 AAAA\nb ssh-ed25519 BBBB\n"
-BARE = ServerFacts("debian 12", "6.1", "x86_64", "3.11.2", False, True, 9 << 20)
+BARE = ServerFacts("debian 12", "6.1", "Xeon", "3.11.2", cores=8, free_kb=9 << 20, writable=True)
 KEY = "ssh-ed25519 KEY cpuft-lab"
 FOLDER = "/opt/cpuft/clusters/lab"
-TEXTS = format_inside(MEMBERS, FOLDER, "/opt/cpuft/env/bin/python", KNOWN)
+TEXTS = format_inside(MEMBERS, FOLDER, "/opt/cpuft/env/bin/python")
 SUMS = {name: sha256(text.encode()).hexdigest() for name, text in TEXTS.items()}
 DONE = replace(
     BARE,
@@ -43,7 +37,8 @@ DONE = replace(
 )
 SURVEY = """os debian 12
 kernel 6.1
-arch x86_64
+cpu Xeon
+cores 8
 python 3.11.2
 writable yes
 free_kb 9437184
@@ -54,9 +49,19 @@ authorized ssh-ed25519 OTHER me@here
 """
 
 
-def why(facts: tuple[ServerFacts, ...]) -> list[str]:
-    plan = plan_hosts(CONFIG, MEMBERS, facts, WHEELS, PINS, KNOWN)
-    return [f"{step.host}: {step.why}" for stage in plan.stages for step in stage]
+def make_facts(servers: tuple[ServerFacts, ...], **more: Any) -> Facts:
+    facts = Facts(tuple(zip(MEMBERS, servers)), {}, "/state/lab", "/h/hostfiles/lab")
+    return replace(facts, supply=Supply(WHEELS), pins=PINS, **more)
+
+
+def plan_whole(servers: tuple[ServerFacts, ...], **more: Any) -> Plan:
+    """Of a cluster whose files are all here."""
+    here = [step for stage in plan_servers(CONFIG, make_facts(servers)).stages for step in stage if not step.host]
+    return plan_servers(CONFIG, make_facts(servers, **({"files": {s.command[-2]: s.stdin for s in here}} | more)))
+
+
+def why(servers: tuple[ServerFacts, ...]) -> list[str]:
+    return [f"{step.host}: {step.why}" for stage in plan_whole(servers).stages for step in stage]
 
 
 def test_servers_that_have_all_are_missing_nothing() -> None:
@@ -90,9 +95,9 @@ def test_wheels_go_to_the_servers_that_will_install(wheels: dict[str, str]) -> N
 
 
 def test_one_environment_needs_one_python() -> None:
-    assert find_python(MEMBERS, (BARE, BARE)) == "3.11"
+    assert find_python({"a": "3.11.2", "b": "3.11.9"}) == "3.11"
     with pytest.raises(CpuftError, match=r"a has 3\.11, b has 3\.13: install one on all of them$"):
-        find_python(MEMBERS, (BARE, replace(BARE, python="3.13.5")))
+        find_python({"a": "3.11.2", "b": "3.13.5"})
 
 
 def test_a_server_in_a_line() -> None:
@@ -135,14 +140,14 @@ def test_no_pip_and_no_wheel_of_it() -> None:
 
 
 def test_down_touches_only_servers_that_have_something() -> None:
-    plan = plan_hosts_down(CONFIG, MEMBERS, (DONE, BARE))
+    plan = plan_servers_down(CONFIG, make_facts((DONE, BARE)))
     assert [step.host for stage in plan.stages for step in stage] == ["a"]
-    assert plan_hosts_down(CONFIG, MEMBERS, (BARE, BARE)).stages == ()
+    assert plan_servers_down(CONFIG, make_facts((BARE, BARE))).stages == ()
 
 
 def survey(prefix: Path) -> ServerFacts:
     """What this machine says of itself as a server."""
-    script = Path(planning.__file__).with_name("survey.sh")
+    script = Path(facts.__file__).with_name("survey.sh")
     done = subprocess.run(("sh", script, prefix, "lab"), capture_output=True, text=True, timeout=60, check=True)
     return parse_survey(done.stdout, "a")
 

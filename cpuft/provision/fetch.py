@@ -1,0 +1,68 @@
+"""Downloads what a training environment is installed from, by exact pins: `python -m cpuft.provision.fetch 3.11`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from cpuft import execute
+from cpuft.errors import CpuftError
+from cpuft.files import cache_folder
+from cpuft.provision.own_wheel import write_own_wheel
+from cpuft.provision.wheels import EXTRAS, PINS, downloads_folder
+from cpuft.words import own_module
+
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_DOWNLOAD_SECONDS = 3600.0
+
+
+def fetch_wheels(python: str, environ: Mapping[str, str]) -> None:
+    """Download all that hosts of Python `python` install, unless it is there. Raises CpuftError with what pip said."""
+    cache_folder(environ)
+    folder = downloads_folder(python, environ)
+    if folder.exists():
+        return
+    beside = folder.with_name(f"{folder.name}.{os.getpid()}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    own = write_own_wheel(beside / "own")
+    target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
+    words = [*target, "--only-binary", ":all:", *_find_constraints(beside), "pip", f"{own}[{','.join(EXTRAS)}]"]
+    _pip("download", "--quiet", "--dest", str(beside), *words)
+    (beside / own.name).unlink(missing_ok=True)
+    shutil.rmtree(own.parent)
+    beside.rename(folder)
+
+
+def _find_constraints(folder: Path) -> tuple[str, ...]:
+    """The pins; on x86-64, where pip sees no CPU build of torch, PyTorch's own index too: others bring CUDA."""
+    words = ("--ignore-installed", "--no-deps", "--quiet", "--report", "-", "-c", str(PINS), "torch")
+    report = _pip("install", "--dry-run", *words)
+    found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
+    version = found["install"][0]["metadata"]["version"]
+    if platform.machine() != "x86_64" or version.endswith("+cpu"):
+        return ("-c", str(PINS))
+    pins = folder / "constraints.txt"
+    lines = PINS.read_text(encoding="utf-8").splitlines()
+    pins.write_text("\n".join(f"{line}+cpu" if line.startswith("torch==") else line for line in lines) + "\n")
+    return ("-c", str(pins), "--extra-index-url", _CPU_INDEX)
+
+
+def _pip(*words: str) -> str:
+    command = (*own_module(sys.executable, "pip"), "--disable-pip-version-check", *words)
+    answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
+    if answer.exit_code:
+        said = " | ".join(answer.said.strip().splitlines()[-4:])
+        raise CpuftError(f"pip {words[0]} failed ({said}): give --wheels, a folder that holds them")
+    return answer.output
+
+
+if __name__ == "__main__":
+    try:
+        fetch_wheels(sys.argv[1], os.environ)
+    except CpuftError as failure:
+        sys.exit(str(failure))
