@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ensurepip
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +94,28 @@ def list_states(folder: Path) -> dict[str, tuple[int, int, int, str]]:
         where = os.readlink(path) if path.is_symlink() else ""
         found[str(path)] = (state.st_mode, state.st_mtime_ns, state.st_size, where)
     return found
+
+
+def write_wheels(folder: Path) -> None:
+    """Wheels for hosts without a network: pip, and what cpuft needs, as packages with a name and nothing else."""
+    folder.mkdir()
+    for path in (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"):
+        shutil.copy(path, folder)
+    for name in ("click", "paramiko", "PyYAML", "rich"):
+        write_wheel(folder, name, {})
+
+
+def write_wheel(folder: Path, name: str, files: Mapping[str, str]) -> None:
+    """A package of these files, texts by path."""
+    info = f"{name}-99.0.dist-info"
+    more = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "".join(f"{path},,\n" for path in files),
+    }
+    with zipfile.ZipFile(folder / f"{name}-99.0-py3-none-any.whl", "w") as archive:
+        for path, text in (*files.items(), *more.items()):
+            archive.writestr(path, text)
 
 
 def _own_name() -> str:

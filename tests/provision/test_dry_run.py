@@ -33,7 +33,7 @@ def places(tmp_path: Path) -> dict[str, str]:
         (("image", "--recipe", "recipe.yaml", "--output", "golden"), "cpuft: download wheels for Python 3.11 into"),
         (("image", "--recipe", "recipe.yaml", "--output", "golden", "--wheels", "wheels"), "debootstrap"),
     ],
-    ids=" ".join,
+    ids=("plain", "image", "image from wheels"),
 )
 def test_a_dry_run_leaves_every_file_as_it_was(
     tmp_path: Path, places: dict[str, str], words: tuple[str, ...], said: str

@@ -1,46 +1,27 @@
 """Servers over ssh for real: hosts of a local cluster that each got a disk of their own for what is installed."""
 
 import base64
-import ensurepip
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.provision.simulated import Simulated, list_states, needs_root, simulate
+from tests.provision.simulated import Simulated, list_states, needs_root, simulate, write_wheels
 
 pytestmark = needs_root
-NEEDS = ("click", "paramiko", "PyYAML", "rich")
 SECONDS_OF_SECOND_RUN = 10.0
 NAME = "lab"
-
-
-def write_empty_wheel(folder: Path, name: str) -> None:
-    """A package that has a name and nothing else, in place of what cpuft needs."""
-    info = f"{name}-99.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-99.0-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
     folder = tmp_path_factory.mktemp("servers")
-    wheels = folder / "wheels"
-    wheels.mkdir()
-    for path in (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"):
-        shutil.copy(path, wheels)
-    for name in NEEDS:
-        write_empty_wheel(wheels, name)
+    write_wheels(folder / "wheels")
     with simulate(folder, "--nodes", "2") as made:
         for index in (1, 2):
             # A home and a place for the environment that neither this machine nor the other host sees.
