@@ -106,7 +106,7 @@ def write_wheels(folder: Path) -> None:
 
 
 def write_wheel(folder: Path, name: str, files: Mapping[str, str]) -> None:
-    """A package of these files, texts by path."""
+    """A package of these files, texts by path; whoever has it may run them."""
     info = f"{name}-99.0.dist-info"
     more = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.0\n",
@@ -115,7 +115,9 @@ def write_wheel(folder: Path, name: str, files: Mapping[str, str]) -> None:
     }
     with zipfile.ZipFile(folder / f"{name}-99.0-py3-none-any.whl", "w") as archive:
         for path, text in (*files.items(), *more.items()):
-            archive.writestr(path, text)
+            one = zipfile.ZipInfo(path)
+            one.external_attr = 0o100755 << 16
+            archive.writestr(one, text)
 
 
 def _own_name() -> str:
