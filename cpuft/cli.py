@@ -23,7 +23,7 @@ from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
 from cpuft.streams import check_output, keep_streams
 
-_GROUPS = {"doctor": "cpuft.doctor.command", "provision": "cpuft.provision.commands"}
+_GROUPS = {"doctor": "cpuft.doctor.command", "provision": "cpuft.provision.commands", "estimate": "cpuft.estimate"}
 """Verbs with modules of their own: imported when they are called for, or listed."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +15,8 @@ from typing import IO, Any
 
 from cpuft.errors import CpuftError
 from cpuft.loader import load, parse_json
+from cpuft.measurement import FORMAT, Link, MeasuredHeader, Measurement
 
-FORMAT = 1
 FILE_NAME = "record.jsonl"
 
 
@@ -29,6 +28,18 @@ class RecordedRank:
     host: str
     cpus: list[int]
     """Hardware threads it was bound to."""
+
+
+@dataclass(frozen=True)
+class Travels:
+    """What gradients are made of, wherever they travel: `cpuft estimate` reads it."""
+
+    parameters: int = 0
+    """Numbers of all gradients but those of words; 0 in the record of an older version."""
+    row: int = 0
+    """Numbers of one word's gradient; 0 where words' are no rows of their own, and part of the parameters."""
+    words: dict[str, float] = field(default_factory=dict)
+    """Different words of an update, on average, by the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,9 @@ class Header:
     """UTC, ISO 8601."""
     products: dict[str, Any] = field(default_factory=dict)
     """What matrix products ran on at the start, on rank 0: see `cpuft.train.precision.measure_products`."""
+    travels: Travels = field(default_factory=Travels)
+    rows: int = 0
+    """Of one epoch; 0 in the record of an older version."""
     format: int = FORMAT
 
     @property
@@ -113,71 +127,6 @@ class Footer:
     """Of the parameters, equal on all ranks."""
     bytes_per_step: float = 0.0
     """Payload that rank 0 handed to collectives, on average over the steps."""
-
-
-@dataclass(frozen=True)
-class MeasuredHeader:
-    """What a file of measurements begins with, where a run's has a header."""
-
-    what: str
-    """The verb that measured."""
-    versions: dict[str, str]
-    format: int = FORMAT
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One operation of a backend on one message, measured by `cpuft bench comm`.
-
-    Bandwidths are nccl-tests' (doc/PERFORMANCE.md): algorithm bandwidth is bytes a rank holds over time; bus bandwidth
-    multiplies it by 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter of n ranks, 1 for broadcast, so
-    that it compares with the link's own speed whatever n. Of all_gather and reduce_scatter the bytes are the whole's.
-    """
-
-    backend: str
-    operation: str
-    dtype: str
-    nbytes: int
-    """Of the whole message, as nccl-tests count it."""
-    ranks: int
-    seconds: tuple[float, ...]
-    """Each repetition; of the slowest rank; warm-up left out."""
-    busy: tuple[float, ...]
-    """Each repetition; the share of its cores that the busiest rank kept busy, its library's threads included."""
-
-    @property
-    def median_seconds(self) -> float:
-        """The middle repetition."""
-        return statistics.median(self.seconds)
-
-    @property
-    def algorithm_bytes_per_second(self) -> float:
-        """Message bytes over time."""
-        return self.nbytes / self.median_seconds
-
-    @property
-    def bus_bytes_per_second(self) -> float:
-        """What the busiest link carries."""
-        return self.algorithm_bytes_per_second * bus_factor(self.operation, self.ranks)
-
-
-def bus_factor(operation: str, ranks: int) -> float:
-    """nccl-tests' factor from algorithm to bus bandwidth."""
-    shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-    return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one TCP connection carries from a host to another."""
-
-    source: str
-    """As the hostfile names it."""
-    target: str
-    latency_us: float
-    """Half a round trip of one byte, microseconds."""
-    bits_per_second: float
-    error: str = ""
 
 
 @dataclass(frozen=True)

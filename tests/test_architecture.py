@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cpuft"
 
-PURE = {"errors", "files", "hardware", "loader", "streams", "tables", "words"}
+PURE = {"errors", "files", "hardware", "loader", "measurement", "streams", "tables", "words"}
 TOLD = PURE | {"options", "plan", "record"}
 HOSTS = TOLD | {"execute", "hosts"}
 ON_A_RANK = PURE | {"options", "record"}
@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": {"errors"},
     "hardware": {"errors"},
     "loader": set(),
+    "measurement": set(),
     "streams": {"errors"},
     "tables": set(),
     "words": set(),
@@ -37,8 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     "train": ON_A_RANK | {"rank", "comm"},
     "bench": ON_A_RANK | {"rank", "comm", "train"},
     "report": PURE | {"record"},
-    "cli": HOSTS | {"launch", "rank", "provision", "doctor", "report"},
-    "__main__": HOSTS | {"launch", "rank", "provision", "doctor", "report", "cli"},
+    "estimate": HOSTS | {"launch", "rank", "report"},
+    "cli": HOSTS | {"launch", "rank", "provision", "doctor", "report", "estimate"},
+    "__main__": HOSTS | {"launch", "rank", "provision", "doctor", "report", "estimate", "cli"},
 }
 """What each room may reach, through whatever it imports."""
 
@@ -50,7 +52,7 @@ LONGER = {
 """Files and functions (path:name) that are longer, and how long they may be until they are parted."""
 TYPE_IGNORES = 36
 """In the whole tree."""
-PACKAGE_LINES = 16_280
+PACKAGE_LINES = 16_760
 """Of all Python files of cpuft/. The aim is 14,066."""
 
 FILES = sorted(path for folder in ("cpuft", "tests") for path in (ROOT / folder).rglob("*.py"))

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from cpuft.comm.choice.bench import format_record
 from cpuft.errors import CpuftError
+from cpuft.measurement import Measurement
 from cpuft.record import (
     EvaluationLine,
     Footer,
     Header,
     Line,
-    Measurement,
     StepLine,
     Writer,
     format_line,

@@ -14,7 +14,7 @@ from cpuft.hosts.cluster import Access
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.loader import load, parse_json
-from cpuft.record import Link
+from cpuft.measurement import Link
 from cpuft.tables import format_table
 from cpuft.words import WITHOUT_FOLDER
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import HostFacts
-from cpuft.record import Link
+from cpuft.measurement import Link
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import written_beside
-from cpuft.record import Measurement, parse_measurements
+from cpuft.measurement import Measurement
+from cpuft.record import parse_measurements
 
 
 def write_plot(record: str) -> Path:

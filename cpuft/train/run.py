@@ -9,6 +9,7 @@ import platform
 import resource
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from cpuft.train import ipex
 from cpuft.train.checkpoint import save_model
 from cpuft.train.data.prepare import Prepared, prepare, read_prepared
 from cpuft.train.evaluate import evaluate
+from cpuft.train.exchange.travels import count_travels
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
 from cpuft.train.loop import Loop, train
 from cpuft.train.model import count_parameters
@@ -50,7 +52,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
         progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         if writer:
-            writer.write(header)
+            travels = count_travels(model, objective, config, prepared)
+            writer.write(replace(header, travels=travels, rows=len(prepared.train)))
         loop = Loop(model, objective, config, prepared, precision.name, world)
         prove_equal_parameters(model, "before the first step")
         steps: list[StepLine] = []

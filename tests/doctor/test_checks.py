@@ -9,7 +9,7 @@ import pytest
 from cpuft.doctor.checks import CHECKS, find_all
 from cpuft.doctor.finding import describe_stop, format_findings, to_json
 from cpuft.hosts.hostfile import Host
-from cpuft.record import Link
+from cpuft.measurement import Link
 from tests.doctor.planted import healthy, plant
 
 GONE: dict[str, Any] = {"facts": None, "health": None}

@@ -20,26 +20,17 @@ from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.settings import users_variables
+from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
 from cpuft.options.flags import parse_arguments, read_config
+from cpuft.options.rates import parse_bits
 from cpuft.provision.image import recipe, stamp
-from cpuft.provision.local.planning import parse_bits
 from cpuft.provision.servers.facts import parse_survey
 from cpuft.provision.servers.planning import parse_lock
 from cpuft.rank.process import FAILURE, parse_failure, parse_missed
 from cpuft.rank.world import parse_world
-from cpuft.record import (
-    Line,
-    MeasuredHeader,
-    Measurement,
-    Record,
-    format_line,
-    parse_lines,
-    parse_measurements,
-    parse_record,
-    read_record,
-)
+from cpuft.record import Line, Record, format_line, parse_lines, parse_measurements, parse_record, read_record
 from cpuft.train.data.prepare import read_prepared
 from cpuft.train.data.rows import parse_label, parse_tsv, read_data, read_table
 from cpuft.train.data.tasks import TASKS

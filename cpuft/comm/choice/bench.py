@@ -19,10 +19,11 @@ from cpuft.comm.choice.measure import choose, sweep
 from cpuft.comm.group.session import leave
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
+from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig
 from cpuft.options.flags import parse_arguments
-from cpuft.record import MeasuredHeader, Measurement, format_line
+from cpuft.record import format_line
 from cpuft.streams import keep_streams
 
 

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from cpuft.comm.choice.choosing import BUCKET_BYTES, Choice, choose_backend
 from cpuft.comm.group.registration import BACKENDS, start
 from cpuft.errors import CpuftError
+from cpuft.measurement import Measurement
 from cpuft.options.bench import Turn
-from cpuft.record import Measurement
 
 _CHOICE_ROUNDS = 3
 """A busy moment of the hosts lasts seconds: backends measured in turn share it."""

@@ -12,7 +12,6 @@ Progress = Mapping[str, tuple[int, str]]
 
 _LOST = "ended, or cut off"
 _SILENT = "no answer: stopped, or its host is lost"
-_HALVES = ("all_to_all", "all_gather", "reduce_scatter")
 GONE_GRACE_SECONDS = 3.0
 """A rank may finish its part of a collective and leave while the others still receive: they get this long."""
 
@@ -42,9 +41,7 @@ class Traffic:
 
     operations: int = 0
     nbytes: int = 0
-    """Payload as an all-reduce's: what the caller passed, not what the library's algorithm makes of it on the wire. Of
-    halves of an all-reduce it is half of what all ranks end with, so that operations of as many bytes load a link
-    alike."""
+    """Payload: what the caller passed, not what the library's algorithm makes of it on the wire."""
 
 
 @dataclass
@@ -64,8 +61,7 @@ class Register:
             self.progress[channel] = (sequence, name)
             self.pending[id(operation)] = operation
             self.traffic.operations += 1
-            whole = nbytes * len(ranks) if name == "all_gather" else nbytes
-            self.traffic.nbytes += whole // 2 if name in _HALVES else whole
+            self.traffic.nbytes += nbytes
         return operation
 
     def end(self, operation: Operation) -> None:

@@ -14,6 +14,7 @@ from cpuft.files import hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
 from cpuft.options.clusters import LocalConfig
+from cpuft.options.rates import parse_bits
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
 from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal
@@ -34,7 +35,6 @@ FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "
 
 _LINK_NAME = 15
 """Characters of an interface's name: IFNAMSIZ of linux/if.h, less the closing 0."""
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,6 @@ def check_config(config: LocalConfig) -> None:
 def _check_nodes(nodes: int) -> None:
     if nodes > 99:
         raise CpuftError(f"--nodes {nodes}: one machine holds 99 hosts at most: lower it")
-
-
-def parse_bits(rate: str) -> int:
-    """Bits a second of a rate in tc's words ("1gbit", "100mbit"); 0 for an empty one."""
-    if not rate:
-        return 0
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmgt]?)bit", rate)
-    if not match or float(match[1]) <= 0:
-        raise CpuftError(f"--net {rate[:60]!r} is no rate: write e.g. 1gbit or 100mbit")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:

@@ -9,9 +9,9 @@ import pytest
 
 from cpuft.comm.choice.bench import format_table, merge
 from cpuft.errors import CpuftError
+from cpuft.measurement import Measurement
 from cpuft.options.bench import plan_sweep
 from cpuft.options.fields import BenchConfig
-from cpuft.record import Measurement
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:

@@ -7,12 +7,12 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
 from cpuft.options.clusters import LocalConfig
+from cpuft.options.rates import parse_bits
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
 from cpuft.provision.local.planning import (
     Layout,
     check_config,
     make_entry,
-    parse_bits,
     plan_cpus,
     plan_down,
     plan_fault,

@@ -1,0 +1,120 @@
+"""`cpuft estimate`: what N hosts would do, before they are rented. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cpuft.errors import CpuftError
+from cpuft.options.estimate import EstimateConfig, parse_hosts
+from cpuft.options.fields import LaunchConfig, TrainConfig
+from cpuft.options.flags import Verb, make_options, pick
+from cpuft.options.rates import parse_bits
+from cpuft.record import Record, parse_measurements, read_record
+from cpuft.report.instances import Instance, find_instance
+from cpuft.report.outlook import describe, format_outlook, to_json
+from cpuft.report.prediction import Job, Network, find_network, predict, read_job, scale_cores
+
+PROBE_STEPS = 16
+PROBE_SECONDS = 60.0
+"""A probe's steps end by then, whatever they have done; a start-up takes about as long again on a slow disk."""
+
+
+@click.command(
+    cls=Verb,
+    params=[
+        *make_options(EstimateConfig),
+        click.Option(["--task"], default="", help="without RUN: what half a minute's probe trains [demo]"),
+        click.Option(["--model"], default="minilm", help="of the probe"),
+        click.Option(["--data-dir"], default="", help="of the probe"),
+        click.Option(["--json", "as_json"], is_flag=True, help="print one JSON object"),
+        click.Argument(["run"], required=False),
+    ],
+)
+def estimate(run: str | None, task: str, model: str, data_dir: str, as_json: bool, **values: Any) -> None:
+    """Tell seconds, samples/s, efficiency and price on 1 to 64 hosts, from a run on one host and the link between them.
+
+    RUN is the directory of a run on one rank; without it, half a minute of --task is trained on this machine.
+    """
+    config = pick(EstimateConfig, values)
+    hosts = parse_hosts(config.hosts)
+    if run and (task or data_dir):
+        raise CpuftError("RUN tells the job, and so do --task and --data-dir: give one or the other")
+    rented = find_instance(config.instance, config.instances) if config.instance else None
+    bits = parse_bits(config.bandwidth, "--bandwidth")
+    if not (bits or config.link or rented):
+        raise CpuftError("what joins the hosts? give --bandwidth 10gbit, --link comm.jsonl or --instance NAME")
+    record = read_record(run) if run else _probe(TrainConfig(task=task or "demo", model=model, data_dir=data_dir))
+    job = read_job(record, config.compression)
+    network = _find_network(config, job, bits, rented)
+    cores = config.cores or (rented.cores if rented else job.cores)
+    price = config.price or (rented.dollars_per_hour if rented else 0.0)
+    notes = describe(job, network, run or "a probe of this machine") + _warn(record, rented)
+    found = [predict(scale_cores(job, cores), network, number, price) for number in hosts]
+    title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"
+    if as_json:
+        click.echo(json.dumps(to_json(found, notes), indent=2))
+    else:
+        click.echo(format_outlook(found, notes, title), nl=False)
+
+
+def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance | None) -> Network:
+    if config.link:
+        try:
+            text = Path(config.link).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CpuftError(f"--link {config.link} cannot be read ({error}): name a comm.jsonl") from None
+        return find_network(parse_measurements(text, config.link), job.wire_bytes)
+    rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
+    return Network(rate, config.latency / 1e6)
+
+
+def _warn(record: Record, rented: Instance | None) -> list[str]:
+    if rented is None:
+        return []
+    recorded = "amx_bf16" in record.header.cpu_flags
+    other = f"; it {'has' if rented.amx else 'lacks'} AMX, unlike the recorded CPU: measure one before you rent many"
+    return [
+        f"{rented.name}: {rented.cores} cores, {rented.gbits_per_second:g} Gbit/s, about "
+        f"{rented.dollars_per_hour:g} dollars an hour ({rented.dated}){other if rented.amx != recorded else ''}."
+    ]
+
+
+@contextmanager
+def _told_aside() -> Iterator[None]:
+    """What ranks print goes to standard error: standard output is the table's, and programs read it."""
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _probe(train: TrainConfig) -> Record:
+    """The record of a short run on this machine; nothing else is left of it."""
+    from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.planning import plan_training
+    from cpuft.launch.supervise import run_plan
+
+    launch = LaunchConfig()
+    cluster = gather_cluster(launch)
+    with tempfile.TemporaryDirectory(prefix="cpuft-probe-") as folder:
+        run_dir = f"{folder}/run"
+        probe = replace(train, max_steps=PROBE_STEPS, save_model=False)
+        plan = plan_training(cluster, launch, probe, run_dir, "lines", os.environ)
+        click.echo("estimate: a probe of half a minute", err=True)
+        with _told_aside():
+            code = run_plan(plan, run_dir, cluster.rank_hosts, os.environ, PROBE_SECONDS, cluster.access.door)
+        if code and not Path(run_dir, "record.jsonl").exists():
+            raise CpuftError("the probe ended before its first step: see above, or name a RUN")
+        return read_record(run_dir)

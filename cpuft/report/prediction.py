@@ -1,0 +1,258 @@
+"""A record and a link -> how fast so many hosts would be, and what they would cost: before they are rented.
+
+A step on N hosts is the recorded step of one, what communication adds after the last gradient, and what it takes from
+compute meanwhile. Gradients travel in buckets while backward goes on, one after another, each by a ring all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cpuft.errors import CpuftError, counted
+from cpuft.measurement import Measurement
+from cpuft.record import Record
+
+BUCKET_BYTES = 2**20
+"""Of gradients, before they are compressed: `cpuft.comm.choice.choosing` sends as many at a time."""
+WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0}
+"""Of one number on its way."""
+ETHERNET = 1448 / 1538
+"""TCP's payload over what a frame of 1,500 bytes takes on the wire: headers of IP and TCP with time stamps, Ethernet's
+own with preamble and gap (RFC 9293, IEEE 802.3)."""
+CPU_SECONDS_PER_BYTE = 2e-9
+"""Of a core, for each byte that a rank sends in a ring: copies, the kernel's TCP, and adding up. `cpuft bench comm`
+tells yours, and `--link` takes it."""
+LEAST_STEPS = 4
+WORTH = 0.5
+SIGMAS = 2.0
+"""Error bars reach so many standard errors of the recorded step to both sides."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins the hosts."""
+
+    bits_per_second: float
+    latency_seconds: float
+    """Half a round trip of one byte."""
+    cpu_seconds_per_byte: float = CPU_SECONDS_PER_BYTE
+    measured: bool = False
+    """By all-reduces, so that frames' headers are counted already."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Payload."""
+        return self.bits_per_second / 8 * (1.0 if self.measured else ETHERNET)
+
+    def all_reduce_seconds(self, nbytes: float, hosts: int) -> float:
+        """A ring's: 2(n-1) messages of an n-th one after another (Patarasuk and Yuan, 2009)."""
+        return 2 * (hosts - 1) * (self.latency_seconds + nbytes / hosts / self.bytes_per_second)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank does in an update, from a record of one rank."""
+
+    forward_seconds: float
+    """Data and forward."""
+    backward_seconds: float
+    update_seconds: float
+    error_seconds: float
+    """Standard error of their sum."""
+    samples: float
+    """Rows of an update."""
+    rows: int
+    """Of the whole training, all epochs."""
+    cores: int
+    wire_bytes: float
+    """Of one number on its way."""
+    number_bytes: float
+    """Of one gradient in memory."""
+    parameters: int
+    row: int
+    words: dict[str, float]
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one rank alone."""
+        return self.forward_seconds + self.backward_seconds + self.update_seconds
+
+    def sent_bytes(self, hosts: int) -> tuple[float, float]:
+        """Of an update: what travels in backward, and the words', which do so after it."""
+        words = self.words.get(str(hosts)) or interpolate(self.words, hosts)
+        return self.parameters * self.wire_bytes, words * self.row * self.wire_bytes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """So many hosts, a rank each, every rank with the recorded batch: weak scaling."""
+
+    hosts: int
+    step_seconds: float
+    samples_per_second: float
+    least: float
+    """Samples a second, where the error bar begins."""
+    most: float
+    efficiency: float
+    """Of so many times one host."""
+    train_seconds: float
+    """Of all epochs."""
+    price: float
+    """Of all hosts for that long; 0 without a price."""
+    waited_seconds: float
+    """Of a step: communication that backward does not hide."""
+    taken_seconds: float
+    """Of a step: what communication takes from compute."""
+
+
+def interpolate(words: dict[str, float], hosts: int) -> float:
+    """Different words among more rows: between two known numbers of ranks a power law (Heaps' law)."""
+    known = sorted((int(ranks), count) for ranks, count in words.items())
+    if not known:
+        return 0.0
+    after = min((index for index, (ranks, _) in enumerate(known) if ranks >= hosts), default=len(known) - 1)
+    (low, few), (high, many) = known[max(0, after - 1)], known[after]
+    if low == high or not few:
+        return many
+    return few * math.pow(hosts / low, math.log(many / few) / math.log(high / low))
+
+
+def read_job(record: Record, compression: str = "auto") -> Job:
+    """The job of a record. Raises CpuftError when it does not have what a prediction needs."""
+    header, steady = record.header, record.steps[len(record.steps) // 10 :]
+    if header.world_size != 1:
+        raise CpuftError(f"{record.path} ran on {header.world_size} ranks: a prediction needs a run on one")
+    if len(steady) < LEAST_STEPS:
+        raise CpuftError(f"{record.path} has {counted(len(record.steps), 'step')}: run {LEAST_STEPS + 1} or more")
+    if not header.travels.parameters:
+        raise CpuftError(f"{record.path} does not tell of its gradients: run it anew with this version of cpuft")
+    seconds = [one.data_seconds + one.forward_seconds + one.backward_seconds + one.update_seconds for one in steady]
+    return Job(
+        statistics.mean(line.data_seconds + line.forward_seconds for line in steady),
+        statistics.mean(line.backward_seconds for line in steady),
+        statistics.mean(line.update_seconds for line in steady),
+        statistics.stdev(seconds) / math.sqrt(len(seconds)),
+        statistics.mean(line.samples for line in steady),
+        count_rows(record),
+        len({cpu for rank in header.ranks for cpu in rank.cpus}),
+        find_wire_bytes(record, compression),
+        2.0 if header.precision == "bf16" else 4.0,
+        header.travels.parameters,
+        header.travels.row,
+        header.travels.words,
+    )
+
+
+def count_rows(record: Record) -> int:
+    """Rows of all epochs, whether the run came to their end or not."""
+    epochs = record.header.options.get("epochs")
+    return round(record.header.rows * epochs) if isinstance(epochs, (int, float)) else record.header.rows
+
+
+def find_wire_bytes(record: Record, compression: str) -> float:
+    """Bytes of one number on its way, with this compression or, for auto, the recorded one."""
+    recorded = str(record.header.options.get("grad_compression", "auto"))
+    chosen = recorded if compression == "auto" else compression
+    if chosen == "auto":
+        chosen = "bf16" if record.header.precision == "bf16" else "none"
+    if chosen not in WIRE_BYTES:
+        raise CpuftError(f"what {chosen} sends is not known beforehand: give --compression {', '.join(WIRE_BYTES)}")
+    return WIRE_BYTES[chosen]
+
+
+def scale_cores(job: Job, cores: float) -> Job:
+    """The job on a host with so many cores of the same kind."""
+    factor = job.cores / cores
+    return replace(
+        job,
+        forward_seconds=job.forward_seconds * factor,
+        backward_seconds=job.backward_seconds * factor,
+        update_seconds=job.update_seconds * factor,
+        error_seconds=job.error_seconds * factor,
+        cores=math.ceil(cores),
+    )
+
+
+def find_network(measured: Sequence[Measurement], wire_bytes: float) -> Network:
+    """The link that fits measured all-reduces best, in least squares of relative errors, over the fastest backend.
+
+    Raises
+    ------
+    CpuftError: fewer than two sizes of an all-reduce of that type, or ranks of one host only.
+    """
+    dtype = "float32" if wire_bytes == WIRE_BYTES["none"] else "bfloat16"
+    rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
+    by_backend = {name: [m for m in rows if m.backend == name] for name in {m.backend for m in rows}}
+    fits = {n: _fit(found) for n, found in by_backend.items() if len({m.nbytes for m in found}) > 1}
+    if not fits:
+        raise CpuftError(f"--link holds no all-reduces of {dtype} in two sizes: measure with cpuft bench comm --np 2")
+    return max(fits.values(), key=lambda network: network.bits_per_second)
+
+
+def _fit(rows: Sequence[Measurement]) -> Network:
+    """seconds = steps x latency + bytes x factor / rate, each equation divided by its seconds; two unknowns."""
+    equations = []
+    for row in rows:
+        steps, seconds = 2 * (row.ranks - 1), row.median_seconds
+        equations.append((steps / seconds, steps * row.nbytes / row.ranks / seconds))
+    aa, ab, bb = (sum(e[i] * e[j] for e in equations) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(e[i] for e in equations) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    latency = max(0.0, (a * bb - b * ab) / determinant)
+    slowness = max((b * aa - a * ab) / determinant, 1e-15)
+    largest = max(rows, key=lambda row: row.nbytes)
+    sent = 2 * (largest.ranks - 1) / largest.ranks * largest.nbytes
+    busy = statistics.median(largest.busy) * largest.median_seconds / sent
+    return Network(8 / slowness, latency, busy, measured=True)
+
+
+def predict(job: Job, network: Network, hosts: int, price: float = 0.0) -> Prediction:
+    """A step on `hosts` hosts, and the whole training; `price` is of a host and an hour."""
+    step, waited, taken = _step(job, network, hosts, network.cpu_seconds_per_byte)
+    error = SIGMAS * job.error_seconds
+    slow = _step(job, network, hosts, 2 * network.cpu_seconds_per_byte)[0] + error
+    fast = max(_step(job, network, hosts, 0.0)[0] - error, step / 2)
+    rate = hosts * job.samples / step
+    seconds = job.rows / rate
+    return Prediction(
+        hosts,
+        step,
+        rate,
+        hosts * job.samples / slow,
+        hosts * job.samples / fast,
+        job.step_seconds / step,
+        seconds,
+        seconds / 3600 * hosts * price,
+        waited,
+        taken,
+    )
+
+
+def _step(job: Job, network: Network, hosts: int, cpu_seconds_per_byte: float) -> tuple[float, float, float]:
+    """Seconds of a step, what of them waits, and what of them communication's own work takes from compute."""
+    if hosts == 1:
+        return job.step_seconds, 0.0, 0.0
+    whole, words = job.sent_bytes(hosts)
+    taken = 2 * (hosts - 1) / hosts * (whole + words) * cpu_seconds_per_byte / job.cores
+    backward = job.backward_seconds + taken
+    buckets = max(1, math.ceil(job.parameters * job.number_bytes / BUCKET_BYTES))
+    each = network.all_reduce_seconds(whole / buckets, hosts)
+    # The first bucket is ready after its share of backward, and each waits for the one before it.
+    waited = max(backward / buckets + buckets * each, backward + each) - backward
+    waited += network.all_reduce_seconds(words, hosts) if words else 0.0
+    waited += network.all_reduce_seconds(16, hosts)  # loss and tokens
+    return job.forward_seconds + backward + waited + job.update_seconds, waited, taken
+
+
+def count_worth(predictions: Sequence[Prediction]) -> int:
+    """The most hosts that are worth it: those last added bring at least half of what they would bring alone."""
+    best = predictions[0]
+    alone = best.samples_per_second / best.hosts
+    for one in predictions[1:]:
+        if (one.samples_per_second - best.samples_per_second) < WORTH * alone * (one.hosts - best.hosts):
+            break
+        best = one
+    return best.hosts

@@ -1,0 +1,138 @@
+"""Predictions: what a step, a link and a number of hosts come to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuft.errors import CpuftError
+from cpuft.measurement import Measurement
+from cpuft.record import Record, Travels
+from cpuft.report.prediction import (
+    ETHERNET,
+    Job,
+    Network,
+    Prediction,
+    count_worth,
+    find_network,
+    interpolate,
+    predict,
+    read_job,
+    scale_cores,
+)
+from tests.records import make_record
+
+JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, 4.0, 4.0, 10_000_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
+FREE = Network(1e15, 0.0, 0.0)
+GIGABIT = Network(1e9, 1e-4)
+
+
+def make_measurement(
+    seconds: float, nbytes: int, ranks: int = 2, backend: str = "gloo", busy: float = 0.5
+) -> Measurement:
+    return Measurement(backend, "all_reduce", "float32", nbytes, ranks, (seconds,), (busy,))
+
+
+def recorded(steps: int = 20, **changes: Any) -> Record:
+    record = make_record(travels=Travels(10_993_538, 384, {"1": 700.0}), rows=3668, **changes)
+    return replace(record, steps=[replace(record.steps[0], step=n + 1) for n in range(steps)])
+
+
+def test_a_link_that_costs_nothing_adds_nothing() -> None:
+    found = predict(JOB, FREE, 8)
+    assert found.step_seconds == pytest.approx(JOB.step_seconds, rel=1e-6)
+    assert found.efficiency == pytest.approx(1.0, rel=1e-6)
+    assert found.samples_per_second == pytest.approx(8 * 32 / 3.1, rel=1e-6)
+    assert found.train_seconds == pytest.approx(3200 * 3.1 / 8 / 32, rel=1e-6)
+
+
+def test_a_slow_link_is_waited_for() -> None:
+    # 40 MB by a ring of four: 60 MB at 2.5 MB/s and frames' headers; backward hides at most its 2 seconds.
+    slow = Network(20e6, 0.0, 0.0)
+    whole = 1.5 * (40e6 + 1280 * 384 * 4) / (2.5e6 * ETHERNET)
+    found = predict(JOB, slow, 4)
+    assert found.step_seconds == pytest.approx(1.1 + whole, rel=0.06)
+    assert found.waited_seconds > 0.8 * whole
+
+
+def test_one_host_is_what_was_recorded() -> None:
+    assert predict(JOB, GIGABIT, 1).step_seconds == JOB.step_seconds
+
+
+def test_money_is_of_all_hosts_and_all_rows() -> None:
+    found = predict(JOB, GIGABIT, 4, price=2.0)
+    assert found.price == pytest.approx(4 * 2.0 * found.train_seconds / 3600)
+
+
+@given(
+    st.floats(1e6, 1e11),
+    st.floats(0, 0.1),
+    st.floats(0, 1e-8),
+    st.integers(2, 256),
+)
+def test_it_lies_within_its_bar_and_below_the_ideal(rate: float, latency: float, cpu: float, hosts: int) -> None:
+    found = predict(JOB, Network(rate, latency, cpu), hosts)
+    assert found.least <= found.samples_per_second <= found.most
+    assert 0 < found.efficiency <= 1 + 1e-9
+    assert found.step_seconds == pytest.approx(JOB.step_seconds + found.waited_seconds + found.taken_seconds)
+
+
+@pytest.mark.parametrize(("hosts", "words"), [(1, 500.0), (2, 800.0), (3, 1053.1), (4, 1280.0), (8, 2048.0)])
+def test_words_between_two_counts_follow_a_power(hosts: int, words: float) -> None:
+    assert interpolate(JOB.words, hosts) == pytest.approx(words, rel=1e-3)
+
+
+def test_a_link_is_found_again_in_its_all_reduces() -> None:
+    true = Network(1e9, 2e-4, 0.0, measured=True)
+    rows = [make_measurement(true.all_reduce_seconds(n, 4), n, 4) for n in (1024, 32768, 2**20, 25 * 2**20)]
+    slower = [make_measurement(2 * row.median_seconds, row.nbytes, 4, "mpi") for row in rows]
+    found = find_network([*slower, *rows], 4.0)
+    assert found.bits_per_second == pytest.approx(1e9)
+    assert found.latency_seconds == pytest.approx(2e-4)
+    largest = rows[-1]
+    assert found.cpu_seconds_per_byte == pytest.approx(0.5 * largest.median_seconds / (1.5 * largest.nbytes))
+
+
+def test_a_record_becomes_a_job() -> None:
+    job = read_job(recorded())
+    assert job.step_seconds == pytest.approx(0.321)
+    assert (job.samples, job.rows, job.cores) == (32, 3 * 3668, 16)
+    assert job.sent_bytes(1) == (10_993_538 * 2, 700 * 384 * 2)
+    assert read_job(recorded(precision="fp32")).sent_bytes(1)[0] == 10_993_538 * 4
+    assert read_job(recorded(), "none").sent_bytes(1)[0] == 10_993_538 * 4
+
+
+def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
+    assert scale_cores(JOB, 4).step_seconds == pytest.approx(JOB.step_seconds / 4)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (recorded(2), "runs/np-1 has 2 steps: run 5 or more"),
+        (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: a prediction needs a run on one"),
+        (make_record(), "runs/np-1 has 1 step: run 5 or more"),
+        (replace(recorded(), header=make_record().header), "does not tell of its gradients: run it anew"),
+        (recorded(options={"grad_compression": "powersgd"}), "what powersgd sends is not known beforehand"),
+    ],
+)
+def test_a_record_without_what_is_needed(record: Record, said: str) -> None:
+    with pytest.raises(CpuftError, match=said):
+        read_job(record)
+
+
+def test_a_link_file_without_all_reduces() -> None:
+    with pytest.raises(CpuftError, match="--link holds no all-reduces of float32 in two sizes"):
+        find_network([make_measurement(1.0, 1024)], 4.0)
+
+
+def test_hosts_are_worth_it_as_long_as_the_last_bring_half() -> None:
+    def on(hosts: int, rate: float) -> Prediction:
+        return replace(predict(JOB, FREE, hosts), samples_per_second=rate)
+
+    found = [on(1, 10), on(2, 19), on(4, 30), on(8, 45), on(16, 100)]
+    assert count_worth(found) == 4

@@ -1,0 +1,63 @@
+"""`cpuft estimate`, from a record and from a probe."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.record import Record, Travels, Writer
+from tests.conftest import run_cpuft
+from tests.records import make_record
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    record = make_record(travels=Travels(10_993_538, 384, {"1": 700.0, "64": 9000.0}), rows=3668)
+    write(record, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def write(record: Record, folder: Path) -> None:
+    with Writer(str(folder)) as writer:
+        writer.write(record.header)
+        for number in range(20):
+            writer.write(replace(record.steps[0], step=number + 1))
+
+
+def test_a_table_of_hosts_with_a_verdict(run_dir: Path) -> None:
+    done = run_cpuft("estimate", str(run_dir), "--instance", "c7i.8xlarge", "--hosts", "1,4,64")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "mrpc with minilm on hosts of 16 cores"
+    assert [line.split()[0] for line in lines[4:7]] == ["1", "4", "64"]
+    assert "* worth it: up to " in done.stdout
+    assert "* c7i.8xlarge: 16 cores, 12.5 Gbit/s, about 1.428 dollars an hour (2025)." in lines
+
+
+def test_numbers_for_programs(run_dir: Path) -> None:
+    done = run_cpuft("estimate", str(run_dir), "--bandwidth", "100mbit", "--hosts", "8,2", "--price", "2", "--json")
+    told = json.loads(done.stdout)
+    assert [one["hosts"] for one in told["predictions"]] == [2, 8]
+    assert all(0 < one["efficiency"] < 1 and one["price"] > 0 for one in told["predictions"])
+
+
+def test_a_link_file_that_is_none(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "comm.jsonl").write_text("x")
+    for name, said in (
+        ("comm.jsonl", "is no record of this cpuft's bench comm"),
+        ("none", "--link none cannot be read"),
+    ):
+        done = run_cpuft("estimate", str(run_dir), "--link", name)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert said in done.stderr
+
+
+@pytest.mark.real
+def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
+    done = run_cpuft("estimate", "--bandwidth", "1gbit", "--hosts", "1,2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("demo with minilm on hosts of ")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,49 @@
+"""What updates send, counted beforehand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train.data.order import plan_updates
+from cpuft.train.data.prepare import Prepared
+from cpuft.train.exchange.travels import RANKS, count_travels
+from cpuft.train.objective import Objective
+from tests.train.tokens import make_tokens
+
+TOKENS = make_tokens([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9], types=False)
+PREPARED = Prepared((), (), "", 0, TOKENS, {"": TOKENS})
+OBJECTIVE = Objective((), (), 0, 0)
+
+
+class Encoder(torch.nn.Module):
+    """Words and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = torch.nn.Embedding(1000, 8), torch.nn.Linear(8, 3)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.words
+
+
+def test_words_travel_by_rows_and_all_else_whole() -> None:
+    found = count_travels(Encoder(), OBJECTIVE, TrainConfig(batch_size=2), PREPARED)
+    assert (found.parameters, found.row) == (8 * 3 + 3, 8)
+    assert list(found.words) == list(map(str, RANKS))
+    # A batch of all eleven rows names every word there is, and the one that pads.
+    assert found.words["64"] == len({*TOKENS.ids.tolist(), 0})
+
+
+def test_words_are_those_of_the_updates_that_come() -> None:
+    config = TrainConfig(batch_size=2, seed=3)
+    updates = plan_updates(TOKENS, 4, 3, 4, True)
+    named = [len({*np.concatenate([TOKENS.ids[TOKENS.places(rows)], [0]]).tolist()}) for _, rows in updates]
+    assert count_travels(Encoder(), OBJECTIVE, config, PREPARED).words["2"] == pytest.approx(np.mean(named))
+
+
+def test_a_model_without_words_of_its_own_sends_all() -> None:
+    found = count_travels(torch.nn.Linear(8, 3), OBJECTIVE, TrainConfig(), PREPARED)
+    assert (found.parameters, found.row, found.words) == (27, 0, {})
