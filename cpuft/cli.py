@@ -124,7 +124,7 @@ def compare(dry_run: bool, **values: Any) -> None:
         return
     _check_hosts(planned[-1].cluster, config)
     for run in planned:
-        click.echo(f"np {len(run.cluster.rank_hosts)}:", err=True)
+        click.echo(f"{run.label}:", err=True)
         code = _run(run.plan, run.run_dir, run.cluster, config.time_limit)
         if code:
             sys.exit(code)

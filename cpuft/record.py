@@ -10,7 +10,6 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from cpuft.errors import CpuftError
@@ -18,6 +17,7 @@ from cpuft.loader import load, parse_json
 from cpuft.measurement import FORMAT, Link, MeasuredHeader, Measurement
 
 FILE_NAME = "record.jsonl"
+PHASES = ("data", "forward", "backward", "communication", "update")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Header:
     """UTC, ISO 8601."""
     products: dict[str, Any] = field(default_factory=dict)
     """What matrix products ran on at the start, on rank 0: see `cpuft.train.precision.measure_products`."""
+    apart: bool = False
+    """Each rank trained for itself on its share of the rows: nothing was exchanged, all at the same time."""
     travels: Travels = field(default_factory=Travels)
     rows: int = 0
     """Of one epoch; 0 in the record of an older version."""
@@ -96,6 +98,8 @@ class StepLine:
     step_seconds: float
     bytes_sent: int = 0
     """Payload that rank 0 handed to collectives in this step."""
+    compute_seconds: list[float] = field(default_factory=list)
+    """Of each rank, all but communication; of ranks that train apart, their whole steps."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ class Footer:
     """Of the parameters, equal on all ranks."""
     bytes_per_step: float = 0.0
     """Payload that rank 0 handed to collectives, on average over the steps."""
+    phases: list[dict[str, float]] = field(default_factory=list)
+    """Of each rank: seconds of a steady step by phase, on average."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,11 @@ class Record:
     def metrics(self) -> dict[str, float]:
         """The last evaluation's metrics; empty without one."""
         return self.evaluations[-1].metrics if self.evaluations else {}
+
+
+def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
+    """Without the first tenth, in which caches and kernels warm up: what is steady."""
+    return steps[len(steps) // 10 :]
 
 
 Line = Header | StepLine | EvaluationLine | Footer | MeasuredHeader | Measurement | Link
@@ -178,9 +189,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 

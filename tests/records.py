@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cpuft.record import EvaluationLine, Footer, Header, Record, RecordedRank, StepLine
@@ -43,3 +44,24 @@ def make_record(ranks: int = 1, hosts: int = 1, seconds: float = 100.0, **change
             seconds, samples, samples / seconds, samples / seconds, 5000.0, 1 << 30, seconds + 9, "feedbeef00000000"
         ),
     )
+
+
+def make_steps(
+    count: int, compute: list[float], step_seconds: float = 0.4, samples: int = 32, waited: float = 0.0
+) -> list[StepLine]:
+    """So many steps, all alike, in which the ranks compute for `compute` seconds each, and rank 0 waits."""
+    forward, backward = 0.3 * compute[0], 0.6 * compute[0]
+    step = StepLine(
+        *(1, 0.7, 2e-5, samples, 50 * samples, 0.02 * compute[0], forward, backward, waited),
+        *(0.08 * compute[0], step_seconds),
+        compute_seconds=compute,
+    )
+    return [replace(step, step=number, loss=0.7 - 0.3 * number / count) for number in range(1, count + 1)]
+
+
+def with_rate(record: Record, samples_per_second: float) -> Record:
+    """The same run, at another speed."""
+    assert record.footer is not None
+    seconds = record.footer.samples / samples_per_second
+    rates: dict[str, Any] = {"samples_per_second": samples_per_second, "steady_samples_per_second": samples_per_second}
+    return replace(record, footer=replace(record.footer, train_seconds=seconds, **rates))

@@ -17,6 +17,7 @@ from cpuft.plan import RunPlan
 class Planned:
     """One run of a comparison, ready to start."""
 
+    label: str
     run_dir: str
     cluster: Cluster
     plan: RunPlan
@@ -47,6 +48,17 @@ def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> Tr
     return replace(train, batch_size=train.batch_size * fewest // ranks)
 
 
+def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
+    """Ranks, whether each trains apart, and the round, of each run: whatever drifts meanwhile drifts for all."""
+    return [
+        (ranks, apart, turn)
+        for turn in range(1, comparison.repeats + 1)
+        for ranks in numbers
+        for apart in (False, True)
+        if not apart or (comparison.ideal and ranks > 1)
+    ]
+
+
 def plan_comparison(
     numbers: tuple[int, ...],
     config: LaunchConfig,
@@ -56,19 +68,32 @@ def plan_comparison(
     progress: str,
     environ: Mapping[str, str],
 ) -> list[Planned]:
-    """A run for each number of ranks. All are checked before the first starts."""
+    """A run for each number of ranks, and one of as many ranks apart, in turn. All are checked before the first starts.
+
+    Raises
+    ------
+    CpuftError: an ideal of one rank alone, or what is wrong with the hosts or options.
+    """
+    if comparison.ideal and numbers[-1] == 1:
+        raise CpuftError("--ideal is of two or more ranks: one rank alone is its own, add more to --np")
+    clusters = {ranks: gather_cluster(replace(config, np=ranks)) for ranks in numbers}
     planned: list[Planned] = []
     sent: dict[str, set[str]] = {}
-    for ranks in numbers:
+    for ranks, apart, turn in order_runs(numbers, comparison):
         own = scale_batch(train, ranks, numbers[0], comparison.scaling)
-        launch = replace(config, np=ranks)
-        cluster = gather_cluster(launch)
-        directory = f"{run_dir}/np-{ranks}"
+        launch, cluster = replace(config, np=ranks), clusters[ranks]
+        label, name = f"np {ranks}", f"{'ideal' if apart else 'np'}-{ranks}"
+        if apart:
+            # A job alone sends nothing: its cores are its own, and so is its model.
+            label, own, launch = f"ideal of {label}", replace(own, backend="gloo"), replace(launch, comm_cores=0)
+        if comparison.repeats > 1:
+            label, name = f"{label}, round {turn} of {comparison.repeats}", f"{name}-round-{turn}"
+        directory = f"{run_dir}/{name}"
         own, parcels = pack_training(cluster, own)
-        plan = plan_training(cluster, launch, own, cluster.work_dir(directory), progress, environ)
+        plan = plan_training(cluster, launch, own, cluster.work_dir(directory), progress, environ, apart)
         lacking = gather_lacking(parcels, cluster)
         # What an earlier run of the comparison sends is there by then.
         missing = {host: places - sent.get(host, set()) for host, places in lacking.items()}
         sent |= {host: places | sent.get(host, set()) for host, places in lacking.items()}
-        planned.append(Planned(directory, cluster, plan_travel(plan, parcels, missing, cluster, directory)))
+        planned.append(Planned(label, directory, cluster, plan_travel(plan, parcels, missing, cluster, directory)))
     return planned

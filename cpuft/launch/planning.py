@@ -76,12 +76,18 @@ def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
 
 
 def plan_training(
-    cluster: Cluster, config: LaunchConfig, train: TrainConfig, run_dir: str, progress: str, environ: Mapping[str, str]
+    cluster: Cluster,
+    config: LaunchConfig,
+    train: TrainConfig,
+    run_dir: str,
+    progress: str,
+    environ: Mapping[str, str],
+    apart: bool = False,
 ) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
     prepared = f"{run_dir}/data.npz"
-    worker = WorkerConfig(run_dir=run_dir, prepared=prepared, progress=progress)
+    worker = WorkerConfig(run_dir=run_dir, prepared=prepared, progress=progress, apart=apart)
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",

@@ -99,6 +99,7 @@ class WorkerConfig:
     run_dir: str = option("", "directory of the run: record and model go there (default: nothing is kept)")
     prepared: str = option("", "tokenised data made by cpuft.train.data.prepare (default: prepare it now)")
     progress: str = option("lines", "how rank 0 shows progress", choices=("bar", "lines"))
+    apart: bool = option(False, "each rank trains for itself: what the hosts could do together at best")
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class CompareConfig:
 
     np: str = _where("1,2", "numbers of ranks to compare, e.g. 1,2,4", takes="N,N")
     scaling: str = _where("weak", "--batch-size is a rank's (weak) or all's", choices=("weak", "strong"))
+    ideal: bool = _where(False, "measure the ideal, too: as many ranks apart")
+    repeats: int = _where(1, "take all runs so often, in turn: intervals", least=1)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError, counted
 from cpuft.loader import load
 from cpuft.record import Record
+from cpuft.report.ideal import Against, average, describe, find_ideals, measure_against
+from cpuft.report.intervals import half_width
 
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
 _EQUAL_OPTIONS = (
@@ -27,7 +31,7 @@ MOST_EFFICIENCY = 1.1
 
 @dataclass(frozen=True)
 class Row:
-    """One run in a comparison."""
+    """One run in a comparison, or the mean of its repeats."""
 
     np: int
     hosts: int
@@ -43,6 +47,12 @@ class Row:
     """Speedup over (ranks / the baseline's ranks)."""
     metrics: dict[str, float]
     path: str
+    """Of the first of its repeats."""
+    repeats: int
+    ideal: Against | None
+    intervals: dict[str, float]
+    """Half the 95 % interval of samples_per_second, speedup, efficiency and ideal (its efficiency), where there are
+    repeats; speedup and efficiency are of runs of the same round."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Comparison:
     max_steps: int
     """Updates that each run was limited to; 0 for whole epochs."""
     scaling: str
-    """weak: the batch a rank is fixed; strong: the global batch is; mixed: neither; single: one run only."""
+    """weak: the batch a rank is fixed; strong: the global batch is; mixed: neither; single: one number of ranks."""
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     """What a reader must know to read the numbers right."""
@@ -69,8 +79,8 @@ def compare(records: list[Record]) -> Comparison:
     ------
     CpuftError: no run, one that did not finish or trained nothing, or runs that differ in what must be equal (named).
     """
-    if not records:
-        raise CpuftError("there is no run to report on: name run directories")
+    if all(record.header.apart for record in records):
+        raise CpuftError(f"there is no run{' beside the ideal' if records else ''} to report on: name run directories")
     for record in records:
         if record.footer is None:
             raise CpuftError(
@@ -81,10 +91,12 @@ def compare(records: list[Record]) -> Comparison:
             raise CpuftError(f"{record.path} trained no rows: leave it out of the report")
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
     refuse_differences(records)
-    baseline = records[0]
-    rows = tuple(_make_row(record, baseline) for record in records)
+    runs, ideals = ([one for one in records if one.header.apart == apart] for apart in (False, True))
+    groups = group_repeats(runs)
+    rows = tuple(_make_row(group, groups[0], find_ideals(group, ideals)) for group in groups)
+    baseline = runs[0]
     header = baseline.header
-    scaling = find_scaling(records)
+    scaling = find_scaling(runs)
     try:
         epochs = load(float, header.options.get("epochs"), "its epochs")
         max_steps = load(int, header.options.get("max_steps", 0), "its max_steps")
@@ -98,7 +110,7 @@ def compare(records: list[Record]) -> Comparison:
         max_steps,
         scaling,
         rows,
-        tuple(make_notes(rows, scaling, records)),
+        (*make_notes(rows, scaling, runs), *note_ideals(rows), *note_repeats(rows)),
     )
 
 
@@ -132,25 +144,73 @@ def count_cores(record: Record) -> int:
     return len({(place.host, cpu) for place in record.header.ranks for cpu in place.cpus})
 
 
-def _make_row(record: Record, baseline: Record) -> Row:
-    assert record.footer is not None
-    assert baseline.footer is not None
-    header, footer = record.header, record.footer
+def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
+    """Runs that differ in nothing but when they ran, together; all in their order."""
+    groups: dict[str, list[Record]] = {}
+    for run in runs:
+        header = run.header
+        alike = (header.world_size, header.global_batch, header.ranks, header.versions, sorted(header.options.items()))
+        groups.setdefault(repr(alike), []).append(run)
+    return list(groups.values())
+
+
+def _rates(group: Sequence[Record]) -> list[float]:
+    return [record.footer.samples_per_second for record in group if record.footer]
+
+
+def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Sequence[Record]) -> Row:
+    first, rates = group[0], _rates(group)
+    times = first.header.world_size / baseline[0].header.world_size
     # Of whole epochs all runs train on the same rows, and this is the ratio of seconds, too.
-    speedup = footer.samples_per_second / baseline.footer.samples_per_second
+    speedups = [own / other for own, other in zip(rates, _rates(baseline))]
+    against = [found for run, ideal in zip(group, ideals) if (found := measure_against(run, ideal))]
+    samples = {
+        "samples_per_second": rates,
+        "speedup": speedups,
+        "efficiency": [speedup / times for speedup in speedups],
+        "ideal": [found.efficiency for found in against],
+    }
     return Row(
-        header.world_size,
-        len(header.hosts),
-        count_cores(record),
-        header.global_batch,
-        footer.train_seconds,
-        footer.samples_per_second,
-        footer.samples_per_second / header.world_size,
-        speedup,
-        speedup / (header.world_size / baseline.header.world_size),
-        record.metrics,
-        record.path,
+        first.header.world_size,
+        len(first.header.hosts),
+        count_cores(first),
+        first.header.global_batch,
+        statistics.fmean(run.footer.train_seconds for run in group if run.footer),
+        statistics.fmean(rates),
+        statistics.fmean(rates) / first.header.world_size,
+        statistics.fmean(speedups),
+        statistics.fmean(speedups) / times,
+        {name: statistics.fmean(run.metrics.get(name, 0.0) for run in group) for name in first.metrics},
+        first.path,
+        len(group),
+        average(against) if against else None,
+        {name: half_width(values) for name, values in samples.items() if len(values) > 1},
     )
+
+
+def note_ideals(rows: Sequence[Row]) -> list[str]:
+    """What the ideal is, and each run against its own."""
+    found = [describe(f"np {row.np}", row.ideal) for row in rows if row.ideal]
+    if not found:
+        return []
+    return [
+        "the ideal: the same ranks on the same rows at the same time, each for itself; it and what is measured against "
+        "it are without the first tenth of the steps, in which caches warm up.",
+        *found,
+    ]
+
+
+def note_repeats(rows: Sequence[Row]) -> list[str]:
+    """What the intervals are, and which differences they hide."""
+    base, notes = rows[0], list[str]()
+    if any(row.intervals for row in rows):
+        notes.append("\u00b1 is half the 95 % interval of the mean (Student's t over the repeats).")
+    for row in rows:
+        if row is not base and abs(row.speedup - 1) <= row.intervals.get("speedup", -1.0):
+            notes.append(f"np {row.np} and np {base.np}: no clear difference in speed.")
+        if row.ideal and abs(row.ideal.efficiency - 1) <= row.intervals.get("ideal", -1.0):
+            notes.append(f"np {row.np} and its ideal: no clear difference.")
+    return notes
 
 
 def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cpuft.report.comparison import Comparison
+from cpuft.report.comparison import Comparison, Row
 from cpuft.tables import format_table
 
 
@@ -14,12 +14,14 @@ def table_columns(comparison: Comparison) -> list[str]:
     base = comparison.rows[0].np
     fixed = ["np", "hosts", "cores", "global batch", "train seconds", "samples/s", "samples/s per rank"]
     metrics = [name.replace("_", " ") for name in _metric_names(comparison)]
-    return [*fixed, f"speedup vs np {base}", f"efficiency vs np {base}", *metrics]
+    ideal = ["ideal samples/s", "of the ideal"] if any(row.ideal for row in comparison.rows) else []
+    return [*fixed, f"speedup vs np {base}", f"efficiency vs np {base}", *ideal, *metrics]
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
     """Cells, as texts."""
     names = _metric_names(comparison)
+    ideals = any(row.ideal for row in comparison.rows)
     return [
         [
             str(row.np),
@@ -27,14 +29,28 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
             str(row.cores),
             str(row.global_batch),
             f"{row.train_seconds:.1f}",
-            f"{row.samples_per_second:.1f}",
+            _with_interval(row, "samples_per_second", row.samples_per_second, 1),
             f"{row.samples_per_second_per_rank:.1f}",
-            f"{row.speedup:.2f}x",
-            f"{row.efficiency * 100:.0f} %",
+            f"{_with_interval(row, 'speedup', row.speedup, 2)}x",
+            f"{_with_interval(row, 'efficiency', row.efficiency, 0, 100)} %",
+            *(_ideal_cells(row) if ideals else ()),
             *(f"{row.metrics[name]:.4f}" if name in row.metrics else "-" for name in names),
         ]
         for row in comparison.rows
     ]
+
+
+def _with_interval(row: Row, name: str, value: float, digits: int, times: int = 1) -> str:
+    """The number, and what it may be off by; nothing of the baseline, which is 1 by definition."""
+    off = row.intervals.get(name, 0.0) * times
+    return f"{value * times:.{digits}f}" + (f" ±{off:.{digits}f}" if off else "")
+
+
+def _ideal_cells(row: Row) -> list[str]:
+    if row.ideal is None:
+        return ["-", "-"]
+    share = _with_interval(row, "ideal", row.ideal.efficiency, 0, 100)
+    return [f"{row.ideal.samples_per_second:.1f}", f"{share} %"]
 
 
 def _metric_names(comparison: Comparison) -> list[str]:

@@ -35,6 +35,11 @@ class Clock:
         self.seconds[phase] += now - self.last
         self.last = now
 
+    @property
+    def compute_seconds(self) -> float:
+        """Of all phases but communication."""
+        return sum(self.seconds.values()) - self.seconds["communication"]
+
 
 class Loop:
     """Everything a step needs, made once."""
@@ -47,16 +52,17 @@ class Loop:
         prepared: Prepared,
         precision: str,
         world: World,
+        apart: bool = False,
     ) -> None:
         self.model, self.objective, self.config, self.prepared = model, objective, config, prepared
-        self.precision, self.world = precision, world
+        self.precision, self.world, self.apart = precision, world, apart
         self.global_batch = config.batch_size * config.accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         self.optimizer = make_optimizer(model, config, precision)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda update: learning_rate_factor(update, self.updates, config.warmup_ratio)
         )
-        self.exchange = choose_exchange(config, world.size)(model, self.optimizer, config, precision)
+        self.exchange = choose_exchange(config, 1 if apart else world.size)(model, self.optimizer, config, precision)
         # Ranks share weights, not dropout masks.
         torch.manual_seed(config.seed + 1 + world.rank)
 
@@ -95,10 +101,19 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     exchange.clear()
     clock.lap("update")
     exchange.meet(number, last=number == loop.updates)
-    totals = torch.tensor([loss_sum, weight * sum(batch.tokens for batch in batches)], dtype=torch.float64)
-    dist.all_reduce(totals)
+    seen = [(len(batch.labels), batch.tokens) for batch in batches]
+    own = [loss_sum, *(weight * sum(counts) for counts in zip(*seen))]
+    totals = own if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
     clock.lap("communication")
-    return _line(clock, number, rate, len(rows), totals.tolist(), waited)
+    return _line(clock, number, rate, totals, waited)
+
+
+def _add_up(world: World, own: list[float]) -> list[float]:
+    """Sums over all ranks, but for the last of them: that comes from each rank, in their order."""
+    *added, last = own
+    totals = torch.tensor([*added, *(last * (rank == world.rank) for rank in range(world.size))], dtype=torch.float64)
+    dist.all_reduce(totals)
+    return [float(total) for total in totals]
 
 
 def _micro_batches(loop: Loop, rows: Order) -> tuple[list[Batch], float]:
@@ -122,16 +137,17 @@ def _forward_backward(loop: Loop, clock: Clock, batch: Batch, factor: float) -> 
     return float(losses.detach().sum())
 
 
-def _line(clock: Clock, number: int, rate: float, rows: int, totals: list[float], waited: float) -> StepLine:
-    loss = totals[0] / rows
+def _line(clock: Clock, number: int, rate: float, totals: list[float], waited: float) -> StepLine:
+    loss_sum, rows, tokens, *compute_seconds = totals
+    loss = loss_sum / max(rows, 1)
     if not math.isfinite(loss):
         raise CpuftError(f"step {number}: the loss is {loss}: lower --learning-rate, or check the data's scores")
     return StepLine(
         step=number,
         loss=loss,
         learning_rate=rate,
-        samples=rows,
-        tokens=int(totals[1]),
+        samples=int(rows),
+        tokens=int(tokens),
         data_seconds=clock.seconds["data"],
         forward_seconds=clock.seconds["forward"],
         backward_seconds=max(0.0, clock.seconds["backward"] - waited),
@@ -139,4 +155,5 @@ def _line(clock: Clock, number: int, rate: float, rows: int, totals: list[float]
         update_seconds=clock.seconds["update"],
         step_seconds=time.perf_counter() - clock.start,
         bytes_sent=take_traffic().nbytes,
+        compute_seconds=compute_seconds,
     )

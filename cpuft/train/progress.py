@@ -29,7 +29,8 @@ class Progress:
             ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
             self._say(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
         if self._shown and header.world_size > 1:
-            self._say(f"gradients over {header.backend}: {backend_reason}")
+            over = f"gradients over {header.backend}: {backend_reason}"
+            self._say("each rank trains for itself, all at the same time: the ideal" if header.apart else over)
 
     def step(self, line: StepLine, updates: int) -> None:
         """Show a finished step."""

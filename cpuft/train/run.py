@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +19,7 @@ from cpuft.comm.gradients.compression import choose_compression, gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.rank.world import parse_world
-from cpuft.record import Footer, Header, RecordedRank, StepLine, Writer
+from cpuft.record import PHASES, Footer, Header, RecordedRank, StepLine, Writer, drop_warm_up
 from cpuft.train import ipex
 from cpuft.train.checkpoint import save_model
 from cpuft.train.data.prepare import Prepared, prepare, read_prepared
@@ -32,6 +33,9 @@ from cpuft.train.precision import format_products, measure_products
 from cpuft.train.progress import Progress
 
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
+
+Trained = tuple[list[StepLine], list[dict[str, float]], str]
+"""Its steps, each rank's seconds of a steady step by phase, and the checksum of the parameters."""
 
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
@@ -50,28 +54,48 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         progress = stack.enter_context(Progress(worker.progress, world.rank))
         writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and world.rank == 0 else None
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
+        header = replace(header, apart=worker.apart)
         progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         if writer:
             travels = count_travels(model, objective, config, prepared)
             writer.write(replace(header, travels=travels, rows=len(prepared.train)))
-        loop = Loop(model, objective, config, prepared, precision.name, world)
+        loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart)
         prove_equal_parameters(model, "before the first step")
-        steps: list[StepLine] = []
-        for line in train(loop):
-            steps.append(line)
-            progress.step(line, loop.updates)
-            if writer:
-                writer.write(line)
-        checksum = prove_equal_parameters(model, "after the last step")
-        progress.evaluating(sum(len(rows) for rows in prepared.validation.values()))
-        evaluation = evaluate(loop, len(steps))
-        progress.evaluated(evaluation)
+        steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, progress, writer)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         if writer:
-            writer.write(evaluation)
-            if config.save_model:
+            if config.save_model and not worker.apart:
                 save_model(model, config.model, worker.run_dir)
-            writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum))
+            writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum, phases))
+
+
+def train_together(loop: Loop, progress: Progress, writer: Writer | None) -> Trained:
+    """Train and evaluate as one job, recorded as it goes."""
+    steps: list[StepLine] = []
+    for line in train(loop):
+        steps.append(line)
+        progress.step(line, loop.updates)
+        if writer:
+            writer.write(line)
+    checksum = prove_equal_parameters(loop.model, "after the last step")
+    progress.evaluating(sum(len(rows) for rows in loop.prepared.validation.values()))
+    evaluation = evaluate(loop, len(steps))
+    progress.evaluated(evaluation)
+    if writer:
+        writer.write(evaluation)
+    return steps, gather(average_phases(steps)), checksum
+
+
+def train_apart(loop: Loop, progress: Progress, writer: Writer | None) -> Trained:
+    """Train each rank for itself from the same moment on, recorded at the end; there is no one model to evaluate."""
+    own: list[StepLine] = []
+    for line in train(loop):
+        own.append(line)
+        progress.step(line, loop.updates)
+    steps = merge_steps(gather(own))
+    for line in steps if writer else ():
+        writer.write(line)  # type: ignore[union-attr]
+    return steps, gather(average_phases(own)), ""
 
 
 def read_cpu() -> Cpu:
@@ -110,9 +134,39 @@ def make_header(
     )
 
 
-def make_footer(steps: list[StepLine], peak_memory_bytes: int, total_seconds: float, checksum: str) -> Footer:
+def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
+    """The steps of ranks that trained apart, as one run's: rows of all, the mean of their seconds and losses."""
+    return [
+        replace(
+            lines[0],
+            loss=statistics.fmean(line.loss for line in lines),
+            samples=sum(line.samples for line in lines),
+            tokens=sum(line.tokens for line in lines),
+            step_seconds=statistics.fmean(line.step_seconds for line in lines),
+            compute_seconds=[line.step_seconds for line in lines],
+        )
+        for lines in zip(*ranks)
+    ]
+
+
+def average_phases(steps: list[StepLine]) -> dict[str, float]:
+    """Seconds of a steady step by phase."""
+    steady = drop_warm_up(steps)
+    return {
+        name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) if steady else 0.0
+        for name in PHASES
+    }
+
+
+def make_footer(
+    steps: list[StepLine],
+    peak_memory_bytes: int,
+    total_seconds: float,
+    checksum: str,
+    phases: list[dict[str, float]],
+) -> Footer:
     """Sums over all steps; the steady rate leaves out the first tenth of them."""
-    steady = steps[len(steps) // 10 :]
+    steady = drop_warm_up(steps)
     seconds = sum(line.step_seconds for line in steps)
     steady_seconds = sum(line.step_seconds for line in steady)
     samples = sum(line.samples for line in steps)
@@ -126,4 +180,5 @@ def make_footer(steps: list[StepLine], peak_memory_bytes: int, total_seconds: fl
         total_seconds=total_seconds,
         checksum=checksum,
         bytes_per_step=sum(line.bytes_sent for line in steps) / len(steps) if steps else 0.0,
+        phases=phases,
     )

@@ -57,4 +57,4 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     --weight-decay=0.0 --clip-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto --padding=dynamic \
     --engine=torch --plain=False --compile=False --emulate-bf16=False --eval-batch-size=32 \
     --backend=auto --grad-compression=auto --sync-every=1 --comm-timeout=300.0 --save-model=True \
-    --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines </dev/null
+    --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines --apart=False </dev/null

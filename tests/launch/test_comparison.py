@@ -1,0 +1,53 @@
+"""Runs of a comparison: their order, and the real thing on two cores."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cpuft.launch.comparison import order_runs
+from cpuft.options.fields import CompareConfig
+from cpuft.record import PHASES, read_record
+from cpuft.report.comparison import compare
+from tests.conftest import run_cpuft
+
+
+def test_runs_take_turns() -> None:
+    assert order_runs((1, 2), CompareConfig()) == [(1, False, 1), (2, False, 1)]
+    assert order_runs((1, 4), CompareConfig(ideal=True, repeats=2)) == [
+        *((1, False, 1), (4, False, 1), (4, True, 1)),
+        *((1, False, 2), (4, False, 2), (4, True, 2)),
+    ]
+
+
+def test_what_would_be_run_is_printed() -> None:
+    words = ("compare", "--np", "1", "--repeats", "2", "--run-dir", "all", "--dry-run")
+    done = run_cpuft(*words)
+    assert done.returncode == 0, done.stderr
+    assert all(f"all/np-1-round-{turn}/data.npz" in done.stdout for turn in (1, 2))
+    done = run_cpuft(*words, "--ideal")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--ideal is of two or more ranks: one rank alone is its own, add more to --np" in done.stderr
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_ranks_apart_are_the_ideal() -> None:
+    words = ("--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16", "--backend", "gloo")
+    done = run_cpuft("compare", "--np", "2", "--ideal", "--run-dir", "all", "--no-save-model", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ideal of np 2:\n" in done.stderr
+    run, ideal = read_record("all/np-2"), read_record("all/ideal-2")
+    assert (run.header.apart, ideal.header.apart, ideal.evaluations) == (False, True, [])
+    assert [line.samples for line in ideal.steps] == [line.samples for line in run.steps] == [32] * 4
+    assert [len(line.compute_seconds) for line in (*run.steps, *ideal.steps)] == [2] * 8
+    assert sum(line.bytes_sent for line in ideal.steps) == 0
+    assert run.footer is not None
+    assert [list(phases) for phases in run.footer.phases] == [list(PHASES)] * 2
+    (row,) = compare([run, ideal]).rows
+    assert row.ideal is not None
+    missing = row.ideal.step_seconds - row.ideal.ideal_seconds
+    assert sum(row.ideal.parts.values()) == pytest.approx(missing, rel=1e-6, abs=1e-9)
+    # What is measured leaves little unexplained.
+    assert abs(row.ideal.parts["rest"]) < 0.03 * row.ideal.step_seconds
+    assert "np 2 reached" in done.stdout
