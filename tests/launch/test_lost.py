@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -57,32 +59,82 @@ def test_a_stopped_rank_is_named_and_nobody_else() -> None:
     assert "before any rank did" not in done.stderr
 
 
+@dataclass(frozen=True)
+class Case:
+    """A run that loses a host."""
+
+    fault: str
+    lost: int
+    """The host, counted from 1 in the cluster."""
+    hosts: tuple[int, ...]
+    """Those of the run, the master first."""
+    backend: str
+    deadline: int
+    """Seconds of a collective; 0 for the run's own."""
+
+
+CASES = {
+    "kill": Case("kill", 2, (1, 2), "ccl", 0),
+    "cut": Case("cut", 4, (3, 4, 5), "ccl", 0),
+    "pause": Case("pause", 7, (6, 7), "gloo", 4),
+    "master": Case("pause", 8, (8, 9), "gloo", 0),
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a run left on the terminal, and how long it took from the fault on."""
+
+    code: int
+    lines: list[str]
+    seconds: float
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    with simulate(tmp_path_factory.mktemp("lost"), "--nodes", "3") as made:
+    with simulate(tmp_path_factory.mktemp("lost"), "--nodes", "9") as made:
         (made.folder / "sums.py").write_text(SUMS, encoding="utf-8")
         yield made
 
 
-def lose(cluster: Simulated, run: str, fault: str, host: str, backend: str, deadline: int) -> tuple[int, list[str]]:
-    """A run on three hosts that loses one; its exit code, and its last lines on the terminal."""
-    words = ["launch", "--np", "3", "--no-check", "--cluster", cluster.name, "--run-dir", run, "--"]
-    command = [sys.executable, "-m", "cpuft", *words, str(cluster.folder / "sums.py"), backend, str(deadline)]
-    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
-    with subprocess.Popen(
-        command, cwd=cluster.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        try:
-            assert cluster.cpuft("provision", "local", "--name", cluster.name, fault, host).returncode == 0
-            start = time.monotonic()
-            errors = process.communicate(timeout=deadline + 100)[1]
-            assert time.monotonic() - start < max(SILENT_SECONDS, deadline) + END_SECONDS, errors
-        finally:
+@pytest.fixture(scope="module")
+def endings(cluster: Simulated) -> dict[str, Ending]:
+    """Of all cases. They go on side by side, because they do little but wait."""
+    started = {name: start(cluster, name, case) for name, case in CASES.items()}
+    try:
+        said = [process.stdout and process.stdout.readline() for process in started.values()]
+        assert said == ["here\n"] * len(CASES)
+        with ThreadPoolExecutor(len(CASES)) as pool:
+            found = pool.map(lambda name: lose(cluster, CASES[name], started[name]), CASES)
+            return dict(zip(CASES, found, strict=True))
+    finally:
+        for process in started.values():
             process.kill()
-            cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "3")
-    return process.returncode, errors.rstrip().splitlines()
+            process.communicate()
+        cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "9")
+
+
+def start(cluster: Simulated, run: str, case: Case) -> subprocess.Popen[str]:
+    """The launch of a run on some of the hosts."""
+    lines = Path(cluster.folder / "hostfiles" / cluster.name).read_text(encoding="utf-8").splitlines(keepends=True)
+    hosts = [line for line in lines if not line.startswith("#")]
+    hostfile = cluster.folder / f"{run}-hosts"
+    hostfile.write_text("".join(hosts[index - 1] for index in case.hosts), encoding="utf-8")
+    where = ["--hostfile", str(hostfile), "--ssh-config", cluster.ssh_config]
+    words = ["launch", "--np", str(len(case.hosts)), "--no-check", *where, "--run-dir", run, "--"]
+    command = [sys.executable, "-m", "cpuft", *words, str(cluster.folder / "sums.py"), case.backend, str(case.deadline)]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cluster.folder, env=environ, stdout=pipe, stderr=pipe, text=True)
+
+
+def lose(cluster: Simulated, case: Case, process: subprocess.Popen[str]) -> Ending:
+    """Make the fault, and wait for the end."""
+    done = cluster.cpuft("provision", "local", "--name", cluster.name, case.fault, str(case.lost))
+    assert done.returncode == 0, done.stderr
+    begun = time.monotonic()
+    errors = process.communicate(timeout=case.deadline + 100)[1]
+    return Ending(process.returncode, errors.rstrip().splitlines(), time.monotonic() - begun)
 
 
 def work_folder(cluster: Simulated, run: str) -> Path:
@@ -92,28 +144,33 @@ def work_folder(cluster: Simulated, run: str) -> Path:
 
 
 @needs_root
-@pytest.mark.parametrize("fault, backend, deadline", [("kill", "ccl", 0), ("cut", "ccl", 0), ("pause", "gloo", 4)])
-def test_a_lost_host_is_named_and_the_record_is_here(
-    cluster: Simulated, fault: str, backend: str, deadline: int
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_lost_a_host_ends_in_time(endings: dict[str, Ending], name: str) -> None:
     """A host that falls silent is missed long before a collective's deadline; a frozen one's kernel still answers."""
-    code, lines = lose(cluster, fault, fault, "2", backend, deadline)
-    lost = cluster.hosts[1].name
-    assert lines[-1] == f"cpuft: host {lost} does not answer, rank 1 was lost with it: look at it with cpuft doctor"
-    assert [line for line in lines if "paramiko" in line] == []
-    assert code == 75
-    assert (cluster.folder / fault / "kept").read_text() == "mine"
-    assert not work_folder(cluster, fault).parent.exists()
+    assert endings[name].seconds < max(SILENT_SECONDS, CASES[name].deadline) + END_SECONDS, endings[name].lines
 
 
 @needs_root
-def test_of_a_lost_master_nothing_is_taken_away_and_the_place_is_said(cluster: Simulated) -> None:
-    code, lines = lose(cluster, "master", "pause", "1", "gloo", 0)
-    work = work_folder(cluster, "master")
+@pytest.mark.parametrize("name", ["kill", "cut", "pause"])
+def test_a_lost_host_is_named_and_the_record_is_here(cluster: Simulated, endings: dict[str, Ending], name: str) -> None:
+    lines, lost = endings[name].lines, cluster.hosts[CASES[name].lost - 1].name
+    assert lines[-1] == f"cpuft: host {lost} does not answer, rank 1 was lost with it: look at it with cpuft doctor"
+    assert [line for line in lines if "paramiko" in line] == []
+    assert endings[name].code == 75
+    assert (cluster.folder / name / "kept").read_text() == "mine"
+    assert not work_folder(cluster, name).parent.exists()
+
+
+@needs_root
+def test_of_a_lost_master_nothing_is_taken_away_and_the_place_is_said(
+    cluster: Simulated, endings: dict[str, Ending]
+) -> None:
+    ending, work = endings["master"], work_folder(cluster, "master")
     try:
-        assert code == 2
-        assert lines[-1].endswith(f"what was recorded is in {work} on {cluster.hosts[0].name}")
+        assert ending.code == 2
+        place = f"what was recorded is in {work} on {cluster.hosts[CASES['master'].lost - 1].name}"
+        assert ending.lines[-1].endswith(place)
         assert (work / "kept").read_text() == "mine"
-        assert not list(cluster.folder.glob("master*"))
+        assert not (cluster.folder / "master").exists()
     finally:
         shutil.rmtree(work.parent)
