@@ -61,10 +61,8 @@ def run_step(
     watch: called about 20 times a second while it runs, and once after.
     seconds: how long it may take; 0 for no limit.
 
-    Raises
-    ------
-    Interrupted: SIGINT, SIGTERM or SIGHUP came; the step and all it started are gone by then.
-    TimeoutError: `seconds` passed; likewise.
+    Raises Interrupted: SIGINT, SIGTERM or SIGHUP came; the step and all it started are gone by then.
+    Raises TimeoutError: `seconds` passed; likewise.
 
     If this process is killed outright, the kernel sends SIGTERM to the step, and mpirun ends its ranks.
     """
@@ -84,9 +82,7 @@ def run_step(
 def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float) -> list[Answer]:
     """Run local steps side by side to their ends; what each said, on both streams, and its exit code.
 
-    Raises
-    ------
-    Interrupted, TimeoutError: as `run_step`.
+    Raises Interrupted, TimeoutError: as `run_step`.
     """
     with _signals_raise(), ExitStack() as stack:
         outputs = [stack.enter_context(open_memory()) for _ in stage]
@@ -103,10 +99,9 @@ def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float)
 def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Callable[[str], None], advice: str) -> None:
     """Stages one after another, `seconds` for each; whoever waits is told what begins.
 
-    Raises
-    ------
-    CpuftError: naming every step of a stage that failed, with its host and the last lines it said; ends with `advice`.
-    Interrupted: as `run_step`.
+    Raises CpuftError: naming every step of a stage that failed, with its host and the last lines it said; ends with
+    `advice`.
+    Raises Interrupted: as `run_step`.
     """
     for stage in plan.stages:
         for why in dict.fromkeys(step.why for step in stage):

@@ -16,32 +16,11 @@ _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 SENT = "CPUFT_SENT"
 """Says how the paths begin of files from which processes of a host take variables that nobody else may see."""
 
-# 41c0 is a directory of mode 700, and stat follows no link.
-PRIVATE = """private() {
-    [ -d "$1" ] || mkdir -m 700 -- "$1" || [ -e "$1" ] || [ -L "$1" ] || return 1
-    [ "$(stat -c "%f %u" -- "$1")" = "41c0 $(id -u)" ] && return
-    echo "$1 is no folder of mode 700 of user $(id -un) ($(stat -c "%A %U" -- "$1")): see what it is, remove it" >&2
-    return 1
-}
-"""
+_HERE = Path(__file__)
+PRIVATE = _HERE.with_name("private.sh").read_text(encoding="utf-8")
 """`private FOLDER`: makes a folder for this user alone, in one step with its mode. What is there and could be another
-user's work, or others may look into, fails."""
-
-REMOVE = """remove() {
-    root=$(readlink -f -- "$1") || root=/
-    home=$(readlink -f -- "${HOME:-/}") || home=/
-    shift
-    for path; do
-        [ -e "$path" ] || [ -L "$path" ] || continue
-        real=$(readlink -f -- "$path") || real=/
-        case "$home/" in "$real"/*) real=/ ;; esac
-        case "$real" in
-            "$root"/?*) rm -rf --one-file-system --preserve-root=all -- "$path" ;;
-            *) echo "$path is not below $root, or holds a home: it stays" >&2; return 1 ;;
-        esac
-    done
-}
-"""
+user's work, or others may look into, fails; 41c0 is a directory of mode 700, and stat follows no link."""
+REMOVE = _HERE.with_name("remove.sh").read_text(encoding="utf-8")
 """`remove ROOT PATH...`: takes away what lies below ROOT on one disk. What resolves to anything else, to / or to what
 holds this user's home fails."""
 
@@ -110,9 +89,7 @@ def cache_path(environ: Mapping[str, str]) -> Path:
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """The folder at `cache_path`, made now where it is not there.
 
-    Raises
-    ------
-    CpuftError: it cannot be made, or others could have written there.
+    Raises CpuftError: it cannot be made, or others could have written there.
     """
     return make_private(cache_path(environ), _ELSEWHERE)
 
@@ -120,9 +97,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 def make_private(folder: Path, advice: str) -> Path:
     """Make a folder for this user alone; one of ours that others could only read is closed to them.
 
-    Raises
-    ------
-    CpuftError: it cannot be made, or is a link, another user's, or open to others' writing; ends with `advice`.
+    Raises CpuftError: it cannot be made, or is a link, another user's, or open to others' writing; ends with `advice`.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

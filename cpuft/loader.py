@@ -27,9 +27,7 @@ def parse_yaml(text: str) -> Any:
 
     Numbers, dates and words like `yes` stay texts: the field that they are for says what they must be.
 
-    Raises
-    ------
-    ValueError: no YAML, nested too deep, a key twice (with the line), or an alias of more than a text.
+    Raises ValueError: no YAML, nested too deep, a key twice (with the line), or an alias of more than a text.
     """
     import yaml
 
@@ -66,9 +64,8 @@ def parse_yaml(text: str) -> Any:
 def load(kind: type[T], value: Any, where: str = "it") -> T:
     """`value`, as JSON and YAML have it, as a `kind`: a dataclass, or a list, tuple or dict of a kind, a type, or Any.
 
-    Raises
-    ------
-    ValueError: a field is unknown, or missing without a default, or something is of another type, named from `where`.
+    Raises ValueError: a field is unknown, or missing without a default, or something is of another type, named from
+    `where`.
     """
     made, origin = value, get_origin(kind)
     if dataclasses.is_dataclass(kind):

@@ -22,9 +22,7 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     Of a single host only what may change from run to run is told, and only what no run survives stops it: no other
     host waits for it.
 
-    Raises
-    ------
-    CpuftError: something that would make the run fail or hang, by its code.
+    Raises CpuftError: something that would make the run fail or hang, by its code.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     findings = find_all(examine_hosts(tuple(one.host for one in cluster.assignments), cluster.access, ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,8 +19,8 @@ class Finding:
     host: str
     evidence: str
     """What was seen, in figures."""
-    cause: str
-    next_move: str
+    cause: str = ""
+    next_move: str = ""
     severe: bool = True
     """Whether a run would fail or hang; otherwise it is slower than it could be, or its figures mislead."""
     fix: tuple[str, ...] = ()
@@ -37,10 +38,12 @@ Find = Callable[[ClusterState], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """A pure function of what was found on the hosts, and what it looks for."""
+    """A pure function of what was found on the hosts, what it looks for, and what its findings mean unless they say."""
 
     code: str
     title: str
+    cause: str
+    next_move: str
     find: Find
 
 
@@ -49,11 +52,12 @@ DECLARED: dict[str, Check] = {}
 
 
 def check(code: str, title: str) -> Callable[[Find], Find]:
-    """Decorator: declare a check."""
+    """Decorator: declare a check. Its docstring is for users: the cause, and in a line `next: ` what to do about it."""
 
     def declare(find: Find) -> Find:
         assert code not in DECLARED, f"{code} is given to two checks"
-        DECLARED[code] = Check(code, title, find)
+        cause, _, move = inspect.cleandoc(find.__doc__ or "").partition("\nnext: ")
+        DECLARED[code] = Check(code, title, cause, move, find)
         return find
 
     return declare

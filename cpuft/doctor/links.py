@@ -48,9 +48,7 @@ def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
     """Every link both ways; pairs that share no host are measured side by side.
 
-    Raises
-    ------
-    CpuftError: naming every host that could not be asked.
+    Raises CpuftError: naming every host that could not be asked.
     """
     addresses = [access.door.address(host) for host in hosts]
     rounds = plan_pairs(len(hosts))

@@ -53,6 +53,8 @@ class HostState:
     health: Health | None = None
     failure: str = ""
     """Why it could not be asked."""
+    kind: str = ""
+    """Of the failure, where it is one of ssh's (`HostError.kind`)."""
     skew: float = 0.0
     """Seconds by which its clock is surely ahead of (or, negative, behind) this machine's."""
 

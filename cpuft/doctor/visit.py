@@ -17,6 +17,7 @@ from cpuft.hosts import facts
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.ssh import HostError
 from cpuft.hosts.topology import parse_facts
 from cpuft.loader import load, parse_json
 from cpuft.words import WITHOUT_FOLDER
@@ -96,7 +97,8 @@ def _examine(host: Host, resolved: tuple[str, str], order: dict[str, Any], acces
         skew = max(0.0, health.time - after) + min(0.0, health.time - before)
         return HostState(host, address, parse_facts(json.dumps(values.get("facts")), host.name), health, skew=skew)
     except CpuftError as error:
-        return HostState(host, address, failure=str(error))
+        kind = error.kind if isinstance(error, HostError) else ""
+        return HostState(host, address, failure=str(error), kind=kind)
     except ValueError as error:
         return HostState(host, address, failure=f"its answer is not understood ({error}): is there a Python 3?")
 

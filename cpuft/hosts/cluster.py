@@ -160,9 +160,7 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
 
     A host's slots bound its ranks; `cores` bounds those of a host whose line gives no slots, where it is known.
 
-    Raises
-    ------
-    CpuftError: more ranks than slots.
+    Raises CpuftError: more ranks than slots.
     """
     slots = {host.name: host.slots or cores.get(host.name, 0) for host in hosts}
     share = ppn or max(1, -(-np // len(hosts)))
@@ -194,9 +192,7 @@ def _too_many(ranks: int, host: Host, slots: int) -> str:
 def gather_cluster(config: LaunchConfig) -> Cluster:
     """Ask all hosts that the run needs, side by side, and find mpirun.
 
-    Raises
-    ------
-    CpuftError: naming every host that did not answer, with what it said.
+    Raises CpuftError: naming every host that did not answer, with what it said.
     """
     hosts, access = read_hosts(config), find_access(config)
     # The hosts that a small run leaves out are looked at, too: the next one will need them.

@@ -38,9 +38,7 @@ class Door:
     def address(self, host: Host) -> str:
         """Where the other hosts reach this one: its IPv4 address, or behind a bastion the name that only they resolve.
 
-        Raises
-        ------
-        CpuftError: its name has no address.
+        Raises CpuftError: its name has no address.
         """
         login = self._login(host)
         try:
@@ -71,9 +69,8 @@ class Door:
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
         """Run a command on a host, give it `stdin`, wait `seconds` at most.
 
-        Raises
-        ------
-        HostError: it cannot be reached, its key is unknown or changed, it does not let us in, or it takes longer.
+        Raises HostError: it cannot be reached, its key is unknown or changed, it does not let us in, or it takes
+        longer.
         """
         if self.is_here(host):
             return execute.run_quietly(argv, seconds, stdin)

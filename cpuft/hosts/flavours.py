@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
 
-_FIND = """for path; do
-    path=$(command -v "$path") || continue
-    case $(readlink -f "$path") in
-        *ompi*) ;;
-        *) own=$(dirname "$path")/mpiexec.hydra; [ ! -x "$own" ] || path=$own ;;
-    esac
-    echo "$path"
-    exec "$path" --version
-done
-exit 1
-"""
+_FIND = Path(__file__).with_name("find_mpirun.sh").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -50,9 +41,7 @@ def find_flavour(master: Host, wanted: str, python: str, door: Door) -> Flavour:
     Intel MPI's and MPICH's `mpirun` is a shell script that looks for mpiexec.hydra on PATH and passes no signals on:
     where the program itself is beside it, that is used.
 
-    Raises
-    ------
-    CpuftError: there is none, or one that is not known.
+    Raises CpuftError: there is none, or one that is not known.
     """
     paths = (wanted,) if wanted else (f"{os.path.dirname(python)}/mpirun", "mpirun")
     answer = door.run(master, ("sh", "-c", _FIND, "find", *paths), seconds=30)

@@ -33,9 +33,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
 
     Each line is `[user@]host[:slots] [slots=N] [user=U] [port=P]`; `#` begins a comment.
 
-    Raises
-    ------
-    CpuftError: a malformed line (with `source` and the line's number), the same host twice, or no host at all.
+    Raises CpuftError: a malformed line (with `source` and the line's number), the same host twice, or no host at all.
     """
     hosts: list[Host] = []
     lines_of: dict[str, int] = {}

@@ -22,9 +22,7 @@ class Interface:
 def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
     """The interface of a host by which it reaches `target`, another host's address; `wanted` names one instead.
 
-    Raises
-    ------
-    CpuftError: no such interface, no route, or one that leads nowhere else (loopback, docker, VPN).
+    Raises CpuftError: no such interface, no route, or one that leads nowhere else (loopback, docker, VPN).
     """
     if wanted:
         if wanted not in facts.interfaces:

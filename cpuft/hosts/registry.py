@@ -57,10 +57,8 @@ class Entry:
 def state_root(environ: Mapping[str, str]) -> Path:
     """Where clusters are remembered: $CPUFT_STATE, or cpuft/clusters in the XDG state directory.
 
-    Raises
-    ------
-    CpuftError: its path holds white space, which ssh's configuration and mpirun's options cannot carry; or others may
-    write there, and so decide what commands on a cluster do.
+    Raises CpuftError: its path holds white space, which ssh's configuration and mpirun's options cannot carry; or
+    others may write there, and so decide what commands on a cluster do.
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
@@ -83,9 +81,7 @@ def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[
 def check_name(name: str) -> str:
     """`name`, if a cluster can be called so: it becomes part of paths, names of links and of control groups.
 
-    Raises
-    ------
-    CpuftError: it cannot.
+    Raises CpuftError: it cannot.
     """
     if not _NAME.fullmatch(name):
         raise CpuftError(f"{reprlib.repr(name)} is no name of a cluster: use small letters and digits, a letter first")
@@ -109,10 +105,8 @@ def recall(root: Path, name: str) -> Entry | None:
 def read_entry(root: Path, name: str) -> Entry:
     """The cluster called `name`.
 
-    Raises
-    ------
-    CpuftError: there is none (with the known names), or what is there was not written by `cpuft provision`: commands
-    act on what an entry names.
+    Raises CpuftError: there is none (with the known names), or what is there was not written by `cpuft provision`:
+    commands act on what an entry names.
     """
     path = root / check_name(name) / FILE_NAME
     try:

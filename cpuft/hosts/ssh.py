@@ -90,9 +90,7 @@ def read_login(host: Host, config_path: str = "") -> Login:
 def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
     """Bastions, as ssh's ProxyJump and -J have them: `[user@]name[:port]`, a comma between.
 
-    Raises
-    ------
-    CpuftError: a name or port that is none; `where` says whose it is.
+    Raises CpuftError: a name or port that is none; `where` says whose it is.
     """
     jumps = []
     for word in text.split(",") if text and text != "none" else ():
@@ -120,9 +118,7 @@ def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login
 def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClient]:
     """A session with a host whose key is known, through its bastions; an unknown or changed key is never learnt here.
 
-    Raises
-    ------
-    HostError: it cannot be reached, its key is unknown or changed, or it does not let us in.
+    Raises HostError: it cannot be reached, its key is unknown or changed, or it does not let us in.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:
@@ -215,9 +211,7 @@ def telling(host: Host, seconds: float = CONNECT_SECONDS) -> Iterator[None]:
 def scan_host_key(host: Host, config_path: str = "") -> str:
     """The key that the server at a host's address and port shows: "ssh-ed25519 AAAA...". It proves nothing by itself.
 
-    Raises
-    ------
-    HostError: no ssh server answers.
+    Raises HostError: no ssh server answers.
     """
     import paramiko
 

@@ -119,9 +119,7 @@ def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tupl
 
     With more ranks than cores (the hostfile's slots said so) neighbours share a core.
 
-    Raises
-    ------
-    CpuftError: `comm_cores` leave a rank no core to compute on.
+    Raises CpuftError: `comm_cores` leave a rank no core to compute on.
     """
     cpus = [core.threads[0] for core in cores]
     if ranks > len(cpus):

@@ -34,9 +34,7 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
     """The training options for `ranks` ranks: with strong scaling, the batch of the run with the fewest, in all.
 
-    Raises
-    ------
-    CpuftError: the global batch does not divide evenly.
+    Raises CpuftError: the global batch does not divide evenly.
     """
     if scaling == "weak":
         return train

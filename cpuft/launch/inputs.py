@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import sys
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE, REMOVE, remove_command
+from cpuft.files import PRIVATE, REMOVE, hash_file, hash_text, remove_command
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
@@ -22,32 +21,13 @@ _ROWS = "data.npz"
 _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -chf - -- "${@:1:count}" | "${@:count+1}"'
 """Links are followed, because what they point to is not there: a hub's cache is made of them."""
 
-_UNPACK = f"""set -e
-{PRIVATE}{REMOVE}private "$1"
-private "$1/inputs"
-part=$(mktemp -d "$2.XXXXXX")
-trap 'remove "$1/inputs" "$part"' EXIT
-tar -C "$part" -xof -
-mv -T "$part" "$2" 2>/dev/null || test -d "$2"
-"""
+_HERE = Path(__file__)
+_UNPACK = f"set -e\n{PRIVATE}{REMOVE}" + _HERE.with_name("unpack.sh").read_text(encoding="utf-8")
 """Unpacks beside its place and renames: a parcel is there as a whole or not at all."""
-
-_FIND = f"""{PRIVATE}for folder in "$1" "$1/inputs"; do
-    [ ! -e "$folder" ] && [ ! -L "$folder" ] || private "$folder" || exit 1
-done
-shift
-for path; do test -d "$path" || echo "$path"; done
-"""
-
-_PACK = """flock -w 15 "$1.lock" true || { echo "the run there has not ended" >&2; exit 1; }
-test -d "$1" || exec tar -cf - -T /dev/null; exec tar -C "$1" -cf - ."""
+_FIND = PRIVATE + _HERE.with_name("lacking.sh").read_text(encoding="utf-8")
+_PACK = _HERE.with_name("pack.sh").read_text(encoding="utf-8")
 """The supervisor holds the lock until the last rank has ended. A run that refused its input has left nothing."""
-
-_FETCH = """part=$1.part run=$1; shift
-mkdir -p "$part"
-"$@" | tar -C "$part" -xf - || { rmdir "$part" 2>/dev/null; exit 1; }
-rmdir "$part" 2>/dev/null || mv -T "$part" "$run"
-"""
+_FETCH = _HERE.with_name("fetch.sh").read_text(encoding="utf-8")
 _TRAINING_INPUTS = ("model", "data_dir", "train_file", "validation_file")
 
 
@@ -114,13 +94,8 @@ def _find_modules(script: Path) -> tuple[Path, ...]:
 
 def pack(sources: tuple[Path, ...], inputs: str) -> Parcel:
     """The parcel of these files and folders: equal names and contents have the same place in the hosts' `inputs`."""
-    digest = hashlib.sha256()
-    for path, name in _list_files(sources):
-        digest.update(f"{name}\0{path.stat().st_size}\0{path.stat().st_mode & 0o111}\0".encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return Parcel(sources, f"{inputs}/{digest.hexdigest()[:24]}")
+    told = [f"{name}\0{path.stat().st_mode & 0o111}\0{hash_file(path)}" for path, name in _list_files(sources)]
+    return Parcel(sources, f"{inputs}/{hash_text(chr(0).join(told), 24)}")
 
 
 def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
@@ -135,9 +110,7 @@ def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
 def gather_lacking(parcels: tuple[Parcel, ...], cluster: Cluster) -> dict[str, set[str]]:
     """Host -> places of the parcels that it lacks, asked side by side. Changes nothing there.
 
-    Raises
-    ------
-    CpuftError: somebody else could have written what lies there, and a run would trust it.
+    Raises CpuftError: somebody else could have written what lies there, and a run would trust it.
     """
     hosts = [assignment.host for assignment in cluster.assignments]
     words = ("sh", "-c", _FIND, "find", cluster.folder, *(parcel.there for parcel in parcels))

@@ -101,9 +101,7 @@ def plan_training(
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     """The command of a user's own script: by this Python when it is one of Python's, else as it is.
 
-    Raises
-    ------
-    CpuftError: there is no such script or program.
+    Raises CpuftError: there is no such script or program.
     """
     path = Path(script[0])
     if path.suffix == ".py" or path.is_file():
@@ -120,9 +118,7 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
 def end_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
     """The command that runs a script of `python` to a good end, and with `wrap` with the fast path under its Trainer.
 
-    Raises
-    ------
-    CpuftError: it is no Python script, and `wrap` wants one.
+    Raises CpuftError: it is no Python script, and `wrap` wants one.
     """
     if len(command) < 2 or command[0] != python or not command[1].endswith(".py"):
         if wrap:
@@ -179,9 +175,7 @@ def plan_bench(
 ) -> RunPlan:
     """Measure the backends on these hosts.
 
-    Raises
-    ------
-    CpuftError: a value of `bench` that cannot be measured, or fewer than two ranks.
+    Raises CpuftError: a value of `bench` that cannot be measured, or fewer than two ranks.
     """
     plan_sweep(bench)
     if config.np < 2:
@@ -221,9 +215,7 @@ def refuse_unread_rows(train: TrainConfig) -> None:
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
     """The training options for these hosts: where only some have bf16 and `auto` is asked for, all use fp32.
 
-    Raises
-    ------
-    CpuftError: bf16 asked for where a host lacks it; options of rows that --task does not read.
+    Raises CpuftError: bf16 asked for where a host lacks it; options of rows that --task does not read.
     """
     refuse_unread_rows(train)
     limit = environ.get("ONEDNN_MAX_CPU_ISA", "")
@@ -238,9 +230,7 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 def choose_run_dir(wanted: str, name: str) -> str:
     """The absolute path of a new run directory: the wanted one, or runs/NAME-TIME.
 
-    Raises
-    ------
-    CpuftError: it exists, its parent cannot be written, or the disk is full.
+    Raises CpuftError: it exists, its parent cannot be written, or the disk is full.
     """
     path = Path(wanted or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if path.exists():

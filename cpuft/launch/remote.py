@@ -51,10 +51,8 @@ def run_plan_there(
 
     Its output appears here as it comes. When this process is stopped, the connection ends, and with it the run.
 
-    Raises
-    ------
-    CpuftError: the master cannot be reached, or was lost; what was not fetched stays where it is, and is named.
-    Interrupted: a signal came; what the ranks recorded until then has been fetched.
+    Raises CpuftError: the master cannot be reached, or was lost; what was not fetched stays where it is, and is named.
+    Raises Interrupted: a signal came; what the ranks recorded until then has been fetched.
     """
     config = cluster.access.config_there or cluster.access.door.config
     order = Order(plan.on_master(), cluster.work_dir(run_dir), cluster.rank_hosts, seconds, config)

@@ -46,9 +46,7 @@ def plan_secrets(
 def secrets_there(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[str, str]) -> Iterator[None]:
     """What the processes of a run on other hosts are to have and nobody may see, in a file for each, which takes it.
 
-    Raises
-    ------
-    CpuftError: naming every host that could not take it, with what it said.
+    Raises CpuftError: naming every host that could not take it, with what it said.
     """
     text = json.dumps({KEY: secrets.token_hex(32)} | environment.secrets_for_ranks(environ))
     prepares = any(setting.name == SENT for stage in plan.prepare for step in stage for setting in step.settings)

@@ -103,10 +103,8 @@ def run_plan(
 
     `hosts` names each rank's host. The plan is kept as `plan.sh` in the run directory.
 
-    Raises
-    ------
-    CpuftError: a step before the ranks refused the input; the run directory is taken away again. Or it existed.
-    Interrupted: a signal came; all ranks are gone, and the record up to then is kept.
+    Raises CpuftError: a step before the ranks refused the input; the run directory is taken away again. Or it existed.
+    Raises Interrupted: a signal came; all ranks are gone, and the record up to then is kept.
     """
     here = plan.whole.here
     for step in (step for stage in plan.make for step in stage):

@@ -26,9 +26,7 @@ _FIELDS = ("Requires-Python", "Provides-Extra", "Requires-Dist")
 def make_own_wheel() -> tuple[str, bytes]:
     """The wheel's name and contents. Nothing of it depends on when or where it is made.
 
-    Raises
-    ------
-    CpuftError: this cpuft is a bare checkout, whose requirements nothing tells.
+    Raises CpuftError: this cpuft is a bare checkout, whose requirements nothing tells.
     """
     root = Path(cpuft.__file__).parent
     info = f"cpuft-{cpuft.__version__}.dist-info"

@@ -120,9 +120,8 @@ class Provider(ABC, Generic[C, F]):
 def recall(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
     """The cluster called `name`.
 
-    Raises
-    ------
-    CpuftError: there is none, it was made elsewhere and this host is one of it, or its entry was not written by us.
+    Raises CpuftError: there is none, it was made elsewhere and this host is one of it, or its entry was not written by
+    us.
     """
     from cpuft.provision.local.doing import Local
     from cpuft.provision.plain import Plain

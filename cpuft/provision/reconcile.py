@@ -24,9 +24,7 @@ _STAGE_SECONDS = 3600.0
 def reconcile(gather: Callable[[], F], plan: Callable[[F], Plan], say: Say) -> F:
     """Execute plans until one is empty; the facts that were found last.
 
-    Raises
-    ------
-    CpuftError: a step failed (all that failed are named), or the same plan came twice.
+    Raises CpuftError: a step failed (all that failed are named), or the same plan came twice.
     """
     before: Plan | None = None
     while True:
@@ -61,9 +59,7 @@ def plan_files(texts: Mapping[str, str], found: Mapping[str, str], why: str) -> 
 def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
     """Keep a second `cpuft provision` off the cluster at `path`, by a socket's name: it ends with whoever has it.
 
-    Raises
-    ------
-    CpuftError: another one works on it for `seconds`.
+    Raises CpuftError: another one works on it for `seconds`.
     """
     end = time.monotonic() + seconds
     with socket.socket(socket.AF_UNIX) as mark:

@@ -8,20 +8,21 @@ import pytest
 
 from cpuft.doctor.checks import CHECKS, find_all
 from cpuft.doctor.finding import describe_stop, format_findings, to_json
+from cpuft.hosts import ssh
 from cpuft.hosts.hostfile import Host
 from cpuft.measurement import Link
 from tests.doctor.planted import healthy, plant
 
 GONE: dict[str, Any] = {"facts": None, "health": None}
-UNKNOWN_KEY = "Server '10.0.0.3' not found in known_hosts: add its key"
-CHANGED_KEY = "Host key for server '10.0.0.3' does not match: got AAAA, expected BBBB"
 
 FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-001", GONE | {"address": "", "failure": "Name or service not known"}),
     ("CPUFT-002", GONE | {"failure": "host node3 cannot be used over ssh (no answer in 10 s)"}),
-    ("CPUFT-003", GONE | {"failure": UNKNOWN_KEY}),
-    ("CPUFT-003", GONE | {"failure": CHANGED_KEY}),
-    ("CPUFT-004", GONE | {"failure": "Authentication failed."}),
+    ("CPUFT-002", GONE | {"failure": "does not match", "kind": ssh.UNREACHABLE}),
+    ("CPUFT-002", GONE | {"failure": "no answer in 10 s", "kind": ssh.TIMED_OUT}),
+    ("CPUFT-003", GONE | {"failure": "Server not found", "kind": ssh.KEY_UNKNOWN}),
+    ("CPUFT-003", GONE | {"failure": "got AAAA, expected BBBB", "kind": ssh.KEY_CHANGED}),
+    ("CPUFT-004", GONE | {"failure": "no key of ours fits", "kind": ssh.LOGIN_REFUSED}),
     ("CPUFT-005", {"ssh": {"10.0.0.1": "Permission denied (publickey)."}}),
     ("CPUFT-006", {"own_address": "127.0.1.1"}),
     ("CPUFT-007", {"connected": {"10.0.0.1": 0.2, "10.0.0.2": 0.2}}),

@@ -20,9 +20,7 @@ from cpuft.provision.wheels import gather_supply
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
     """What there is of the image already; `wheels` is a folder of them, empty for those that are downloaded.
 
-    Raises
-    ------
-    CpuftError: neither the recipe nor this machine's apt names a mirror, or the folder holds no wheels.
+    Raises CpuftError: neither the recipe nor this machine's apt names a mirror, or the folder holds no wheels.
     """
     own = Path(f"{target}.new{recipe.environment.prefix}/wheels")
     supply = gather_supply(own, wheels, recipe.environment.python, environ)
@@ -34,9 +32,7 @@ def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str,
 def make_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str], as_root: bool, say: Say) -> str:
     """Build the image in folder `target`; a sentence for the user.
 
-    Raises
-    ------
-    CpuftError: not root, no debootstrap, a step failed, or there is another image at its place.
+    Raises CpuftError: not root, no debootstrap, a step failed, or there is another image at its place.
     """
     if not as_root or not find_program("debootstrap"):
         raise CpuftError("an image needs root and debootstrap: run it with sudo, after apt-get install debootstrap")

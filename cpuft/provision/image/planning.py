@@ -39,9 +39,7 @@ class ImageFacts:
 def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
     """What is missing of the image at `target`: steps that build it beside its place, environment and proof included.
 
-    Raises
-    ------
-    CpuftError: there is another one, or something else.
+    Raises CpuftError: there is another one, or something else.
     """
     pins = list_pins(facts.supply.wheels)
     told: dict[str, object] = {"format": 1, "recipe": recipe.digest}

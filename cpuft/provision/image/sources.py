@@ -37,9 +37,7 @@ def choose_mirror(texts: Mapping[str, str], suite: str) -> str:
 
     `texts` are from `gather_sources`.
 
-    Raises
-    ------
-    CpuftError: there is none.
+    Raises CpuftError: there is none.
     """
     parsed = (_parse_stanzas(text) if path.endswith(".sources") else _parse_lines(text) for path, text in texts.items())
     sources = [source for found in parsed for source in found if "main" in source.components]

@@ -1,0 +1,5 @@
+for folder in "$1" "$1/inputs"; do
+    [ ! -e "$folder" ] && [ ! -L "$folder" ] || private "$folder" || exit 1
+done
+shift
+for path; do test -d "$path" || echo "$path"; done

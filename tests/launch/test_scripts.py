@@ -1,0 +1,179 @@
+"""A script of the user's own, started by two ranks: what it is given, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import GLUE, PEERS, needs_glue, run_cpuft
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+
+
+def write_script(text: str) -> str:
+    Path("script.py").write_text(text, encoding="utf-8")
+    return "script.py"
+
+
+ALL_REDUCE = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(value)
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR")
+print(value.item(), *sys.argv[1:], *(os.environ[name] for name in names), len(os.sched_getaffinity(0)))
+dist.destroy_process_group()
+"""
+
+
+def test_a_users_script_finds_its_world() -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(ALL_REDUCE), "--lr", "a b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "3.0 --lr a b 0 2 0 2 1 127.0.0.1 1"
+    assert Path("run/logs/rank-1.out").read_text() == "3.0 --lr a b 1 2 1 2 1 127.0.0.1 1\n"
+
+
+SECRET = """
+import glob, hashlib, os, torch.distributed as dist
+dist.init_process_group("gloo")
+key = os.environ["CPUFT_RUN_KEY"].encode()
+def holds_key(path):
+    try:
+        return key in open(path, "rb").read()
+    except OSError:  # a folder, or ended meanwhile
+        return False
+places = glob.glob("/proc/[0-9]*/cmdline") + glob.glob(os.environ["CPUFT_RUN_DIR"] + "/**", recursive=True)
+print(len(key), list(filter(holds_key, places)), hashlib.sha256(key).hexdigest())
+dist.destroy_process_group()
+"""
+
+
+def test_all_ranks_have_a_key_that_nobody_else_can_read() -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(SECRET))
+    assert done.returncode == 0, done.stderr
+    told = [Path(f"run/logs/rank-{rank}.out").read_text() for rank in (0, 1)]
+    assert told[0].startswith("64 [] ")
+    assert told[0] == told[1]
+
+
+def test_what_may_be_secret_reaches_a_rank_and_no_line(tmp_path: Path) -> None:
+    script = write_script(SECRET.replace('"CPUFT_RUN_KEY"', '"OPENAI_API_KEY"'))
+    secret = {"OPENAI_API_KEY": "hunter2-hunter2"}
+    plan = run_cpuft("launch", "--dry-run", "--", script, settings=secret)
+    assert "OPENAI_API_KEY" in plan.stdout
+    assert "hunter2" not in plan.stdout + plan.stderr
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", script, settings=secret)
+    assert done.stdout.startswith("15 [] "), done.stderr
+
+
+SHOW = "import json, sys; print(json.dumps(sys.argv[1:]))"
+WORDS = [":", "-n", "1", "touch", "x", "-genv", "%r", "", "a\nb", "a'; echo foo", "$HOME", "-m", 'json:"a"', "\udcff"]
+
+
+def test_a_script_gets_its_words_as_they_were_given_and_mpirun_none_of_them(tmp_path: Path) -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "50%rate:%h", "--", write_script(SHOW), *WORDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{json.dumps(WORDS)}\nrun: {tmp_path}/50%rate:%h\n"
+    assert Path("50%rate:%h/logs/rank-1.out").read_text() == f"{json.dumps(WORDS)}\n"
+    done = run_cpuft("launch", "--run-dir", "run", "--", "echo", *WORDS[:5])
+    assert done.stdout.splitlines()[0] == ": -n 1 touch x"
+    assert not Path("x").exists()
+
+
+LEAVES = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(32, 2))
+for _ in range(20):
+    model(torch.randn(8, 32)).square().mean().backward()
+print("done")
+"""
+
+
+def test_a_script_that_leaves_while_gloo_still_tidies_up_ends() -> None:
+    script = write_script(LEAVES)
+    # Run by Python itself, two of five times it hung.
+    for turn in range(4):
+        done = run_cpuft("launch", "--np", "2", "--run-dir", f"run{turn}", "--", script, seconds=60)
+        assert (done.returncode, done.stdout.splitlines()[0]) == (0, "done"), done.stderr
+
+
+@needs_glue
+def test_the_hugging_face_trainer_runs_under_launch() -> None:
+    from cpuft.train.model import find_model
+
+    words = ("--data", str(GLUE / "MRPC"), "--model", find_model("minilm"), "--max-steps", "2", "--bf16", "--dynamic")
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", str(PEERS / "hf_trainer.py"), *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-2])["precision"] == "bf16"
+
+
+RAISE = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    raise ValueError("the data is odd")
+time.sleep(60)
+"""
+EXIT = """
+import os, sys, time
+sys.exit(3 * int(os.environ["RANK"]))
+"""
+KILLED = """
+import os, signal, time
+os.environ["RANK"] == "1" and os.kill(os.getpid(), signal.SIGSEGV)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "text, code, words", [(RAISE, 1, "exit code 1"), (EXIT, 3, "exit code 3"), (KILLED, 139, "killed by signal 11")]
+)
+def test_the_worst_ranks_exit_code_and_last_words(text: str, code: int, words: str) -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(text), seconds=30)
+    assert done.returncode == code
+    lines = done.stderr.rstrip().splitlines()
+    assert f"cpuft: rank 1 on localhost failed, {words}:" in lines
+    assert lines[-1] == "cpuft: rank 1 on localhost failed"
+    assert text is not RAISE or lines[-2] == "ValueError: the data is odd"
+
+
+DIFFERENT = """
+import os, torch
+from cpuft.rank.world import parse_world
+from cpuft.train.job import process_group, prove_equal_parameters
+from cpuft.errors import CpuftError
+model, world = torch.nn.Linear(2, 2), parse_world(os.environ)
+with process_group(world, "gloo", 30):
+    torch.nn.init.constant_(model.weight, 1.0), torch.nn.init.constant_(model.bias, float(world.rank == 1))
+    try:
+        prove_equal_parameters(model, "now")
+    except CpuftError as error:
+        print(error)
+"""
+
+
+def test_different_parameters_name_the_rank() -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(DIFFERENT))
+    assert done.stdout.startswith("now, parameters of rank 1 on "), done.stderr
+
+
+MOVED = """
+import os
+from cpuft.rank.world import parse_world
+from cpuft.train.job import process_group, prove_one_job
+os.environ["RANK"] == "1" and os.sched_setaffinity(0, {0, 1})
+world = parse_world(os.environ)
+with process_group(world, "gloo", 30):
+    prove_one_job(world)
+"""
+
+
+def test_a_rank_off_its_cores_stops_the_run() -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(MOVED))
+    assert done.returncode == 1
+    assert "sits on hardware threads [0, 1], planned [1]" in done.stderr
+    assert "CpuftError: rank 1 on " in done.stderr
