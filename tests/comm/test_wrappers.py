@@ -27,6 +27,9 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
     assert found["ddp fp16"]["loss"] == pytest.approx(plain["loss"], rel=1e-2)
     assert plain["bytes"] == 4 * PARAMETERS
     assert found["ddp bf16"]["bytes"] == found["ddp fp16"]["bytes"] == 2 * PARAMETERS
+    # Five blocks for each of two ranks, with a scale of four bytes.
+    assert found["ddp int8"]["bytes"] == 2 * 5 * (256 + 4)
+    assert found["ddp int8"]["loss"] == pytest.approx(plain["loss"], rel=5e-2)
     # The factors of the first matrix, in fp32; the rest whole, in bf16.
     assert found["ddp powersgd"]["bytes"] == 4 * 4 * (32 + 64) + 2 * (64 + 64 + 1)
     assert found["ddp powersgd"]["loss"] < 0.2
@@ -44,3 +47,5 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
             "bytes": width * (4 * 32 + layer),
             "whole bytes": width * (1000 * 32 + layer),
         }
+    # The words' 128 numbers and the layer's 33, a block for each rank.
+    assert (found["rows int8"]["named"], found["rows int8"]["bytes"]) == (4, 2 * 2 * (256 + 4))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from cpuft.comm.gradients.blocks import average_blocks
 from cpuft.comm.gradients.compression import narrow
 
 
@@ -41,6 +42,8 @@ class RowExchange:
         self, model: torch.nn.Module, embedding: torch.nn.Embedding, compression: str, group: dist.ProcessGroup
     ) -> None:
         self.weight, self._compression, self._group = embedding.weight, compression, group
+        # What a row has not sent waits until its word comes again.
+        self._unsent = torch.zeros(embedding.weight.shape) if compression == "int8" else None
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
@@ -58,8 +61,14 @@ class RowExchange:
         named = torch.zeros(len(gradient), dtype=torch.bool)
         named[tokens.reshape(-1)] = True
         rows = named.nonzero()[:, 0]
-        packed = narrow(gradient[rows], self._compression).div_(self._group.size())
-        dist.all_reduce(packed, group=self._group)
+        packed = gradient[rows]
+        if self._unsent is not None:
+            unsent = self._unsent[rows]
+            packed = average_blocks(packed.view(-1), unsent.view(-1), self._group).view_as(packed)
+            self._unsent[rows] = unsent
+        else:
+            packed = narrow(packed, self._compression).div_(self._group.size())
+            dist.all_reduce(packed, group=self._group)
         gradient[rows] = packed.to(gradient.dtype)
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ Progress = Mapping[str, tuple[int, str]]
 
 _LOST = "ended, or cut off"
 _SILENT = "no answer: stopped, or its host is lost"
+_HALVES = ("all_to_all", "all_gather", "reduce_scatter")
 GONE_GRACE_SECONDS = 3.0
 """A rank may finish its part of a collective and leave while the others still receive: they get this long."""
 
@@ -41,7 +42,9 @@ class Traffic:
 
     operations: int = 0
     nbytes: int = 0
-    """Payload: what the caller passed, not what the library's algorithm makes of it on the wire."""
+    """Payload as an all-reduce's: what the caller passed, not what the library's algorithm makes of it on the wire. Of
+    halves of an all-reduce it is half of what all ranks end with, so that operations of as many bytes load a link
+    alike."""
 
 
 @dataclass
@@ -61,7 +64,8 @@ class Register:
             self.progress[channel] = (sequence, name)
             self.pending[id(operation)] = operation
             self.traffic.operations += 1
-            self.traffic.nbytes += nbytes
+            whole = nbytes * len(ranks) if name == "all_gather" else nbytes
+            self.traffic.nbytes += whole // 2 if name in _HALVES else whole
         return operation
 
     def end(self, operation: Operation) -> None:
