@@ -1,4 +1,8 @@
-"""Run by scripts/check-seeds: the metric over seeds, the fast path against --plain, paired by seed."""
+"""Run by scripts/check-seeds: the metric over seeds, of one path against others, paired by seed.
+
+By default the fast path against --plain; `--np 4 --paths exact,bf16,int8,powersgd,local8` compares what travels between
+ranks: each path is compared with the first.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,19 @@ TASKS = {
     "mrpc": (("--learning-rate", "1e-4"), "accuracy"),
     "sst2": (("--learning-rate", "1e-4", "--max-train-samples", "6000"), "accuracy"),
 }
-PATHS: dict[str, tuple[str, ...]] = {"fast": (), "plain": ("--plain",)}
+PATHS: dict[str, tuple[str, ...]] = {
+    "plain": ("--plain",),
+    "fast": (),
+    "exact": ("--grad-compression", "none"),
+    "bf16": ("--grad-compression", "bf16"),
+    "int8": ("--grad-compression", "int8"),
+    "powersgd": ("--grad-compression", "powersgd"),
+    "local4": ("--sync-every", "4"),
+    "local8": ("--sync-every", "8"),
+    "local16": ("--sync-every", "16"),
+    "diloco4": ("--sync-every", "4", "--outer-momentum", "0.9"),
+    "diloco8": ("--sync-every", "8", "--outer-momentum", "0.9"),
+}
 MOST_WORSE = 0.005
 
 
@@ -35,26 +51,36 @@ def hold_out(glue: Path, records: Path, task: str, count: int) -> Path:
     return made
 
 
-def metric_of(glue: Path, records: Path, task: str, path: str, seed: int) -> float:
+def metric_of(glue: Path, records: Path, task: str, path: str, seed: int, where: tuple[str, ...]) -> float:
     """The metric of one run; trains only if its record is not there or has no end."""
     options, metric = TASKS[task]
     run_dir = records / f"{task}-{path}-{seed}"
     if run_dir.exists() and read_record(str(run_dir)).footer is None:
         shutil.rmtree(run_dir)
     if not run_dir.exists():
-        words = ("--task", task, "--data-dir", str(glue), "--seed", str(seed), "--no-save-model", *options)
+        words = ("--task", task, "--data-dir", str(glue), "--seed", str(seed), "--no-save-model", *options, *where)
         command = [sys.executable, "-m", "cpuft", "launch", "--run-dir", str(run_dir), *words, *PATHS[path]]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return read_record(str(run_dir)).metrics[metric]
 
 
-def summarise(task: str, fast: list[float], plain: list[float]) -> dict[str, object]:
-    """Means, their difference (fast minus plain) and its standard error from the pairs."""
-    differences = [a - b for a, b in zip(fast, plain, strict=True)]
+def ranks_here(records: Path, ranks: int) -> tuple[str, ...]:
+    """The options of so many ranks on this machine, however few cores it has."""
+    if ranks == 1:
+        return ()
+    hostfile = records / f"hosts-{ranks}"
+    hostfile.write_text(f"localhost slots={ranks}\n", encoding="utf-8")
+    return ("--np", str(ranks), "--hostfile", str(hostfile), "--backend", "gloo")
+
+
+def summarise(task: str, path: str, found: list[float], base: str, of_base: list[float]) -> dict[str, object]:
+    """Means, their difference (the path minus its base) and its standard error from the pairs."""
+    differences = [a - b for a, b in zip(found, of_base, strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
-    means = {"fast": statistics.mean(fast), "plain": statistics.mean(plain)}
     spread = {"difference": statistics.mean(differences), "standard_error": error}
-    return {"task": task, "seeds": len(fast), **means, **spread, "each_fast": fast, "each_plain": plain}
+    names = {"task": task, "path": path, "base": base, "seeds": len(found)}
+    means = {"mean": statistics.mean(found), "mean_of_base": statistics.mean(of_base)}
+    return {**names, **means, **spread, "each": found, "each_of_base": of_base}
 
 
 def main() -> None:
@@ -70,18 +96,27 @@ def main() -> None:
         help="training rows to evaluate on, too; their records need a folder of their own",
     )
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma between")
+    parser.add_argument("--paths", default="plain,fast", help=f"the base first: {', '.join(PATHS)}")
+    parser.add_argument("--np", type=int, default=1, help="ranks on this machine")
     options = parser.parse_args()
-    names: list[str] = options.tasks.split(",")
-    found: dict[tuple[str, str], list[float]] = {(task, path): [] for task in names for path in PATHS}
+    names, paths = options.tasks.split(","), options.paths.split(",")
+    options.records.mkdir(parents=True, exist_ok=True)
+    where = ranks_here(options.records, options.np)
+    found: dict[tuple[str, str], list[float]] = {(task, path): [] for task in names for path in paths}
     # Seed by seed, so that a run that is stopped early has whole pairs.
     for seed in options.seeds.split(","):
         for task, path in found:
             glue = hold_out(options.glue, options.records, task, options.held_out) if options.held_out else options.glue
-            found[task, path].append(metric_of(glue, options.records, task, path, int(seed)))
-    lines = [summarise(task, found[task, "fast"], found[task, "plain"]) for task in names]
+            found[task, path].append(metric_of(glue, options.records, task, path, int(seed), where))
+    lines = [
+        summarise(task, path, found[task, path], paths[0], found[task, paths[0]])
+        for task in names
+        for path in paths[1:]
+    ]
     for line in lines:
         print(json.dumps(line))
-    sys.exit(any(statistics.mean(found[t, "plain"]) - statistics.mean(found[t, "fast"]) > MOST_WORSE for t in names))
+    lost = [statistics.mean(found[task, paths[0]]) - statistics.mean(found[task, path]) for task, path in found]
+    sys.exit(max(lost) > MOST_WORSE)
 
 
 if __name__ == "__main__":

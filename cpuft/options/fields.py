@@ -88,6 +88,7 @@ class TrainConfig:
     backend: str = _between("auto", "carries gradients; auto measures first", choices=BACKENDS)
     grad_compression: str = _between("auto", "of gradients; auto: bf16 if training is", choices=COMPRESSIONS)
     sync_every: int = _between(1, "updates between averages; 1: gradients, always", least=1)
+    outer_momentum: float = _between(0.0, "of those averages; DiLoCo's: 0.9", least=0.0, most=0.99)
     comm_timeout: float = _between(300.0, "seconds a collective may take", least=1.0)
     save_model: bool = _kept(True, "keep the trained model and tokenizer")
 

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from cpuft.comm.gradients.local_updates import average_parameters
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from cpuft.comm.gradients.embedding_rows import find_embedding
+from cpuft.comm.gradients.local_updates import LocalUpdates
+from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.fast import fp32_weights
 
 
 class ParameterExchange(Exchange):
-    """Ranks meet every `sync_every` updates."""
+    """Ranks meet every `sync_every` updates, on fp32 weights where the model has them."""
+
+    def __init__(self, own: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
+        super().__init__(own, optimizer, config, precision)
+        words = find_embedding(own)
+        sent_as = "int8" if config.grad_compression == "auto" else config.grad_compression
+        with fp32_weights(own):
+            weight = None if words is None else words.weight
+            self._local = LocalUpdates(own.parameters(), sent_as, config.outer_momentum, weight)
+
+    def average(self, name_tokens: Callable[[], torch.Tensor]) -> float:
+        """Gradients stay apart; words are remembered."""
+        self._local.name(name_tokens())
+        return 0.0
 
     def meet(self, update: int, last: bool) -> None:
-        """The mean of fp32 weights, where the model has them."""
+        """What was sent is there by the next meeting; after the last update all ranks wait for it."""
         if last or update % self.config.sync_every == 0:
             with fp32_weights(self.own):
-                average_parameters(self.own.parameters())
+                (self._local.finish if last else self._local.meet)()

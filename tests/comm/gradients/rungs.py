@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.comm.gradients.blocks import BlockMean, BlockReducer
+from cpuft.comm.gradients.local_updates import LocalUpdates
 from cpuft.comm.gradients.powersgd import PowerSGD
 from tests.comm.ranks import become_rank
 
@@ -96,6 +97,48 @@ def untouched() -> bool:
     return torch.equal(numbers, torch.arange(512.0))
 
 
+def walk(compression: str, momentum: float) -> dict[str, float]:
+    """Three meetings of ranks that walk at random: how far they end from their mean, and from each other.
+
+    Of a look-up of nine words five are named, each when it first moves.
+    """
+    weight, words = torch.nn.Parameter(torch.randn(70, 5)), torch.nn.Parameter(torch.randn(9, 3))
+    dist.broadcast(weight.data, 0)
+    dist.broadcast(words.data, 0)
+    start = torch.cat([weight.detach().reshape(-1), words.detach().reshape(-1)])
+    local = LocalUpdates([weight, words], compression, momentum, words)
+    gained = torch.zeros_like(start)
+    named: list[int] = []
+    for meeting, more in enumerate(([1, 4], [4], [0, 8, 3])):
+        local.name(torch.tensor([more]))
+        named = sorted({*named, *more})
+        layer, rows = torch.randn(70, 5), torch.zeros(9, 3)
+        rows[named] = torch.randn(len(named), 3)
+        weight.data += layer
+        words.data += rows
+        gained += torch.cat([layer.view(-1), rows.view(-1)])
+        (local.finish if meeting == 2 else local.meet)()
+    end = torch.cat([weight.detach().reshape(-1), words.detach().reshape(-1)])
+    exact = start.double() + mean(gained)
+    return {
+        "off": float((end - exact).abs().max()),
+        "differ": float((mean(end) - end.double()).abs().max()),
+        "unnamed": float((end - start)[350:].view(9, 3)[[2, 5, 6, 7]].abs().max()),
+    }
+
+
+def outer(momentum: float) -> list[float]:
+    """Where one number is after each meeting, when every rank gains 1 in each and 1 again before the end."""
+    number = torch.nn.Parameter(torch.zeros(1))
+    local = LocalUpdates([number], "none", momentum)
+    places = []
+    for meet in (local.meet, local.meet, local.meet, local.finish):
+        number.data += 1.0
+        meet()
+        places.append(round(number.item(), 5))
+    return places
+
+
 if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
@@ -103,7 +146,8 @@ if __name__ == "__main__":
     torch.manual_seed(dist.get_rank())
     world: Any = dist.group.WORLD
     found: dict[str, object] = {"int8": sums(BlockReducer(world), blocks), "powersgd": sums(PowerSGD(world), factors)}
-    found["untouched"] = untouched()
+    found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}
+    found |= {"untouched": untouched(), "outer": outer(0.9), "plain": outer(0.0)}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

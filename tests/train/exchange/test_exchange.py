@@ -49,7 +49,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         assert found["clipping error"] < 1e-7
         assert (found["cleared"], found["kept"]) == ([0.0] * 9, True)
     first, second = (one["parameters"] for one in both)
-    # Apart at first, together after two, and at the end.
-    assert (first["biases"], second["biases"]) == ([10.0, 20.5, 30.5], [11.0, 20.5, 30.5])
-    whole = 4 * (1000 * 8 + 8 + 1)
-    assert (first["sent"], first["gradients"]) == ([0, whole, whole], [])
+    # What is sent after two is there at the end, when ranks wait for each other.
+    assert (first["biases"], second["biases"]) == ([10.0, 20.0, 30.5], [11.0, 21.0, 30.5])
+    named = 4 * (5 * 8 + 8 + 1)
+    assert (first["sent"], first["gradients"]) == ([0, named, named], [])
