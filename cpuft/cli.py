@@ -182,17 +182,24 @@ def comm(dry_run: bool, **values: Any) -> None:
 @verb(
     click.Option(["--json", "as_json"], is_flag=True, help="print one JSON object"),
     click.Option(["--markdown"], is_flag=True, help="print Markdown"),
+    click.Option(["--html"], is_flag=True, help="write a page, report.html, into the one RUN, or where you are"),
+    click.Option(["--estimate"], default="", metavar="FILE", help="with --html: draw what estimate --json foretold"),
     click.Argument(["runs"], nargs=-1, required=True, metavar="RUN..."),
 )
-def report(runs: tuple[str, ...], as_json: bool, markdown: bool, config: str) -> None:
+def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, config: str) -> None:
     """Report on recorded runs: directories of runs, or of a comparison."""
     from cpuft.record import read_record
     from cpuft.report.comparison import compare
-    from cpuft.report.files import find_runs
+    from cpuft.report.files import find_runs, page_path
+    from cpuft.report.page import read_predictions, write_page
     from cpuft.report.table import format_markdown, format_text, to_json
 
-    comparison = compare([read_record(run) for run in find_runs(runs)])
-    if as_json:
+    records = [read_record(run) for run in find_runs(runs)]
+    comparison = compare(records)
+    if html:
+        predictions = read_predictions(estimate) if estimate else []
+        click.echo(f"page: {write_page(records, page_path(runs), predictions)}")
+    elif as_json:
         click.echo(json.dumps(to_json(comparison), indent=2))
     else:
         click.echo(format_markdown(comparison) if markdown else format_text(comparison), nl=False)
@@ -247,15 +254,10 @@ def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
 
 
 def _report(runs: list[str], run_dir: str) -> None:
-    from cpuft.record import read_record
-    from cpuft.report.comparison import compare
-    from cpuft.report.files import write_report
-    from cpuft.report.table import format_text
+    from cpuft.report.files import write_all
 
-    comparison = compare([read_record(run) for run in runs])
-    path = write_report(comparison, run_dir)
-    click.echo(format_text(comparison), nl=False)
-    click.echo(f"report: {path}")
+    for said in write_all(runs, run_dir):
+        click.echo(said)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

@@ -1,0 +1,129 @@
+"""Figures of a page (matplotlib), as SVG that takes its colours from the page: light, dark and print have their own."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cpuft.errors import CpuftError
+
+COLOURS = 8
+"""The page's stylesheet has so many, --c0 and on."""
+_INK = "#010203"
+_MOST_POINTS = 150
+_WIDTH = 4.5
+"""Inches: on a phone a point is about a pixel."""
+_SETTINGS = {
+    "svg.fonttype": "none",  # the page's own font, and words that can be found
+    "text.parse_math": False,  # names may hold a dollar
+    "font.size": 11,
+    "legend.fontsize": 9.5,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.15,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), _INK
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points that belong together."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    off: list[float] | None = None
+    """Half an interval at each point."""
+    dashed: bool = False
+    colour: int = -1
+    """-1 for the ink's own."""
+
+
+def _colour(number: int) -> str:
+    """A colour that no other text of an SVG has, to be replaced by the page's."""
+    return _INK if number < 0 else f"#0102f{number % COLOURS:x}"
+
+
+@contextmanager
+def _figure(name: str, height: float, found: list[str]) -> Iterator[Any]:
+    """A figure to draw in, which is put into `found` as SVG."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CpuftError("a page needs matplotlib and Jinja2: pip install 'cpuft[plot]'") from None
+    with rc_context({**_SETTINGS, "svg.hashsalt": name}):
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        yield figure
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    found.append(_for_page(file.getvalue(), name))
+
+
+def _for_page(svg: str, name: str) -> str:
+    """An SVG that can stand in a page beside others: no prologue, no metadata, no identifiers twice, no fixed size."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r" *<metadata>.*?</metadata>\n", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r'<svg (.*?)width="[^"]*pt" (.*?)height="[^"]*pt"', r"<svg \1\2", svg, count=1, flags=re.DOTALL)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(name)}" ', 1)
+    svg = re.sub(r" *<style .*?</style>\n| font-family: [^;\"]*;", "", svg)
+    svg = re.sub(r"#0102f([0-9a-f])", r"var(--c\1)", svg)
+    # A number of its own for what is black by default, too.
+    return svg.replace(_INK, "currentColor").replace("#000000", "currentColor")
+
+
+def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
+    """At most so many means of neighbours; what is no number stays a gap."""
+    size = max(1, math.ceil(len(values) / most))
+    parts = [[v for v in values[at : at + size] if math.isfinite(v)] for at in range(0, len(values), size)]
+    return [sum(part) / len(part) if part else math.nan for part in parts]
+
+
+def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: str = "", counts: bool = False) -> str:
+    """Lines in one panel. `counts`: x counts things, both axes begin at 0, and labels stand in a legend."""
+    found: list[str] = []
+    with _figure(name, 3.2, found) as figure:
+        panel = figure.subplots()
+        for line in lines:
+            style = {"color": _colour(line.colour), "linestyle": "--" if line.dashed else "-", "linewidth": 1.6}
+            if line.off is None:
+                panel.plot(line.x, line.y, label=line.label, marker=marker, **style)
+            else:
+                panel.errorbar(line.x, line.y, yerr=line.off, label=line.label, marker="o", capsize=4, **style)
+        panel.set(xlabel=axes[0], ylabel=axes[1])
+        if counts:
+            panel.set_xticks(sorted({x for line in lines for x in line.x}))
+            panel.set_ylim(bottom=0)
+            panel.set_xlim(left=0)
+            panel.legend()
+    return found[0]
+
+
+def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
+    """A bar for each label, from top to bottom, made of parts."""
+    found: list[str] = []
+    with _figure(name, 1.3 + 0.24 * len(labels), found) as figure:
+        panel = figure.subplots()
+        places, left = range(len(labels)), [0.0] * len(labels)
+        for number, (part, values) in enumerate(parts.items()):
+            panel.barh(places, values, left=left, label=part, color=_colour(number), height=0.75)
+            left = [start + value for start, value in zip(left, values)]
+        panel.set_yticks(places, labels, fontsize=9)
+        panel.margins(y=0.01)
+        panel.invert_yaxis()
+        panel.set(xlabel=axis)
+        panel.grid(axis="y", visible=False)
+        figure.legend(loc="outside upper left", ncols=3)
+    return found[0]

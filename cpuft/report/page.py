@@ -1,0 +1,238 @@
+"""A comparison as one page (Jinja2): no outside reference, for a phone, in the dark and in print."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cpuft.errors import CpuftError, counted
+from cpuft.files import write_text
+from cpuft.loader import load, parse_json
+from cpuft.record import PHASES, Record, drop_warm_up
+from cpuft.report.comparison import Comparison, Row, compare, group_repeats
+from cpuft.report.figures import COLOURS, Line, draw_bars, draw_lines, thin
+from cpuft.report.ideal import PARTS
+from cpuft.report.prediction import Prediction
+from cpuft.report.table import format_title, table_columns, table_rows
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_MOST_BARS = 40
+
+
+def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Prediction] = ()) -> Path:
+    """Write the page of these runs; its path.
+
+    Raises
+    ------
+    CpuftError: runs that cannot be compared or have no steps, or matplotlib or Jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError:
+        raise CpuftError("a page needs matplotlib and Jinja2: pip install 'cpuft[plot]'") from None
+    comparison = compare(list(records))
+    runs = [group[0] for group in group_repeats([one for one in _in_order(records) if not one.header.apart])]
+    for run in runs:
+        if not run.steps:
+            raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    write_text(path, template.render(**describe(comparison, runs, predictions)))
+    return path
+
+
+def read_predictions(path: str) -> list[Prediction]:
+    """What `cpuft estimate --json` printed into a file. Raises CpuftError for anything else."""
+    try:
+        found = load(dict[str, Any], parse_json(Path(path).read_text(encoding="utf-8")))
+        return load(list[Prediction], found.get("predictions"))
+    except (OSError, ValueError) as error:
+        raise CpuftError(f"{path} is no prediction ({error}): write one with cpuft estimate --json > {path}") from None
+
+
+def _in_order(records: Sequence[Record]) -> list[Record]:
+    return sorted(records, key=lambda record: (record.header.world_size, record.header.started))
+
+
+def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """What the template names: texts, and figures as SVG with a caption each."""
+    columns = table_columns(comparison)
+    return {
+        "title": format_title(comparison),
+        "verdict": format_verdict(comparison),
+        "columns": columns,
+        "rows": table_rows(comparison),
+        "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
+        "figures": {
+            "How fast": [*_speed(comparison, predictions), *_missing(comparison)],
+            "How it learned": _learning(runs, comparison.rows),
+            "Where a step's time goes": [_phases(runs)],
+        },
+        "hosts": [_host_row(run) for run in runs],
+        "links": [_link_row(run) for run in runs],
+        "settings": list_settings(runs),
+        "notes": comparison.notes,
+    }
+
+
+def format_verdict(comparison: Comparison) -> str:
+    """The one sentence that a reader takes away: of the most ranks against the fewest."""
+    base, last = comparison.rows[0], comparison.rows[-1]
+    metrics = "".join(f", {name} {value:.4f}" for name, value in last.metrics.items())
+    if last.np == base.np:
+        return f"{_name(last)}: {last.samples_per_second:.1f} samples/s{metrics}."
+    ideal = f", and {last.ideal.efficiency:.0%} of what they could do at best" if last.ideal else ""
+    if abs(last.speedup - 1) <= last.intervals.get("speedup", -1.0):
+        return f"No clear difference in speed between {_name(last)} and {_name(base)}."
+    off = last.intervals.get("speedup")
+    return (
+        f"{_name(last)} are {last.speedup:.2f} {f'± {off:.2f} ' if off else ''}times as fast as {_name(base)}: "
+        f"{last.efficiency:.0%} of {last.np / base.np:g} times{ideal}."
+    )
+
+
+def _name(row: Row) -> str:
+    return counted(row.hosts, "host") if row.np == row.hosts else f"{counted(row.np, 'rank')} on {row.hosts}"
+
+
+def _speed(comparison: Comparison, predictions: Sequence[Prediction]) -> list[tuple[str, str]]:
+    """Speedup over ranks: measured, the ideal's, and what was foretold."""
+    rows, base = comparison.rows, comparison.rows[0]
+    if rows[-1].np == base.np:
+        return []
+    ranks = [float(row.np) for row in rows]
+    off = [row.intervals.get("speedup", 0.0) for row in rows]
+    lines = [
+        Line("measured", ranks, [row.speedup for row in rows], off if any(off) else None, colour=0),
+        Line("as many times", ranks, [row.np / base.np for row in rows], dashed=True),
+    ]
+    ideals = [(float(row.np), row.speedup / row.ideal.efficiency) for row in rows if row.ideal]
+    if ideals:
+        lines.append(Line("ideal", [x for x, _ in ideals], [y for _, y in ideals], colour=2))
+    foretold = [one for one in predictions if one.hosts <= 2 * rows[-1].np]
+    if foretold:
+        unit = next((one.samples_per_second for one in foretold if one.hosts == base.np), base.samples_per_second)
+        middle = [one.samples_per_second / unit for one in foretold]
+        off = [(one.most - one.least) / 2 / unit for one in foretold]
+        lines.append(Line("foretold", [float(one.hosts) for one in foretold], middle, off, colour=1))
+    axes = ("ranks", f"times as fast as np {base.np}")
+    figure = draw_lines("Speedup", axes, lines, marker="o", counts=True)
+    told = " The ideal: as many ranks at the same time, each for itself." if ideals else ""
+    return [(f"Speedup, with its interval where there are repeats.{told}", figure)]
+
+
+def _missing(comparison: Comparison) -> list[tuple[str, str]]:
+    """Steps against the ideal's, part by part; parts below nothing are not drawn."""
+    rows = [(row, row.ideal) for row in comparison.rows if row.ideal and row.ideal.parts]
+    if not rows:
+        return []
+    parts = {"ideal": [ideal.ideal_seconds for _, ideal in rows]}
+    parts |= {name: [max(0.0, ideal.parts[name]) for _, ideal in rows] for name in PARTS}
+    figure = draw_bars("Against the ideal", "seconds of a step", [f"np {row.np}" for row, _ in rows], parts)
+    return [("A step against the ideal's: where the missing share went.", figure)]
+
+
+def _learning(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Loss and the first metric, over time and over rows."""
+    figures = []
+    labels = label_runs(runs)
+    seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
+    samples = [[0.0, *itertools.accumulate(float(line.samples) for line in run.steps)] for run in runs]
+    losses = [thin([line.loss for line in run.steps]) for run in runs]
+    for what, x in (("seconds of training", seconds), ("rows", samples)):
+        lines = [
+            Line(label, thin(place[1:]), loss, dashed=number >= COLOURS, colour=number)
+            for number, (label, place, loss) in enumerate(zip(labels, x, losses))
+        ]
+        figures.append((f"Loss over {what}.", draw_lines(f"Loss over {what}", (what, "loss"), lines)))
+    names = list(dict.fromkeys(name for run in runs for line in run.evaluations for name in line.metrics))
+    for name in names[:2]:
+        for what, x in (("seconds of training", seconds), ("rows", samples)):
+            lines = [
+                _metric_line(label, name, run, place, number)
+                for number, (label, run, place) in enumerate(zip(labels, runs, x))
+            ]
+            caption = f"{name.replace('_', ' ')} over {what}"
+            figures.append((f"{caption}.", draw_lines(caption, (what, name), lines, marker="o")))
+    return figures
+
+
+def _metric_line(label: str, name: str, run: Record, place: Sequence[float], colour: int) -> Line:
+    found = [line for line in run.evaluations if name in line.metrics]
+    x = [place[min(max(line.step, 0), len(place) - 1)] for line in found]
+    return Line(label, x, [line.metrics[name] for line in found], dashed=colour >= COLOURS, colour=colour)
+
+
+def label_runs(runs: Sequence[Record]) -> list[str]:
+    """`np 4`; of runs of as many ranks also the folder."""
+    sizes = [run.header.world_size for run in runs]
+    labels = [f"np {size}" for size in sizes]
+    twice = len(set(sizes)) < len(sizes)
+    return [f"{label}, {folder_of(run)}" if twice else label for label, run in zip(labels, runs)]
+
+
+def folder_of(run: Record) -> str:
+    """The name of a run's folder, cut where a legend would be."""
+    path = Path(run.path)
+    return (path.parent if path.suffix == ".jsonl" else path).name[-24:]
+
+
+def _phases(runs: Sequence[Record]) -> tuple[str, str]:
+    """A bar a rank; where there are many, the fastest and the slowest of each run; of an older record rank 0."""
+    bars: list[tuple[str, dict[str, float]]] = []
+    few = sum(run.header.world_size for run in runs) <= _MOST_BARS
+    for label, run in zip(label_runs(runs), runs):
+        ranks = list(enumerate(phases_of(run)))
+        if not few and len(ranks) > 2:
+            ordered = sorted(ranks, key=lambda one: sum(one[1].values()) - one[1].get("communication", 0.0))
+            ranks = [ordered[0], ordered[-1]]
+        bars += [(f"{label}, rank {rank}", phases) for rank, phases in ranks]
+    bars = bars[:_MOST_BARS]
+    parts = {name: [phases.get(name, 0.0) for _, phases in bars] for name in PHASES}
+    said = "Seconds of a steady step by phase and rank" + ("." if few else ": the fastest and the slowest of each run.")
+    return said, draw_bars("Phases of a step", "seconds", [label for label, _ in bars], parts)
+
+
+def phases_of(run: Record) -> list[dict[str, float]]:
+    """Seconds of a steady step by phase, of each rank that the record knows."""
+    if run.footer and run.footer.phases:
+        return run.footer.phases
+    steady = drop_warm_up(run.steps)
+    return [{name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) for name in PHASES}]
+
+
+def _host_row(run: Record) -> list[str]:
+    header = run.header
+    ranks = ", ".join(f"{host}: {sum(one.host == host for one in header.ranks)}" for host in header.hosts[:8])
+    more = f" and {len(header.hosts) - 8} more" if len(header.hosts) > 8 else ""
+    return [folder_of(run), ranks + more, header.cpu_model, " ".join(header.cpu_flags), header.precision]
+
+
+def _link_row(run: Record) -> list[str]:
+    """What a run sent, over what, and what it waited for that."""
+    steady = drop_warm_up(run.steps)
+    sent = statistics.fmean(line.bytes_sent for line in steady)
+    waited = statistics.fmean(line.communication_seconds for line in steady)
+    step = statistics.fmean(line.step_seconds for line in steady)
+    share = f"{waited / step:.0%}" if step > 0 else "-"
+    return [folder_of(run), run.header.backend, f"{sent / 1e6:.1f}", f"{waited:.3f}", share]
+
+
+def list_settings(runs: Sequence[Record]) -> list[tuple[str, str]]:
+    """Options and versions; where runs differ, each one's value in their order."""
+    listed = []
+    for kind in ("options", "versions"):
+        found = [getattr(run.header, kind) for run in runs]
+        for name in dict.fromkeys(name for values in found for name in values):
+            texts = [_text(values.get(name)) for values in found]
+            same = len(set(texts)) == 1
+            listed.append((name.replace("_", " "), texts[0] if same else ", ".join(texts)))
+    return listed
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,199 @@
+"""Pages: what stands in them, and that a browser shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.cli import main
+from cpuft.errors import CpuftError
+from cpuft.record import EvaluationLine
+from cpuft.report.comparison import compare
+from cpuft.report.figures import thin
+from cpuft.report.outlook import to_json
+from cpuft.report.page import format_verdict, label_runs, phases_of, read_predictions, write_page
+from cpuft.report.prediction import Prediction
+from tests.conftest import run_cpuft
+from tests.records import make_record, with_rate
+from tests.report.page import make_runs
+from tests.report.test_comparison import write_record
+
+FORETOLD = [Prediction(hosts, 1.3, 24.0 * hosts, 20.0 * hosts, 27.0 * hosts, 0.9, 100, 0, 0, 0) for hosts in (1, 2, 16)]
+
+
+def test_a_page_of_sixteen_runs_is_small_and_quick(tmp_path: Path) -> None:
+    runs = make_runs(tuple(range(1, 17)))
+    before = time.process_time()
+    path = write_page(runs, tmp_path / "report.html")
+    assert time.process_time() - before < 3
+    assert path.stat().st_size < 1_000_000
+
+
+def test_nothing_in_a_page_is_elsewhere(tmp_path: Path) -> None:
+    text = write_page(make_runs((1, 2, 4)), tmp_path / "page.html", FORETOLD).read_text(encoding="utf-8")
+    # Names of XML namespaces lead nowhere.
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)
+    assert re.findall(r"https?:|//[a-z]|@import|<script|<link|<img|<iframe| src=", text) == []
+    assert {reference[0] for reference in re.findall(r'href="([^"]*)"', text)} == {"#"}
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    identifiers = re.findall(r' id="([^"]*)"', text)
+    assert len(identifiers) == len(set(identifiers))
+    # All colours are the page's.
+    figures = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert re.findall(r"#[0-9a-f]{6}\b", figures) == []
+    assert "foretold" in figures
+
+
+def test_names_are_no_markup(tmp_path: Path) -> None:
+    name = "<b>$x_1$&"
+    runs = [
+        dataclasses.replace(
+            run,
+            header=dataclasses.replace(run.header, model=name, options=run.header.options | {name: name}),
+            evaluations=[EvaluationLine(1, {name: 0.5}, 1, 1.0)],
+        )
+        for run in make_runs((1, 2), ideal=False)
+    ]
+    text = write_page(runs, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<b>" not in text
+    assert text.count(html.escape(name)) >= 3
+
+
+def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
+    assert thin([1.0, 3.0, math.inf, math.nan, 5.0], most=3)[::2] == [2.0, 5.0]
+    assert math.isnan(thin([1.0, 3.0, math.inf, math.nan, 5.0], most=3)[1])
+    (run,) = make_runs((1,))
+    steps = [dataclasses.replace(line, loss=math.nan, bytes_sent=10**30) for line in run.steps]
+    assert write_page([dataclasses.replace(run, steps=steps, evaluations=[])], tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    "rates, verdict",
+    [
+        ([(10.0, 18.0)], "2 hosts are 1.80 times as fast as 1 host: 90% of 2 times."),
+        ([(10.0, 18.0), (10.0, 18.2)], "2 hosts are 1.81 ± 0.13 times as fast as 1 host: 90% of 2 times."),
+        ([(10.0, 9.0), (10.0, 13.0)], "No clear difference in speed between 2 hosts and 1 host."),
+    ],
+)
+def test_the_verdict(rates: list[tuple[float, float]], verdict: str) -> None:
+    records = [with_rate(make_record(np, np), rate) for pair in rates for np, rate in zip((1, 2), pair)]
+    assert format_verdict(compare(records)) == verdict
+
+
+def test_verdicts_of_one_run_and_against_the_ideal() -> None:
+    alone = with_rate(make_record(2, 1), 18.0)
+    assert format_verdict(compare([alone])) == "2 ranks on 1: 18.0 samples/s, accuracy 0.7700, f1 0.8400."
+    assert format_verdict(compare(make_runs((1, 2)))).endswith("and 74% of what they could do at best.")
+
+
+def test_older_records_and_runs_of_one_size() -> None:
+    runs = [make_record(2, options={"backend": name}) for name in ("gloo", "mpi")]
+    runs[1] = dataclasses.replace(runs[1], path="runs/other/record.jsonl")
+    assert label_runs(runs) == ["np 2, np-2", "np 2, other"]
+    phases = {"data": 0.001, "forward": 0.1, "backward": 0.2, "communication": 0.01, "update": 0.02}
+    assert phases_of(runs[0]) == [pytest.approx(phases)]
+
+
+def test_predictions_are_those_of_estimate(tmp_path: Path) -> None:
+    path = tmp_path / "estimate.json"
+    path.write_text(json.dumps(to_json(FORETOLD, [])))
+    assert read_predictions(str(path)) == FORETOLD
+    for text in ("{}", "[", '{"predictions": [{"hosts": 1}]}'):
+        path.write_text(text)
+        with pytest.raises(CpuftError, match=r"is no prediction \(.*\): write one with cpuft estimate --json > "):
+            read_predictions(str(path))
+
+
+def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    one, two = make_runs((1, 2), ideal=False)
+    other = dataclasses.replace(two, header=dataclasses.replace(two.header, task="rte"))
+    empty = dataclasses.replace(one, steps=[])
+    for runs, said in (([one, other], "not the same job"), ([empty], "runs/np-1 has no steps to draw: leave it out")):
+        with pytest.raises(CpuftError, match=said):
+            write_page(runs, tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(make_record(1), Path("run"))
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "run", "--html"])
+    said = capsys.readouterr()
+    wanted = "cpuft: error: a page needs matplotlib and Jinja2: pip install 'cpuft[plot]'\n"
+    assert (ended.value.code, said.out, said.err) == (2, "", wanted)
+    assert [path.name for path in Path("run").iterdir()] == ["record.jsonl"]
+
+
+def test_where_a_page_goes(tmp_path: Path) -> None:
+    for run in make_runs((1, 2), steps=20, ideal=False):
+        write_record(run, tmp_path / "all" / f"np-{run.header.world_size}")
+    done = run_cpuft("report", "all", "--html")
+    assert (done.returncode, done.stdout) == (0, "page: all/report.html\n"), done.stderr
+    assert run_cpuft("report", "all/np-1", "all/np-2", "--html").stdout == "page: report.html\n"
+    done = run_cpuft("report", "all", "--html", "--estimate", "none")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+MEASURE = """<!doctype html><iframe src="page.html" style="width: WIDTHpx; height: 900px; border: 0"></iframe>
+<pre></pre><script>
+onload = () => {
+  const page = document.querySelector("iframe").contentDocument, root = page.documentElement;
+  const out = [...page.querySelectorAll("body *")].filter(one => !one.closest(".wide > *")
+    && one.getBoundingClientRect().right > root.clientWidth + 0.5).map(one => one.tagName);
+  const small = [...page.querySelectorAll("svg")].filter(one => one.getBoundingClientRect().height < 50).length;
+  const ink = page.defaultView.getComputedStyle(page.querySelector("svg text")).fill;
+  const paper = page.defaultView.getComputedStyle(page.body).backgroundColor;
+  const clip = [...page.querySelectorAll("svg")].flatMap(svg => [...svg.querySelectorAll("text")].filter(text =>
+    text.getBoundingClientRect().right > svg.getBoundingClientRect().right + 2).map(text => text.textContent));
+  document.querySelector("pre").textContent = JSON.stringify({ width: root.clientWidth, scroll: root.scrollWidth,
+    figures: page.querySelectorAll("svg").length, out, small, clip, ink, paper });
+};
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here: scripts/test installs it for root")
+@pytest.mark.parametrize(
+    "width, dark, ink, paper",
+    [(360, False, "rgb(28, 33, 40)", "rgb(255, 255, 255)"), (1200, True, "rgb(230, 237, 243)", "rgb(13, 17, 23)")],
+)
+def test_a_browser_shows_it(width: int, dark: bool, ink: str, paper: str, tmp_path: Path) -> None:
+    write_page(make_runs((1, 2, 4)), tmp_path / "page.html", FORETOLD)
+    (tmp_path / "measure.html").write_text(MEASURE.replace("WIDTH", str(width)))
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+        "--enable-logging=stderr",
+    ]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1000", "--timeout=20000"]
+    flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    command = ["chromium", *flags, "--dump-dom", f"file://{tmp_path}/measure.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "CONSOLE" not in done.stderr
+    found = re.search(r"<pre>(.*?)</pre>", done.stdout)
+    assert found is not None
+    shown = json.loads(html.unescape(found[1]))
+    assert shown == {
+        "width": width,
+        "scroll": width,
+        "figures": 7,
+        "out": [],
+        "small": 0,
+        "clip": [],
+        "ink": ink,
+        "paper": paper,
+    }
