@@ -71,6 +71,8 @@ class Header:
     travels: Travels = field(default_factory=Travels)
     rows: int = 0
     """Of one epoch; 0 in the record of an older version."""
+    cores_allowed: float = 0.0
+    """CPU time that a control group allows rank 0's host, in cores; 0 for no limit."""
     format: int = FORMAT
 
     @property

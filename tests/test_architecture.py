@@ -52,7 +52,7 @@ LONGER: dict[str, int] = {}
 """Files and functions (path:name) that are longer, and how long they may be until they are parted."""
 TYPE_IGNORES = 36
 """In the whole tree."""
-PACKAGE_LINES = 17_591
+PACKAGE_LINES = 17_608
 """Of all Python files of cpuft/. The aim is 14,066."""
 
 FILES = sorted(path for folder in ("cpuft", "tests") for path in (ROOT / folder).rglob("*.py"))

@@ -17,7 +17,7 @@ def describe(job: Job, network: Network, source: str) -> list[str]:
     """What predictions are made of, for a reader who wants to know how far to trust them."""
     whole, words = job.sent_bytes(2)
     return [
-        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {counted(job.cores, 'core')}; "
+        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; "
         f"{whole / 1e6:.1f} MB of gradients and {words / 1e6:.1f} MB of words' (two hosts) travel at each update.",
         f"link: {network.bits_per_second / 1e9:.3g} Gbit/s, {network.latency_seconds * 1e6:.0f} us one way; sending "
         f"takes {network.cpu_seconds_per_byte * 1e9:.2g} ns of a core for a byte"

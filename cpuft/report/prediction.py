@@ -66,7 +66,7 @@ class Job:
     """Rows of an update."""
     rows: int
     """Of the whole training, all epochs."""
-    cores: int
+    cores: float
     wire_bytes: float
     """Of one number on its way."""
     number_bytes: float
@@ -137,7 +137,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         statistics.stdev(seconds) / math.sqrt(len(seconds)),
         statistics.mean(line.samples for line in steady),
         count_rows(record),
-        len({cpu for rank in header.ranks for cpu in rank.cpus}),
+        find_cores(record),
         find_wire_bytes(record, compression),
         2.0 if header.precision == "bf16" else 4.0,
         header.travels.parameters,
@@ -163,6 +163,12 @@ def find_wire_bytes(record: Record, compression: str) -> float:
     return WIRE_BYTES[chosen]
 
 
+def find_cores(record: Record) -> float:
+    """Hardware threads of the run's one rank, or what of them its control group allows."""
+    bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
+    return min(bound, record.header.cores_allowed or bound)
+
+
 def scale_cores(job: Job, cores: float) -> Job:
     """The job on a host with so many cores of the same kind."""
     factor = job.cores / cores
@@ -172,7 +178,7 @@ def scale_cores(job: Job, cores: float) -> Job:
         backward_seconds=job.backward_seconds * factor,
         update_seconds=job.update_seconds * factor,
         error_seconds=job.error_seconds * factor,
-        cores=math.ceil(cores),
+        cores=cores,
     )
 
 

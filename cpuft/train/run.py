@@ -9,7 +9,7 @@ import platform
 import resource
 import statistics
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         if writer:
             travels = count_travels(model, objective, config, prepared)
-            writer.write(replace(header, travels=travels, rows=len(prepared.train)))
+            writer.write(replace(header, travels=travels, rows=len(prepared.train), cores_allowed=read_quota()))
         loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart)
         prove_equal_parameters(model, "before the first step")
         steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, progress, writer)
@@ -102,6 +102,15 @@ def read_cpu() -> Cpu:
     """This CPU, with the flags that oneDNN may use."""
     cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     return cpu._replace(flags=effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", "")))
+
+
+def read_quota() -> float:
+    """CPU time that this control group may have, in cores (v2, then v1); 0 for no limit."""
+    for paths in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError):
+            words = " ".join(Path("/sys/fs/cgroup", path).read_text(encoding="utf-8") for path in paths).split()
+            return int(words[0]) / int(words[1]) if words[0].isdecimal() else 0.0
+    return 0.0
 
 
 def make_header(

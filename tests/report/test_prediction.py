@@ -106,6 +106,11 @@ def test_a_record_becomes_a_job() -> None:
     assert read_job(recorded(), "none").sent_bytes(1)[0] == 10_993_538 * 4
 
 
+def test_a_control_group_allows_less_than_the_cores_there_are() -> None:
+    assert read_job(recorded(cores_allowed=0.5)).cores == 0.5
+    assert read_job(recorded(cores_allowed=64.0)).cores == 16
+
+
 def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
     assert scale_cores(JOB, 4).step_seconds == pytest.approx(JOB.step_seconds / 4)
 
