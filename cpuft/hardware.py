@@ -57,9 +57,7 @@ class Precision:
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
     """The precision of a run on a CPU with these (effective) flags; `wanted` is auto, bf16 or fp32.
 
-    Raises
-    ------
-    CpuftError: bf16 asked for where the hardware lacks it, without leave to emulate it.
+    Raises CpuftError: bf16 asked for where the hardware lacks it, without leave to emulate it.
     """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":

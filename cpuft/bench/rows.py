@@ -20,9 +20,7 @@ Row = dict[str, Any]
 def read_rows(path: Path, tokenizer: Any, count: int = 0) -> list[Row]:
     """The first `count` rows (0: all) of MRPC in GLUE's layout: `input_ids`, `token_type_ids`, `label` of each.
 
-    Raises
-    ------
-    CpuftError: there is no such file, or a line that is not MRPC's.
+    Raises CpuftError: there is no such file, or a line that is not MRPC's.
     """
     if not path.is_file():
         raise CpuftError(f"{path} is not there: give --data the folder that holds MRPC's train.tsv and dev.tsv")

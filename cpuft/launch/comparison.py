@@ -68,9 +68,7 @@ def plan_comparison(
 ) -> list[Planned]:
     """A run for each number of ranks, and one of as many ranks apart, in turn. All are checked before the first starts.
 
-    Raises
-    ------
-    CpuftError: an ideal of one rank alone, or what is wrong with the hosts or options.
+    Raises CpuftError: an ideal of one rank alone, or what is wrong with the hosts or options.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal is of two or more ranks: one rank alone is its own, add more to --np")

@@ -16,9 +16,7 @@ Turn = tuple[str, str, str, int]
 def plan_sweep(config: BenchConfig) -> list[Turn]:
     """Backend, operation, type and bytes of each measurement, in turn.
 
-    Raises
-    ------
-    CpuftError: an unknown name, or a size that is no number, or no whole number of a type's elements.
+    Raises CpuftError: an unknown name, or a size that is no number, or no whole number of a type's elements.
     """
     lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
     known = {"backends": BACKENDS, "operations": OPERATIONS, "dtypes": tuple(TYPE_BYTES)}

@@ -113,9 +113,8 @@ def _value_options(config: type) -> list[click.Option]:
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
     """Option values from a YAML file, for click's default_map. Dashes and underscores are one in its keys.
 
-    Raises
-    ------
-    CpuftError: no such file, no YAML, no mapping, a key that is no option or there twice, or a value no flag can have.
+    Raises CpuftError: no such file, no YAML, no mapping, a key that is no option or there twice, or a value no flag can
+    have.
     """
     try:
         values = parse_yaml(Path(path).read_text(encoding="utf-8"))

@@ -34,9 +34,7 @@ _LAUNCHERS = (
 def parse_world(environ: Mapping[str, str]) -> World:
     """The world of this process from its environment; a world of one where no launcher says anything.
 
-    Raises
-    ------
-    CpuftError: values that are no numbers, or a rank outside its world.
+    Raises CpuftError: values that are no numbers, or a rank outside its world.
     """
     for names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ:

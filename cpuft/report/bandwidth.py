@@ -13,9 +13,7 @@ from cpuft.record import parse_measurements
 def write_plot(record: str) -> Path:
     """Plot a record into an SVG beside it; its path.
 
-    Raises
-    ------
-    CpuftError: no such record, or matplotlib is not installed.
+    Raises CpuftError: no such record, or matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

@@ -75,9 +75,8 @@ class Comparison:
 def compare(records: list[Record]) -> Comparison:
     """Compare finished runs.
 
-    Raises
-    ------
-    CpuftError: no run, one that did not finish or trained nothing, or runs that differ in what must be equal (named).
+    Raises CpuftError: no run, one that did not finish or trained nothing, or runs that differ in what must be equal
+    (named).
     """
     if all(record.header.apart for record in records):
         raise CpuftError(f"there is no run{' beside the ideal' if records else ''} to report on: name run directories")

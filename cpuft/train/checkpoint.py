@@ -14,12 +14,7 @@ MODEL_DIR = "model"
 
 
 def save_model(model: Any, source: str, run_dir: str) -> Path:
-    """Write `run_dir`/model; a save that is cut short leaves none.
-
-    Raises
-    ------
-    CpuftError: the disk is full.
-    """
+    """Write `run_dir`/model; a save that is cut short leaves none. Raises CpuftError: the disk is full."""
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:
         model.save_pretrained(beside)

@@ -38,9 +38,7 @@ def process_group(
     backend: gloo, mpi, ccl, or auto: the fastest of them here, measured once for these hosts.
     gradient_type: torch's name of the type that `auto` measures with.
 
-    Raises
-    ------
-    CpuftError: what the backend needs is missing, or the other ranks cannot be found.
+    Raises CpuftError: what the backend needs is missing, or the other ranks cannot be found.
     """
     store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
     choice = Choice(backend, "as you asked")
@@ -84,9 +82,7 @@ def prove_one_job(world: World) -> list[RecordedRank]:
 
     The plan's word comes in CPUFT_WORLD_SIZE, CPUFT_HOSTNAME and CPUFT_CORES; without them only uniqueness is checked.
 
-    Raises
-    ------
-    CpuftError: a wrong number of ranks, a rank twice, or one off its host or cores; the message names the rank.
+    Raises CpuftError: a wrong number of ranks, a rank twice, or one off its host or cores; the message names the rank.
     """
     own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
     planned = {
@@ -133,9 +129,7 @@ def checksum_parameters(model: torch.nn.Module) -> str:
 def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
     """Check that all ranks hold the same parameters; return their checksum.
 
-    Raises
-    ------
-    CpuftError: on all ranks, naming those whose parameters are not the majority's.
+    Raises CpuftError: on all ranks, naming those whose parameters are not the majority's.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))
     usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]

@@ -68,12 +68,7 @@ class Loop:
 
 
 def train(loop: Loop) -> Iterator[StepLine]:
-    """Run all updates; a line for each.
-
-    Raises
-    ------
-    CpuftError: the loss is no finite number.
-    """
+    """Run all updates; a line for each. Raises CpuftError: the loss is no finite number."""
     config = loop.config
     loop.exchange.model.train()
     take_traffic()  # what was sent while the ranks met is no step's

@@ -54,9 +54,7 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any]) -> Any:
     kind: name of the class of transformers that loads any model with such a head.
     head: its settings, by their names in a model's configuration.
 
-    Raises
-    ------
-    CpuftError: the model cannot be had, or is of a kind that has no such head.
+    Raises CpuftError: the model cannot be had, or is of a kind that has no such head.
     """
     import transformers
 

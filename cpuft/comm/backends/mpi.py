@@ -40,9 +40,7 @@ def half_handles(library: str) -> dict[torch.dtype, int]:
 def load() -> Any:
     """The mpi4py.MPI module, started with thread support.
 
-    Raises
-    ------
-    CpuftError: mpi4py or its MPI library is missing, or the library has no MPI_THREAD_MULTIPLE.
+    Raises CpuftError: mpi4py or its MPI library is missing, or the library has no MPI_THREAD_MULTIPLE.
     """
     try:
         import mpi4py

@@ -44,9 +44,7 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
     ----------
     nbytes: of the message that was timed.
 
-    Raises
-    ------
-    CpuftError: nothing was measured.
+    Raises CpuftError: nothing was measured.
     """
     if not timings:
         raise CpuftError("no backend could be measured: run `cpuft doctor`, or give one with --backend gloo")

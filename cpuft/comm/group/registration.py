@@ -86,9 +86,7 @@ def start(
     timeout_seconds: what a collective may take; torch's 30 minutes if not given.
     store, rank, world_size: given together, they stand for the environment's (RANK, WORLD_SIZE, MASTER_ADDR ...).
 
-    Raises
-    ------
-    CpuftError: no such backend, or what it needs is missing.
+    Raises CpuftError: no such backend, or what it needs is missing.
     """
     if backend not in BACKENDS:
         raise CpuftError(f"no backend {backend}: {near_names(backend, BACKENDS)}")

@@ -38,9 +38,7 @@ class Line:
     ----------
     first: true on exactly one rank, which opens the hub for `ranks`.
 
-    Raises
-    ------
-    CpuftError: the hub does not let this rank in, or what the store says of it is not the run's own.
+    Raises CpuftError: the hub does not let this rank in, or what the store says of it is not the run's own.
     """
 
     def __init__(

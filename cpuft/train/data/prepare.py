@@ -102,9 +102,7 @@ def tokenize(rows: Rows, tokenizer: Any, max_length: int) -> Tokens:
 def prepare(config: TrainConfig) -> Path:
     """Path of the prepared archive in the user's cache; made now unless it is there.
 
-    Raises
-    ------
-    CpuftError: anything wrong with the task, the data, the model's tokenizer or the cache.
+    Raises CpuftError: anything wrong with the task, the data, the model's tokenizer or the cache.
     """
     data = read_data(config)
     data = Data(data.task, first_rows(data.train, config.max_train_samples), data.validation)

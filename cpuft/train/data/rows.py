@@ -87,9 +87,7 @@ def _read_text(path: Path, option: str = "--data-dir") -> str:
 def parse_tsv(text: str, task: Task, source: str) -> Rows:
     """Rows of a GLUE file: tabs between columns, no quoting (a lone quotation mark is part of the text).
 
-    Raises
-    ------
-    CpuftError: a missing column, a row with too few columns or an unknown label (with the line), no rows.
+    Raises CpuftError: a missing column, a row with too few columns or an unknown label (with the line), no rows.
     """
     lines = text.split("\n")
     start = 0 if task.columns else 1
@@ -166,9 +164,7 @@ def _refuse_gaps(table: Table, texts: Sequence[str], label: str) -> None:
 def _find_labels(task: Task, train: Table, validation: Table) -> Task:
     """The task with the classes that the training rows have, or as a regression where labels are scores.
 
-    Raises
-    ------
-    CpuftError: training rows have one class only, or validation rows one more.
+    Raises CpuftError: training rows have one class only, or validation rows one more.
     """
     found = sorted({row[task.label].strip() for _, row in train.rows})
     others = {row[task.label].strip(): number for number, row in reversed(validation.rows)}
@@ -197,9 +193,8 @@ class Table:
 def read_table(path: Path, option: str = "--train-file") -> Table:
     """A CSV or TSV file with a header line (quoting as RFC 4180 has it), or JSON lines (.json, .jsonl).
 
-    Raises
-    ------
-    CpuftError: it is not there (`option` named it), empty, no UTF-8 text, or has a line that does not fit the others.
+    Raises CpuftError: it is not there (`option` named it), empty, no UTF-8 text, or has a line that does not fit the
+    others.
     """
     text = _read_text(path, option)
     if not text.strip():

@@ -48,9 +48,8 @@ def accelerate(
     precision: bf16 compute weights and activations with fp32 masters, or fp32; auto: bf16 where the hardware has it.
     first_token: in sequence classifiers, the last layer computes only the first token, which alone is read.
 
-    Raises
-    ------
-    CpuftError: for a model wrapped by DistributedDataParallel, one whose weights are not fp32, an unknown precision.
+    Raises CpuftError: for a model wrapped by DistributedDataParallel, one whose weights are not fp32, an unknown
+    precision.
     """
     _check(model, precision)
     bf16 = precision == "bf16" or (precision == "auto" and has_bf16_products())

@@ -112,9 +112,7 @@ def build(compiler: str, processor: str = "native") -> Path:
 
     `processor` is what the compiler's -march takes.
 
-    Raises
-    ------
-    CpuftError: the cache may be another user's work, who could run code as this one.
+    Raises CpuftError: the cache may be another user's work, who could run code as this one.
     """
     flags = (f"-march={processor}", *FLAGS)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
