@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cpuft.bench.breakdown import measure_step, time_products
-from cpuft.bench.contestants import CONTESTANTS, USUAL, Contestant, Setting, accelerated, load, make_step
+from cpuft.bench.contestants import CONTESTANTS, USUAL, Contestant, Workload, accelerated, load, make_step
 from cpuft.bench.rows import BATCH
 from cpuft.errors import CpuftError, near_names
 from cpuft.train.fast import has_bf16_products, kernel_status
@@ -71,16 +71,16 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_rounds(names: list[str], setting: Setting, rounds: int) -> Iterator[dict[str, Any]]:
+def run_rounds(names: list[str], workload: Workload, rounds: int) -> Iterator[dict[str, Any]]:
     """A line for each turn: samples per second and peak memory. Round 0 warms up. At the end, what each reached."""
-    contestants = {name: Contestant(name, setting) for name in names}
+    contestants = {name: Contestant(name, workload) for name in names}
     for number in range(rounds + 1):
         for name, contestant in contestants.items():
             rate, megabytes = contestant.turn()
             turn = {"round": number, "contestant": name, "samples_per_second": rate, "peak_megabytes": megabytes}
-            yield {"kind": "turn", "bert_base": setting.bert_base, **turn}
+            yield {"kind": "turn", "bert_base": workload.bert_base, **turn}
     for name, contestant in contestants.items():
-        yield {"kind": "metric", "bert_base": setting.bert_base, "contestant": name, "accuracy": contestant.finish()}
+        yield {"kind": "metric", "bert_base": workload.bert_base, "contestant": name, "accuracy": contestant.finish()}
 
 
 def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
@@ -108,10 +108,10 @@ def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
     return lines
 
 
-def run_breakdown(setting: Setting) -> dict[str, Any]:
+def run_breakdown(workload: Workload) -> dict[str, Any]:
     """The accelerated step on one batch of typical rows, taken apart, with the limit that its products set."""
-    torch.set_num_threads(setting.threads)
-    model, rows = load(setting)
+    torch.set_num_threads(workload.threads)
+    model, rows = load(workload)
     model, optimizer = accelerated(model)
     step = make_step(model.train(), optimizer)
     middle = sorted(rows, key=lambda row: len(row["input_ids"]))[len(rows) // 2 - BATCH // 2 :][:BATCH]
@@ -172,12 +172,12 @@ def run(options: argparse.Namespace) -> None:
         write(first)
         print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
         for kind in options.models.split(","):
-            setting = Setting(options.data, model, kind == "bert-base", options.rows, options.threads)
+            workload = Workload(options.data, model, kind == "bert-base", options.rows, options.threads)
             turns = []
-            for turn in run_rounds(names, setting, options.rounds):
+            for turn in run_rounds(names, workload, options.rounds):
                 write(turn)
                 turns.append(turn)
-            summary, breakdown = summarise(turns, names[0]), run_breakdown(setting)
+            summary, breakdown = summarise(turns, names[0]), run_breakdown(workload)
             for line in (*summary, breakdown):
                 write({"model": kind, **line})
             print(f"\n{kind}\n\n{format_summary(summary, names[0])}\n\n{format_breakdown(breakdown)}", flush=True)

@@ -29,7 +29,7 @@ PADDED_SHARE = 4
 
 
 @dataclass(frozen=True)
-class Setting:
+class Workload:
     """What is trained: MiniLM from `model`, or a random BERT-base with MiniLM's tokenizer; `rows` rows a turn."""
 
     data: Path
@@ -43,7 +43,7 @@ Turn = Callable[[], tuple[int, float]]
 """Trains once on the contestant's rows: how many they are, and seconds."""
 
 
-def load(setting: Setting) -> tuple[Any, list[Row]]:
+def load(workload: Workload) -> tuple[Any, list[Row]]:
     """The model, fp32, and the rows."""
     from transformers import (
         AutoModelForSequenceClassification,
@@ -56,11 +56,11 @@ def load(setting: Setting) -> tuple[Any, list[Row]]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    rows = read_rows(setting.data / "train.tsv", AutoTokenizer.from_pretrained(setting.model), setting.rows)
-    if setting.bert_base:
+    rows = read_rows(workload.data / "train.tsv", AutoTokenizer.from_pretrained(workload.model), workload.rows)
+    if workload.bert_base:
         return BertForSequenceClassification(BertConfig()), rows
     load_model = AutoModelForSequenceClassification.from_pretrained
-    return load_model(setting.model, num_labels=2, dtype=torch.float32), rows
+    return load_model(workload.model, num_labels=2, dtype=torch.float32), rows
 
 
 def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Row]], None]:
@@ -80,8 +80,8 @@ def accelerated(model: Any) -> tuple[Any, torch.optim.Optimizer]:
     return accelerate(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0))
 
 
-def _bare_loop(setting: Setting, *, compiled: bool = False) -> tuple[Any, Turn]:
-    model, rows = load(setting)
+def _bare_loop(workload: Workload, *, compiled: bool = False) -> tuple[Any, Turn]:
+    model, rows = load(workload)
     optimizer = _compiled(model) if compiled else accelerated(model)[1]
     step = make_step(model, optimizer)
     precision = "bf16" if compiled and has_bf16_products() else "fp32"  # of autocast: the fast path needs none
@@ -119,7 +119,7 @@ _TRAINING: dict[str, Any] = {
 }
 
 
-def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> tuple[Any, Turn]:
+def _trainer(workload: Workload, *, bf16: bool, dynamic: bool, fast: bool) -> tuple[Any, Turn]:
     from datasets import Dataset
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -131,7 +131,7 @@ def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> tupl
         def on_step_begin(self, *arguments: Any, **options: Any) -> None:
             self.start = self.start or time.perf_counter()
 
-    model, rows = load(setting)
+    model, rows = load(workload)
     optimizer = accelerated(model)[1] if fast else None
     rows = rows if dynamic else rows[: max(BATCH, len(rows) // PADDED_SHARE)]
 
@@ -156,12 +156,12 @@ def _trainer(setting: Setting, *, bf16: bool, dynamic: bool, fast: bool) -> tupl
     return model, turn
 
 
-CONTESTANTS: dict[str, Callable[[Setting], tuple[Any, Turn]]] = {
+CONTESTANTS: dict[str, Callable[[Workload], tuple[Any, Turn]]] = {
     "cpuft": _bare_loop,
-    "compiled": lambda setting: _bare_loop(setting, compiled=True),
-    "trainer-accelerated": lambda setting: _trainer(setting, bf16=False, dynamic=True, fast=True),
-    "trainer-bf16-dynamic": lambda setting: _trainer(setting, bf16=True, dynamic=True, fast=False),
-    "trainer-fp32-padded": lambda setting: _trainer(setting, bf16=False, dynamic=False, fast=False),
+    "compiled": lambda workload: _bare_loop(workload, compiled=True),
+    "trainer-accelerated": lambda workload: _trainer(workload, bf16=False, dynamic=True, fast=True),
+    "trainer-bf16-dynamic": lambda workload: _trainer(workload, bf16=True, dynamic=True, fast=False),
+    "trainer-fp32-padded": lambda workload: _trainer(workload, bf16=False, dynamic=False, fast=False),
 }
 
 
@@ -172,10 +172,10 @@ USUAL = tuple(name for name in CONTESTANTS if name != "compiled")
 class Contestant:
     """One contestant in its process. `turn` lets it train its rows once."""
 
-    def __init__(self, name: str, setting: Setting) -> None:
+    def __init__(self, name: str, workload: Workload) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(name, setting, theirs), daemon=True)
+        self._process = context.Process(target=_serve, args=(name, workload, theirs), daemon=True)
         self._process.start()
         self._pipe.recv()
 
@@ -194,21 +194,21 @@ class Contestant:
         return accuracy
 
 
-def _serve(name: str, setting: Setting, pipe: Connection) -> None:
-    torch.set_num_threads(setting.threads)
-    model, turn = CONTESTANTS[name](setting)
+def _serve(name: str, workload: Workload, pipe: Connection) -> None:
+    torch.set_num_threads(workload.threads)
+    model, turn = CONTESTANTS[name](workload)
     pipe.send("ready")
     while pipe.recv() == "turn":
         rows, seconds = turn()
         pipe.send((rows, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10))
-    pipe.send(_accuracy(model, setting))
+    pipe.send(_accuracy(model, workload))
 
 
 @torch.no_grad()
-def _accuracy(model: Any, setting: Setting) -> float:
+def _accuracy(model: Any, workload: Workload) -> float:
     from transformers import AutoTokenizer
 
-    rows = read_rows(setting.data / "dev.tsv", AutoTokenizer.from_pretrained(setting.model))
+    rows = read_rows(workload.data / "dev.tsv", AutoTokenizer.from_pretrained(workload.model))
     model.eval()
     right = 0
     for start in range(0, len(rows), BATCH):

@@ -19,7 +19,7 @@ from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
 from cpuft.launch.secrets import plan_secrets
-from cpuft.options.bench import plan_sweep
+from cpuft.options.bench import plan_turns
 from cpuft.options.fields import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.words import own_module, pack_words
@@ -177,7 +177,7 @@ def plan_bench(
 
     Raises CpuftError: a value of `bench` that cannot be measured, or fewer than two ranks.
     """
-    plan_sweep(bench)
+    plan_turns(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures what goes on between ranks: start two or more, --np 2")
     command = ("-m", "cpuft.comm.choice.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))

@@ -13,7 +13,7 @@ Turn = tuple[str, str, str, int]
 """Backend (or auto), operation, type and bytes of one measurement."""
 
 
-def plan_sweep(config: BenchConfig) -> list[Turn]:
+def plan_turns(config: BenchConfig) -> list[Turn]:
     """Backend, operation, type and bytes of each measurement, in turn.
 
     Raises CpuftError: an unknown name, or a size that is no number, or no whole number of a type's elements.

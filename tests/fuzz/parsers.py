@@ -21,7 +21,7 @@ from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.settings import users_variables
 from cpuft.measurement import MeasuredHeader, Measurement
-from cpuft.options.bench import plan_sweep
+from cpuft.options.bench import plan_turns
 from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
 from cpuft.options.flags import parse_arguments, read_config
 from cpuft.options.rates import parse_bits
@@ -162,7 +162,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_arguments": Parser(lambda text: parse_arguments(TrainConfig, text.split("\n")), _WORDS),
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
-    "plan_sweep": Parser(lambda text: plan_sweep(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])),
+    "plan_turns": Parser(lambda text: plan_turns(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])),
     "parse_bits": Parser(parse_bits, values.damaged(["1gbit", "2.5mbit", "7bit"])),
     "parse_world": Parser(
         lambda text: (

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft import tables
-from cpuft.comm.choice.measure import choose, sweep
+from cpuft.comm.choice.measure import choose, measure_turns
 from cpuft.comm.group.session import leave
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.measurement import MeasuredHeader, Measurement
-from cpuft.options.bench import plan_sweep
+from cpuft.options.bench import plan_turns
 from cpuft.options.fields import BenchConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.record import format_line
@@ -64,15 +64,15 @@ def format_record(measurements: Sequence[Measurement]) -> str:
 
 
 def main() -> None:
-    """Run the sweep as one rank of a job; rank 0 prints the table and writes the record."""
+    """Measure as one rank of a job; rank 0 prints the table and writes the record."""
     output, config = Path(sys.argv[1]), parse_arguments(BenchConfig, sys.argv[2:])
     store, rank, size = next(rendezvous("env://"))
-    plan = plan_sweep(config)
+    plan = plan_turns(config)
     choices = {
         (dtype, nbytes): choose(store, rank, size, nbytes, dtype, config.comm_timeout)
         for dtype, nbytes in dict.fromkeys((dtype, nbytes) for backend, _, dtype, nbytes in plan if backend == "auto")
     }
-    found = list(sweep(store, rank, size, plan, config.comm_timeout, choices))
+    found = list(measure_turns(store, rank, size, plan, config.comm_timeout, choices))
     if rank == 0:
         for (dtype, _), choice in choices.items():
             print(f"auto, {dtype}: {choice.backend}: {choice.reason}")

@@ -57,7 +57,7 @@ def _operation(name: str, dtype: torch.dtype, nbytes: int) -> Callable[[], objec
     return calls[name]
 
 
-def sweep(
+def measure_turns(
     store: Store,
     rank: int,
     size: int,
@@ -75,7 +75,7 @@ def sweep(
         real = choices[dtype, nbytes].backend if backend == "auto" and choices else backend
         if real != current or backend == "auto":
             _leave()
-            current, usable = real, _enter(real, store, rank, size, f"sweep {at}", timeout_seconds)
+            current, usable = real, _enter(real, store, rank, size, f"turn {at}", timeout_seconds)
         if usable:
             label = backend if real == backend else f"{backend}:{real}"
             yield measure(label, operation, dtype, nbytes, repetitions(nbytes))
@@ -127,6 +127,6 @@ def choose(
         return Choice("gloo", "one rank has nobody to send to")
     timings: dict[str, list[tuple[float, float]]] = {}
     plan = [(backend, "all_reduce", dtype, nbytes) for _ in range(_CHOICE_ROUNDS) for backend in BACKENDS]
-    for found in sweep(PrefixStore(f"choice {dtype} {nbytes}", store), rank, size, plan, timeout):
+    for found in measure_turns(PrefixStore(f"choice {dtype} {nbytes}", store), rank, size, plan, timeout):
         timings.setdefault(found.backend, []).extend(zip(found.seconds, found.busy, strict=True))
     return choose_backend(timings, nbytes)

@@ -10,7 +10,7 @@ import pytest
 from cpuft.comm.choice.bench import format_table, merge
 from cpuft.errors import CpuftError
 from cpuft.measurement import Measurement
-from cpuft.options.bench import plan_sweep
+from cpuft.options.bench import plan_turns
 from cpuft.options.fields import BenchConfig
 
 
@@ -20,7 +20,7 @@ def _measured(backend: str, *milliseconds: float) -> Measurement:
 
 
 def test_rounds_take_turns() -> None:
-    plan = plan_sweep(BenchConfig(backends="gloo,auto", sizes="8,16", dtypes="float32", rounds=2))
+    plan = plan_turns(BenchConfig(backends="gloo,auto", sizes="8,16", dtypes="float32", rounds=2))
     one_round = [(backend, "all_reduce", "float32", size) for backend in ("gloo", "auto") for size in (8, 16)]
     assert plan == one_round * 2
 
@@ -50,4 +50,4 @@ def test_without_gloo_there_is_no_ratio() -> None:
 )
 def test_an_unknown_name_or_size_is_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(CpuftError, match=complaint):
-        plan_sweep(replace(BenchConfig(), **options))
+        plan_turns(replace(BenchConfig(), **options))
