@@ -59,6 +59,7 @@ GOOD = {
     "pins": ["pins"],
     "recipe_path": ["r.yaml"],
     "path": ["r.yaml"],
+    "run": ["run", "."],
     "runs": ["run", "runs", "."],
     "numbers": ["1", "1,2"],
     "np": ["1", "2", "3"],
