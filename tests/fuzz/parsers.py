@@ -22,6 +22,7 @@ from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.settings import users_variables
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options.bench import plan_turns
+from cpuft.options.estimate import parse_hosts
 from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
 from cpuft.options.flags import parse_arguments, read_config
 from cpuft.options.rates import parse_bits
@@ -31,6 +32,9 @@ from cpuft.provision.servers.planning import parse_lock
 from cpuft.rank.process import FAILURE, parse_failure, parse_missed
 from cpuft.rank.world import parse_world
 from cpuft.record import Line, Record, format_line, parse_lines, parse_measurements, parse_record, read_record
+from cpuft.report.instances import COLUMNS, parse_instances
+from cpuft.report.page import read_predictions
+from cpuft.report.prediction import Prediction
 from cpuft.train.data.prepare import read_prepared
 from cpuft.train.data.rows import parse_label, parse_tsv, read_data, read_table
 from cpuft.train.data.tasks import TASKS
@@ -40,6 +44,8 @@ from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORD
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
+_PREDICTIONS = {"predictions": [dataclasses.asdict(Prediction(2, *[1.0] * 9))]}
+_INSTANCES = f"{','.join(COLUMNS)}\nm7i.8xlarge,16,yes,12.5,1.6128,2026-01\n"
 _LSCPU = "# CPU,Core,Socket,Node\n0,0,0,0\n1,1,0,0\n2,0,1,1\n"
 _SURVEY = (
     "os Debian\nkernel 6.1\npython 3.11.2\nfree_kb 100\nwheel a.whl 00\nsum_hosts 11\nauthorized ssh-ed25519 A b\n"
@@ -162,6 +168,11 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_arguments": Parser(lambda text: parse_arguments(TrainConfig, text.split("\n")), _WORDS),
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
+    "read_predictions": Parser(
+        _from_file("p.json", lambda path: read_predictions(str(path))), values.damaged_json(_PREDICTIONS)
+    ),
+    "parse_hosts": Parser(parse_hosts, values.damaged(["1,2,4,8", "64"])),
+    "parse_instances": Parser(partial(parse_instances, path="x"), values.damaged([_INSTANCES])),
     "plan_turns": Parser(lambda text: plan_turns(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])),
     "parse_bits": Parser(parse_bits, values.damaged(["1gbit", "2.5mbit", "7bit"])),
     "parse_world": Parser(
@@ -221,6 +232,7 @@ EXEMPT = {
     "read_errors": "parse_failure, of each rank",
     "read_files": "texts only, by the names that they have",
     "read_free": "a system call",
+    "read_job": "a record that was read",
     "read_hosts": "read_hostfile, or a cluster's entry",
     "read_interfaces": "a system call",
     "read_links": "numbers only, from hosts of the cluster",
@@ -232,6 +244,5 @@ EXEMPT = {
     "read_raw": "a text, whatever it holds",
     "read_route": "a system call",
     "read_rows": "parse_tsv",
-    "read_wheels": "file names only",
 }
 """Why a function that reads something gets no random texts."""
