@@ -123,7 +123,9 @@ def embedding_gradient(compression: str, by_rows: bool) -> tuple[torch.Tensor, i
 def embedding(compression: str, whole_as: str) -> Result:
     whole, most = embedding_gradient(whole_as, by_rows=False)
     rows, nbytes = embedding_gradient(compression, by_rows=True)
-    return {"equal": torch.equal(whole, rows), "named": int(rows.any(1).sum()), "bytes": nbytes, "whole bytes": most}
+    off = float((whole - rows).abs().max() / whole.abs().max())
+    counts = {"named": int(rows.any(1).sum()), "bytes": nbytes, "whole bytes": most}
+    return {"equal": torch.equal(whole, rows), "off": off, **counts}
 
 
 def local_sgd() -> Result:
@@ -143,7 +145,7 @@ if __name__ == "__main__":
     comm.start(sys.argv[1], timeout_seconds=20)
     found = {f"ddp {name}": ddp(name) for name in ("none", "bf16", "fp16", "int8", "powersgd")}
     found |= {f"rows {name}": embedding(name, name) for name in ("none", "bf16", "fp16")}
-    found |= {"rows powersgd": embedding("powersgd", "bf16"), "rows int8": embedding("int8", "none")}
+    found |= {f"rows {name}": embedding(name, "none") for name in ("int8", "powersgd")}
     found |= {"small powersgd": ddp("powersgd", hidden=4)}
     found |= {"zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
     Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))

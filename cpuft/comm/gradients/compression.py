@@ -18,7 +18,6 @@ from cpuft.errors import CpuftError, near_names
 from cpuft.options.fields import COMPRESSIONS
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_ROWS = _HALVES | {"powersgd": torch.bfloat16}
 
 
 def _average_in_half(
@@ -78,7 +77,7 @@ def choose_compression(asked: str, precision: str) -> str:
 
 def narrow(gradient: torch.Tensor, compression: str) -> torch.Tensor:
     """Rows of a gradient in the type that they are sent as; themselves when they have that type."""
-    return gradient.to(_ROWS.get(compression, gradient.dtype))
+    return gradient.to(_HALVES.get(compression, gradient.dtype))
 
 
 def gradient_type(compression: str) -> str:

@@ -43,7 +43,7 @@ class RowExchange:
     ) -> None:
         self.weight, self._compression, self._group = embedding.weight, compression, group
         # What a row has not sent waits until its word comes again.
-        self._unsent = torch.zeros(embedding.weight.shape) if compression == "int8" else None
+        self._unsent = torch.zeros(embedding.weight.shape) if compression in ("int8", "powersgd") else None
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
