@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cpuft.errors import CpuftError
 from cpuft.record import read_record
 from cpuft.train.data import tasks
 
@@ -51,11 +52,19 @@ def hold_out(glue: Path, records: Path, task: str, count: int) -> Path:
     return made
 
 
+def has_ended(run_dir: Path) -> bool:
+    """Whether a run came to its end; one that was killed early has no record yet."""
+    try:
+        return read_record(str(run_dir)).footer is not None
+    except CpuftError:
+        return False
+
+
 def metric_of(glue: Path, records: Path, task: str, path: str, seed: int, where: tuple[str, ...]) -> float:
     """The metric of one run; trains only if its record is not there or has no end."""
     options, metric = TASKS[task]
     run_dir = records / f"{task}-{path}-{seed}"
-    if run_dir.exists() and read_record(str(run_dir)).footer is None:
+    if run_dir.exists() and not has_ended(run_dir):
         shutil.rmtree(run_dir)
     if not run_dir.exists():
         words = ("--task", task, "--data-dir", str(glue), "--seed", str(seed), "--no-save-model", *options, *where)

@@ -16,6 +16,7 @@ from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train.data.order import Order, count_updates, deal, plan_updates
 from cpuft.train.data.prepare import Prepared
+from cpuft.train.exchange.automatic import settle
 from cpuft.train.exchange.choice import choose_exchange
 from cpuft.train.objective import Batch, Objective
 from cpuft.train.optimizer import learning_rate_factor, make_optimizer
@@ -62,7 +63,12 @@ class Loop:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda update: learning_rate_factor(update, self.updates, config.warmup_ratio)
         )
-        self.exchange = choose_exchange(config, 1 if apart else world.size)(model, self.optimizer, config, precision)
+        self.rung_reason = ""
+        if not apart:
+            self.config, self.rung_reason = settle(config, precision, model, objective, prepared, world)
+        self.exchange = choose_exchange(self.config, 1 if apart else world.size)(
+            model, self.optimizer, self.config, precision
+        )
         # Ranks share weights, not dropout masks.
         torch.manual_seed(config.seed + 1 + world.rank)
 

@@ -32,6 +32,11 @@ class Progress:
             over = f"gradients over {header.backend}: {backend_reason}"
             self._say("each rank trains for itself, all at the same time: the ideal" if header.apart else over)
 
+    def note(self, text: str) -> None:
+        """Say what else was decided."""
+        if self._shown:
+            self._say(text)
+
     def step(self, line: StepLine, updates: int) -> None:
         """Show a finished step."""
         if not self._shown:

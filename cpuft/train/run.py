@@ -54,12 +54,14 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         progress = stack.enter_context(Progress(worker.progress, world.rank))
         writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and world.rank == 0 else None
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
-        header = replace(header, apart=worker.apart)
+        loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart)
+        header = replace(header, apart=worker.apart, options=dict(vars(loop.config)))
         progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
+        if loop.rung_reason:
+            progress.note(f"gradients as {loop.config.grad_compression}: {loop.rung_reason}")
         if writer:
             travels = count_travels(model, objective, config, prepared)
             writer.write(replace(header, travels=travels, rows=len(prepared.train), cores_allowed=read_quota()))
-        loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart)
         prove_equal_parameters(model, "before the first step")
         steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, progress, writer)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))

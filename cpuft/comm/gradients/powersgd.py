@@ -107,11 +107,16 @@ class PowerSGD:
         self._means, self._matrices, self._ends = [], [], []
 
 
-def is_worth_factors(shape: torch.Size) -> bool:
-    """Whether a gradient's factors, in fp32, are fewer bytes than the gradient itself as bf16."""
+def count_bytes(shape: torch.Size) -> int:
+    """What a gradient of this shape travels as: its factors, in fp32, or itself as bf16."""
     rows, columns = _as_matrix(shape)
     factors = (rows + columns) * min(rows, columns, RANK)
-    return factors * torch.float32.itemsize < rows * columns * _WHOLE.itemsize
+    return min(factors * torch.float32.itemsize, rows * columns * _WHOLE.itemsize)
+
+
+def is_worth_factors(shape: torch.Size) -> bool:
+    """Whether a gradient's factors, in fp32, are fewer bytes than the gradient itself as bf16."""
+    return count_bytes(shape) < shape.numel() * _WHOLE.itemsize
 
 
 def _as_matrix(shape: torch.Size) -> tuple[int, int]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cpuft import comm
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.automatic import make_rungs
 from cpuft.train.exchange.choice import choose_exchange
 from tests.comm.ranks import become_rank
 
@@ -104,12 +105,25 @@ def of_parameters(rank: int) -> dict[str, object]:
     return {"biases": values, "sent": sent, "gradients": flat(model)}
 
 
+def of_rungs(rank: int) -> dict[str, list[float]]:
+    """Of each rung: bytes that it promises for an update of five words, and those that it sends."""
+    found = {}
+    for rung in make_rungs(Reader(), 5, 2, 0.0):
+        exchange, _ = make(Reader(), grad_compression=rung.name)
+        comm.take_traffic()
+        with exchange.micro_batch(last=True):
+            torch.autograd.backward(exchange.model(WORDS[rank::2]).sum())
+        exchange.average(lambda: WORDS)
+        found[rung.name] = [rung.layer_bytes + rung.row_bytes, comm.take_traffic().nbytes]
+    return found
+
+
 if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
     comm.start("gloo", timeout_seconds=20)
     own = dist.get_rank()
-    text = json.dumps({"gradients": of_gradients(own), "parameters": of_parameters(own)})
+    text = json.dumps({"gradients": of_gradients(own), "parameters": of_parameters(own), "rungs": of_rungs(own)})
     Path(sys.argv[1], f"{own}.json").write_text(text)
     dist.barrier()
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ import torch
 
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.automatic import make_rungs
 from cpuft.train.exchange.choice import choose_exchange
 from tests.comm.ranks import mpirun
 
@@ -53,3 +54,14 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert (first["biases"], second["biases"]) == ([10.0, 20.0, 30.5], [11.0, 21.0, 30.5])
     named = 4 * (5 * 8 + 8 + 1)
     assert (first["sent"], first["gradients"]) == ([0, named, named], [])
+    for rungs in (one["rungs"] for one in both):
+        assert list(rungs) == ["none", "bf16", "int8", "powersgd"]
+        assert all(promised == sent for promised, sent in rungs.values())
+
+
+def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factors() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(768, 768) for _ in range(4)))
+    none, bf16, blocks, factors = (rung.layer_bytes for rung in make_rungs(model, 0, 4, 0.0))
+    assert bf16 == none / 2
+    assert blocks / none == pytest.approx(0.25, rel=0.02)
+    assert factors / none < 0.015

@@ -1,0 +1,103 @@
+"""What `--grad-compression auto` means for this job between these hosts: measured before the first update."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+import torch.distributed as dist
+
+from cpuft.comm.choice.choosing import BUCKET_BYTES
+from cpuft.comm.choice.measure import measure
+from cpuft.comm.choice.rungs import PROVEN, Rung, Wire, choose_rung
+from cpuft.comm.gradients.blocks import average_seconds, coded_bytes
+from cpuft.comm.gradients.compression import choose_compression
+from cpuft.comm.gradients.embedding_rows import find_embedding
+from cpuft.comm.gradients.powersgd import count_bytes
+from cpuft.options.fields import TrainConfig
+from cpuft.rank.world import World
+from cpuft.train.data.order import deal, plan_updates
+from cpuft.train.data.prepare import Prepared
+from cpuft.train.exchange.travels import count_words
+from cpuft.train.objective import Objective
+from cpuft.train.precision import autocast
+
+_FAST_SECONDS = 0.02
+"""An exchange that takes no longer is not worth a look at the step."""
+
+
+def settle(
+    config: TrainConfig, precision: str, model: torch.nn.Module, objective: Objective, prepared: Prepared, world: World
+) -> tuple[TrainConfig, str]:
+    """The configuration with `auto` resolved, the same on all ranks, and why in one line; '' where it was no question.
+
+    Several hosts with a slow link are one. To be called when the model has its fast layers, and by all ranks.
+    """
+    base = choose_compression(config.grad_compression, precision)
+    if config.grad_compression != "auto" or config.sync_every > 1 or not _between_hosts(world):
+        return config, ""
+    wire = measure_wire()
+    words = count_words(objective, config, prepared, world.size)
+    exact = make_rungs(model, words, world.size, 0.0)[0]
+    if (exact.layer_bytes + exact.row_bytes) * wire.seconds_per_byte <= _FAST_SECONDS:
+        return dataclasses.replace(config, grad_compression=base), ""
+    measured = torch.tensor([_measure_compute(config, precision, model, objective, prepared, world), average_seconds()])
+    dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's, and the same choice on all
+    seconds, coding = measured.tolist()
+    rungs = {rung.name: rung for rung in make_rungs(model, words, world.size, coding)}
+    names = list(rungs)[list(rungs).index(base) :]
+    rung, reason = choose_rung([rungs[name] for name in names if name in PROVEN], seconds, wire)
+    return dataclasses.replace(config, grad_compression=rung.name), reason
+
+
+def _between_hosts(world: World) -> bool:
+    return world.local_size < world.size
+
+
+def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds: float) -> list[Rung]:
+    """What an update of a model sends by each rung, from exact to thrifty.
+
+    Parameters
+    ----------
+    words: different ones that an update names.
+    coding_seconds: of a number, for the rungs that code.
+    """
+    embedding = find_embedding(model)
+    weight = None if embedding is None else embedding.weight
+    layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
+    count, rows = sum(p.numel() for p in layers), 0 if weight is None else round(words * weight.shape[1])
+    coding = coding_seconds * (count + rows)
+    blocks = coded_bytes(rows, ranks)
+    return [
+        Rung("none", sum(p.nbytes for p in layers), 4 * rows, 2, 0.0),
+        Rung("bf16", 2 * count, 2 * rows, 2, 0.0),
+        Rung("int8", coded_bytes(count, ranks), blocks, 4, coding),
+        Rung("powersgd", sum(count_bytes(p.shape) for p in layers), blocks, 4, coding),
+    ]
+
+
+def measure_wire() -> Wire:
+    """An all-reduce's time between these ranks, of a bucket and of next to nothing. A collective."""
+    small = measure("", "all_reduce", "float32", 64, 5).median_seconds
+    large = measure("", "all_reduce", "float32", BUCKET_BYTES, 3).median_seconds
+    return Wire(max(0.0, large - small) / BUCKET_BYTES, small)
+
+
+def _measure_compute(
+    config: TrainConfig, precision: str, model: torch.nn.Module, objective: Objective, prepared: Prepared, world: World
+) -> float:
+    """Seconds of an update's forward and backward passes on this rank; the first pass is a warm-up."""
+    model.train()
+    updates = plan_updates(prepared.train, config.batch_size * world.size, config.seed, 1, config.padding == "dynamic")
+    _, rows = next(iter(updates))
+    batch = objective.make_batch(prepared.train, deal(rows, world.rank, world.size))
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        with autocast(precision):
+            losses = objective.losses(model, batch)
+        torch.autograd.backward(losses.sum())
+        seconds = time.perf_counter() - start
+        model.zero_grad()
+    return seconds * config.accumulation
