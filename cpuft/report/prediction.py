@@ -17,7 +17,7 @@ from cpuft.record import Record
 
 BUCKET_BYTES = 2**20
 """Of gradients, before they are compressed: `cpuft.comm.choice.choosing` sends as many at a time."""
-WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0}
+WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256}
 """Of one number on its way."""
 ETHERNET = 1448 / 1538
 """TCP's payload over what a frame of 1,500 bytes takes on the wire: headers of IP and TCP with time stamps, Ethernet's
