@@ -36,9 +36,14 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
     assert found["local_sgd"]["bytes"] == 4 * PARAMETERS
     assert found["local_sgd"]["loss"] < 0.2
     assert found["fsdp"]["rows"] == 64
-    layer = 32 + 1
     # Matrices whose factors would be no smaller than they are.
     assert found["small powersgd"]["bytes"] == 2 * (32 * 4 + 4 + 4 + 1)
+    check_rows(found)
+
+
+def check_rows(found: dict[str, dict[str, float]]) -> None:
+    """Word embeddings by rows, against all of them."""
+    layer = 32 + 1
     for name, width in {"none": 4, "bf16": 2, "fp16": 2}.items():
         # Words 1, 3, 7 and 900.
         assert found[f"rows {name}"] == {
