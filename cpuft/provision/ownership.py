@@ -15,6 +15,8 @@ from cpuft.plan import Step
 KEY_MARK = "cpuft"
 """The comment of keys that we made."""
 _PRIVATE = ("host_key", "id_ed25519")
+_REMOVAL = REMOVE + Path(__file__).with_name("removal.sh").read_text(encoding="utf-8")
+"""The directory goes last: with its entry, a second try finds the rest."""
 _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
@@ -71,12 +73,4 @@ def plan_removal(files: Mapping[str, str], directory: str, hostfile: str, *other
     `files` has texts by path; `others` go with the hostfile. Its directory goes too when nothing else is in it.
     """
     mine = (hostfile, *others) if carries_mark(files.get(hostfile, "")) else ()
-    # The directory last: with its entry, a second try finds the rest.
-    script = f"""{REMOVE}directory=$1
-shift
-for file; do rm -f "$file"; rmdir "$(dirname "$file")" 2>/dev/null || true; done
-remove "$(dirname "$directory")" "$directory" || exit 1
-# Folders that only ever held clusters go with the last one.
-case "$directory" in */cpuft/clusters/*) rmdir "${{directory%/*}}" "${{directory%/*/*}}" 2>/dev/null || true ;; esac
-"""
-    return (Step("take away its keys, files and hostfile", ("sh", "-c", script, "remove", directory, *mine)),)
+    return (Step("take away its keys, files and hostfile", ("sh", "-c", _REMOVAL, "remove", directory, *mine)),)

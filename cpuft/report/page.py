@@ -26,9 +26,7 @@ _MOST_BARS = 40
 def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Prediction] = ()) -> Path:
     """Write the page of these runs; its path.
 
-    Raises
-    ------
-    CpuftError: runs that cannot be compared or have no steps, or matplotlib or Jinja2 is not installed.
+    Raises CpuftError: runs that cannot be compared or have no steps, or matplotlib or Jinja2 is not installed.
     """
     try:
         from jinja2 import Environment, StrictUndefined

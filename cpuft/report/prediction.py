@@ -185,9 +185,7 @@ def scale_cores(job: Job, cores: float) -> Job:
 def find_network(measured: Sequence[Measurement], wire_bytes: float) -> Network:
     """The link that fits measured all-reduces best, in least squares of relative errors, over the fastest backend.
 
-    Raises
-    ------
-    CpuftError: fewer than two sizes of an all-reduce of that type, or ranks of one host only.
+    Raises CpuftError: fewer than two sizes of an all-reduce of that type, or ranks of one host only.
     """
     dtype = "float32" if wire_bytes == WIRE_BYTES["none"] else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
