@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cpuft.errors import CpuftError, counted
 from cpuft.loader import load
-from cpuft.record import Record
+from cpuft.record import PHASES, Record
 from cpuft.report.ideal import Against, average, describe, find_ideals, measure_against
 from cpuft.report.intervals import half_width
 
@@ -27,6 +27,8 @@ _EQUAL_OPTIONS = (
 
 MOST_EFFICIENCY = 1.1
 """More than this needs a word. A little over 1 happens: smaller shares fit caches better."""
+
+MOST_SECONDS = 1e9
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def compare(records: list[Record]) -> Comparison:
             )
         if not (record.footer.samples_per_second > 0 and record.header.world_size > 0):
             raise CpuftError(f"{record.path} trained no rows: leave it out of the report")
+        _refuse_impossible(record)
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
     refuse_differences(records)
     runs, ideals = ([one for one in records if one.header.apart == apart] for apart in (False, True))
@@ -111,6 +114,14 @@ def compare(records: list[Record]) -> Comparison:
         rows,
         (*make_notes(rows, scaling, runs), *note_ideals(rows), *note_repeats(rows)),
     )
+
+
+def _refuse_impossible(record: Record) -> None:
+    """Raises CpuftError for seconds that cannot be reckoned with: a record is what its last editor left of it."""
+    for line in record.steps:
+        seconds = (line.step_seconds, *(getattr(line, f"{name}_seconds") for name in PHASES), *line.compute_seconds)
+        if not all(abs(value) < MOST_SECONDS for value in seconds):
+            raise CpuftError(f"{record.path}, step {line.step}: no step takes so long: leave it out of the report")
 
 
 def refuse_differences(records: list[Record]) -> None:

@@ -17,6 +17,8 @@ COLOURS = 8
 """The page's stylesheet has so many, --c0 and on."""
 _INK = "#010203"
 _MOST_POINTS = 150
+_MOST = 1e100
+"""Larger numbers have no axis."""
 _WIDTH = 4.5
 """Inches: on a phone a point is about a pixel."""
 _SETTINGS = {
@@ -98,10 +100,11 @@ def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: 
         panel = figure.subplots()
         for line in lines:
             style = {"color": _colour(line.colour), "linestyle": "--" if line.dashed else "-", "linewidth": 1.6}
+            y = [value if abs(value) < _MOST else math.nan for value in line.y]
             if line.off is None:
-                panel.plot(line.x, line.y, label=line.label, marker=marker, **style)
+                panel.plot(line.x, y, label=line.label, marker=marker, **style)
             else:
-                panel.errorbar(line.x, line.y, yerr=line.off, label=line.label, marker="o", capsize=4, **style)
+                panel.errorbar(line.x, y, yerr=line.off, label=line.label, marker="o", capsize=4, **style)
         panel.set(xlabel=axes[0], ylabel=axes[1])
         if counts:
             panel.set_xticks(sorted({x for line in lines for x in line.x}))

@@ -56,10 +56,11 @@ def measure_against(run: Record, ideal: Record) -> Against | None:
     if not own or any(len(line.compute_seconds) != ranks for line in apart):
         return None
     # Each rank sees as many rows: the sum of rates is that of the harmonic mean of seconds.
-    seconds = statistics.harmonic_mean([statistics.fmean(rank) for rank in _by_rank(apart)])
+    means = [statistics.fmean(rank) for rank in _by_rank(apart)]
     step = statistics.fmean(line.step_seconds for line in own)
-    if not (seconds > 0 and step > 0):
+    if not all(mean > 1e-9 for mean in (*means, step)):
         return None
+    seconds = statistics.harmonic_mean(means)
     rate = statistics.fmean(line.samples for line in own) / seconds
     known = all(len(line.compute_seconds) == ranks for line in own)
     return Against(rate, seconds / step, step, seconds, divide(own, seconds) if known else {})

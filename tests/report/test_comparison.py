@@ -93,6 +93,16 @@ def test_a_run_that_cannot_be_compared_is_refused(part: str, changes: dict[str, 
         compare([changed])
 
 
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, 1e308, -1e308])
+@pytest.mark.parametrize("name", ["step_seconds", "communication_seconds"])
+def test_seconds_of_no_step_are_refused(name: str, seconds: float) -> None:
+    record = make_record(1)
+    changes: dict[str, Any] = {name: seconds}
+    steps = [dataclasses.replace(record.steps[0], **changes)]
+    with pytest.raises(CpuftError, match="runs/np-1, step 1: no step takes so long: leave it out of the report"):
+        compare([dataclasses.replace(record, steps=steps)])
+
+
 def test_names_are_no_markup() -> None:
     record = make_record(1, model="[/bold] [red]x", task="[")
     comparison = compare([dataclasses.replace(record, evaluations=[EvaluationLine(1, {"[/]": 0.5}, 1, 1.0)])])

@@ -84,6 +84,11 @@ def test_older_records_have_no_parts() -> None:
     assert measure_against(run, dataclasses.replace(make_ideal([1.0, 1.0]), steps=old.steps)) is None
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
+def test_times_that_are_none_are_not_compared(seconds: float) -> None:
+    assert measure_against(make_run([1.2, 1.4], 0.8), make_ideal([seconds, 1.0])) is None
+
+
 def test_the_report_says_it() -> None:
     one, two = make_run([1.0], 0.0), make_run([1.2, 1.4], 0.8, 0.05)
     comparison = compare([one, two, make_ideal([1.0, 1.0])])

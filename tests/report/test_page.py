@@ -73,8 +73,11 @@ def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
     assert thin([1.0, 3.0, math.inf, math.nan, 5.0], most=3)[::2] == [2.0, 5.0]
     assert math.isnan(thin([1.0, 3.0, math.inf, math.nan, 5.0], most=3)[1])
     (run,) = make_runs((1,))
-    steps = [dataclasses.replace(line, loss=math.nan, bytes_sent=10**30) for line in run.steps]
-    assert write_page([dataclasses.replace(run, steps=steps, evaluations=[])], tmp_path / "page.html").exists()
+    for loss, bytes_sent in ((math.nan, 10**30), (math.inf, 0), (1e308, 0), (-1e308, 0)):
+        steps = [dataclasses.replace(line, loss=loss, bytes_sent=bytes_sent) for line in run.steps]
+        evaluations = [EvaluationLine(-(10**20), {"error": loss}, 1, 1.0)]
+        changed = dataclasses.replace(run, steps=steps, evaluations=evaluations)
+        assert write_page([changed], tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from tests.train.tokens import make_tokens
 
 CONFIG = TrainConfig(plain=True, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)
 
+ALONE = World(0, 1, 0, 1)
+
 
 class Weights(torch.nn.Module):
     """A number for each of 20 words; a row's is the sum of its words'."""
@@ -60,11 +62,11 @@ def _alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def make_loop(config: TrainConfig, heaviest: float = 2.0) -> Loop:
+def make_loop(config: TrainConfig, heaviest: float = 2.0, world: World = ALONE, apart: bool = False) -> Loop:
     lengths = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9]
     tokens = replace(make_tokens(lengths, types=False), labels=np.linspace(1, heaviest, 11).astype(np.float32))
     prepared = Prepared((), (), "", 0, tokens, {"": tokens, "_again": tokens})
-    return Loop(Weights(), Weighing((), (), 0, 0), config, prepared, "fp32", World(0, 1, 0, 1))
+    return Loop(Weights(), Weighing((), (), 0, 0), config, prepared, "fp32", world, apart)
 
 
 def losses(lines: list[StepLine]) -> list[float]:
@@ -116,3 +118,19 @@ def test_an_update_is_the_same_in_one_pass_and_in_two() -> None:
 def test_a_loss_that_is_no_number_ends_the_run() -> None:
     with pytest.raises(CpuftError, match="step 1: the loss is inf: lower --learning-rate"):
         list(train(make_loop(CONFIG, heaviest=3e38)))
+
+
+def test_a_rank_apart_trains_on_its_share_alone() -> None:
+    lines = list(train(make_loop(CONFIG, world=World(1, 2, 1, 2), apart=True)))
+    # Eleven rows are an update of eight and one of three; this rank's are every second of them.
+    assert sorted(line.samples for line in lines) == [1, 1, 1, 4, 4, 4]
+    assert [line.compute_seconds for line in lines] == [[]] * 6
+    assert losses(lines)[-1] < losses(lines)[0]
+
+
+def test_steps_tell_what_each_rank_computed() -> None:
+    for line in train(make_loop(CONFIG)):
+        (seconds,) = line.compute_seconds
+        phases = line.data_seconds + line.forward_seconds + line.backward_seconds + line.update_seconds
+        assert seconds == pytest.approx(phases)
+        assert 0 < seconds <= line.step_seconds
