@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -81,11 +81,18 @@ def train(loop: Loop) -> Iterator[StepLine]:
     orders = plan_updates(
         loop.prepared.train, loop.global_batch, config.seed, loop.updates, config.padding == "dynamic"
     )
+    # Ranks that train apart learn of all ranks' losses an update later: behind what is sent meanwhile they would wait.
+    late = int(config.sync_every > 1)
+    unread: list[Callable[[], StepLine]] = []
     for number, (_, rows) in enumerate(orders, start=1):
-        yield _update(loop, number, rows)
+        unread.append(_update(loop, number, rows))
+        yield from (read() for read in unread[: len(unread) - late])
+        del unread[: len(unread) - late]
+    yield from (read() for read in unread)
 
 
-def _update(loop: Loop, number: int, rows: Order) -> StepLine:
+def _update(loop: Loop, number: int, rows: Order) -> Callable[[], StepLine]:
+    """One update; gives what waits for all ranks' sums and makes the line of them."""
     clock, exchange = Clock(), loop.exchange
     batches, weight = _micro_batches(loop, rows)
     clock.lap("data")
@@ -104,17 +111,26 @@ def _update(loop: Loop, number: int, rows: Order) -> StepLine:
     exchange.meet(number, last=number == loop.updates)
     seen = [(len(batch.labels), batch.tokens) for batch in batches]
     own = [loss_sum, *(weight * sum(counts) for counts in zip(*seen))]
-    totals = own if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
+    totals = (lambda: own) if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
+    if loop.config.sync_every == 1:
+        totals()
     clock.lap("communication")
-    return _line(clock, number, rate, totals, waited)
+    sent, seconds = take_traffic().nbytes, time.perf_counter() - clock.start
+    return lambda: _line(clock, number, rate, totals(), waited, sent, seconds)
 
 
-def _add_up(world: World, own: list[float]) -> list[float]:
-    """Sums over all ranks, but for the last of them: that comes from each rank, in their order."""
+def _add_up(world: World, own: list[float]) -> Callable[[], list[float]]:
+    """Sums over all ranks, but for the last of them: that comes from each rank, in their order. To be waited for."""
     *added, last = own
     totals = torch.tensor([*added, *(last * (rank == world.rank) for rank in range(world.size))], dtype=torch.float64)
-    dist.all_reduce(totals)
-    return [float(total) for total in totals]
+    work = dist.all_reduce(totals, async_op=True)
+
+    def read() -> list[float]:
+        if work is not None:
+            work.wait()
+        return [float(total) for total in totals]
+
+    return read
 
 
 def _micro_batches(loop: Loop, rows: Order) -> tuple[list[Batch], float]:
@@ -138,7 +154,9 @@ def _forward_backward(loop: Loop, clock: Clock, batch: Batch, factor: float) -> 
     return float(losses.detach().sum())
 
 
-def _line(clock: Clock, number: int, rate: float, totals: list[float], waited: float) -> StepLine:
+def _line(
+    clock: Clock, number: int, rate: float, totals: list[float], waited: float, sent: int, seconds: float
+) -> StepLine:
     loss_sum, rows, tokens, *compute_seconds = totals
     loss = loss_sum / max(rows, 1)
     if not math.isfinite(loss):
@@ -154,7 +172,7 @@ def _line(clock: Clock, number: int, rate: float, totals: list[float], waited: f
         backward_seconds=max(0.0, clock.seconds["backward"] - waited),
         communication_seconds=clock.seconds["communication"] + waited,
         update_seconds=clock.seconds["update"],
-        step_seconds=time.perf_counter() - clock.start,
-        bytes_sent=take_traffic().nbytes,
+        step_seconds=seconds,
+        bytes_sent=sent,
         compute_seconds=compute_seconds,
     )
