@@ -86,7 +86,7 @@ class TrainConfig:
     emulate_bf16: bool = _fast(False, "bf16 even where the CPU lacks it: slower than fp32")
     eval_batch_size: int = _fast(32, "rows a rank sees at once in evaluation", least=1)
     backend: str = _between("auto", "carries gradients; auto measures first", choices=BACKENDS)
-    grad_compression: str = _between("auto", "of gradients; auto: bf16 if training is", choices=COMPRESSIONS)
+    grad_compression: str = _between("auto", "of gradients; auto: as the link needs", choices=COMPRESSIONS)
     sync_every: int = _between(1, "updates between averages; 1: gradients, always", least=1)
     outer_momentum: float = _between(0.0, "of those averages; DiLoCo's: 0.9", least=0.0, most=0.99)
     comm_timeout: float = _between(300.0, "seconds a collective may take", least=1.0)
