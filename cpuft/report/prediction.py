@@ -15,8 +15,8 @@ from cpuft.errors import CpuftError, counted
 from cpuft.measurement import Measurement
 from cpuft.record import Record
 
-BUCKET_BYTES = 2**20
-"""Of gradients, before they are compressed: `cpuft.comm.choice.choosing` sends as many at a time."""
+BUCKET_NUMBERS = 2**20
+"""Gradients of so many parameters are sent at a time: `cpuft.comm.choice.choosing` has the same."""
 WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256}
 """Of one number on its way."""
 ETHERNET = 1448 / 1538
@@ -69,8 +69,6 @@ class Job:
     cores: float
     wire_bytes: float
     """Of one number on its way."""
-    number_bytes: float
-    """Of one gradient in memory."""
     parameters: int
     row: int
     words: dict[str, float]
@@ -139,7 +137,6 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         count_rows(record),
         find_cores(record),
         find_wire_bytes(record, compression),
-        2.0 if header.precision == "bf16" else 4.0,
         header.travels.parameters,
         header.travels.row,
         header.travels.words,
@@ -242,7 +239,7 @@ def _step(job: Job, network: Network, hosts: int, cpu_seconds_per_byte: float) -
     whole, words = job.sent_bytes(hosts)
     taken = 2 * (hosts - 1) / hosts * (whole + words) * cpu_seconds_per_byte / job.cores
     backward = job.backward_seconds + taken
-    buckets = max(1, math.ceil(job.parameters * job.number_bytes / BUCKET_BYTES))
+    buckets = max(1, math.ceil(job.parameters / BUCKET_NUMBERS))
     each = network.all_reduce_seconds(whole / buckets, hosts)
     # The first bucket is ready after its share of backward, and each waits for the one before it.
     waited = max(backward / buckets + buckets * each, backward + each) - backward

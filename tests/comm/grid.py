@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -261,6 +262,8 @@ def run(backend: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     become_rank()
+    # Variables that stand for another place of the ranks.
+    os.environ.update(dict(word.split("=") for word in sys.argv[3:]))
     torch.set_num_threads(1)
     comm.start(sys.argv[1], timeout_seconds=20)
     found = run(sys.argv[1])

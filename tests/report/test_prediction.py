@@ -26,7 +26,7 @@ from cpuft.report.prediction import (
 )
 from tests.records import make_record
 
-JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, 4.0, 4.0, 10_000_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
+JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, 4.0, 10_000_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
 FREE = Network(1e15, 0.0, 0.0)
 GIGABIT = Network(1e9, 1e-4)
 

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include <sys/prctl.h>
+
 #include "oneapi/ccl.hpp"
 
 namespace {
@@ -39,21 +41,37 @@ int guarded(Body body) {
     return 1;
 }
 
-// A worker thread moves the data, and may share the core of the one that waits, so that one sleeps (Linux adds 50 us).
+// A worker thread moves the data, and may share the core of the one that waits, so that one sleeps (Linux adds 50 us):
+// an eighth of the time that it has waited already, so that a long collective is not asked after a thousand times.
 // It does not call sched_yield. Where two jobs spin on that, Linux 6.18 runs nothing else for up to a minute: not the
 // ranks that are waited for, and not the kernel's own threads.
 template <class Submit>
 int blocking(Submit submit) {
     return guarded([&] {
+        using clock = std::chrono::steady_clock;
+        constexpr clock::duration least = std::chrono::microseconds(10), most = std::chrono::milliseconds(1);
         std::unique_lock<std::mutex> lock(library);
+        const auto begun = clock::now();
         auto event = submit();
         while (!event.test()) {
             lock.unlock();
-            std::this_thread::sleep_for(std::chrono::microseconds(10));
+            std::this_thread::sleep_for(std::clamp<clock::duration>((clock::now() - begun) / 8, least, most));
             lock.lock();
         }
     });
 }
+
+// While it lives, threads that are started inherit how late their sleeps may end (prctl(2)).
+class Slack {
+public:
+    explicit Slack(unsigned long microseconds) : before(prctl(PR_GET_TIMERSLACK)) {
+        if (microseconds) prctl(PR_SET_TIMERSLACK, microseconds * 1000);
+    }
+    ~Slack() { prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(before)); }
+
+private:
+    int before;
+};
 
 const ccl::communicator& of(void* group) {
     return *static_cast<Group*>(group)->communicator;
@@ -79,9 +97,12 @@ size_t cpuft_ccl_address_size() {
 }
 
 // The first rank makes the address that the others attach to; `address` has cpuft_ccl_address_size() bytes.
-int cpuft_ccl_make_group(void** group, char* address, int first) {
+// A worker without a core of its own looks for work, then sleeps for no time, which Linux makes `slack` microseconds (0:
+// as it is): each time it wakes, it takes the core from compute.
+int cpuft_ccl_make_group(void** group, char* address, int first, unsigned long slack) {
     return guarded([&] {
         std::lock_guard<std::mutex> lock(library);
+        Slack inherited(slack);
         ccl::init();
         auto made = std::make_unique<Group>();
         ccl::kvs::address_type raw;
@@ -97,9 +118,10 @@ int cpuft_ccl_make_group(void** group, char* address, int first) {
     });
 }
 
-int cpuft_ccl_connect(void* group, int size, int rank) {
+int cpuft_ccl_connect(void* group, int size, int rank, unsigned long slack) {
     return guarded([&] {
         std::lock_guard<std::mutex> lock(library);
+        Slack inherited(slack);
         auto* made = static_cast<Group*>(group);
         made->communicator =
             std::make_unique<ccl::communicator>(ccl::create_communicator(size, rank, made->store));

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from cpuft.comm.choice.choosing import BUCKET_BYTES, Choice, choose_backend
+from cpuft.comm.choice.choosing import BUCKET_NUMBERS, Choice, choose_backend
 from cpuft.comm.group.registration import BACKENDS, start
 from cpuft.errors import CpuftError
 from cpuft.measurement import Measurement
@@ -116,15 +116,16 @@ def _leave() -> None:
 
 
 def choose(
-    store: Store, rank: int, size: int, nbytes: int = BUCKET_BYTES, dtype: str = "float32", timeout: float = 60.0
+    store: Store, rank: int, size: int, nbytes: int = 0, dtype: str = "float32", timeout: float = 60.0
 ) -> Choice:
     """A short measured choice: all-reduces of one message over each backend, in turn. The same on all ranks.
 
     To be called before the default group is made, with a store that all ranks share, once for each size and type.
-    Takes a few seconds. The process must end with `cpuft.comm.leave`.
+    `nbytes` is a bucket's of that type unless given. Takes a few seconds. The process must end with `cpuft.comm.leave`.
     """
     if size == 1:
         return Choice("gloo", "one rank has nobody to send to")
+    nbytes = nbytes or BUCKET_NUMBERS * getattr(torch, dtype).itemsize
     timings: dict[str, list[tuple[float, float]]] = {}
     plan = [(backend, "all_reduce", dtype, nbytes) for _ in range(_CHOICE_ROUNDS) for backend in BACKENDS]
     for found in measure_turns(PrefixStore(f"choice {dtype} {nbytes}", store), rank, size, plan, timeout):

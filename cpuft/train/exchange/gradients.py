@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cpuft.comm.choice.choosing import BUCKET_BYTES
+from cpuft.comm.choice.choosing import BUCKET_NUMBERS
 from cpuft.comm.gradients.compression import choose_compression, make_reduce
 from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.options.fields import TrainConfig
@@ -31,7 +31,7 @@ class GradientExchange(Exchange):
         if self._rows:
             weight: Any = self._rows.weight  # torch has no types for its hooks
             weight.register_post_accumulate_grad_hook(self._note)
-        megabytes = BUCKET_BYTES / 2**20
+        megabytes = BUCKET_NUMBERS * next(own.parameters()).itemsize / 2**20
         self._parallel = DistributedDataParallel(own, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
         # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
         self._parallel.register_comm_hook(None, lambda _, bucket: self._send(bucket))

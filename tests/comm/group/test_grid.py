@@ -12,10 +12,18 @@ from tests.comm.ranks import mpirun
 LEAST_CASES = {"ccl": 460, "mpi": 460, "gloo": 180}
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
-@pytest.mark.parametrize("backend", ("ccl", "mpi", "gloo"))
-def test_all_operations_equal_what_one_process_works_out(backend: str, ranks: int, tmp_path: Path) -> None:
-    run = mpirun(ranks, "tests.comm.grid", backend, str(tmp_path), seconds=90)
+@pytest.mark.parametrize(
+    "backend, ranks, place",
+    (
+        *((backend, ranks, ()) for backend in ("ccl", "mpi", "gloo") for ranks in (2, 4)),
+        # Ranks on hosts apart ask MPI now and then, and sleep.
+        ("mpi", 2, ("MPI_LOCALNRANKS=1",)),
+    ),
+)
+def test_all_operations_equal_what_one_process_works_out(
+    backend: str, ranks: int, place: tuple[str, ...], tmp_path: Path
+) -> None:
+    run = mpirun(ranks, "tests.comm.grid", backend, str(tmp_path), *place, seconds=90)
     assert run.returncode == 0, run.stdout[-3000:]
     for rank in range(ranks):
         outcomes = json.loads((tmp_path / f"{rank}.json").read_text())
