@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from cpuft.comm.choice.choosing import BUCKET_NUMBERS, Choice, cache_key, read_choice, write_choice
+from cpuft.comm.choice.choosing import MESSAGE_BYTES, Choice, cache_key, read_choice, write_choice
 from cpuft.comm.choice.measure import choose
 
 _PACKAGES = ("torch", "impi-rt", "oneccl-cpu", "mpi4py")
@@ -24,7 +24,7 @@ def choose_automatically(store: Store, rank: int, size: int, cache: Path, dtype:
     store = PrefixStore("automatic", store)
     store.set(f"host/{rank}", socket.gethostname())
     hosts = [store.get(f"host/{other}").decode() for other in range(size)]
-    key = cache_key(hosts, size, _versions() | {"type": dtype, "numbers": str(BUCKET_NUMBERS)})
+    key = cache_key(hosts, size, _versions() | {"type": dtype, "bytes": str(MESSAGE_BYTES)})
     if rank == 0:
         remembered = read_choice(cache, key)
         store.set("remembered", json.dumps(remembered and [remembered.backend, remembered.reason]))

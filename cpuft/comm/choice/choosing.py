@@ -20,6 +20,8 @@ costs CPU time of its own: 40 MiB over gloo between four hosts take 55 ms of eac
 small encoder's layers never fill, nothing is hidden: by scripts/bench-comm, MiniLM in bf16 over gloo between two hosts
 with a core each, backward and communication take 384 ms together at 1 Gbit/s with 0.5, 1, 2 or 4 MiB alike; at 500
 Mbit/s 402, 411, 417 and 454."""
+MESSAGE_BYTES = 2**20
+"""What backends are chosen by: about a bucket, compressed, and over a slow link not too long."""
 TIE = 1.02
 """Backends within 2 % of the best are as good: repeated medians on one quiet pair of hosts differ by as much."""
 PREFERENCE = ("gloo", "mpi", "ccl")

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from cpuft.comm.choice.choosing import BUCKET_NUMBERS, Choice, choose_backend
+from cpuft.comm.choice.choosing import MESSAGE_BYTES, Choice, choose_backend
 from cpuft.comm.group.registration import BACKENDS, start
 from cpuft.errors import CpuftError
 from cpuft.measurement import Measurement
 from cpuft.options.bench import Turn
 
+_TURN_SECONDS = 3.0
 _CHOICE_ROUNDS = 3
 """A busy moment of the hosts lasts seconds: backends measured in turn share it."""
 
@@ -26,10 +27,21 @@ def repetitions(nbytes: int, budget_bytes: int = 512 * 2**20) -> int:
     return max(5, min(50, budget_bytes // max(1, nbytes)))
 
 
+def fit_repetitions(wanted: int, seconds: float) -> int:
+    """How often to repeat what took so long once: over a slow link five times, a turn being three seconds."""
+    return min(wanted, max(5, int(_TURN_SECONDS / max(seconds, 1e-9))))
+
+
 def measure(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) -> Measurement:
     """Time an operation of the current default group. All ranks call it together and get the same result."""
     call = _operation(operation, getattr(torch, dtype), nbytes)
-    for _ in range(max(2, repeat // 5)):
+    call()
+    begun = time.perf_counter()
+    call()
+    took = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    repeat = fit_repetitions(repeat, float(took))
+    for _ in range(repeat // 5 - 2):
         call()
     found = torch.empty((2, repeat), dtype=torch.float64)
     cores = len(os.sched_getaffinity(0))
@@ -116,16 +128,15 @@ def _leave() -> None:
 
 
 def choose(
-    store: Store, rank: int, size: int, nbytes: int = 0, dtype: str = "float32", timeout: float = 60.0
+    store: Store, rank: int, size: int, nbytes: int = MESSAGE_BYTES, dtype: str = "float32", timeout: float = 60.0
 ) -> Choice:
     """A short measured choice: all-reduces of one message over each backend, in turn. The same on all ranks.
 
     To be called before the default group is made, with a store that all ranks share, once for each size and type.
-    `nbytes` is a bucket's of that type unless given. Takes a few seconds. The process must end with `cpuft.comm.leave`.
+    Takes a few seconds, over a slow link more. The process must end with `cpuft.comm.leave`.
     """
     if size == 1:
         return Choice("gloo", "one rank has nobody to send to")
-    nbytes = nbytes or BUCKET_NUMBERS * getattr(torch, dtype).itemsize
     timings: dict[str, list[tuple[float, float]]] = {}
     plan = [(backend, "all_reduce", dtype, nbytes) for _ in range(_CHOICE_ROUNDS) for backend in BACKENDS]
     for found in measure_turns(PrefixStore(f"choice {dtype} {nbytes}", store), rank, size, plan, timeout):

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.choice.choosing import BUCKET_BYTES
+from cpuft.comm.choice.choosing import MESSAGE_BYTES
 from cpuft.comm.choice.measure import measure
 from cpuft.comm.choice.rungs import PROVEN, Rung, Wire, choose_rung
 from cpuft.comm.gradients.blocks import average_seconds, coded_bytes
@@ -80,8 +80,8 @@ def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds:
 def measure_wire() -> Wire:
     """An all-reduce's time between these ranks, of a bucket and of next to nothing. A collective."""
     small = measure("", "all_reduce", "float32", 64, 5).median_seconds
-    large = measure("", "all_reduce", "float32", BUCKET_BYTES, 3).median_seconds
-    return Wire(max(0.0, large - small) / BUCKET_BYTES, small)
+    large = measure("", "all_reduce", "float32", MESSAGE_BYTES, 3).median_seconds
+    return Wire(max(0.0, large - small) / MESSAGE_BYTES, small)
 
 
 def _measure_compute(

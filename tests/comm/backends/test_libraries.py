@@ -11,7 +11,7 @@ import torch
 
 from cpuft.comm.backends import ccl
 from cpuft.comm.backends.mpi import half_handles
-from cpuft.comm.choice.measure import repetitions
+from cpuft.comm.choice.measure import fit_repetitions, repetitions
 from cpuft.errors import CpuftError
 from cpuft.measurement import bus_factor
 
@@ -112,3 +112,10 @@ def test_bus_bandwidth_is_that_of_nccl_tests(operation: str, ranks: int, factor:
 @pytest.mark.parametrize("nbytes, times", ((1, 50), (25 * 2**20, 20), (2**30, 5)))
 def test_large_messages_are_repeated_less(nbytes: int, times: int) -> None:
     assert repetitions(nbytes) == times
+
+
+@pytest.mark.parametrize(
+    "wanted, seconds, times", ((50, 0.0, 50), (50, 0.01, 50), (50, 0.126, 23), (50, 2.5, 5), (3, 2.5, 3))
+)
+def test_what_a_slow_link_delays_is_repeated_less(wanted: int, seconds: float, times: int) -> None:
+    assert fit_repetitions(wanted, seconds) == times
