@@ -83,7 +83,7 @@ def format_verdict(comparison: Comparison) -> str:
     metrics = "".join(f", {name} {value:.4f}" for name, value in last.metrics.items())
     if last.np == base.np:
         return f"{_name(last)}: {last.samples_per_second:.1f} samples/s{metrics}."
-    ideal = f", and {last.ideal.efficiency:.0%} of what they could do at best" if last.ideal else ""
+    ideal = _judge_ideal(last)
     if abs(last.speedup - 1) <= last.intervals.get("speedup", -1.0):
         return f"No clear difference in speed between {_name(last)} and {_name(base)}."
     off = last.intervals.get("speedup")
@@ -91,6 +91,14 @@ def format_verdict(comparison: Comparison) -> str:
         f"{_name(last)} are {last.speedup:.2f} {f'± {off:.2f} ' if off else ''}times as fast as {_name(base)}: "
         f"{last.efficiency:.0%} of {last.np / base.np:g} times{ideal}."
     )
+
+
+def _judge_ideal(row: Row) -> str:
+    if row.ideal is None:
+        return ""
+    if abs(row.ideal.efficiency - 1) <= row.intervals.get("ideal", -1.0):
+        return ", with no clear difference from what they could do at best"
+    return f", and {row.ideal.efficiency:.0%} of what they could do at best"
 
 
 def _name(row: Row) -> str:

@@ -99,6 +99,16 @@ def test_verdicts_of_one_run_and_against_the_ideal() -> None:
     assert format_verdict(compare(make_runs((1, 2)))).endswith("and 74% of what they could do at best.")
 
 
+def test_a_verdict_claims_nothing_inside_the_ideals_interval() -> None:
+    rounds = [make_runs((1, 2)), make_runs((1, 2))]
+    ideal = rounds[1][2]
+    rounds[1][2] = dataclasses.replace(
+        ideal, steps=[dataclasses.replace(line, compute_seconds=[1.3, 1.3]) for line in ideal.steps]
+    )
+    verdict = format_verdict(compare([run for runs in rounds for run in runs]))
+    assert verdict.endswith("90% of 2 times, with no clear difference from what they could do at best.")
+
+
 def test_older_records_and_runs_of_one_size() -> None:
     runs = [make_record(2, options={"backend": name}) for name in ("gloo", "mpi")]
     runs[1] = dataclasses.replace(runs[1], path="runs/other/record.jsonl")
