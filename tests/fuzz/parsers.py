@@ -241,6 +241,7 @@ EXEMPT = {
     "read_mtus": "the kernel's files",
     "read_packages": "what pip has installed",
     "read_parts": "a model's layers",
+    "read_quota": "the kernel's files",
     "read_raw": "a text, whatever it holds",
     "read_route": "a system call",
     "read_rows": "parse_tsv",
