@@ -63,7 +63,9 @@ def measure_against(run: Record, ideal: Record) -> Against | None:
     seconds = statistics.harmonic_mean(means)
     rate = statistics.fmean(line.samples for line in own) / seconds
     known = all(len(line.compute_seconds) == ranks for line in own)
-    return Against(rate, seconds / step, step, seconds, divide(own, seconds) if known else {})
+    every = run.header.options.get("sync_every", 1)
+    parts = divide(own, seconds, every if type(every) is int and every > 0 else 1) if known else {}
+    return Against(rate, seconds / step, step, seconds, parts)
 
 
 def count_common(steps: Sequence[StepLine], most: int) -> int:
@@ -75,11 +77,11 @@ def count_common(steps: Sequence[StepLine], most: int) -> int:
     return min(max(common, most // 10 + 1), most)
 
 
-def divide(steps: Sequence[StepLine], ideal_seconds: float) -> dict[str, float]:
-    """The seconds of a step beyond the ideal's, part by part."""
-    computes = [line.compute_seconds for line in steps]
-    mean = statistics.fmean(map(statistics.fmean, computes))
-    slowest = statistics.fmean(map(max, computes))
+def divide(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> dict[str, float]:
+    """The seconds of a step beyond the ideal's, part by part, of ranks that meet after `every` updates."""
+    mean = statistics.fmean(statistics.fmean(line.compute_seconds) for line in steps)
+    meetings = itertools.groupby(steps, key=lambda line: (line.step - 1) // every)
+    slowest = sum(max(map(sum, _by_rank(list(lines)))) for _, lines in meetings) / len(steps)
     of_rank_0 = statistics.fmean(line.compute_seconds[0] for line in steps)
     waited = statistics.fmean(line.communication_seconds for line in steps)
     step = statistics.fmean(line.step_seconds for line in steps)

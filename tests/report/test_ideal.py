@@ -75,6 +75,16 @@ def test_steps_in_which_all_of_the_ideal_ran(seconds: list[float], most: int, co
     assert count_common(lines, most) == (common if seconds else 3)
 
 
+@pytest.mark.parametrize("every, uneven", [(1, 0.5), (2, 0.0), (3, 0.5 / 3)])
+def test_ranks_that_meet_now_and_then_wait_for_the_slowest_sum(every: int, uneven: float) -> None:
+    run = make_run([1.0, 2.0], 0.5, options={"sync_every": every})
+    steps = [dataclasses.replace(one, compute_seconds=[2.0, 1.0]) if one.step % 2 else one for one in run.steps]
+    found = measure_against(dataclasses.replace(run, steps=steps), make_ideal([1.0, 1.0]))
+    assert found is not None
+    assert found.parts["uneven"] == pytest.approx(uneven, abs=0.02)
+    assert sum(found.parts.values()) == pytest.approx(found.step_seconds - found.ideal_seconds)
+
+
 def test_older_records_have_no_parts() -> None:
     run = make_run([1.2, 1.4], 0.8)
     old = dataclasses.replace(run, steps=[dataclasses.replace(line, compute_seconds=[]) for line in run.steps])
