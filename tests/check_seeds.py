@@ -29,6 +29,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "exact": ("--grad-compression", "none"),
     "bf16": ("--grad-compression", "bf16"),
     "int8": ("--grad-compression", "int8"),
+    "late": ("--grad-compression", "late"),
     "powersgd": ("--grad-compression", "powersgd"),
     "local4": ("--sync-every", "4"),
     "local8": ("--sync-every", "8"),

@@ -27,8 +27,8 @@ class Rung:
     """Messages, one after the other, after the last gradient is ready."""
     coding_seconds: float
     """What making messages and reading them takes from compute."""
-    every: int = 1
-    """Updates between meetings; with more than one, messages have so many updates to arrive in."""
+    background: bool = False
+    """Whether all of it has a whole update to arrive in."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,8 @@ class Wire:
 def foretell_seconds(rung: Rung, compute_seconds: float, wire: Wire) -> float:
     """What an update takes, with `compute_seconds` for its forward and backward passes."""
     layers, rows = (nbytes * wire.seconds_per_byte for nbytes in (rung.layer_bytes, rung.row_bytes))
-    if rung.every > 1:
-        left = (layers + rows) * rung.every - compute_seconds * rung.every
-        return compute_seconds + (rung.coding_seconds + max(0.0, left)) / rung.every
+    if rung.background:
+        return rung.coding_seconds + max(compute_seconds, layers + rows)
     left = max(0.0, layers - BEHIND * compute_seconds) + rows + rung.waits * wire.latency_seconds
     return compute_seconds + rung.coding_seconds + left
 

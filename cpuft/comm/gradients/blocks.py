@@ -7,12 +7,15 @@ overflow. So each rank gets its part of all messages, adds in fp32, rounds the m
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+
+from cpuft.comm.group.queues import Queue
 
 BLOCK = 256
 """Numbers that share a scale: its four bytes are 1.6 % of the message."""
@@ -98,6 +101,33 @@ class BlockMean:
         assert self._work is not None
         self._work.wait()
         return decode(self._message, self._width).view(-1)[: self._count]
+
+
+class BackgroundMean:
+    """A mean that goes on beside whatever this thread does; of one group, one at a time.
+
+    Parameters
+    ----------
+    group: nothing else may be under way on it.
+    queue: the thread that waits.
+    """
+
+    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, queue: Queue) -> None:
+        self._mean = BlockMean(numbers, group)
+        self._turned: concurrent.futures.Future[None] = concurrent.futures.Future()
+        queue.put(self._turn)
+
+    def _turn(self) -> None:
+        try:
+            self._mean.turn()
+            self._turned.set_result(None)
+        except Exception as error:  # to be raised where it is waited for
+            self._turned.set_exception(error)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the mean, and what is to be added to what this rank sends next."""
+        self._turned.result()
+        return self._mean.finish(), self._mean.missed
 
 
 def average_blocks(numbers: torch.Tensor, unsent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

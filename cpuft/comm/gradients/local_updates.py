@@ -7,13 +7,12 @@ et al. 2025, arXiv:2501.18512, overlap likewise), so that nobody waits.
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.gradients.blocks import BlockMean
+from cpuft.comm.gradients.blocks import BackgroundMean
 from cpuft.comm.group.queues import Queue
 from cpuft.errors import CpuftError, near_names
 
@@ -127,22 +126,12 @@ class LocalUpdates:
         self._arrival = arrive
 
     def _send_blocks(self, rows: torch.Tensor, message: torch.Tensor) -> Callable[[], None]:
-        mean = BlockMean(message, self._group)
-        turned: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-        def turn() -> None:
-            try:
-                mean.turn()
-                turned.set_result(None)
-            except Exception as error:  # to be raised where it is waited for
-                turned.set_exception(error)
-
-        self._queue.put(turn)
+        sending = BackgroundMean(message, self._group, self._queue)
 
         def arrive() -> None:
-            turned.result()
-            self._place(self._unsent, rows, mean.missed)
-            self._step(rows, mean.finish())
+            mean, missed = sending.finish()
+            self._place(self._unsent, rows, missed)
+            self._step(rows, mean)
 
         return arrive
 

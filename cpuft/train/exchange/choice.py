@@ -5,6 +5,7 @@ from __future__ import annotations
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.exchange.gradients import GradientExchange
+from cpuft.train.exchange.late import LateExchange
 from cpuft.train.exchange.parameters import ParameterExchange
 
 
@@ -12,4 +13,6 @@ def choose_exchange(config: TrainConfig, ranks: int) -> type[Exchange]:
     """What ranks exchange; one has nobody to exchange with."""
     if ranks == 1:
         return Exchange
-    return GradientExchange if config.sync_every == 1 else ParameterExchange
+    if config.sync_every > 1:
+        return ParameterExchange
+    return LateExchange if config.grad_compression == "late" else GradientExchange

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.comm.gradients.blocks import BlockMean, BlockReducer
+from cpuft.comm.gradients.late import LateGradients
 from cpuft.comm.gradients.local_updates import LocalUpdates
 from cpuft.comm.gradients.powersgd import PowerSGD
 from tests.comm.ranks import become_rank
@@ -127,6 +128,28 @@ def walk(compression: str, momentum: float) -> dict[str, float]:
     }
 
 
+def late() -> dict[str, object]:
+    """Four updates, of which the means of three are received: how far they and what is kept are from all gradients."""
+    weight, words = torch.nn.Parameter(torch.zeros(70, 5)), torch.nn.Parameter(torch.zeros(9, 3))
+    sender = LateGradients([weight, words], words)
+    exact, received = torch.zeros(2, 377, dtype=torch.float64)
+    gone, differ, gradients = [], 0.0, torch.zeros(377)
+    for named in ([1, 4], [4, 4], [0, 8, 3], [2]):
+        exact += mean(gradients)
+        gradients = torch.randn(377)
+        gradients[350:].view(9, 3)[[row for row in range(9) if row not in named]] = 0.0
+        weight.grad, words.grad = gradients[:350].view(70, 5).clone(), gradients[350:].view(9, 3).clone()
+        sender.exchange(torch.tensor(named))
+        gone.append(weight.grad is None)
+        found = [p.grad for p in (weight, words) if p.grad is not None]
+        got = torch.cat([torch.zeros(377), *(gradient.reshape(-1) for gradient in found)])[-377:]
+        received += got.double()
+        differ = max(differ, float((mean(got) - got.double()).abs().max()))
+    kept = mean(torch.cat([sender._unsent, sender._unsent_words.view(-1)]))
+    gap, lack = (received + kept - exact).abs().max(), (received - exact).abs().max()
+    return {"gap": float(gap), "lack": float(lack), "differ": differ, "gone": gone}
+
+
 def outer(momentum: float) -> list[float]:
     """Where one number is after each meeting, when every rank gains 1 in each and 1 again before the end."""
     number = torch.nn.Parameter(torch.zeros(1))
@@ -147,7 +170,7 @@ if __name__ == "__main__":
     world: Any = dist.group.WORLD
     found: dict[str, object] = {"int8": sums(BlockReducer(world), blocks), "powersgd": sums(PowerSGD(world), factors)}
     found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}
-    found |= {"untouched": untouched(), "outer": outer(0.9), "plain": outer(0.0)}
+    found |= {"late": late(), "untouched": untouched(), "outer": outer(0.9), "plain": outer(0.0)}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -50,3 +50,11 @@ def test_the_mean_is_applied_a_meeting_later_and_by_nesterovs_formula(found: lis
     for one in found:
         assert one["plain"] == [1.0, 2.0, 3.0, 4.0]
         assert one["outer"] == pytest.approx(places, abs=1e-4)
+
+
+def test_late_gradients_are_last_updates_and_nothing_is_lost(found: list[dict[str, dict[str, object]]]) -> None:
+    for one in found:
+        assert one["late"]["gone"] == [True, False, False, False]
+        assert one["late"]["differ"] == pytest.approx(0, abs=1e-9)
+        assert one["late"]["gap"] == pytest.approx(0, abs=1e-5)
+        assert one["late"]["lack"] != pytest.approx(0, abs=1e-3)
