@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import click
-from click.core import ParameterSource
 
 from cpuft import __version__
 from cpuft.errors import CpuftError, Interrupted, describe_disk
-from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ScriptConfig, TrainConfig, option_names
-from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
+from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ResumeConfig, ScriptConfig, TrainConfig
+from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
 from cpuft.options.help import Verbs
 from cpuft.streams import check_output, keep_streams
 
@@ -63,10 +62,11 @@ def verb(*params: click.Parameter, group: click.Group = cli) -> Callable[[Callab
     *make_options(TrainConfig),
     *make_options(ScriptConfig),
     *make_options(LaunchConfig),
+    *make_options(ResumeConfig),
     DRY_RUN,
     click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT.py ARGS...]"),
 )
-def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
+def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -> None:
     """Train --task on --np ranks; or run a script of your own on them: cpuft launch --np 4 -- train.py --lr 1e-4.
 
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
@@ -74,24 +74,28 @@ def launch(script: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_travel
     from cpuft.launch.planning import choose_run_dir, end_script, plan_launch, plan_script, plan_training
+    from cpuft.launch.resume import read_resumed
 
     config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
     if script:
-        _refuse_training_options()
+        refuse_options(TrainConfig, "is for cpuft's own training: a script takes its options behind its name, after --")
     if wrap:
         end_script((sys.executable, *script), sys.executable, wrap)
     name = Path(script[0]).stem if script else train.task
     command = plan_script(script) if script else ()
-    run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
+    resumed = read_resumed(resume, bool(script)) if resume else None
+    if resumed:
+        config, train = resumed.take_over(config, train, given_options())
+    run_dir = resumed.run_dir if resumed else choose_run_dir(config.run_dir, f"{name}-np{config.np}")
     cluster = gather_cluster(config)
     work = cluster.work_dir(run_dir)
     if script:
         command, parcels = pack_script(cluster, command)
         command = end_script(command, cluster.python, wrap)
-        plan = plan_launch(cluster, config, work, command, "gloo", os.environ)
+        plan = plan_launch(cluster, config, work, command, "gloo", os.environ, bool(resumed))
     else:
         train, parcels = pack_training(cluster, train)
-        plan = plan_training(cluster, config, train, work, _progress(), os.environ)
+        plan = plan_training(cluster, config, train, work, _progress(), os.environ, resumed=resumed)
     plan = plan_travel(plan, parcels, gather_lacking(parcels, cluster), cluster, run_dir)
     if dry_run:
         _print_plans([plan])
@@ -203,17 +207,6 @@ def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, est
         click.echo(json.dumps(to_json(comparison), indent=2))
     else:
         click.echo(format_markdown(comparison) if markdown else format_text(comparison), nl=False)
-
-
-def _refuse_training_options() -> None:
-    """A script does not see cpuft's own training options; whoever gives them expects that it does."""
-    context = click.get_current_context()
-    given = [
-        name for name in option_names(TrainConfig) if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    ]
-    if given:
-        flag = "--" + given[0].replace("_", "-")
-        raise CpuftError(f"{flag} is for cpuft's own training: a script takes its options behind its name, after --")
 
 
 def _progress() -> str:

@@ -73,6 +73,8 @@ class RunPlan:
     """What comes back, and what is taken away after that."""
     notes: tuple[str, ...] = ()
     ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    resumed: bool = False
+    """Whether the run's directory is that of an earlier start, and must not be taken away."""
 
     @property
     def whole(self) -> Plan:
@@ -85,7 +87,7 @@ class RunPlan:
 
     def on_master(self) -> RunPlan:
         """What the master does by itself, as it sees that."""
-        return RunPlan(prepare=self.prepare, ranks=self.ranks, notes=self.notes)
+        return RunPlan(prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed)
 
 
 def format_export(setting: Setting) -> str:

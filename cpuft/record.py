@@ -7,6 +7,7 @@ line is an object with its `kind`. A last line cut short by a crash is forgiven.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,24 @@ class StepLine:
 
 
 @dataclass(frozen=True)
+class ResumedLine:
+    """The run was resumed: what follows ran here, with the header's options, global batch and rows."""
+
+    step: int
+    """The last update before it."""
+    repeated: int
+    """Updates that had been made after that one, and are made again; their lines are gone."""
+    world_size: int
+    ranks: list[RecordedRank]
+    backend: str
+    precision: str
+    reset: str
+    """What no checkpoint has, and began anew; empty for nothing."""
+    started: str
+    """UTC, ISO 8601."""
+
+
+@dataclass(frozen=True)
 class EvaluationLine:
     """Metrics of one validation split."""
 
@@ -146,6 +165,7 @@ class Record:
     steps: list[StepLine] = field(default_factory=list)
     evaluations: list[EvaluationLine] = field(default_factory=list)
     footer: Footer | None = None
+    resumptions: list[ResumedLine] = field(default_factory=list)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -158,10 +178,11 @@ def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
     return steps[len(steps) // 10 :]
 
 
-Line = Header | StepLine | EvaluationLine | Footer | MeasuredHeader | Measurement | Link
+Line = Header | StepLine | ResumedLine | EvaluationLine | Footer | MeasuredHeader | Measurement | Link
 _KINDS: dict[str, type[Line]] = {
     "header": Header,
     "step": StepLine,
+    "resumed": ResumedLine,
     "evaluation": EvaluationLine,
     "footer": Footer,
     "measured": MeasuredHeader,
@@ -177,11 +198,18 @@ def format_line(line: Line) -> str:
 
 
 class Writer:
-    """Writes a record line by line, each one flushed, so that a killed run leaves all it had."""
+    """Writes a record line by line, each one flushed, so that a killed run leaves all it had. Locked meanwhile."""
 
-    def __init__(self, run_dir: str) -> None:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = open(Path(run_dir) / FILE_NAME, "x", encoding="utf-8")  # noqa: SIM115
+    def __init__(self, run_dir: str, begun: str | None = None) -> None:
+        """`begun`: what a resumed run's record begins with, in the place of the one that is there."""
+        path = Path(run_dir) / FILE_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path if begun is None else path.with_suffix(".new")
+        self._file: IO[str] = open(beside, "x" if begun is None else "w", encoding="utf-8")  # noqa: SIM115
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file.write(begun or "")
+        self._file.flush()
+        beside.rename(path)
 
     def write(self, line: Line) -> None:
         """Append a line."""
@@ -224,6 +252,7 @@ def parse_record(text: str, path: str = "record") -> Record:
         [line for line in parsed if isinstance(line, StepLine)],
         [line for line in parsed if isinstance(line, EvaluationLine)],
         next((line for line in parsed if isinstance(line, Footer)), None),
+        [line for line in parsed if isinstance(line, ResumedLine)],
     )
 
 

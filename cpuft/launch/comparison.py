@@ -77,6 +77,8 @@ def plan_comparison(
     sent: dict[str, set[str]] = {}
     for ranks, apart, turn in order_runs(numbers, comparison):
         own = scale_batch(train, ranks, numbers[0], comparison.scaling)
+        # What is measured is training, unless checkpoints were asked for.
+        own = replace(own, checkpoint_every=max(0.0, own.checkpoint_every))
         launch, cluster = replace(config, np=ranks), clusters[ranks]
         label, name = f"np {ranks}", f"{'ideal' if apart else 'np'}-{ranks}"
         if apart:

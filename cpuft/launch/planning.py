@@ -18,6 +18,7 @@ from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
+from cpuft.launch.resume import Resumed
 from cpuft.launch.secrets import plan_secrets
 from cpuft.options.bench import plan_turns
 from cpuft.options.fields import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
@@ -26,6 +27,14 @@ from cpuft.words import own_module, pack_words
 
 LEAST_FREE_BYTES = 256 << 20
 """Room that a run directory must have: records and logs are small, a trained encoder is a few hundred MB."""
+
+# Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
+_MAKE = '{ mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"'
+_MAKE_AGAIN = (
+    'mkdir -p "$1" && n=1 && while [ -e "$1/logs-$n" ]; do n=$((n+1)); done && '
+    '{ [ ! -e "$1/logs" ] || mv "$1/logs" "$1/logs-$n"; } && mkdir "$1/logs"'
+)
+"""Logs of earlier starts stay beside the new ones."""
 
 
 def plan_placements(
@@ -83,11 +92,14 @@ def plan_training(
     progress: str,
     environ: Mapping[str, str],
     apart: bool = False,
+    resumed: Resumed | None = None,
 ) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
     prepared = f"{run_dir}/data.npz"
     worker = WorkerConfig(run_dir=run_dir, prepared=prepared, progress=progress, apart=apart)
+    if resumed:
+        worker = replace(worker, resume=resumed.updates, global_batch=resumed.global_batch)
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
@@ -95,7 +107,8 @@ def plan_training(
         (*_settings_there(cluster), *(plan_secrets(cluster, run_dir, environ)[0][0] if cluster.away else ())),
         cluster.master,
     )
-    return replace(plan_launch(cluster, config, run_dir, command, train.backend, environ), prepare=((prepare,),))
+    plan = plan_launch(cluster, config, run_dir, command, train.backend, environ, bool(resumed))
+    return replace(plan, prepare=((prepare,),))
 
 
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
@@ -134,10 +147,11 @@ def plan_launch(
     command: tuple[str, ...],
     backend: str,
     environ: Mapping[str, str],
+    resumed: bool = False,
 ) -> RunPlan:
     """One mpirun over all hosts; each rank's output goes into a file of its own in the run directory.
 
-    `command` is a program, or `-m` and a module of ours.
+    `command` is a program, or `-m` and a module of ours. With `resumed` the directory is there already.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     sent, without, words = plan_secrets(cluster, run_dir, environ)
@@ -147,22 +161,31 @@ def plan_launch(
         for assignment, settings in zip(cluster.assignments, per_host)
     )
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
-    logs, folder = f"{run_dir}/logs", os.path.dirname(run_dir)
+    shared += (Setting("CPUFT_RESUMED", "1", "the run goes on: see cpuft.load_state"),) if resumed else ()
+    logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
     command = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
-    # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
-    script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
-    script += 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && '
-    script += 'mkdir "$1/logs"'
-    make = Step("make the run's directory", ("sh", "-c", script, folder, run_dir), host=cluster.master)
+    make = _plan_folder(cluster, run_dir, resumed)
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
         (*without, *mpirun.MAKE_KEY, *command),
         (*mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root), *_settings_there(cluster)),
         cluster.master,
     )
-    return RunPlan(((make,),), ranks=((start,),), notes=plan_notes(cluster, shared, per_host, words), ways=cluster.ways)
+    notes = plan_notes(cluster, shared, per_host, words)
+    return RunPlan(((make,),), ranks=((start,),), notes=notes, ways=cluster.ways, resumed=resumed)
+
+
+def _plan_folder(cluster: Cluster, run_dir: str, resumed: bool) -> Step:
+    if resumed and cluster.away:
+        raise CpuftError(
+            "--resume goes on with runs on this machine's disk, and these hosts have their own: start anew"
+        )
+    script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
+    script += 'mkdir -p "$0" && ' + (_MAKE_AGAIN if resumed else _MAKE)
+    words = ("sh", "-c", script, os.path.dirname(run_dir), run_dir)
+    return Step("make the run's directory", words, host=cluster.master)
 
 
 def _settings_there(cluster: Cluster) -> tuple[Setting, ...]:

@@ -114,7 +114,8 @@ def run_plan(
             _run_before(here(step), environ)
         write_plan(plan, run_dir)
     except BaseException:
-        execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
+        if not plan.resumed:
+            execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
     ending = Ending(Path(run_dir) / "logs", lambda: door.find_silent(sorted(set(hosts))))

@@ -91,6 +91,11 @@ class TrainConfig:
     outer_momentum: float = _between(0.0, "of those averages; DiLoCo's: 0.9", least=0.0, most=0.99)
     comm_timeout: float = _between(300.0, "seconds a collective may take", least=1.0)
     save_model: bool = _kept(True, "keep the trained model and tokenizer")
+    checkpoint_every: float = _kept(-1.0, "seconds; 0: none (default: 2 % of the time)", least=-1.0)
+
+
+FREE_ON_RESUME = ("backend", "grad_compression", "comm_timeout", "eval_batch_size", "checkpoint_every", "save_model")
+"""Options that may change when a run goes on: they say how it is trained on these hosts, not what."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class WorkerConfig:
     prepared: str = option("", "tokenised data made by cpuft.train.data.prepare (default: prepare it now)")
     progress: str = option("lines", "how rank 0 shows progress", choices=("bar", "lines"))
     apart: bool = option(False, "each rank trains for itself: what the hosts could do together at best")
+    resume: int = option(-1, "goes on with the run of run-dir, of which so many updates were recorded", least=-1)
+    global_batch: int = option(0, "rows of an update (default: a batch for each rank)", least=0)
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,13 @@ class ScriptConfig:
     """How `cpuft launch` runs a script of yours."""
 
     wrap: bool = _fast(False, "bring the fast path to the Trainer in your script")
+
+
+@dataclass(frozen=True)
+class ResumeConfig:
+    """How `cpuft launch` goes on with a run."""
+
+    resume: str = _kept("", "go on with this run, with its options", takes="FOLDER")
 
 
 @dataclass(frozen=True)

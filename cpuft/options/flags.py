@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 import click
+from click.core import ParameterSource
 
 from cpuft.errors import CpuftError, near_names
 from cpuft.loader import load, parse_yaml
@@ -86,6 +87,22 @@ def _make_option(field: dataclasses.Field[Any], kind: type) -> FieldOption:
 def pick(config: type[C], values: dict[str, Any]) -> C:
     """The configuration whose fields are among `values`; those that are not have their defaults."""
     return config(**{name: values[name] for name in option_names(config) if name in values})
+
+
+def given_options() -> dict[str, ParameterSource]:
+    """Names of the options of the running verb that the command line or --config gave, and which of them it was."""
+    context = click.get_current_context()
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    told = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+    return {name: source for name, source in sources.items() if source in told}
+
+
+def refuse_options(config: type, why: str) -> None:
+    """Raises CpuftError when the command line gave an option of this class: it says nothing to what is asked for."""
+    given = given_options()
+    for name in option_names(config):
+        if given.get(name) is ParameterSource.COMMANDLINE:
+            raise CpuftError(f"--{name.replace('_', '-')} {why}")
 
 
 def parse_arguments(config: type[C], words: Sequence[str]) -> C:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -54,23 +56,27 @@ class Loop:
         precision: str,
         world: World,
         apart: bool = False,
+        global_batch: int = 0,
     ) -> None:
         self.model, self.objective, self.config, self.prepared = model, objective, config, prepared
         self.precision, self.world, self.apart = precision, world, apart
-        self.global_batch = config.batch_size * config.accumulation * world.size
+        self.global_batch = global_batch or config.batch_size * config.accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         self.optimizer = make_optimizer(model, config, precision)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda update: learning_rate_factor(update, self.updates, config.warmup_ratio)
-        )
         self.rung_reason = ""
         if not apart:
             self.config, self.rung_reason = settle(config, precision, model, objective, prepared, world)
         self.exchange = choose_exchange(self.config, 1 if apart else world.size)(
             model, self.optimizer, self.config, precision
         )
-        # Ranks share weights, not dropout masks.
-        torch.manual_seed(config.seed + 1 + world.rank)
+        self.done = 0
+        """Updates that were made before this start, and are not made again."""
+        self.asks_to_pause: Callable[[], bool] = lambda: False
+        """Whether this rank wants all to stop for a moment after this update, for a checkpoint."""
+        self.pauses = False
+        """Whether any rank wanted that; all ranks know the same."""
+        self.rest: Callable[[int], None] = lambda update: None
+        """What is done in that moment, on all ranks after the same update, when all have the same parameters."""
 
 
 def train(loop: Loop) -> Iterator[StepLine]:
@@ -84,16 +90,23 @@ def train(loop: Loop) -> Iterator[StepLine]:
     # Ranks that train apart learn of all ranks' losses an update later: behind what is sent meanwhile they would wait.
     late = int(config.sync_every > 1)
     unread: list[Callable[[], StepLine]] = []
-    for number, (_, rows) in enumerate(orders, start=1):
-        unread.append(_update(loop, number, rows))
-        yield from (read() for read in unread[: len(unread) - late])
-        del unread[: len(unread) - late]
+    for number, (_, rows) in islice(enumerate(orders, start=1), loop.done, None):
+        rests = loop.pauses and number % config.sync_every == 0
+        unread.append(_update(loop, number, rows, rests))
+        rests = (rests if late else loop.pauses) and number < loop.updates
+        read_now = len(unread) - late * (not rests)
+        yield from (read() for read in unread[:read_now])
+        del unread[:read_now]
+        if rests:
+            loop.rest(number)
+            loop.pauses = False
     yield from (read() for read in unread)
 
 
-def _update(loop: Loop, number: int, rows: Order) -> Callable[[], StepLine]:
-    """One update; gives what waits for all ranks' sums and makes the line of them."""
+def _update(loop: Loop, number: int, rows: Order, rests: bool) -> Callable[[], StepLine]:
+    """One update; gives what waits for all ranks' sums and makes the line of them. Where it `rests`, ranks are one."""
     clock, exchange = Clock(), loop.exchange
+    seed_update(loop.config.seed, number, loop.world.rank)
     batches, weight = _micro_batches(loop, rows)
     clock.lap("data")
     loss_sum = 0.0
@@ -103,20 +116,38 @@ def _update(loop: Loop, number: int, rows: Order) -> Callable[[], StepLine]:
     waited = exchange.average(lambda: loop.objective.name_tokens(loop.prepared.train, rows))
     clock.lap("communication")
     exchange.clip()
-    rate = float(loop.schedule.get_last_lr()[0])
+    rate = set_rate(loop, number)
     loop.optimizer.step()
-    loop.schedule.step()
     exchange.clear()
     clock.lap("update")
-    exchange.meet(number, last=number == loop.updates)
+    exchange.meet(number, last=rests or number == loop.updates)
     seen = [(len(batch.labels), batch.tokens) for batch in batches]
-    own = [loss_sum, *(weight * sum(counts) for counts in zip(*seen))]
+    own = [float(loop.asks_to_pause()), loss_sum, *(weight * sum(counts) for counts in zip(*seen))]
     totals = (lambda: own) if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
+
+    def read() -> list[float]:
+        asked, *others = totals()
+        loop.pauses = asked > 0
+        return others
+
     if loop.config.sync_every == 1:
-        totals()
+        read()
     clock.lap("communication")
     sent, seconds = take_traffic().nbytes, time.perf_counter() - clock.start
-    return lambda: _line(clock, number, rate, totals(), waited, sent, seconds)
+    return lambda: _line(clock, number, rate, read(), waited, sent, seconds)
+
+
+def seed_update(seed: int, update: int, rank: int) -> None:
+    """Ranks share weights, not dropout masks; and a run that was resumed has those that it would have had."""
+    torch.manual_seed(int(np.random.SeedSequence((seed, update, rank)).generate_state(1, np.uint64)[0]))
+
+
+def set_rate(loop: Loop, update: int) -> float:
+    """Give the optimizer the learning rate of an update, counted from 1."""
+    rate = loop.config.learning_rate * learning_rate_factor(update - 1, loop.updates, loop.config.warmup_ratio)
+    for group in loop.optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 def _add_up(world: World, own: list[float]) -> Callable[[], list[float]]:

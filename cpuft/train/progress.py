@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from cpuft.errors import counted
-from cpuft.record import EvaluationLine, Header, StepLine
+from cpuft.record import EvaluationLine, Header, ResumedLine, StepLine
 
 _LINES = 10
 """Plain lines of a whole run."""
@@ -20,7 +20,7 @@ class Progress:
     def __init__(self, style: str, rank: int) -> None:
         self._style, self._shown = style, rank == 0
         self._bar: Any = None
-        self._start, self._samples = 0.0, 0
+        self._start, self._samples, self._done = 0.0, 0, 0
 
     def begin(self, header: Header, precision_reason: str, backend_reason: str) -> None:
         """Say what is about to be trained, in what precision and over what backend, and why."""
@@ -37,6 +37,14 @@ class Progress:
         if self._shown:
             self._say(text)
 
+    def resumed(self, line: ResumedLine, updates: int) -> None:
+        """Say where the run goes on, and what is lost."""
+        self._done = line.step
+        if self._shown:
+            what = f"resumed after update {line.step} of {updates} on {counted(line.world_size, 'rank')}"
+            again = f", {counted(line.repeated, 'update')} made again" if line.repeated else ""
+            self._say(f"{what}{again}{f'; begins anew: {line.reset}' if line.reset else ''}")
+
     def step(self, line: StepLine, updates: int) -> None:
         """Show a finished step."""
         if not self._shown:
@@ -46,7 +54,7 @@ class Progress:
         if self._style == "bar":
             self._show_bar(line, updates)
         elif line.step == updates or line.step % max(1, updates // _LINES) == 0:
-            eta = seconds / line.step * (updates - line.step)
+            eta = seconds / (line.step - self._done) * (updates - line.step)
             rate = self._samples / seconds
             self._say(f"step {line.step}/{updates}  loss {line.loss:.4f}  {rate:.1f} samples/s  {eta:.0f} s left")
 
@@ -54,7 +62,9 @@ class Progress:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=updates, unit="step", file=sys.stderr, dynamic_ncols=False, ncols=100)
+            self._bar = tqdm(
+                initial=self._done, total=updates, unit="step", file=sys.stderr, dynamic_ncols=False, ncols=100
+            )
         rate = self._samples / (time.perf_counter() - self._start)
         self._bar.set_postfix_str(f"loss {line.loss:.4f}, {rate:.1f} samples/s", refresh=False)
         self._bar.update()

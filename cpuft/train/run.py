@@ -10,18 +10,34 @@ import resource
 import statistics
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from cpuft.comm.gradients.compression import choose_compression, gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.rank.world import parse_world
-from cpuft.record import PHASES, Footer, Header, RecordedRank, StepLine, Writer, drop_warm_up
+from cpuft.record import (
+    PHASES,
+    Footer,
+    Header,
+    Line,
+    RecordedRank,
+    ResumedLine,
+    StepLine,
+    Writer,
+    drop_warm_up,
+    format_line,
+)
 from cpuft.train import ipex
-from cpuft.train.checkpoint import save_model
+from cpuft.train.checkpoint.files import FOLDER, remove_all
+from cpuft.train.checkpoint.keeper import Keeper, find_keepers
+from cpuft.train.checkpoint.model import save_model
+from cpuft.train.checkpoint.resuming import Past, resume
+from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared, prepare, read_prepared
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
@@ -38,6 +54,24 @@ Trained = tuple[list[StepLine], list[dict[str, float]], str]
 """Its steps, each rank's seconds of a steady step by phase, and the checksum of the parameters."""
 
 
+@dataclass
+class Story:
+    """What a run tells as it goes on: to who watches, to its record on rank 0, and to a rank's checkpoints."""
+
+    progress: Progress
+    writer: Writer | None = None
+    keeper: Keeper | None = None
+    past: list[StepLine] = field(default_factory=list)
+    """Steps before it was resumed."""
+
+    def add(self, line: Line) -> None:
+        """Record a line."""
+        if self.writer:
+            self.writer.write(line)
+        if self.keeper:
+            self.keeper.note(line)
+
+
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     """Train as configured; `started` is the perf_counter value at which this process began."""
     ipex.check_engine(config)
@@ -51,52 +85,104 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         objective = make_objective(config, prepared)
         torch.manual_seed(config.seed)
         model = objective.load_model(config)
-        progress = stack.enter_context(Progress(worker.progress, world.rank))
-        writer = stack.enter_context(Writer(worker.run_dir)) if worker.run_dir and world.rank == 0 else None
+        story = Story(stack.enter_context(Progress(worker.progress, world.rank)))
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
-        loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart)
-        header = replace(header, apart=worker.apart, options=dict(vars(loop.config)))
-        progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
+        travels = count_travels(model, objective, config, prepared)
+        loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart, worker.global_batch)
+        header = replace(header, apart=worker.apart, options=dict(vars(loop.config)), global_batch=loop.global_batch)
+        header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=read_quota())
+        story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         if loop.rung_reason:
-            progress.note(f"gradients as {loop.config.grad_compression}: {loop.rung_reason}")
-        if writer:
-            travels = count_travels(model, objective, config, prepared)
-            writer.write(replace(header, travels=travels, rows=len(prepared.train), cores_allowed=read_quota()))
+            story.progress.note(f"gradients as {loop.config.grad_compression}: {loop.rung_reason}")
+        begin(story, loop, worker, header, stack)
         prove_equal_parameters(model, "before the first step")
-        steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, progress, writer)
+        steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, story)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
-        if writer:
+        if story.writer:
             if config.save_model and not worker.apart:
                 save_model(model, config.model, worker.run_dir)
-            writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum, phases))
+            story.writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum, phases))
+        end(story, loop, worker)
 
 
-def train_together(loop: Loop, progress: Progress, writer: Writer | None) -> Trained:
+def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack: ExitStack) -> None:
+    """Go on where the run had come to, if it is one to go on with; then open the record and what keeps checkpoints."""
+    config, world, past = loop.config, loop.world, Past()
+    keeps = bool(worker.run_dir and config.checkpoint_every) and not worker.apart and config.engine != "ipex"
+    root = Path(worker.run_dir, FOLDER)
+    state = State(loop.model, loop.optimizer) if keeps or worker.resume >= 0 else None
+    if state and worker.resume >= 0:
+        past = resume(state, root, world, header.options, header.data)
+        loop.done, story.past = past.update, past.record.steps if past.record else []
+    lines = past.text or format_line(header) + "\n"
+    if worker.run_dir and world.rank == 0:
+        begun = None if worker.resume < 0 else lines
+        story.writer = stack.enter_context(Writer(worker.run_dir, begun))
+        if begun is None:
+            story.writer.write(header)
+    if state and keeps and world.rank in find_keepers(header.ranks):
+        story.keeper = Keeper(state, root, world.rank, config.checkpoint_every)
+        story.keeper.record += lines.splitlines()
+        loop.rest = story.keeper.keep
+        loop.asks_to_pause = story.keeper.is_due if world.rank == 0 else loop.asks_to_pause
+    if worker.resume >= 0:
+        line = make_resumed_line(header, past, worker.resume)
+        story.progress.resumed(line, loop.updates)
+        story.add(line)
+
+
+def make_resumed_line(header: Header, past: Past, recorded: int) -> ResumedLine:
+    """That a run goes on, for its record. `recorded`: updates that it had made until it broke off."""
+    reset = []
+    if header.options["sync_every"] > 1:
+        reset.append("the outer momentum, and moments of all ranks but the one that kept its own")
+    elif header.options["grad_compression"] in ("int8", "powersgd"):
+        reset.append("what was left to be sent (error feedback)")
+    return ResumedLine(
+        step=past.update,
+        repeated=max(0, recorded - past.update),
+        world_size=header.world_size,
+        ranks=header.ranks,
+        backend=header.backend,
+        precision=header.precision,
+        reset=", ".join(reset),
+        started=header.started,
+    )
+
+
+def end(story: Story, loop: Loop, worker: WorkerConfig) -> None:
+    """Take the checkpoints away, once the model and the record are whole: nobody will go on from them."""
+    if story.keeper:
+        story.keeper.end()
+    dist.barrier()
+    if worker.run_dir and loop.world.local_rank == 0:
+        remove_all(Path(worker.run_dir, FOLDER))
+
+
+def train_together(loop: Loop, story: Story) -> Trained:
     """Train and evaluate as one job, recorded as it goes."""
     steps: list[StepLine] = []
     for line in train(loop):
         steps.append(line)
-        progress.step(line, loop.updates)
-        if writer:
-            writer.write(line)
+        story.progress.step(line, loop.updates)
+        story.add(line)
     checksum = prove_equal_parameters(loop.model, "after the last step")
-    progress.evaluating(sum(len(rows) for rows in loop.prepared.validation.values()))
-    evaluation = evaluate(loop, len(steps))
-    progress.evaluated(evaluation)
-    if writer:
-        writer.write(evaluation)
-    return steps, gather(average_phases(steps)), checksum
+    story.progress.evaluating(sum(len(rows) for rows in loop.prepared.validation.values()))
+    evaluation = evaluate(loop, loop.updates)
+    story.progress.evaluated(evaluation)
+    story.add(evaluation)
+    return story.past + steps, gather(average_phases(steps)), checksum
 
 
-def train_apart(loop: Loop, progress: Progress, writer: Writer | None) -> Trained:
+def train_apart(loop: Loop, story: Story) -> Trained:
     """Train each rank for itself from the same moment on, recorded at the end; there is no one model to evaluate."""
     own: list[StepLine] = []
     for line in train(loop):
         own.append(line)
-        progress.step(line, loop.updates)
+        story.progress.step(line, loop.updates)
     steps = merge_steps(gather(own))
-    for line in steps if writer else ():
-        writer.write(line)  # type: ignore[union-attr]
+    for line in steps:
+        story.add(line)
     return steps, gather(average_phases(own)), ""
 
 

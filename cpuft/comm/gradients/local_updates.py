@@ -90,13 +90,14 @@ class LocalUpdates:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Meet and wait for it, so that all ranks have the same parameters."""
+        """Meet and wait for it, so that all ranks have the same parameters. They may train on, and meet again."""
         rows = self._rows()
         gained = self._gain(rows)
         self._arrive()
-        self._momentum = 0.0
+        momentum, self._momentum = self._momentum, 0.0
         self._send(rows, gained + self._pick(self._unsent, rows))
         self._arrive()
+        self._momentum = momentum
         self._settle(rows, torch.zeros(()))
 
     def _rows(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
-from cpuft.train.checkpoint import save_model
+from cpuft.train.checkpoint.model import save_model
 from cpuft.train.objective.sequences import Classification
 
 

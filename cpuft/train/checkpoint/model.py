@@ -19,6 +19,7 @@ def save_model(model: Any, source: str, run_dir: str) -> Path:
     try:
         model.save_pretrained(beside)
         load_tokenizer(source).save_pretrained(beside)
+        shutil.rmtree(target, ignore_errors=True)  # of a run that broke off after this, and was resumed
         beside.rename(target)
     except Exception as error:  # safetensors raises a class of its own that is no OSError
         if "No space left" not in str(error):

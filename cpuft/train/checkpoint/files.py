@@ -1,0 +1,158 @@
+"""Checkpoints as folders on a disk: UPDATE.RANK, each there as a whole or not at all, and read only when whole.
+
+A folder is written beside, synced and renamed. Its checkpoint.json has the checksums of its files, and its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from cpuft.files import hash_text
+from cpuft.loader import load, parse_json
+
+FOLDER = "checkpoints"
+STATE, RECORD = "state.safetensors", "record.jsonl"
+KEPT = 2
+_ABOUT, _BESIDE, _GOING = "checkpoint.json", ".new", ".old"
+_FORMAT = 1
+_BLOCK = 1 << 24
+
+
+def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, memoryview]) -> Path:
+    """Write a rank's checkpoint after so many updates; those before the newest two go.
+
+    Raises
+    ------
+    OSError: the disk does not take it; what was there is as it was.
+    """
+    target = root / f"{update:09}.{rank}"
+    beside = root / f"{target.name}{_BESIDE}"
+    root.mkdir(parents=True, exist_ok=True)
+    for left in (*root.glob(f"*.{rank}{_BESIDE}"), *root.glob(f"*{_GOING}")):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        beside.mkdir()
+        sums = {name: _write(beside / name, content) for name, content in files.items()}
+        about = {"format": _FORMAT, "update": update, "files": sums}
+        _write(beside / _ABOUT, memoryview(json.dumps(about | {"checksum": _checksum(about)}).encode()))
+        _sync(beside)
+        _remove(target)  # one of the same update, from a start before this one
+        beside.rename(target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    _sync(root)
+    own = sorted(number for number, path in list_checkpoints(root) if path.suffix == f".{rank}")
+    for number, path in list_checkpoints(root):
+        if number < own[-KEPT:][0]:
+            _remove(path)
+    return target
+
+
+def _remove(path: Path) -> None:
+    """Take a checkpoint away: it has lost its name before the first of its files goes."""
+    going = path.with_name(path.name + _GOING)
+    with suppress(OSError):
+        path.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def _write(path: Path, content: memoryview) -> str:
+    """Write and sync a file; its checksum."""
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(content), _BLOCK):
+            block = content[start : start + _BLOCK]
+            digest.update(block)
+            while block:
+                block = block[file.write(block) :]
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(about: Mapping[str, Any]) -> str:
+    return hash_text(json.dumps(about, sort_keys=True))
+
+
+def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """Number of the last update and folder of each checkpoint, whole or not, the newest first."""
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        update, dot, rank = path.name.partition(".")
+        if dot and update.isdecimal() and rank.isdecimal():
+            found.append((int(update), path))
+    return sorted(found, reverse=True)
+
+
+def read_checkpoint(path: Path) -> dict[str, bytearray]:
+    """The files of a checkpoint, by name.
+
+    Raises
+    ------
+    ValueError: it is not whole; says what is wrong.
+    """
+    try:
+        text = (path / _ABOUT).read_text(encoding="utf-8")
+        about = load(dict[str, Any], parse_json(text), _ABOUT)
+        if about.pop("checksum", "") != _checksum(about) or about.get("format") != _FORMAT:
+            raise ValueError(f"{_ABOUT} is damaged, or of another version")
+        files = {name: _read(path / name) for name in about["files"]}
+    except OSError as error:
+        raise ValueError(f"{error.filename or path} cannot be read ({error.strerror})") from None
+    for name, content in files.items():
+        if hashlib.sha256(content).hexdigest() != about["files"][name]:
+            raise ValueError(f"{name} is damaged")
+    return files
+
+
+def _read(path: Path) -> bytearray:
+    with path.open("rb") as file:
+        content = bytearray(os.fstat(file.fileno()).st_size)
+        size = file.readinto(content)  # a pipe or a file that is cut meanwhile is found by the checksum
+    return content[:size] if size < len(content) else content
+
+
+def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
+    """Update and files of the newest whole checkpoint in a folder (-1 and none: there is none), and a line for each
+    newer one that is damaged."""
+    damaged: list[str] = []
+    for update, path in list_checkpoints(root):
+        try:
+            return update, read_checkpoint(path), damaged
+        except ValueError as error:
+            damaged.append(f"checkpoint {path} is left out: {error}")
+    return -1, {}, damaged
+
+
+def remove_after(root: Path, update: int) -> None:
+    """Take away what is newer than what a run goes on from: it was damaged."""
+    for number, path in list_checkpoints(root):
+        if number > update:
+            _remove(path)
+
+
+def remove_all(root: Path) -> None:
+    """Take away the checkpoints of a run that came to its end."""
+    with suppress(OSError):
+        shutil.rmtree(root)
+
+
+def to_view(text: Iterable[str]) -> memoryview:
+    """Lines of a text, as a file holds them."""
+    return memoryview("".join(f"{line}\n" for line in text).encode())

@@ -1,0 +1,91 @@
+"""Writes checkpoints while a run goes on: a copy in the pause between two updates, and a thread for the disk."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from cpuft.record import Line, RecordedRank, format_line
+from cpuft.train.checkpoint.files import RECORD, STATE, to_view, write_checkpoint
+from cpuft.train.checkpoint.state import State
+
+SHARE = 0.02
+"""Of a run's time that checkpoints may cost, where their interval is not asked for."""
+_GUESSED_BYTES_PER_SECOND = 150e6
+"""Copied, hashed and written, before it is measured."""
+
+
+def find_keepers(ranks: list[RecordedRank]) -> list[int]:
+    """Ranks that keep checkpoints: the first, and the first on a second host, so that either host may be lost."""
+    others = [rank.rank for rank in ranks if rank.host != ranks[0].host]
+    return [0, *others[:1]]
+
+
+class Keeper:
+    """Keeps a rank's checkpoints in a folder, and the record up to each."""
+
+    def __init__(self, state: State, root: Path, rank: int, every: float) -> None:
+        """`every`: seconds between two; below 0, so many that they cost `SHARE` of the time."""
+        self._state, self._root, self._rank, self._every = state, root, rank, every
+        self.record: list[str] = []
+        """Lines so far: what a checkpoint has of the record."""
+        self.cost = state.nbytes / _GUESSED_BYTES_PER_SECOND
+        """Seconds of a core that the last one took."""
+        self._block = torch.empty(state.nbytes, dtype=torch.uint8)
+        self._told = False
+        self._last = time.monotonic()
+        # Touching fresh memory takes longer than copying into it, and the first steps need not wait for that.
+        self._thread = threading.Thread(target=self._block.zero_, daemon=True)
+        self._thread.start()
+
+    def note(self, line: Line) -> None:
+        """Remember a line of the record."""
+        self.record.append(format_line(line))
+
+    def is_due(self) -> bool:
+        """Whether it is time for the next one, and the last one is written."""
+        every = self._every if self._every >= 0 else self.cost / SHARE
+        return time.monotonic() - self._last >= every and not self._thread.is_alive()
+
+    def keep(self, update: int, wait: bool = False) -> None:
+        """Make a checkpoint after this update; with `wait`, it is on the disk when this returns.
+
+        Without, nothing is done while the last one is being written.
+        """
+        if self._thread.is_alive() and not wait:
+            return
+        self._thread.join()
+        start = self._last = time.monotonic()
+        self._state.snapshot(self._block)
+        paused = time.monotonic() - start
+        self._thread = threading.Thread(target=self._write, args=(update, list(self.record), paused), daemon=True)
+        self._thread.start()
+        if wait:
+            self._thread.join()
+
+    def end(self) -> None:
+        """Wait for what is being written."""
+        self._thread.join()
+
+    def _write(self, update: int, record: list[str], paused: float) -> None:
+        files = {STATE: self._block.numpy().data, RECORD: to_view(record)}
+        try:
+            self._check_room()
+            write_checkpoint(self._root, update, self._rank, files)
+        except OSError as error:
+            if not self._told:
+                said = f"checkpoint of update {update} cannot be written to {self._root} ({error.strerror})"
+                print(f"{said}: training goes on, and the last good one stays", file=sys.stderr, flush=True)
+            self._told = True
+        self.cost = paused + time.thread_time()
+
+    def _check_room(self) -> None:
+        """Raises OSError when no room would be left for the model at the end."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(self._root).free < 2 * self._state.nbytes:
+            raise OSError(28, "No space left on device")

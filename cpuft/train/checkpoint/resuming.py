@@ -1,0 +1,99 @@
+"""Goes on with a run: all ranks agree on the newest whole checkpoint that any host has, and take it over."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpuft.errors import CpuftError
+from cpuft.options.fields import FREE_ON_RESUME
+from cpuft.rank.world import World
+from cpuft.record import Record, parse_record
+from cpuft.train.checkpoint.files import RECORD, STATE, read_newest, remove_after
+from cpuft.train.checkpoint.state import State
+from cpuft.train.job import gather
+
+_OF_HOSTS = ("model", "data_dir", "train_file", "validation_file", "precision")
+"""Other hosts have other paths, and not all have bf16: rows are known by their checksum, weights are fp32 ones."""
+_PIECE = 1 << 26
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a resumed run has behind it."""
+
+    update: int = 0
+    """The last one that is done; 0 where there is no checkpoint."""
+    text: str = ""
+    """The record up to there."""
+    record: Record | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a host has."""
+
+    host: str
+    update: int
+    damaged: list[str]
+    header: bytes
+    text: str
+
+
+def resume(state: State, root: Path, world: World, options: Mapping[str, Any], data: str) -> Past:
+    """Take over the newest whole checkpoint in `root` on any host. A collective.
+
+    Parameters
+    ----------
+    options, data: of this run; what a checkpoint has must be the same.
+
+    Raises
+    ------
+    CpuftError: on all ranks alike, the checkpoint is of another job, and what differs.
+    """
+    update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
+    content, text = files.get(STATE, bytearray()), files.get(RECORD, bytearray()).decode(errors="replace")
+    found = _Found(socket.gethostname(), update, damaged, bytes(content[: len(state.header)]), text)
+    everyone: list[_Found] = gather(found)
+    for one in everyone if world.rank == 0 else ():
+        for line in one.damaged:
+            print(f"{line} ({one.host})", file=sys.stderr, flush=True)
+    newest = max(everyone, key=lambda one: one.update)  # of several, that of the lowest rank
+    record = None
+    if newest.update >= 0:
+        record = parse_record(newest.text, f"checkpoint of update {newest.update} on {newest.host}")
+        if problem := find_difference(record, newest.header == state.header, options, data):
+            raise CpuftError(f"{record.path} {problem}")
+        state.restore(_broadcast(content, state.nbytes, everyone.index(newest), world.rank))
+    if world.local_rank == 0:
+        remove_after(root, newest.update)
+    return Past(max(0, newest.update), newest.text, record)
+
+
+def find_difference(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
+    """What a checkpoint's job has that this one has not, with the next move; empty when they are one job."""
+    then = record.header.options
+    for name, value in options.items():
+        if name not in (*_OF_HOSTS, *FREE_ON_RESUME) and then.get(name, value) != value:
+            flag = "--" + name.replace("_", "-")
+            return f"is of another job, with {flag} {then[name]}, and this is {value}: start a new run without --resume"
+    if record.header.data != data:
+        return "was trained on other rows: bring them back as they were, or start a new run without --resume"
+    if not same_tensors:
+        return "is of another model: see whether it was copied from another run, or start a new run without --resume"
+    return ""
+
+
+def _broadcast(content: bytearray, nbytes: int, root: int, rank: int) -> torch.Tensor:
+    """A block that one rank has read, on every rank."""
+    block = torch.frombuffer(content, dtype=torch.uint8) if rank == root else torch.empty(nbytes, dtype=torch.uint8)
+    for start in range(0, nbytes, _PIECE):
+        dist.broadcast(block[start : start + _PIECE], root)
+    return block

@@ -1,0 +1,115 @@
+"""A run that goes on is the one that would have been, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from cpuft.errors import CpuftError
+from cpuft.rank.world import World
+from cpuft.record import Record, format_line
+from cpuft.train.checkpoint.files import list_checkpoints, write_checkpoint
+from cpuft.train.checkpoint.resuming import find_difference, resume
+from cpuft.train.checkpoint.state import State
+from tests.comm.ranks import mpirun
+from tests.train.checkpoint.training import CONFIG, HEADER, compare, go, go_on, make_keeper, make_loop
+
+ALONE = World(0, 1, 0, 1)
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def updates_of(ranks: list[dict[str, Any]]) -> list[list[int]]:
+    """Rows of each update, all ranks together, each once."""
+    return [sorted({row for share in shares for row in share}) for shares in zip(*(r["rows"] for r in ranks))]
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_on_one_rank_the_rest_is_the_same_to_the_bit(tmp_path: Path, dropout: float) -> None:
+    found = compare(ALONE, tmp_path / "kept", dropout)
+    assert found["update"] == 5
+    assert found["resumed"]["checksum"] == found["whole"]["checksum"]
+    assert found["resumed"]["losses"] == found["whole"]["losses"][5:]
+    assert found["resumed"]["rows"] == found["whole"]["rows"][5:]
+
+
+def test_other_numbers_of_ranks_go_on_with_the_same_rows_and_losses(tmp_path: Path) -> None:
+    found = {}
+    for size in (2, 3):
+        done = mpirun(size, "tests.train.checkpoint.training", str(tmp_path), str(tmp_path / "kept"), seconds=120)
+        assert done.returncode == 0, done.stdout[-3000:]
+        found[size] = [json.loads((tmp_path / f"{rank}-of-{size}.json").read_text()) for rank in range(size)]
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        found[1] = [{"0.0": compare(ALONE, tmp_path / "kept" / "0.0", 0.0)}]
+    finally:
+        dist.destroy_process_group()
+    whole = [rank["0.0"]["whole"] for rank in found[2]]
+    for size in (1, 2, 3):
+        resumed = [rank["0.0"]["resumed"] for rank in found[size]]
+        assert resumed[0]["losses"] == pytest.approx(whole[0]["losses"][5:], abs=1e-5)
+        assert updates_of(resumed) == updates_of(whole)[5:]
+    # The checkpoint is of two ranks, with masks of theirs.
+    assert len({rank["0.5"][run]["checksum"] for rank in found[2] for run in ("whole", "resumed")}) == 1
+    assert {rank["0.5"]["update"] for rank in found[3]} == {5}
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = make_loop(ALONE, 0.5)
+    whole = go(loop, make_keeper(loop, tmp_path))
+    good = (tmp_path / "000000005.0/state.safetensors").read_bytes()
+    files = {"state.safetensors": memoryview(good), "record.jsonl": memoryview(b"")}
+    newer = write_checkpoint(tmp_path, 7, 0, files)
+    with (newer / "state.safetensors").open("r+b") as file:
+        file.seek(-9, 2)
+        file.write(b"\xff")
+    past, resumed = go_on(ALONE, tmp_path, 0.5)
+    assert capsys.readouterr().err.startswith(f"checkpoint {newer} is left out: state.safetensors is damaged (")
+    assert (past.update, resumed["checksum"]) == (5, whole["checksum"])
+    assert [update for update, _ in list_checkpoints(tmp_path)] == [5]
+
+
+@pytest.mark.usefixtures("_alone")
+def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
+    past, resumed = go_on(ALONE, tmp_path / "none", 0.0)
+    assert (past.update, past.text, len(resumed["losses"])) == (0, "", 8)
+
+
+@pytest.mark.parametrize(
+    "options, data, same, problem",
+    [
+        ({}, HEADER.data, True, ""),
+        ({"backend": "mpi", "model": "/elsewhere", "checkpoint_every": 7.0}, HEADER.data, True, ""),
+        ({"seed": 7}, HEADER.data, True, "is of another job, with --seed 42, and this is 7: start a new run"),
+        ({"warmup_ratio": 0.0}, HEADER.data, True, "is of another job, with --warmup-ratio 0.3, and this is 0.0"),
+        ({}, "feed", True, "was trained on other rows: bring them back as they were"),
+        ({}, HEADER.data, False, "is of another model: see whether it was copied from another run"),
+    ],
+)
+def test_what_differs_is_named(options: dict[str, Any], data: str, same: bool, problem: str) -> None:
+    found = find_difference(Record("", HEADER), same, vars(CONFIG) | options, data)
+    assert found[: len(problem) or None] == problem
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    record = format_line(HEADER).encode()
+    write_checkpoint(tmp_path, 3, 0, {"state.safetensors": memoryview(b"foreign"), "record.jsonl": memoryview(record)})
+    loop = make_loop(ALONE, 0.0)
+    with pytest.raises(CpuftError, match=r"checkpoint of update 3 on .* is of another model: see"):
+        resume(State(loop.model, loop.optimizer), tmp_path, ALONE, vars(CONFIG), HEADER.data)

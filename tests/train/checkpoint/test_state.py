@@ -1,0 +1,71 @@
+"""A model and its optimizer in a block of memory, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train.checkpoint.state import State
+from cpuft.train.job import checksum_parameters
+from cpuft.train.optimizer import make_optimizer
+from tests.train.fast.encoders import make_batch, make_model
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(**make_batch()).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def take(state: State) -> torch.Tensor:
+    block = torch.empty(state.nbytes, dtype=torch.uint8)
+    state.snapshot(block)
+    return block
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "fast"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_updates_after_it_are_the_same_to_the_bit(plain: bool, precision: str, tmp_path: Path) -> None:
+    config = TrainConfig(plain=plain, learning_rate=1e-3, weight_decay=0.1)
+    model, other = make_model("bert"), make_model("bert")
+    optimizer, others = (make_optimizer(one, config, precision) for one in (model, other))
+    for _ in range(2):
+        step(model, optimizer)
+    with torch.no_grad():
+        model.classifier.bias.add_(1)
+    block = take(State(model, optimizer))
+    State(other, others).restore(block)
+    assert checksum_parameters(other) == checksum_parameters(model)
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, others)
+    assert checksum_parameters(other) == checksum_parameters(model)
+    # Nothing of what was taken over is the block's own memory.
+    assert torch.equal(take(State(model, optimizer)), take(State(other, others)))
+    (tmp_path / "state.safetensors").write_bytes(block.numpy().data)
+    kept = load_file(tmp_path / "state.safetensors")
+    assert kept["model.classifier.weight"].dtype == torch.float32
+    assert kept["exp_avg.classifier.weight"].abs().sum() > 0
+    assert set(kept["step"].tolist()) == {2.0}
+
+
+def test_what_no_update_has_touched_has_no_moments() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer, others = (torch.optim.AdamW(one.parameters()) for one in (model, other))
+    model(torch.ones(1, 2)).sum().backward()
+    model.bias.grad = None
+    optimizer.step()
+    State(other, others).restore(take(State(model, optimizer)))
+    assert set(others.state) == {other.weight}
+    assert torch.equal(others.state[other.weight]["exp_avg_sq"], optimizer.state[model.weight]["exp_avg_sq"])
+
+
+def test_models_of_other_shapes_have_other_headers() -> None:
+    models = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 3, bias=False)]
+    headers = {State(one, torch.optim.AdamW(one.parameters())).header for one in models}
+    assert len(headers) == 3
