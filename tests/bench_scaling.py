@@ -75,13 +75,14 @@ def measure(folder: Path, asked: argparse.Namespace, rate: str) -> list[str]:
 
 
 def format_row(rate: str, run: dict[str, Any], record: Record) -> list[str]:
-    """Cells: the mean of all rounds, parts in percent of a step; the first one's backend and bytes."""
+    """Cells: the mean of all rounds, parts in percent of a step; the first one's backend, compression and bytes."""
     ideal, off = run["ideal"], run["intervals"].get("ideal", 0.0)
     parts = [f"{ideal['parts'].get(name, 0.0) / ideal['step_seconds']:.1%}" for name in COLUMNS[4:8]]
     share = f"{ideal['efficiency']:.1%}" + (f" ±{off:.1%}" if off else "")
     rates = [f"{run['samples_per_second']:.1f}", f"{ideal['samples_per_second']:.1f}"]
     megabytes = statistics.fmean(line.bytes_sent for line in record.steps) / 1e6
-    return [rate, *rates, share, *parts, f"{megabytes:.1f}", record.header.backend]
+    how = f"{record.header.backend} {record.header.options.get('grad_compression', '')}"
+    return [rate, *rates, share, *parts, f"{megabytes:.1f}", how]
 
 
 def main() -> None:
