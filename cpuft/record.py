@@ -74,6 +74,8 @@ class Header:
     """Of one epoch; 0 in the record of an older version."""
     cores_allowed: float = 0.0
     """CPU time that a control group allows rank 0's host, in cores; 0 for no limit."""
+    gradients: str = ""
+    """What gradients were sent as, where that was chosen by measuring; else '' and the options tell."""
     format: int = FORMAT
 
     @property

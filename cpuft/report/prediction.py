@@ -151,7 +151,7 @@ def count_rows(record: Record) -> int:
 
 def find_wire_bytes(record: Record, compression: str) -> float:
     """Bytes of one number on its way, with this compression or, for auto, the recorded one."""
-    recorded = str(record.header.options.get("grad_compression", "auto"))
+    recorded = record.header.gradients or str(record.header.options.get("grad_compression", "auto"))
     chosen = recorded if compression == "auto" else compression
     if chosen == "auto":
         chosen = "bf16" if record.header.precision == "bf16" else "none"

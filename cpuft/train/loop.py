@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -63,12 +64,11 @@ class Loop:
         self.global_batch = global_batch or config.batch_size * config.accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         self.optimizer = make_optimizer(model, config, precision)
-        self.rung_reason = ""
+        self.gradients, self.rung_reason = "", ""
         if not apart:
-            self.config, self.rung_reason = settle(config, precision, model, objective, prepared, world)
-        self.exchange = choose_exchange(self.config, 1 if apart else world.size)(
-            model, self.optimizer, self.config, precision
-        )
+            self.gradients, self.rung_reason = settle(config, precision, model, objective, prepared, world)
+        config = replace(config, grad_compression=self.gradients or config.grad_compression)
+        self.exchange = choose_exchange(config, 1 if apart else world.size)(model, self.optimizer, config, precision)
         self.done = 0
         """Updates that were made before this start, and are not made again."""
         self.asks_to_pause: Callable[[], bool] = lambda: False

@@ -89,11 +89,11 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
         travels = count_travels(model, objective, config, prepared)
         loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart, worker.global_batch)
-        header = replace(header, apart=worker.apart, options=dict(vars(loop.config)), global_batch=loop.global_batch)
+        header = replace(header, apart=worker.apart, gradients=loop.gradients, global_batch=loop.global_batch)
         header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=read_quota())
         story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         if loop.rung_reason:
-            story.progress.note(f"gradients as {loop.config.grad_compression}: {loop.rung_reason}")
+            story.progress.note(f"gradients as {loop.gradients}: {loop.rung_reason}")
         begin(story, loop, worker, header, stack)
         prove_equal_parameters(model, "before the first step")
         steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, story)
@@ -136,7 +136,7 @@ def make_resumed_line(header: Header, past: Past, recorded: int) -> ResumedLine:
     reset = []
     if header.options["sync_every"] > 1:
         reset.append("the outer momentum, and moments of all ranks but the one that kept its own")
-    elif header.options["grad_compression"] in ("int8", "powersgd"):
+    elif (header.gradients or header.options["grad_compression"]) in ("int8", "late", "powersgd"):
         reset.append("what was left to be sent (error feedback)")
     return ResumedLine(
         step=past.update,

@@ -10,7 +10,7 @@ from cpuft.errors import CpuftError
 
 BEHIND = 0.5
 """Share of forward and backward behind which layers' gradients hide: backward, but for its first layers."""
-PROVEN = ("none", "bf16")
+PROVEN = ("none", "bf16", "int8")
 """What may be chosen by itself: rungs shown by scripts/check-seeds to cost less than 0.005 of the metric."""
 
 

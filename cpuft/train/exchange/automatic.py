@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 
 import torch
@@ -29,26 +28,26 @@ _FAST_SECONDS = 0.02
 
 def settle(
     config: TrainConfig, precision: str, model: torch.nn.Module, objective: Objective, prepared: Prepared, world: World
-) -> tuple[TrainConfig, str]:
-    """The configuration with `auto` resolved, the same on all ranks, and why in one line; '' where it was no question.
+) -> tuple[str, str]:
+    """What `auto` sends gradients as, the same on all ranks, and why in one line; each '' where it was no question.
 
     Several hosts with a slow link are one. To be called when the model has its fast layers, and by all ranks.
     """
     base = choose_compression(config.grad_compression, precision)
     if config.grad_compression != "auto" or config.sync_every > 1 or not _between_hosts(world):
-        return config, ""
+        return "", ""
     wire = measure_wire()
     words = count_words(objective, config, prepared, world.size)
     exact = make_rungs(model, words, world.size, 0.0)[0]
     if (exact.layer_bytes + exact.row_bytes) * wire.seconds_per_byte <= _FAST_SECONDS:
-        return dataclasses.replace(config, grad_compression=base), ""
+        return base, ""
     measured = torch.tensor([_measure_compute(config, precision, model, objective, prepared, world), average_seconds()])
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's, and the same choice on all
     seconds, coding = measured.tolist()
     rungs = {rung.name: rung for rung in make_rungs(model, words, world.size, coding)}
     names = list(rungs)[list(rungs).index(base) :]
     rung, reason = choose_rung([rungs[name] for name in names if name in PROVEN], seconds, wire)
-    return dataclasses.replace(config, grad_compression=rung.name), reason
+    return rung.name, reason
 
 
 def _between_hosts(world: World) -> bool:
