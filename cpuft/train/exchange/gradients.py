@@ -27,7 +27,7 @@ class GradientExchange(Exchange):
         compression, group = choose_compression(config.grad_compression, precision), dist.group.WORLD
         assert group is not None
         self._rows, self._reduce = exchange_rows(own, compression, group), make_reduce(compression, group)
-        self._ready = 0.0
+        self._ready = self._within = 0.0
         if self._rows:
             weight: Any = self._rows.weight  # torch has no types for its hooks
             weight.register_post_accumulate_grad_hook(self._note)
@@ -42,8 +42,12 @@ class GradientExchange(Exchange):
         self._ready = time.perf_counter()
 
     def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        start = time.perf_counter()
+        sent = self._reduce(bucket)
+        # Thrifty ways wait here for messages before.
+        self._within += time.perf_counter() - start
         self._note()
-        return self._reduce(bucket)
+        return sent
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Only in the last one buckets are sent."""
@@ -51,7 +55,7 @@ class GradientExchange(Exchange):
 
     def average(self, name_tokens: Callable[[], torch.Tensor]) -> float:
         """What backward has left to do are the words' gradients."""
-        waited = time.perf_counter() - self._ready
+        waited, self._within = self._within + time.perf_counter() - self._ready, 0.0
         if self._rows:
             self._rows.average(name_tokens())
         return waited
