@@ -207,6 +207,11 @@ def note_ideals(rows: Sequence[Row]) -> list[str]:
         "the ideal: the same ranks on the same rows at the same time, each for itself; it and what is measured against "
         "it are without the first tenth of the steps, in which caches warm up.",
         *found,
+        *(
+            f"np {row.np} was faster than its ideal: something else kept the hosts busy meanwhile; run both again."
+            for row in rows
+            if row.ideal and row.ideal.efficiency - row.intervals.get("ideal", 0.0) > MOST_EFFICIENCY
+        ),
     ]
 
 

@@ -13,8 +13,8 @@ def make_runs(numbers: tuple[int, ...], steps: int = 345, ideal: bool = True) ->
     """A run and its ideal for each number of ranks; a rank a host; the others wait longer the more there are."""
     runs = []
     for at, ranks in enumerate(numbers):
-        compute = [1.2 + 0.01 * (rank % 7) for rank in range(ranks)]
-        waited = 0.1 * ranks**0.5 * (ranks > 1)
+        compute = [1.0 + 0.08 * (ranks > 1) + 0.01 * (rank % 7) for rank in range(ranks)]
+        waited = 0.05 * ranks**0.5 * (ranks > 1)
         lines = make_steps(steps, compute, 0.01 + compute[0] + waited, 32 * ranks, waited)
         phases = [
             {"data": 0.02, "forward": 0.4 * c, "backward": 0.5 * c, "communication": waited, "update": 0.1 * c}

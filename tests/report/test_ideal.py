@@ -114,6 +114,12 @@ def test_the_report_says_it() -> None:
     assert to_json(comparison)["runs"][1]["ideal"]["parts"]["uneven"] == pytest.approx(0.1)
 
 
+def test_more_than_the_ideal_gets_a_word() -> None:
+    said = "np 2 was faster than its ideal: something else kept the hosts busy meanwhile; run both again."
+    assert said in compare([make_run([0.8, 0.8], 0.0), make_ideal([1.0, 1.0])]).notes
+    assert said not in compare([make_run([0.94, 0.94], 0.0), make_ideal([1.0, 1.0])]).notes
+
+
 def test_an_ideal_of_other_hosts_is_none() -> None:
     rows = compare([make_run([1.0, 1.0], 0.5), make_ideal([1.0, 1.0], hosts=1)]).rows
     assert [row.ideal for row in rows] == [None]
