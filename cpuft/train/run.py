@@ -42,7 +42,7 @@ from cpuft.train.data.prepare import Prepared, prepare, read_prepared
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
-from cpuft.train.loop import Loop, train
+from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.model import count_parameters
 from cpuft.train.objective.sequences import make_objective
 from cpuft.train.precision import format_products, measure_products
@@ -112,6 +112,7 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
     root = Path(worker.run_dir, FOLDER)
     state = State(loop.model, loop.optimizer) if keeps or worker.resume >= 0 else None
     if state and worker.resume >= 0:
+        settle_messages(loop)
         past = resume(state, root, world, header.options, header.data)
         loop.done, story.past = past.update, past.record.steps if past.record else []
     lines = past.text or format_line(header) + "\n"

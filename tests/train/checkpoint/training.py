@@ -27,7 +27,7 @@ from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.fast.dropout import FastDropout
 from cpuft.train.job import checksum_parameters
-from cpuft.train.loop import Loop, train
+from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.objective import Answers, Batch, Objective
 from tests.comm.ranks import become_rank
 from tests.records import make_record
@@ -104,6 +104,9 @@ def go(loop: Loop, keeper: Keeper | None = None) -> dict[str, Any]:
 def go_on(world: World, root: Path, dropout: float) -> tuple[Past, dict[str, Any]]:
     """From the newest checkpoint in `root`."""
     loop = make_loop(world, dropout)
+    settle_messages(loop)
+    assert isinstance(loop.objective, Reading)
+    loop.objective.rows.clear()
     past = resume(State(loop.model, loop.optimizer), root, world, vars(CONFIG), HEADER.data)
     loop.done = past.update
     return past, go(loop)
