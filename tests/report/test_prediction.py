@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpuft.comm.choice import choosing
 from cpuft.errors import CpuftError
 from cpuft.measurement import Measurement
 from cpuft.record import Record, Travels
+from cpuft.report import prediction
 from cpuft.report.prediction import (
     ETHERNET,
     Job,
@@ -57,6 +59,10 @@ def test_a_slow_link_is_waited_for() -> None:
     found = predict(JOB, slow, 4)
     assert found.step_seconds == pytest.approx(1.1 + whole, rel=0.06)
     assert found.waited_seconds > 0.8 * whole
+
+
+def test_buckets_are_those_that_ranks_send() -> None:
+    assert prediction.BUCKET_BYTES == choosing.BUCKET_BYTES
 
 
 def test_one_host_is_what_was_recorded() -> None:
