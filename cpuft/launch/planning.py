@@ -96,6 +96,8 @@ def plan_training(
 ) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
+    if cluster.away:
+        train = replace(train, checkpoint_every=0.0)  # nothing there goes on yet: they would cost time and serve nobody
     prepared = f"{run_dir}/data.npz"
     worker = WorkerConfig(run_dir=run_dir, prepared=prepared, progress=progress, apart=apart)
     if resumed:
@@ -161,7 +163,7 @@ def plan_launch(
         for assignment, settings in zip(cluster.assignments, per_host)
     )
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
-    shared += (Setting("CPUFT_RESUMED", "1", "the run goes on: see cpuft.load_state"),) if resumed else ()
+    shared += (Setting("CPUFT_RESUMED", "1", "the run goes on, from what $CPUFT_RUN_DIR has"),) if resumed else ()
     logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
