@@ -81,7 +81,7 @@ def format_row(rate: str, run: dict[str, Any], record: Record) -> list[str]:
     share = f"{ideal['efficiency']:.1%}" + (f" ±{off:.1%}" if off else "")
     rates = [f"{run['samples_per_second']:.1f}", f"{ideal['samples_per_second']:.1f}"]
     megabytes = statistics.fmean(line.bytes_sent for line in record.steps) / 1e6
-    how = f"{record.header.backend} {record.header.options.get('grad_compression', '')}"
+    how = f"{record.header.backend} {record.header.gradients or record.header.options.get('grad_compression', '')}"
     return [rate, *rates, share, *parts, f"{megabytes:.1f}", how]
 
 
