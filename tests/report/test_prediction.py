@@ -62,7 +62,7 @@ def test_a_slow_link_is_waited_for() -> None:
 
 
 def test_buckets_are_those_that_ranks_send() -> None:
-    assert prediction.BUCKET_BYTES == choosing.BUCKET_BYTES
+    assert prediction.BUCKET_NUMBERS == choosing.BUCKET_NUMBERS
 
 
 def test_one_host_is_what_was_recorded() -> None:
