@@ -147,7 +147,7 @@ def work_folder(cluster: Simulated, run: str) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_lost_a_host_ends_in_time(endings: dict[str, Ending], name: str) -> None:
     """A host that falls silent is missed long before a collective's deadline; a frozen one's kernel still answers."""
-    assert endings[name].seconds < max(SILENT_SECONDS, CASES[name].deadline) + END_SECONDS, endings[name].lines
+    assert endings[name].seconds < max(SILENT_SECONDS, CASES[name].deadline) + END_SECONDS, endings[name]
 
 
 @needs_root

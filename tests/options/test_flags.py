@@ -21,11 +21,11 @@ def values_of(field: dataclasses.Field[object], kind: type) -> st.SearchStrategy
     """Everything that a field of a configuration may hold."""
     if field.metadata["choices"]:
         return st.sampled_from(field.metadata["choices"])
-    least = field.metadata["least"]
+    least, most = field.metadata["least"], field.metadata["most"]
     by_kind: dict[type, st.SearchStrategy[object]] = {
         bool: st.booleans(),
-        int: st.integers(int(least or 0), 10**9),
-        float: st.floats(least or 0, 1e9),
+        int: st.integers(int(least or 0), most or 10**9),
+        float: st.floats(least or 0, most or 1e9),
         str: st.text(st.characters(exclude_categories=["Cs"])),
     }
     return by_kind[kind]
