@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.loader import load
 from cpuft.options.fields import FREE_ON_RESUME, LaunchConfig, TrainConfig, option_names
-from cpuft.options.flags import pick
 from cpuft.record import FILE_NAME, read_record
 
 
@@ -69,5 +69,9 @@ def read_resumed(run: str, is_script: bool = False) -> Resumed:
         except OSError:
             raise CpuftError(f"run {run} is still going on: wait for its end, or stop it first") from None
     header = record.header
-    train = pick(TrainConfig, header.options)
+    try:
+        options = {name: value for name, value in header.options.items() if name in option_names(TrainConfig)}
+        train = load(TrainConfig, options, "the record")
+    except ValueError as error:
+        raise CpuftError(f"run {run} cannot go on, because {error}: start it anew") from None
     return Resumed(str(path), train, header.world_size, len(record.steps), header.global_batch)

@@ -19,6 +19,7 @@ from cpuft.hosts import registry, ssh, topology
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
+from cpuft.launch.resume import read_resumed
 from cpuft.launch.settings import users_variables
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options.bench import plan_turns
@@ -152,6 +153,7 @@ PARSERS: dict[str, Parser] = {
     "parse_hostfile": Parser(parse_hostfile, HOSTFILES | values.lines(values.TEXTS, values.TEXTS)),
     "read_hostfile": Parser(_from_file("hf", lambda path: read_hostfile(str(path))), HOSTFILES),
     "parse_record": Parser(_write_report, RECORDS),
+    "read_resumed": Parser(_from_file("record.jsonl", lambda path: read_resumed(str(path.parent))), RECORDS),
     "read_record": Parser(_from_file("r.jsonl", lambda path: read_record(str(path))), RECORDS),
     "parse_measurements": Parser(partial(parse_measurements, path="x"), _MEASURED),
     "parse_lines": Parser(partial(parse_lines, path="x"), _MEASURED),
@@ -228,6 +230,7 @@ EXEMPT = {
     "parse_rate": "what iproute2 prints",
     "parse_routes": "what iproute2 prints",
     "parse_worker": "parse_arguments, twice",
+    "read_checkpoint": "files with checksums, which its own tests damage",
     "read_cpu": "the kernel's files",
     "read_errors": "parse_failure, of each rank",
     "read_files": "texts only, by the names that they have",
@@ -239,6 +242,7 @@ EXEMPT = {
     "read_memory_available": "the kernel's files",
     "read_mpi": "the first line of what mpirun prints",
     "read_mtus": "the kernel's files",
+    "read_newest": "read_checkpoint, of the files that are there",
     "read_packages": "what pip has installed",
     "read_parts": "a model's layers",
     "read_quota": "the kernel's files",

@@ -71,6 +71,12 @@ def test_a_scripts_run_and_trainings_are_told_apart(tmp_path: Path) -> None:
         read_resumed(str(write_run(tmp_path / "run", HEADER)), is_script=True)
 
 
+def test_options_that_nobody_can_have_given(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", replace(HEADER, options=dict(vars(TRAIN)) | {"batch_size": "many"}))
+    with pytest.raises(CpuftError, match=r"cannot go on, because the record.batch_size is 'many', and must be a whole"):
+        read_resumed(str(run))
+
+
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEADER)
     told = [run_cpuft("launch", "--resume", str(run), *words) for words in (("--seed", "8"), ("--run-dir", "x"))]
