@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,10 +17,11 @@ from cpuft.options.estimate import EstimateConfig, parse_hosts
 from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.options.flags import Verb, make_options, pick
 from cpuft.options.rates import parse_bits
-from cpuft.record import Record, parse_measurements, read_record
-from cpuft.report.instances import Instance, find_instance
-from cpuft.report.outlook import describe, format_outlook, to_json
-from cpuft.report.prediction import Job, Network, find_network, predict, read_job, scale_cores
+
+if TYPE_CHECKING:
+    from cpuft.record import Record
+    from cpuft.report.instances import Instance
+    from cpuft.report.prediction import Job, Network
 
 PROBE_STEPS = 16
 PROBE_SECONDS = 60.0
@@ -44,6 +44,11 @@ def estimate(run: str | None, task: str, model: str, data_dir: str, as_json: boo
 
     RUN is the directory of a run on one rank; without it, half a minute of --task is trained on this machine.
     """
+    from cpuft.record import read_record
+    from cpuft.report.instances import find_instance
+    from cpuft.report.outlook import describe, format_outlook, to_json
+    from cpuft.report.prediction import predict, read_job, scale_cores
+
     config = pick(EstimateConfig, values)
     hosts = parse_hosts(config.hosts)
     if run and (task or data_dir):
@@ -67,6 +72,9 @@ def estimate(run: str | None, task: str, model: str, data_dir: str, as_json: boo
 
 
 def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance | None) -> Network:
+    from cpuft.record import parse_measurements
+    from cpuft.report.prediction import Network, find_network
+
     if config.link:
         try:
             text = Path(config.link).read_text(encoding="utf-8")
@@ -102,9 +110,12 @@ def _told_aside() -> Iterator[None]:
 
 def _probe(train: TrainConfig) -> Record:
     """The record of a short run on this machine; nothing else is left of it."""
+    import tempfile  # half of what --help would import
+
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.planning import plan_training
     from cpuft.launch.supervise import run_plan
+    from cpuft.record import read_record
 
     launch = LaunchConfig()
     cluster = gather_cluster(launch)
