@@ -20,6 +20,8 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh import HostError, parse_jumps
 from cpuft.plan import Plan, Setting, Step
 
+pytestmark = pytest.mark.real
+
 AWKWARD = ("a 0", 'a"=0"', "a'; echo foo", "$HOME", "two\nlines", "")
 HOST = Host("far")
 

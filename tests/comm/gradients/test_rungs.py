@@ -9,6 +9,8 @@ import pytest
 
 from tests.comm.ranks import mpirun
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture(scope="module", params=(2, 3))
 def found(
