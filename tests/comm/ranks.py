@@ -40,9 +40,13 @@ def settings(**more: str) -> dict[str, str]:
 def mpirun(
     ranks: int, module: str, *arguments: str, seconds: float = 150, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module on so many ranks; the output is kept whole for the assertion that may fail."""
+    """Run a module on so many ranks; the output is kept whole for the assertion that may fail.
+
+    As scripts are run by a launch, so that none of them ends by taking the interpreter down under gloo's threads.
+    """
     command = [str(MPIRUN), "-iface", "lo", "-host", "localhost", "-n", str(ranks)]
-    command += [sys.executable, "-m", module, *arguments]
+    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    command += [sys.executable, "-m", "cpuft.rank.script", str(path), *arguments]
     try:
         return subprocess.run(
             command, env=settings(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
