@@ -198,6 +198,8 @@ def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, est
     from cpuft.report.page import read_predictions, write_page
     from cpuft.report.table import format_markdown, format_text, to_json
 
+    if estimate and not html:
+        raise CpuftError("--estimate says what the page shows: add --html")
     records = [read_record(run) for run in find_runs(runs)]
     comparison = compare(records)
     if html:

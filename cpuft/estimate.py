@@ -15,7 +15,7 @@ import click
 from cpuft.errors import CpuftError
 from cpuft.options.estimate import EstimateConfig, parse_hosts
 from cpuft.options.fields import LaunchConfig, TrainConfig
-from cpuft.options.flags import Verb, make_options, pick
+from cpuft.options.flags import Verb, make_options, pick, refuse_options
 from cpuft.options.rates import parse_bits
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cpuft.report.instances import Instance
     from cpuft.report.prediction import Job, Network
 
+_OF_PROBE = ("task", "model", "data_dir")
 PROBE_STEPS = 16
 PROBE_SECONDS = 60.0
 """A probe's steps end by then, whatever they have done; a start-up takes about as long again on a slow disk."""
@@ -32,17 +33,15 @@ PROBE_SECONDS = 60.0
     cls=Verb,
     params=[
         *make_options(EstimateConfig),
-        click.Option(["--task"], default="", help="without RUN: what half a minute's probe trains [demo]"),
-        click.Option(["--model"], default="minilm", help="of the probe"),
-        click.Option(["--data-dir"], default="", help="of the probe"),
+        *(one for one in make_options(TrainConfig) if one.name in _OF_PROBE),
         click.Option(["--json", "as_json"], is_flag=True, help="print one JSON object"),
         click.Argument(["run"], required=False),
     ],
 )
-def estimate(run: str | None, task: str, model: str, data_dir: str, as_json: bool, **values: Any) -> None:
+def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     """Tell seconds, samples/s, efficiency and price on 1 to 64 hosts, from a run on one host and the link between them.
 
-    RUN is the directory of a run on one rank; without it, half a minute of --task is trained on this machine.
+    RUN is the directory of a run on one rank; without it, --task is trained on this machine for half a minute.
     """
     from cpuft.record import read_record
     from cpuft.report.instances import find_instance
@@ -51,13 +50,13 @@ def estimate(run: str | None, task: str, model: str, data_dir: str, as_json: boo
 
     config = pick(EstimateConfig, values)
     hosts = parse_hosts(config.hosts)
-    if run and (task or data_dir):
-        raise CpuftError("RUN tells the job, and so do --task and --data-dir: give one or the other")
+    if run:
+        refuse_options(TrainConfig, "is for a probe, and RUN tells the job: give one or the other")
     rented = find_instance(config.instance, config.instances) if config.instance else None
     bits = parse_bits(config.bandwidth, "--bandwidth")
     if not (bits or config.link or rented):
         raise CpuftError("what joins the hosts? give --bandwidth 10gbit, --link comm.jsonl or --instance NAME")
-    record = read_record(run) if run else _probe(TrainConfig(task=task or "demo", model=model, data_dir=data_dir))
+    record = read_record(run) if run else _probe(pick(TrainConfig, values))
     job = read_job(record, config.compression)
     network = _find_network(config, job, bits, rented)
     cores = config.cores or (rented.cores if rented else job.cores)

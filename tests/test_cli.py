@@ -67,13 +67,14 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["compare", "--np", "9" * 5000], "999' is no list of different rank numbers: write e.g. --np 1,2,4"),
         (["launch", "--epochs", "nan"], "'--epochs': 'nan' is not a number (see cpuft launch --help)"),
         (["launch", "--learning-rate", "inf"], "'--learning-rate': 'inf' is not a number (see cpuft launch --help)"),
+        (["report", "none", "--estimate", "e.json"], "--estimate says what the page shows: add --html"),
         (["report", "none"], "there is no none: name the directory of a run"),
         (["estimate", "none", "--bandwidth", "1gbit"], "there is no none: name the directory of a run"),
         (["estimate", "none"], "what joins the hosts? give --bandwidth 10gbit, --link comm.jsonl or --instance NAME"),
         (["estimate", "--bandwidth", "fast"], "--bandwidth 'fast' is no rate: write e.g. 1gbit or 100mbit"),
         (["estimate", "--hosts", "1,x"], "--hosts '1,x' is no list of whole numbers up to 1024: write e.g. 1,2,4,8"),
         (["estimate", "--instance", "c7i.huge"], "--instance knows no 'c7i.huge': did you mean c7i.8xlarge or"),
-        (["estimate", "none", "--task", "mrpc"], "RUN tells the job, and so do --task and --data-dir: give one or"),
+        (["estimate", "none", "--task", "mrpc"], "--task is for a probe, and RUN tells the job: give one or the other"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_starts_nothing(words: list[str], message: str, tmp_path: Path) -> None:

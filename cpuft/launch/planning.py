@@ -99,7 +99,7 @@ def plan_training(
     if cluster.away:
         train = replace(train, checkpoint_every=0.0)  # nothing there goes on yet: they would cost time and serve nobody
     prepared = f"{run_dir}/data.npz"
-    worker = WorkerConfig(run_dir=run_dir, prepared=prepared, progress=progress, apart=apart)
+    worker = WorkerConfig(run_dir, prepared, progress, apart, cluster.facts[0].cpu_quota)
     if resumed:
         worker = replace(worker, resume=resumed.updates, global_batch=resumed.global_batch)
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))

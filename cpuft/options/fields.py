@@ -106,6 +106,7 @@ class WorkerConfig:
     prepared: str = option("", "tokenised data made by cpuft.train.data.prepare (default: prepare it now)")
     progress: str = option("lines", "how rank 0 shows progress", choices=("bar", "lines"))
     apart: bool = option(False, "each rank trains for itself: what the hosts could do together at best")
+    cores_allowed: float = option(0.0, "CPU time the master's control group allows, in cores; 0: no limit", least=0.0)
     resume: int = option(-1, "goes on with the run of run-dir, of which so many updates were recorded", least=-1)
     global_batch: int = option(0, "rows of an update (default: a batch for each rank)", least=0)
 

@@ -190,7 +190,7 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
         statistics.fmean(rates) / first.header.world_size,
         statistics.fmean(speedups),
         statistics.fmean(speedups) / times,
-        {name: statistics.fmean(run.metrics.get(name, 0.0) for run in group) for name in first.metrics},
+        {name: statistics.fmean(run.metrics.get(name, first.metrics[name]) for run in group) for name in first.metrics},
         first.path,
         len(group),
         average(against) if against else None,

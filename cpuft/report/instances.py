@@ -42,7 +42,7 @@ def parse_instances(text: str, path: str) -> dict[str, Instance]:
             if words:
                 found[words[0]] = _parse_words(words)
     except (ValueError, csv.Error) as error:
-        raise CpuftError(f"{path}, line {lines.line_num}: {error}: cpuft estimate --help tells where ours is") from None
+        raise CpuftError(f"{path}, line {lines.line_num}: {error}: make it like {TABLE}") from None
     return found
 
 

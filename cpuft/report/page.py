@@ -20,13 +20,15 @@ from cpuft.report.prediction import Prediction
 from cpuft.report.table import format_title, table_columns, table_rows
 
 _TEMPLATE = Path(__file__).with_name("page.html")
+_OURS = b'<meta name="generator" content="cpuft">'
 _MOST_BARS = 40
 
 
 def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Prediction] = ()) -> Path:
     """Write the page of these runs; its path.
 
-    Raises CpuftError: runs that cannot be compared or have no steps, or matplotlib or Jinja2 is not installed.
+    Raises CpuftError: runs that cannot be compared or have no steps, matplotlib or Jinja2 is not installed, or what
+    is there under that name is no page of ours.
     """
     try:
         from jinja2 import Environment, StrictUndefined
@@ -39,6 +41,8 @@ def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Pred
             raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    if path.exists() and _OURS not in path.read_bytes():
+        raise CpuftError(f"{path} is there and no page of cpuft's: move it away")
     write_text(path, template.render(**describe(comparison, runs, predictions)))
     return path
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm import take_traffic
+from cpuft.comm.gradients.compression import WITH_FEEDBACK
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
 from cpuft.rank.world import World
@@ -142,7 +143,9 @@ def settle_messages(loop: Loop) -> None:
 
     By their layout the ranks' gradients are added in one order or another: of three or more the sum's last bits differ.
     """
-    if loop.world.size < 3 or loop.config.sync_every > 1 or loop.config.grad_compression in ("int8", "powersgd"):
+    sent_as = loop.gradients or loop.config.grad_compression
+    # What keeps something back would send this pass's zeros, or have them applied an update late.
+    if loop.world.size < 3 or loop.config.sync_every > 1 or sent_as in WITH_FEEDBACK:
         return
     rows = np.arange(min(loop.world.size, len(loop.prepared.train)))
     (batch, *_), _ = _micro_batches(loop, rows)

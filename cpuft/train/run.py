@@ -9,14 +9,14 @@ import platform
 import resource
 import statistics
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.gradients.compression import choose_compression, gradient_type
+from cpuft.comm.gradients.compression import WITH_FEEDBACK, choose_compression, gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.rank.world import parse_world
@@ -90,7 +90,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         travels = count_travels(model, objective, config, prepared)
         loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart, worker.global_batch)
         header = replace(header, apart=worker.apart, gradients=loop.gradients, global_batch=loop.global_batch)
-        header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=read_quota())
+        header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=worker.cores_allowed)
         story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         if loop.rung_reason:
             story.progress.note(f"gradients as {loop.gradients}: {loop.rung_reason}")
@@ -137,7 +137,7 @@ def make_resumed_line(header: Header, past: Past, recorded: int) -> ResumedLine:
     reset = []
     if header.options["sync_every"] > 1:
         reset.append("the outer momentum, and moments of all ranks but the one that kept its own")
-    elif (header.gradients or header.options["grad_compression"]) in ("int8", "late", "powersgd"):
+    elif (header.gradients or header.options["grad_compression"]) in WITH_FEEDBACK:
         reset.append("what was left to be sent (error feedback)")
     return ResumedLine(
         step=past.update,
@@ -191,15 +191,6 @@ def read_cpu() -> Cpu:
     """This CPU, with the flags that oneDNN may use."""
     cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     return cpu._replace(flags=effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", "")))
-
-
-def read_quota() -> float:
-    """CPU time that this control group may have, in cores (v2, then v1); 0 for no limit."""
-    for paths in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with suppress(OSError):
-            words = " ".join(Path("/sys/fs/cgroup", path).read_text(encoding="utf-8") for path in paths).split()
-            return int(words[0]) / int(words[1]) if words[0].isdecimal() else 0.0
-    return 0.0
 
 
 def make_header(

@@ -245,7 +245,6 @@ EXEMPT = {
     "read_newest": "read_checkpoint, of the files that are there",
     "read_packages": "what pip has installed",
     "read_parts": "a model's layers",
-    "read_quota": "the kernel's files",
     "read_raw": "a text, whatever it holds",
     "read_route": "a system call",
     "read_rows": "parse_tsv",

@@ -137,6 +137,14 @@ def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_another_file_of_that_name_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("<html>a thesis</html>")
+    with pytest.raises(CpuftError, match=r"report.html is there and no page of cpuft's: move it away"):
+        write_page(make_runs((1, 2)), path)
+    assert path.read_text() == "<html>a thesis</html>"
+
+
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
 def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     write_record(make_record(1), Path("run"))
@@ -154,7 +162,8 @@ def test_where_a_page_goes(tmp_path: Path) -> None:
         write_record(run, tmp_path / "all" / f"np-{run.header.world_size}")
     done = run_cpuft("report", "all", "--html")
     assert (done.returncode, done.stdout) == (0, "page: all/report.html\n"), done.stderr
-    assert run_cpuft("report", "all/np-1", "all/np-2", "--html").stdout == "page: report.html\n"
+    for _ in range(2):
+        assert run_cpuft("report", "all/np-1", "all/np-2", "--html").stdout == "page: report.html\n"
     done = run_cpuft("report", "all", "--html", "--estimate", "none")
     assert (done.returncode, done.stdout) == (2, "")
 

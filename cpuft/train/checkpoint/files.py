@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ KEPT = 2
 _ABOUT, _BESIDE, _GOING = "checkpoint.json", ".new", ".old"
 _FORMAT = 1
 _BLOCK = 1 << 24
+_OURS = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")
+"""What checkpoints are called, and nothing else that may lie beside them."""
 
 
 def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, memoryview]) -> Path:
@@ -35,8 +38,9 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
     target = root / f"{update:09}.{rank}"
     beside = root / f"{target.name}{_BESIDE}"
     root.mkdir(parents=True, exist_ok=True)
-    for left in (*root.glob(f"*.{rank}{_BESIDE}"), *root.glob(f"*{_GOING}")):
-        shutil.rmtree(left, ignore_errors=True)
+    for path, own in _list_ours(root):
+        if own[3] == _GOING or (own[3] == _BESIDE and own[2] == str(rank)):
+            shutil.rmtree(path, ignore_errors=True)
     try:
         beside.mkdir()
         sums = {name: _write(beside / name, content) for name, content in files.items()}
@@ -49,9 +53,9 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
         shutil.rmtree(beside, ignore_errors=True)
         raise
     _sync(root)
-    own = sorted(number for number, path in list_checkpoints(root) if path.suffix == f".{rank}")
+    updates = sorted(number for number, path in list_checkpoints(root) if path.suffix == f".{rank}")
     for number, path in list_checkpoints(root):
-        if number < own[-KEPT:][0]:
+        if number < updates[-KEPT:][0]:
             _remove(path)
     return target
 
@@ -92,12 +96,13 @@ def _checksum(about: Mapping[str, Any]) -> str:
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """Number of the last update and folder of each checkpoint, whole or not, the newest first."""
-    found = []
-    for path in root.iterdir() if root.is_dir() else ():
-        update, dot, rank = path.name.partition(".")
-        if dot and update.isdecimal() and rank.isdecimal():
-            found.append((int(update), path))
-    return sorted(found, reverse=True)
+    return sorted(((int(own[1]), path) for path, own in _list_ours(root) if not own[3]), reverse=True)
+
+
+def _list_ours(root: Path) -> list[tuple[Path, re.Match[str]]]:
+    """What is ours in a folder, and the parts of its name."""
+    paths = root.iterdir() if root.is_dir() else ()
+    return [(path, own) for path in paths if (own := _OURS.fullmatch(path.name))]
 
 
 def read_checkpoint(path: Path) -> dict[str, bytearray]:
@@ -112,11 +117,14 @@ def read_checkpoint(path: Path) -> dict[str, bytearray]:
         about = load(dict[str, Any], parse_json(text), _ABOUT)
         if about.pop("checksum", "") != _checksum(about) or about.get("format") != _FORMAT:
             raise ValueError(f"{_ABOUT} is damaged, or of another version")
-        files = {name: _read(path / name) for name in about["files"]}
+        sums = load(dict[str, str], about.get("files"), _ABOUT)
+        if sums.keys() != {STATE, RECORD}:
+            raise ValueError(f"{_ABOUT} names other files")
+        files = {name: _read(path / name) for name in sums}
     except OSError as error:
         raise ValueError(f"{error.filename or path} cannot be read ({error.strerror})") from None
     for name, content in files.items():
-        if hashlib.sha256(content).hexdigest() != about["files"][name]:
+        if hashlib.sha256(content).hexdigest() != sums[name]:
             raise ValueError(f"{name} is damaged")
     return files
 
@@ -148,9 +156,11 @@ def remove_after(root: Path, update: int) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """Take away the checkpoints of a run that came to its end."""
+    """Take away the checkpoints of a run that came to its end, and their folder when nothing else is in it."""
+    for path, _ in _list_ours(root):
+        shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):
-        shutil.rmtree(root)
+        root.rmdir()
 
 
 def to_view(text: Iterable[str]) -> memoryview:

@@ -56,7 +56,8 @@ def resume(state: State, root: Path, world: World, options: Mapping[str, Any], d
 
     Raises
     ------
-    CpuftError: on all ranks alike, the checkpoint is of another job, and what differs.
+    CpuftError: on all ranks alike, the checkpoint is of another job, and what differs; or all that there are are
+    damaged.
     """
     update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
     content, text = files.get(STATE, bytearray()), files.get(RECORD, bytearray()).decode(errors="replace")
@@ -66,6 +67,8 @@ def resume(state: State, root: Path, world: World, options: Mapping[str, Any], d
         for line in one.damaged:
             print(f"{line} ({one.host})", file=sys.stderr, flush=True)
     newest = max(everyone, key=lambda one: one.update)  # of several, that of the lowest rank
+    if newest.update < 0 and any(one.damaged for one in everyone):
+        raise CpuftError(f"no checkpoint in {root} is whole: bring one back, or start a new run without --resume")
     record = None
     if newest.update >= 0:
         record = parse_record(newest.text, f"checkpoint of update {newest.update} on {newest.host}")

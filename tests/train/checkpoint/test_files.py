@@ -53,6 +53,20 @@ def test_another_ranks_are_left_until_they_are_older(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
+def test_only_checkpoints_of_ours_are_taken_away(tmp_path: Path) -> None:
+    own = ["1.0", "000000001.0.txt", "000000001.x", "best.new", "notes.old"]
+    for name in own:
+        (tmp_path / name).mkdir()
+    (tmp_path / "000000002.0.old").mkdir()
+    write(tmp_path, 1)
+    assert [update for update, _ in list_checkpoints(tmp_path)] == [1]
+    remove_after(tmp_path, 0)
+    assert names(tmp_path) == sorted(own)
+    write(tmp_path, 2)
+    remove_all(tmp_path)
+    assert names(tmp_path) == sorted(own)
+
+
 def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 4

@@ -17,8 +17,9 @@ from cpuft.record import Record, format_line
 from cpuft.train.checkpoint.files import list_checkpoints, write_checkpoint
 from cpuft.train.checkpoint.resuming import find_difference, resume
 from cpuft.train.checkpoint.state import State
+from cpuft.train.loop import settle_messages
 from tests.comm.ranks import mpirun
-from tests.train.checkpoint.training import CONFIG, HEADER, compare, go, go_on, make_keeper, make_loop
+from tests.train.checkpoint.training import CONFIG, HEADER, Reading, compare, go, go_on, make_keeper, make_loop
 
 ALONE = World(0, 1, 0, 1)
 
@@ -82,6 +83,26 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert capsys.readouterr().err.startswith(f"checkpoint {newer} is left out: state.safetensors is damaged (")
     assert (past.update, resumed["checksum"]) == (5, whole["checksum"])
     assert [update for update, _ in list_checkpoints(tmp_path)] == [5]
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("sent_as, passes", [("bf16", 1), ("int8", 0), ("late", 0), ("powersgd", 0)])
+def test_what_keeps_something_back_sends_nothing_before_it_goes_on(sent_as: str, passes: int) -> None:
+    loop = make_loop(ALONE, 0.0)
+    loop.world, loop.gradients = World(0, 3, 0, 3), sent_as
+    settle_messages(loop)
+    assert isinstance(loop.objective, Reading)
+    assert len(loop.objective.rows) == passes
+
+
+@pytest.mark.usefixtures("_alone")
+def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+    loop = make_loop(ALONE, 0.0)
+    files = {"state.safetensors": memoryview(b"state"), "record.jsonl": memoryview(b"")}
+    (write_checkpoint(tmp_path, 7, 0, files) / "record.jsonl").write_text("other")
+    with pytest.raises(CpuftError, match=r"^no checkpoint in .* is whole: bring one back, or start a new run without"):
+        resume(State(loop.model, loop.optimizer), tmp_path, ALONE, vars(CONFIG), HEADER.data)
+    assert len(list_checkpoints(tmp_path)) == 1
 
 
 @pytest.mark.usefixtures("_alone")
