@@ -22,7 +22,12 @@ from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, given_options, make_
 from cpuft.options.help import Verbs
 from cpuft.streams import check_output, keep_streams
 
-_GROUPS = {"doctor": "cpuft.doctor.command", "provision": "cpuft.provision.commands", "estimate": "cpuft.estimate"}
+_GROUPS = {
+    "doctor": "cpuft.doctor.command",
+    "provision": "cpuft.provision.commands",
+    "estimate": "cpuft.estimate",
+    "stacks": "cpuft.launch.stacks.command",
+}
 """Verbs with modules of their own: imported when they are called for, or listed."""
 
 
@@ -233,10 +238,12 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
 def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
     from cpuft.launch.remote import run_plan_there
     from cpuft.launch.secrets import secrets_there
+    from cpuft.launch.stacks.going import noted
     from cpuft.launch.supervise import run_plan
 
     try:
-        with secrets_there(plan, cluster, cluster.work_dir(run_dir), os.environ):
+        secrets = secrets_there(plan, cluster, cluster.work_dir(run_dir), os.environ)
+        with secrets, noted(run_dir, cluster, os.environ):
             if cluster.away:
                 return run_plan_there(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True))
             return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds, cluster.access.door)

@@ -9,7 +9,12 @@ WIDTH = 120
 
 
 def format_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "", notes: Sequence[str] = (), left: int = 0
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str = "",
+    notes: Sequence[str] = (),
+    left: int = 0,
+    width: int = 0,
 ) -> str:
     """A table, then its notes. The first `left` columns are texts, the others are aligned to the right as numbers."""
     from rich import box  # imports a good deal, and most commands print no table
@@ -24,7 +29,7 @@ def format_table(
     file = io.StringIO()
     # Wide enough for any number of columns: a log has no width, and a terminal wraps by itself. What rich is told to
     # take for a terminal (FORCE_COLOR), and finds dumb, it gives 80 columns whatever is asked for.
-    width = max(WIDTH, 16 * len(columns))
+    width = max(WIDTH, 16 * len(columns), width)
     console = Console(file=file, width=width, color_system=None, legacy_windows=False, force_terminal=False)
     console.print(table, markup=False, highlight=False)
     for note in notes:

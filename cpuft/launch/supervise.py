@@ -15,8 +15,11 @@ from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.files import remove_command, write_text
 from cpuft.hosts.door import Door
+from cpuft.launch.stacks.gather import look_at_hang
+from cpuft.launch.stacks.verdict import Verdict
 from cpuft.plan import RunPlan, Step, format_plan
 from cpuft.rank.process import FAILURE, parse_failure, parse_missed
+from cpuft.rank.reporting import HANGS, SUPERVISED
 
 _TRACE_LINES = 15
 _CHECK_FAILED = 2
@@ -70,6 +73,9 @@ class Ending:
     logs: Path
     find_silent: Callable[[], set[str]]
     """Asks all hosts, and tells which do not answer."""
+    look: Callable[[], tuple[Verdict, set[str]]]
+    """Looks at ranks that hang; the hosts that do not answer."""
+    verdict: Verdict | None = None
     failed_at: float = 0.0
     looked_at: float = 0.0
     silent: set[str] | None = None
@@ -80,8 +86,12 @@ class Ending:
         if now - self.looked_at < 1:
             return
         self.looked_at = now
-        if not self.failed_at and any(_has_failed(path) for path in self.logs.glob("rank-*.err")):
+        if not self.failed_at and any(_says(path, FAILURE) for path in self.logs.glob("rank-*.err")):
             self.failed_at = now
+        if not self.verdict and any(_says(path, HANGS) for path in self.logs.glob("rank-*.err")):
+            self.verdict, silent = self.look()
+            self.silent = silent or None
+            raise StuckError("ranks that waited in vain were ended")
         since = now - self.failed_at if self.failed_at else 0.0
         if self.silent is None and since > _ASK_SECONDS:
             self.silent = self.find_silent()
@@ -89,11 +99,11 @@ class Ending:
             raise StuckError(f"mpirun did not end within {since:.0f} s of a rank's failure, so it was ended")
 
 
-def _has_failed(log: Path) -> bool:
-    """Whether a rank's log ends with the mark of its failure."""
+def _says(log: Path, mark: str) -> bool:
+    """Whether a rank's log ends with a mark of its failure."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
-        return FAILURE.encode() in file.read()
+        return mark.encode() in file.read()
 
 
 def run_plan(
@@ -118,7 +128,11 @@ def run_plan(
             execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
-    ending = Ending(Path(run_dir) / "logs", lambda: door.find_silent(sorted(set(hosts))))
+    ending = Ending(
+        Path(run_dir) / "logs",
+        lambda: door.find_silent(sorted(set(hosts))),
+        lambda: look_at_hang(run_dir, hosts, door, lambda line: print(f"cpuft: {line}", file=sys.stderr)),
+    )
     return _run_ranks(here(ranks), ending, hosts, environ, seconds)
 
 
@@ -158,7 +172,7 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
 
     with (logs / "mpirun.log").open("wb") as output:
         try:
-            code = execute.run_step(step, environ, output, watch, seconds)
+            code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, seconds)
         except StuckError as error:
             print(f"cpuft: {error}", file=sys.stderr)
             code = 1
@@ -171,7 +185,10 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
         raise CpuftError(f"the disk of {logs.parent} is full: make room there, or name another place with --run-dir")
     said = (logs / "mpirun.log").read_text(errors="replace")
-    print(describe_failures(failures, said, name_absent(failures, hosts, silent)), file=sys.stderr, flush=True)
+    absent = name_absent(failures, hosts, silent)
+    if ending.verdict and not silent:
+        absent = [ending.verdict.text]
+    print(describe_failures(failures, said, absent), file=sys.stderr, flush=True)
     return worst_exit_code(failures, _HOST_LOST if silent else code)
 
 

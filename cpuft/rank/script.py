@@ -21,6 +21,7 @@ import functools
 import importlib.util
 import ipaddress
 import os
+import re
 import socket
 import sys
 import threading
@@ -28,6 +29,10 @@ import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
+
+from cpuft.rank.process import format_failure
+from cpuft.rank.reporting import RECORDER, hold, start_reporting
+from cpuft.rank.world import parse_world
 
 
 def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ()) -> int:
@@ -56,8 +61,16 @@ def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ())
         # Python sets these, too; exit handlers see by them that the script failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
+        if is_deadline(error):
+            mark = format_failure(parse_world(os.environ), socket.gethostname(), 1)
+            hold(f"{mark}\n", error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def is_deadline(error: BaseException) -> bool:
+    """Whether torch has waited for other ranks as long as it may, and they may still stand where they hang."""
+    return isinstance(error, RuntimeError) and bool(re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE))
 
 
 class _ChangeTorch:
@@ -119,8 +132,12 @@ def _listen(address: str, port: int) -> socket.socket | None:
 def change_torch() -> None:
     """Never destroy the group of all ranks that the script is going to make, and let its store listen narrowly.
 
+    This process can be looked at from now on, with the operations of torch's own groups.
+
     To be called before torch is imported.
     """
+    os.environ.setdefault(*RECORDER)
+    start_reporting()
     changes = {"distributed_c10d": _keep_groups, "rendezvous": listen_narrowly}
     sys.meta_path.insert(0, _ChangeTorch({f"torch.distributed.{name}": change for name, change in changes.items()}))
 

@@ -11,6 +11,7 @@ from cpuft.comm.group.session import leave
 from cpuft.errors import CpuftError, describe_disk
 from cpuft.options.fields import TrainConfig, WorkerConfig, option_names
 from cpuft.options.flags import parse_arguments
+from cpuft.rank.reporting import start_reporting
 from cpuft.streams import keep_streams
 
 
@@ -18,6 +19,7 @@ def main() -> None:
     """Train; exit 2 with one line for bad input."""
     started = time.perf_counter()
     keep_streams()
+    start_reporting()
     try:
         train, worker = parse_worker(sys.argv[1:])
         from cpuft.train.run import run

@@ -14,6 +14,7 @@ from cpuft.comm.watch.deadlines import Watch
 from cpuft.comm.watch.operations import Register, Traffic
 from cpuft.errors import CpuftError
 from cpuft.rank.process import remove_shared_memory
+from cpuft.rank.reporting import start_reporting
 from cpuft.rank.script import flush_and_exit
 
 TIMEOUT_VARIABLE = "CPUFT_COMM_TIMEOUT"
@@ -28,6 +29,7 @@ def open_watch(store: Store, group_rank: int, ranks: tuple[int, ...]) -> Watch:
     global _watch
     with _lock:
         if _watch is None:
+            start_reporting(register.report)
             _watch = Watch(register)
             _watch.join(store, ranks[group_rank], ranks, first=group_rank == 0)
         return _watch

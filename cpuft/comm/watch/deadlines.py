@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 from cpuft.comm.watch.liveness import Line
 from cpuft.comm.watch.operations import Operation, Register, describe_absence, describe_failure, find_overdue
 from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
+from cpuft.rank.reporting import hold
 from cpuft.rank.world import parse_world
 
 EXIT_CODE = 75
@@ -33,7 +34,7 @@ class Watch:
     It ends with os._exit: destroying a pending oneCCL event blocks, and so does finalizing MPI without a peer.
     """
 
-    def __init__(self, register: Register, leave: Callable[[str, Collection[int]], None] | None = None) -> None:
+    def __init__(self, register: Register, leave: Callable[[str, Collection[int], bool], None] | None = None) -> None:
         self.register = register
         self._leave = leave or _leave
         self._rank = 0
@@ -87,7 +88,7 @@ class Watch:
             if self._line:
                 why = f"{operation.name} #{operation.sequence}"
                 self._line.say({"end": self._rank, "why": why, "missed": sorted(absent)})
-            self._leave(text, absent)
+            self._leave(text, absent, not self._gone)
 
     def _find_absent(self, operation: Operation) -> dict[int, str]:
         """Who keeps the operation from ending, by the last answers: not those who have given up and left since."""
@@ -132,17 +133,23 @@ class Watch:
         pending = min(self.register.snapshot(), key=lambda operation: operation.started, default=None)
         if pending:
             absent = self._find_absent(pending)
-            self._leave(describe_failure(pending, self._rank, absent, time.monotonic()), absent)
+            text = describe_failure(pending, self._rank, absent, time.monotonic())
+            self._leave(text, absent, not self._gone)
         reason = f"rank {message['end']} gave up {message['why']}"
         missed = set(message["missed"]) - {self._rank}
-        self._leave(f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined.", missed)
+        text = f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined."
+        self._leave(text, missed, not self._gone)
 
 
-def _leave(text: str, missed: Collection[int]) -> None:
+def _leave(text: str, missed: Collection[int], hangs: bool) -> None:
+    """End this process. Where no rank is gone, and so all hang, they are looked at first, if anybody does."""
     # The mark of cpuft.rank, too: mpirun may end that before it can write it.
     mark = format_failure(parse_world(os.environ), socket.gethostname(), EXIT_CODE, missed)
     with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n{mark}\n".encode())
+        if hangs:
+            hold(f"{text}\n{mark}\n")
+        else:
+            os.write(2, f"{text}\n{mark}\n".encode())
     # On a thread: whoever is stuck may hold the lock of stdout.
     threading.Thread(target=sys.stdout.flush, daemon=True).start()
     # mpirun kills all ranks when the first one ends: the others need a moment for a line of their own.

@@ -84,6 +84,16 @@ class Register:
             taken, self.traffic = self.traffic, Traffic()
         return taken
 
+    def report(self) -> dict[str, object]:
+        """What is under way and how far each channel is, for who looks from outside: `cpuft.rank.reporting`."""
+        now = time.monotonic()
+        pending = [
+            {"channel": one.channel, "sequence": one.sequence, "name": one.name, "waited": now - one.started}
+            | {"ranks": one.ranks}
+            for one in self.snapshot()
+        ]
+        return {"pending": pending, "progress": self.reached()}
+
     def forget(self, label: str) -> None:
         """A group is closed: a later one of the same name numbers from 1."""
         with self._lock:

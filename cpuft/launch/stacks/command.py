@@ -1,0 +1,50 @@
+"""`cpuft stacks RUN`: what every rank of a run that goes on does, and whom the others wait for. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from cpuft.launch.stacks.sights import Sight, describe_state
+from cpuft.options.flags import Verb
+
+_WIDTH = 400
+_COLUMNS = ("rank", "host", "pid", "state", "operation", "stands at")
+
+
+@click.command(cls=Verb, params=[click.Argument(["run"], metavar="RUN")])
+def stacks(run: str) -> None:
+    """Show what every rank of RUN, which goes on, is doing, and which of them holds up the others.
+
+    All stacks are kept in RUN/logs/rank-N.stack; of a run on hosts with disks of their own, they come back with it.
+    """
+    from cpuft.launch.stacks.gather import gather_sights, write_sights
+    from cpuft.launch.stacks.going import find_place
+    from cpuft.launch.stacks.verdict import judge
+
+    place = find_place(run, os.environ)
+    sights, silent = gather_sights(place)
+    click.echo(format_sights(sights), nl=False)
+    click.echo(f"cpuft: {judge(sights).text}")
+    for reason in silent.values():
+        click.echo(f"cpuft: error: {reason}", err=True)
+    if place.hosts[0].name not in silent:
+        write_sights(place, sights)
+        click.echo(f"stacks: {place.work}/logs/rank-N.stack")
+    sys.exit(2 if silent else 0)
+
+
+def format_sights(sights: tuple[Sight, ...]) -> str:
+    """A line for each rank."""
+    from cpuft.tables import format_table
+
+    return format_table(_COLUMNS, [_format_row(sight) for sight in sights], left=len(_COLUMNS), width=_WIDTH)
+
+
+def _format_row(sight: Sight) -> tuple[str, ...]:
+    now = f"{sight.waits[0].text}, {sight.waits[0].seconds:.1f} s" if sight.waits else ""
+    before = f"after {sight.last}" if sight.last else ""
+    pid = str(sight.pid) if sight.pid else ""
+    return str(sight.rank), sight.host, pid, describe_state(sight), now or before, sight.place

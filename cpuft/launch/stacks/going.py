@@ -1,0 +1,82 @@
+"""Which runs go on, so that they can be looked at: a note in this user's cache, for as long as its launch lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+from cpuft.files import cache_folder, cache_path, hash_text, write_text
+from cpuft.hosts.cluster import Access, Cluster
+from cpuft.hosts.door import Door
+from cpuft.hosts.hostfile import Host
+from cpuft.launch.stacks.gather import Place
+from cpuft.loader import load, parse_json
+
+
+@dataclass(frozen=True)
+class Note:
+    """What whoever looks at a run has to know of its launch."""
+
+    work: str
+    hosts: tuple[Host, ...]
+    """Of each rank."""
+    python: str
+    ssh_config: str
+    launched_on: str
+    """Name of the machine where the launch runs."""
+    pid: int
+    started: str
+    """Of the launch: its number may be another process's by now."""
+
+
+@contextmanager
+def noted(run_dir: str, cluster: Cluster, environ: Mapping[str, str]) -> Iterator[None]:
+    """Keep a note of a run while it goes on. Without a cache it goes on as well, but nobody can ask for its stacks."""
+    hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
+    access, pid = cluster.access, os.getpid()
+    place = cluster.work_dir(run_dir), hosts, access.python, access.door.config
+    note = Note(*place, socket.gethostname(), pid, _find_start(pid))
+    with suppress(OSError, CpuftError):
+        write_text(_find_note(cache_folder(environ), run_dir), json.dumps(asdict(note)))
+    try:
+        yield
+    finally:
+        with suppress(OSError, CpuftError):
+            _find_note(cache_path(environ), run_dir).unlink()
+
+
+def find_place(run: str, environ: Mapping[str, str]) -> Place:
+    """Where a run goes on.
+
+    Raises CpuftError: there is no such run, it is over, or it was launched elsewhere.
+    """
+    run_dir = str(Path(run).absolute())
+    try:
+        note = load(Note, parse_json(_find_note(cache_path(environ), run_dir).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        if Path(run_dir).is_dir():
+            raise CpuftError(f"run {run} is over, or no cpuft launch of yours started it: see {run}/logs") from None
+        raise CpuftError(f"no run goes on in {run_dir}: name the folder of one, as --run-dir had it") from None
+    if note.launched_on != socket.gethostname():
+        raise CpuftError(f"run {run} was launched on {note.launched_on}: ask for its stacks there")
+    if note.started != _find_start(note.pid):
+        raise CpuftError(f"run {run} is over, and its launch was killed: see {run}/logs")
+    return Place(note.work, note.hosts, Access(Door(note.ssh_config), note.python))
+
+
+def _find_note(cache: Path, run_dir: str) -> Path:
+    return cache / "going" / f"{hash_text(run_dir, 24)}.run"
+
+
+def _find_start(pid: int) -> str:
+    """When a process started, in ticks since boot; "" when there is none: proc(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""

@@ -1,0 +1,71 @@
+"""The real thing: ranks that hang are seen while they do, and the one that holds up the others is named at the end."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.conftest import run_cpuft
+from tests.launch import hanging
+
+SCRIPT = hanging.__file__
+LINES = {text.strip(): number for number, text in enumerate(Path(SCRIPT).read_text(encoding="utf-8").splitlines(), 1)}
+ADDS = LINES["dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)"]
+LEAVES = LINES["dist.barrier()"]
+KEEPS = LINES["sum(itertools.repeat(0, 1 << 36))"]
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    Path("hosts").write_text("localhost slots=3\n", encoding="utf-8")
+    command = [sys.executable, "-m", "cpuft", "launch", "--hostfile", "hosts", "--no-check", "--run-dir", "run", *words]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_script_over_torchs_own_gloo_is_seen_while_it_hangs_and_when_its_deadline_passes() -> None:
+    with start("--np", "3", "--", SCRIPT, "torch", "elsewhere", "1", "20") as launch:
+        limit = time.monotonic() + 120
+        verdict = "cpuft: rank 1 on localhost holds up the others (rank 0, 2 wait in all_reduce #6 of group 1): "
+        verdict += f"it is in barrier #1 of the world, at {SCRIPT}:{LEAVES} in go_elsewhere"
+        said = ""
+        while verdict not in said and launch.poll() is None and time.monotonic() < limit:
+            time.sleep(0.2)
+            asked = run_cpuft("stacks", "run")
+            said = asked.stdout
+        assert launch.stderr
+        errors = launch.stderr.read()
+    assert verdict in said.splitlines(), errors
+    assert asked.returncode == 0
+    rows = [line.split() for line in said.splitlines() if re.match(r" [012] ", line)]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert [row[-3].rpartition(":")[2] for row in rows] == [str(ADDS), str(LEAVES), str(ADDS)]
+    assert errors.splitlines()[-1] == verdict
+    assert launch.returncode == 1
+    assert f"stands at: {SCRIPT}:{ADDS} in main" in Path("run/logs/rank-2.stack").read_text()
+    over = run_cpuft("stacks", "run")
+    assert (over.returncode, over.stderr) == (
+        2,
+        "cpuft: error: run run is over, or no cpuft launch of yours started it: see run/logs\n",
+    )
+
+
+def test_c_code_that_keeps_the_gil_is_named_with_its_line() -> None:
+    with start("--np", "2", "--", SCRIPT, "gloo", "gil", "1", "4") as launch:
+        assert launch.stderr
+        lines = launch.stderr.read().splitlines()
+    assert launch.returncode == 75
+    assert lines[-1] == (
+        "cpuft: rank 1 on localhost holds up the others (rank 0 waits in all_reduce #6 of group 1): "
+        f"it stands at {SCRIPT}:{KEEPS} in keep_the_gil, running in C code that keeps the GIL"
+    )
+
+
+def test_a_run_that_never_was() -> None:
+    done = run_cpuft("stacks", "none")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == f"cpuft: error: no run goes on in {Path.cwd()}/none: name the folder of one, as --run-dir had it\n"
+    )

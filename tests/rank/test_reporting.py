@@ -1,0 +1,90 @@
+"""What torch's flight recorder says, and a rank as it is seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.rank.looking import find_workers, look
+from cpuft.rank.reporting import parse_recorder
+from cpuft.rank.script import is_deadline
+from cpuft.words import own_module
+
+NOW = 1_795_326_590_000_000_000
+
+
+def entry(sequence: int, name: str, retired: bool, **more: object) -> dict[str, object]:
+    plain = {"collective_seq_id": sequence, "profiling_name": f"gloo:{name}", "retired": retired, "is_p2p": False}
+    return plain | {"process_group": ["0", "default_pg"], "p2p_seq_id": 0, "time_created_ns": NOW - 3 * 10**9} | more
+
+
+def test_operations_of_the_recorder() -> None:
+    entries = [
+        entry(10, "all_reduce", True),
+        entry(11, "barrier", False),
+        entry(2, "broadcast", True, process_group=["1", "undefined"]),
+        entry(11, "recv", True, is_p2p=True, p2p_seq_id=4),
+    ]
+    assert parse_recorder({"entries": entries}, NOW) == {
+        "pending": [{"channel": "the world", "sequence": 11, "name": "barrier", "waited": 3.0}],
+        "progress": {
+            "the world": (11, "barrier"),
+            "group 1": (2, "broadcast"),
+            "the world, between two": (4, "recv"),
+        },
+    }
+    assert parse_recorder({}, NOW) == {"pending": [], "progress": {}}
+
+
+@pytest.mark.parametrize(
+    "error, waited",
+    [
+        (RuntimeError("[gloo/buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"), True),
+        (RuntimeError("Rank 1 timed out in monitoredBarrier after 5000 ms."), True),
+        (RuntimeError("wait timeout after 5000ms, keys: /a"), True),
+        (RuntimeError("Connection closed by peer"), False),
+        (ValueError("timed out"), False),
+    ],
+)
+def test_torchs_own_deadlines(error: BaseException, waited: bool) -> None:
+    assert is_deadline(error) is waited
+
+
+SCRIPT = """
+import itertools, sys
+print("here", flush=True)
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    "line, file",
+    [("while True: pass", "script.py"), ("sum(itertools.repeat(0))", "script.py"), ("sys.stdin.read()", "script.py")],
+)
+def test_a_process_is_seen_from_outside_whatever_holds_the_gil(line: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(SCRIPT.format(line), encoding="utf-8")
+    starter = [*own_module(sys.executable, "cpuft.rank"), "-m", "cpuft.rank.script", f"{tmp_path}/{file}"]
+    environ = {**os.environ, "CPUFT_RUN_DIR": str(tmp_path), "CPUFT_HOSTNAME": socket.gethostname()}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(starter, env=environ, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "here\n"
+            begun = time.monotonic()
+            ((first,), (second,)) = look(str(tmp_path), 20.0), look(str(tmp_path), 20.0)
+            assert time.monotonic() - begun < 20
+            assert find_workers(str(tmp_path), "elsewhere") == find_workers("/none", socket.gethostname()) == {}
+        finally:
+            process.kill()
+    assert (first["rank"], first["pid"]) == (second["rank"], second["pid"])
+    assert first["rank"] == 0
+    for sight in (first, second):
+        assert sight["stack"].count(f'File "{tmp_path}/{file}", line 4 in <module>') == 1
+        assert json.loads(sight["report"])["raised"] == []
