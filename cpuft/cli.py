@@ -134,8 +134,7 @@ def compare(dry_run: bool, **values: Any) -> None:
     _check_hosts(planned[-1].cluster, config)
     for run in planned:
         click.echo(f"{run.label}:", err=True)
-        code = _run(run.plan, run.run_dir, run.cluster, config.time_limit)
-        if code:
+        if code := _run(run.plan, run.run_dir, run.cluster, config.time_limit):
             sys.exit(code)
     _report([run.run_dir for run in planned], run_dir)
 
@@ -242,8 +241,7 @@ def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
     from cpuft.launch.supervise import run_plan
 
     try:
-        secrets = secrets_there(plan, cluster, cluster.work_dir(run_dir), os.environ)
-        with secrets, noted(run_dir, cluster, os.environ):
+        with secrets_there(plan, cluster, cluster.work_dir(run_dir), os.environ), noted(run_dir, cluster):
             if cluster.away:
                 return run_plan_there(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True))
             return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds, cluster.access.door)

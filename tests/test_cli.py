@@ -70,6 +70,8 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["report", "none", "--estimate", "e.json"], "--estimate says what the page shows: add --html"),
         (["report", "none"], "there is no none: name the directory of a run"),
         (["estimate", "none", "--bandwidth", "1gbit"], "there is no none: name the directory of a run"),
+        (["stacks", "none"], "no run goes on in "),
+        (["stacks", "."], "run . is over, or no cpuft launch of yours started it: see ./logs"),
         (["estimate", "none"], "what joins the hosts? give --bandwidth 10gbit, --link comm.jsonl or --instance NAME"),
         (["estimate", "--bandwidth", "fast"], "--bandwidth 'fast' is no rate: write e.g. 1gbit or 100mbit"),
         (["estimate", "--hosts", "1,x"], "--hosts '1,x' is no list of whole numbers up to 1024: write e.g. 1,2,4,8"),

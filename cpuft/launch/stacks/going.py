@@ -36,7 +36,7 @@ class Note:
 
 
 @contextmanager
-def noted(run_dir: str, cluster: Cluster, environ: Mapping[str, str]) -> Iterator[None]:
+def noted(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Keep a note of a run while it goes on. Without a cache it goes on as well, but nobody can ask for its stacks."""
     hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
     access, pid = cluster.access, os.getpid()
