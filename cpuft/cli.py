@@ -77,9 +77,10 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
     from cpuft.hosts.cluster import gather_cluster
-    from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_travel
-    from cpuft.launch.planning import choose_run_dir, end_script, plan_launch, plan_script, plan_training
-    from cpuft.launch.resume import read_resumed
+    from cpuft.launch.job import Job, plan_run
+    from cpuft.launch.kept import check_kept
+    from cpuft.launch.planning import choose_run_dir, end_script, plan_script
+    from cpuft.launch.resume import gather_resumed
 
     config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
     if script:
@@ -88,20 +89,16 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
         end_script((sys.executable, *script), sys.executable, wrap)
     name = Path(script[0]).stem if script else train.task
     command = plan_script(script) if script else ()
-    resumed = read_resumed(resume, bool(script)) if resume else None
+    resumed = gather_resumed(resume, config, bool(script)) if resume else None
     if resumed:
         config, train = resumed.take_over(config, train, given_options())
+        for line in resumed.silent:
+            click.echo(f"{line}; the run goes on without it", err=True)
     run_dir = resumed.run_dir if resumed else choose_run_dir(config.run_dir, f"{name}-np{config.np}")
-    cluster = gather_cluster(config)
-    work = cluster.work_dir(run_dir)
-    if script:
-        command, parcels = pack_script(cluster, command)
-        command = end_script(command, cluster.python, wrap)
-        plan = plan_launch(cluster, config, work, command, "gloo", os.environ, bool(resumed))
-    else:
-        train, parcels = pack_training(cluster, train)
-        plan = plan_training(cluster, config, train, work, _progress(), os.environ, resumed=resumed)
-    plan = plan_travel(plan, parcels, gather_lacking(parcels, cluster), cluster, run_dir)
+    cluster = gather_cluster(config, resumed.hosts if resumed else ())
+    if resumed:
+        check_kept(resumed.kept, cluster, run_dir)
+    plan = plan_run(Job(config, train, command, wrap, _progress()), cluster, run_dir, os.environ, resumed)
     if dry_run:
         _print_plans([plan])
         return

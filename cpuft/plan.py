@@ -71,6 +71,8 @@ class RunPlan:
     """One mpirun, on the master."""
     results: Stages = ()
     """What comes back, and what is taken away after that."""
+    kept: Stages = ()
+    """In the place of what is taken away, where the run did not come to its end: its checkpoints stay."""
     notes: tuple[str, ...] = ()
     ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
     resumed: bool = False

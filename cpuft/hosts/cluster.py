@@ -93,8 +93,7 @@ class Cluster:
 
     def work_dir(self, run_dir: str) -> str:
         """Where the ranks work on a run: its directory, or one on the master's own disk."""
-        mark = hash_text(f"{socket.gethostname()}:{run_dir}", 12)
-        return f"{self.folder}/{mark}/{os.path.basename(run_dir)}" if self.away else run_dir
+        return f"{self.folder}/{name_work(run_dir)}" if self.away else run_dir
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         """A command of a host as one of this machine."""
@@ -124,6 +123,11 @@ class Cluster:
     def rank_hosts(self) -> tuple[str, ...]:
         """The host of each rank, as the hostfile names it."""
         return tuple(a.host.name for a in self.assignments for _ in range(a.ranks))
+
+
+def name_work(run_dir: str) -> str:
+    """Where a run of this machine's works on other hosts, below the user's folder there."""
+    return f"{hash_text(f'{socket.gethostname()}:{run_dir}', 12)}/{os.path.basename(run_dir)}"
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
@@ -189,12 +193,14 @@ def _too_many(ranks: int, host: Host, slots: int) -> str:
     return f"{ranks} ranks on {host.name}, which has {slots} {what}: lower --np, or say slots={ranks} in a hostfile"
 
 
-def gather_cluster(config: LaunchConfig) -> Cluster:
+def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = ()) -> Cluster:
     """Ask all hosts that the run needs, side by side, and find mpirun.
+
+    `hosts`: those to choose from, the master first; without, all that the configuration names.
 
     Raises CpuftError: naming every host that did not answer, with what it said.
     """
-    hosts, access = read_hosts(config), find_access(config)
+    hosts, access = hosts or read_hosts(config), find_access(config)
     # The hosts that a small run leaves out are looked at, too: the next one will need them.
     _refuse_twins(hosts, [access.door.address(host) for host in hosts])
     limit = min(len(hosts), config.np)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from cpuft.files import PRIVATE, REMOVE, hash_file, hash_text, remove_command
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
+from cpuft.launch.kept import Kept, plan_kept
 from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Stages, Step
 
@@ -36,6 +37,7 @@ class Parcel:
     """Files and folders that lie beside each other, and where they are on the hosts."""
 
     sources: tuple[Path, ...]
+    """Here; none of what only hosts have any more."""
     there: str
     """Folder that holds `sources` by their names."""
 
@@ -47,7 +49,9 @@ def pack_training(cluster: Cluster, train: TrainConfig) -> tuple[TrainConfig, tu
     parcels, changes = [], dict[str, str]()
     for name in _TRAINING_INPUTS:
         path = Path(getattr(train, name) or "/nowhere").absolute()
-        if path.exists():
+        if path.is_relative_to(cluster.inputs):  # of a run that goes on: it was sent when that began
+            parcels.append(Parcel((), str(path.parent)))
+        elif path.exists():
             parcels.append(pack((path,), cluster.inputs))
             changes[name] = f"{parcels[-1].there}/{path.name}"
     return replace(train, **changes), tuple(parcels)  # type: ignore[arg-type]  # all of them are texts
@@ -126,13 +130,20 @@ def gather_lacking(parcels: tuple[Parcel, ...], cluster: Cluster) -> dict[str, s
 
 
 def plan_inputs(parcels: tuple[Parcel, ...], lacking: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Every parcel to every host that lacks it: a stage a parcel, the hosts side by side."""
+    """Every parcel to every host that lacks it: a stage a parcel, the hosts side by side.
+
+    Raises CpuftError: a host lacks what was sent to others by an earlier launch, and is not known here.
+    """
     stages = []
     for parcel in parcels:
-        names = [source.name for source in parcel.sources]
-        send = ("bash", "-o", "pipefail", "-c", _SEND, "send", str(parcel.sources[0].parent), str(len(names)), *names)
-        unpack = ("sh", "-c", _UNPACK, "unpack", cluster.folder, parcel.there)
         needy = [host for host, places in lacking.items() if parcel.there in places]
+        if needy and not parcel.sources:
+            said = f"{', '.join(needy)} lacks {parcel.there}, which the run was started with"
+            raise CpuftError(f"{said}: name --model, --data-dir or files of rows again, as then")
+        names = [source.name for source in parcel.sources]
+        folder = str(parcel.sources[0].parent) if names else ""
+        send = ("bash", "-o", "pipefail", "-c", _SEND, "send", folder, str(len(names)), *names)
+        unpack = ("sh", "-c", _UNPACK, "unpack", cluster.folder, parcel.there)
         stages.append(tuple(Step(f"send {names[0]} to {h}", (*send, *cluster.command_on(h, unpack))) for h in needy))
     return tuple(stage for stage in stages if stage)
 
@@ -157,30 +168,40 @@ def plan_rows(cluster: Cluster, work: str) -> Stages:
     return (stage,) if stage and cluster.has_own_disks else ()
 
 
-def plan_results(cluster: Cluster, work: str, run_dir: str) -> Stages:
-    """The run's directory from the master, then nothing of the run left on any host."""
+def plan_results(
+    cluster: Cluster, work: str, run_dir: str, resumed: bool = False, others: Sequence[str] = ()
+) -> Stages:
+    """The run's directory from the master, then nothing of the run left on any host, `others` of earlier starts too."""
     if not cluster.away:
         return ()
     pack = cluster.command_on(cluster.master, ("sh", "-c", _PACK, "pack", work))
-    words = ("bash", "-o", "pipefail", "-c", _FETCH, "fetch", run_dir, *pack)
+    words = ("bash", "-o", "pipefail", "-c", _FETCH, "merge" if resumed else "fetch", run_dir, *pack)
     fetch = Step(f"fetch the run from {cluster.master}", words)
-    folder = os.path.dirname(work)
-    clean = tuple(
-        Step(f"take the run away from {a.host.name}", remove_command(cluster.folder, folder), host=a.host.name)
-        for a in cluster.assignments
-    )
-    return ((fetch,), clean)
+    remove = remove_command(cluster.folder, os.path.dirname(work))
+    names = [*(assignment.host.name for assignment in cluster.assignments), *others]
+    return ((fetch,), tuple(Step(f"take the run away from {name}", remove, host=name) for name in names))
 
 
 def plan_travel(
-    plan: RunPlan, parcels: tuple[Parcel, ...], lacking: Mapping[str, set[str]], cluster: Cluster, run_dir: str
+    plan: RunPlan,
+    parcels: tuple[Parcel, ...],
+    lacking: Mapping[str, set[str]],
+    cluster: Cluster,
+    run_dir: str,
+    kept: Iterable[Kept] = (),
 ) -> RunPlan:
-    """The plan with what its hosts need from this machine, and what comes back."""
-    work = cluster.work_dir(run_dir)
+    """The plan with what its hosts need from this machine, and what comes back.
+
+    `kept`: what hosts have of earlier starts of the run.
+    """
+    work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
     rows = plan_rows(cluster, work) if plan.prepare else ()
+    others = {one.host.name: cluster.access.door.way(one.host) for one in kept if one.there and cluster.away}
     return replace(
         plan,
         inputs=plan_inputs(parcels, lacking, cluster),
         prepare=(*plan.prepare, *rows),
-        results=plan_results(cluster, work, run_dir),
+        results=plan_results(cluster, work, run_dir, plan.resumed, sorted(others.keys() - used)),
+        kept=plan_kept(cluster, work) if cluster.away else (),
+        ways=others | plan.ways,
     )

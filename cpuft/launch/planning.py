@@ -96,8 +96,6 @@ def plan_training(
 ) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
-    if cluster.away:
-        train = replace(train, checkpoint_every=0.0)  # nothing there goes on yet: they would cost time and serve nobody
     prepared = f"{run_dir}/data.npz"
     worker = WorkerConfig(run_dir, prepared, progress, apart, cluster.facts[0].cpu_quota)
     if resumed:
@@ -180,10 +178,6 @@ def plan_launch(
 
 
 def _plan_folder(cluster: Cluster, run_dir: str, resumed: bool) -> Step:
-    if resumed and cluster.away:
-        raise CpuftError(
-            "--resume goes on with runs on this machine's disk, and these hosts have their own: start anew"
-        )
     script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
     script += 'mkdir -p "$0" && ' + (_MAKE_AGAIN if resumed else _MAKE)
     words = ("sh", "-c", script, os.path.dirname(run_dir), run_dir)

@@ -13,11 +13,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from cpuft import execute
 from cpuft.errors import CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import Door
+from cpuft.launch.kept import NOTE, keep_checkpoints
 from cpuft.launch.supervise import run_plan, write_plan
 from cpuft.loader import load, parse_json
 from cpuft.plan import Plan, RunPlan, Setting, Step
@@ -61,9 +63,9 @@ def run_plan_there(
         _run(plan.only("inputs"), environ, _SEND_SECONDS, say)
         code = execute.run_step(plan.whole.here(plan_supervision(order, cluster)), environ, None, lambda: None)
     except Interrupted:
-        _bring_back(plan, run_dir, order, cluster, environ)
+        _bring_back(plan, run_dir, order, cluster, environ, False, say)
         raise
-    _bring_back(plan, run_dir, order, cluster, environ)
+    _bring_back(plan, run_dir, order, cluster, environ, not code, say)
     if code == _SSH_FAILED:
         raise CpuftError(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
     return code
@@ -76,17 +78,30 @@ def plan_supervision(order: Order, cluster: Cluster) -> Step:
     return Step("supervise the ranks", command, settings, cluster.master, json.dumps(dataclasses.asdict(order)))
 
 
-def _bring_back(plan: RunPlan, run_dir: str, order: Order, cluster: Cluster, environ: Mapping[str, str]) -> None:
+def _bring_back(
+    plan: RunPlan, run_dir: str, order: Order, cluster: Cluster, environ: Mapping[str, str], ended: bool, say: Say
+) -> None:
+    """Fetch the run, and take it away there: where it has not `ended` well, all of it but its checkpoints."""
     fetch, *clean = plan.results
     try:
         _run(Plan((fetch,), ways=plan.ways), environ, _SEND_SECONDS)
     except CpuftError as error:
+        _say_kept(keep_checkpoints(plan, run_dir, environ, without=cluster.master), say)
         raise CpuftError(f"{error}; what was recorded is in {order.run_dir} on {cluster.master}") from None
     if os.path.isdir(run_dir):
         write_plan(plan, run_dir)
+    if not ended:
+        _say_kept(keep_checkpoints(plan, run_dir, environ), say)
+        return
+    Path(run_dir, NOTE).unlink(missing_ok=True)
     # A host that was lost meanwhile must not hide how the run ended.
     with contextlib.suppress(CpuftError):
         _run(Plan(tuple(clean), ways=plan.ways), environ, _MAKE_SECONDS)
+
+
+def _say_kept(line: str, say: Say) -> None:
+    if line:
+        say(f"cpuft: {line}")
 
 
 def _run(plan: Plan, environ: Mapping[str, str], seconds: float, say: Say = lambda line: None) -> None:

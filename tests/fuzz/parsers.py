@@ -19,6 +19,7 @@ from cpuft.hosts import registry, ssh, topology
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
+from cpuft.launch.kept import parse_kept
 from cpuft.launch.resume import read_resumed
 from cpuft.launch.settings import users_variables
 from cpuft.measurement import MeasuredHeader, Measurement
@@ -42,6 +43,7 @@ from cpuft.train.data.tasks import TASKS
 from tests.conftest import make_facts
 from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
+from tests.records import make_record
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
@@ -148,6 +150,7 @@ _MEASUREMENT: list[Line] = [
 _MEASURED = st.tuples(*(values.damaged_json(json.loads(format_line(line))) for line in _MEASUREMENT)).map("\n".join)
 
 _FAILURES = values.damaged([f"{FAILURE} rank 0 on a exit code 2\n", f"{FAILURE} rank 0 on a exit code 1 2 3\n"])
+_KEPT = values.damaged([f"there\nbroke off\nsteps 3\n{format_line(make_record(2).header)}\ncheckpoint 000000002.1\n"])
 
 PARSERS: dict[str, Parser] = {
     "parse_hostfile": Parser(parse_hostfile, HOSTFILES | values.lines(values.TEXTS, values.TEXTS)),
@@ -195,6 +198,7 @@ PARSERS: dict[str, Parser] = {
         partial(parse_flavour, "/m"), values.damaged(["Intel(R) MPI Library", "mpirun (Open MPI) 4"])
     ),
     "parse_survey": Parser(lambda text: parse_survey(text, "h"), values.damaged([_SURVEY])),
+    "parse_kept": Parser(lambda text: read_resumed("run", kept=[parse_kept(text, Host("a"))]), _KEPT),
     "parse_failure": Parser(parse_failure, _FAILURES),
     "parse_missed": Parser(parse_missed, _FAILURES),
     "read_entry": Parser(
@@ -243,6 +247,7 @@ EXEMPT = {
     "read_mpi": "the first line of what mpirun prints",
     "read_mtus": "the kernel's files",
     "read_newest": "read_checkpoint, of the files that are there",
+    "read_note": "a text, whatever it holds",
     "read_packages": "what pip has installed",
     "read_parts": "a model's layers",
     "read_raw": "a text, whatever it holds",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cpuft.record import read_record
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
 
 pytestmark = needs_root
@@ -21,7 +25,7 @@ QUIET = ("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check",
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
     with (
         own_root(tmp_path_factory.mktemp("apart")) as image,
-        simulate(image.parent, "--nodes", "2", "--image", str(image)) as made,
+        simulate(image.parent, "--nodes", "3", "--image", str(image)) as made,
     ):
         yield made
 
@@ -34,7 +38,7 @@ def losses(run: Path) -> list[float]:
 def files_of(cluster: Simulated, part: str = "") -> list[str]:
     """All that a host wrote onto its disk, and what lies beside the cluster here."""
     nodes = cluster.folder / "state" / cluster.name / "nodes"
-    written = [str(path) for node in ("1", "2") for path in (nodes / node / "upper" / part).rglob("*")]
+    written = [str(path) for node in "123" for path in (nodes / node / "upper" / part).rglob("*")]
     return sorted([*written, *map(str, cluster.folder.glob("*"))])
 
 
@@ -75,3 +79,48 @@ def test_a_script_and_its_rows_travel_once(cluster: Simulated) -> None:
     second = cluster.cpuft(*words, "--run-dir", "second", "--", "reads.py", "rows.csv")
     assert "send" not in second.stderr
     assert second.returncode == 0, second.stderr
+
+
+def checkpoints_of(cluster: Simulated, index: int) -> list[str]:
+    disk = cluster.folder / "state" / cluster.name / "nodes" / str(index) / "upper"
+    return sorted(path.name for path in disk.glob("var/tmp/cpuft-*/*/*/checkpoints/*") if path.suffix[1:].isdecimal())
+
+
+def break_off(cluster: Simulated, run: str) -> tuple[int, list[str]]:
+    """Start a training on all hosts and kill the master's; exit code, and the lines of the launch."""
+    words = ["--np", "3", *TRAINING[2:], *QUIET, "--max-steps", "30", "--batch-size", "4", "--checkpoint-every", "0.1"]
+    command = [sys.executable, "-m", "cpuft", "launch", "--cluster", cluster.name, *words, "--run-dir", run]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    with subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 120
+        while not checkpoints_of(cluster, 2) and time.monotonic() < end:
+            time.sleep(0.05)
+        done = cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "1")
+        assert done.returncode == 0, done.stderr
+        said = process.communicate(timeout=120)[1]
+    return process.returncode, said.splitlines()
+
+
+def test_a_run_goes_on_without_its_master(cluster: Simulated) -> None:
+    """From the second host's checkpoint; what it recorded before is the beginning of its record."""
+    before = files_of(cluster, "var/tmp")
+    run = cluster.folder / "run"
+    code, lines = break_off(cluster, "run")
+    assert code == 2, lines
+    kept = checkpoints_of(cluster, 2)
+    update = int(kept[-1].partition(".")[0])
+    names = [host.name for host in cluster.hosts]
+    told = f"cpuft: checkpoints up to update {update} are kept on {names[1]}: cpuft launch --resume {run} goes on, "
+    assert lines[-2] == f"{told}with --cluster or --hostfile as before"
+    assert f"what was recorded is in /var/tmp/cpuft-{os.getuid()}/" in lines[-1]
+    done = cluster.cpuft("launch", "--cluster", cluster.name, "--resume", "run", "--np", "2", "--no-check")
+    assert done.returncode == 0, done.stderr
+    assert f"{names[0]}" in done.stderr.splitlines()[0]
+    record = read_record(str(run))
+    assert [step.step for step in record.steps] == list(range(1, 31))
+    (resumed,) = record.resumptions
+    assert (resumed.step, [rank.host for rank in resumed.ranks]) == (update, [f"{cluster.name}-{i}" for i in (2, 3)])
+    assert (record.header.world_size, record.header.global_batch) == (3, 12)
+    cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "3")
+    left = set(files_of(cluster, "var/tmp")) - set(before)
+    assert [path for path in left if "/nodes/1/" not in path and not path.endswith("/cpuft-0")] == [str(run)]

@@ -1,0 +1,46 @@
+"""What a launch runs, on whatever hosts: the same job makes a plan for those that are there now, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cpuft.hosts.cluster import Cluster
+from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_travel
+from cpuft.launch.planning import end_script, plan_launch, plan_training
+from cpuft.launch.resume import Resumed
+from cpuft.options.fields import LaunchConfig, TrainConfig
+from cpuft.plan import RunPlan
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training, or a script of the user's own."""
+
+    config: LaunchConfig
+    train: TrainConfig
+    script: tuple[str, ...] = ()
+    """Its command, from `planning.plan_script`; empty for a training."""
+    wrap: bool = False
+    progress: str = "lines"
+
+
+def plan_run(
+    job: Job, cluster: Cluster, run_dir: str, environ: Mapping[str, str], resumed: Resumed | None = None
+) -> RunPlan:
+    """The whole plan of a job on these hosts: of a new run in `run_dir`, or with `resumed` of one that goes on there.
+
+    Asks the hosts which inputs they lack, and changes nothing.
+
+    Raises CpuftError: it cannot run there.
+    """
+    work, config = cluster.work_dir(run_dir), job.config
+    if job.script:
+        command, parcels = pack_script(cluster, job.script)
+        command = end_script(command, cluster.python, job.wrap)
+        plan = plan_launch(cluster, config, work, command, "gloo", environ, bool(resumed))
+    else:
+        train, parcels = pack_training(cluster, job.train)
+        plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
+    lacking = gather_lacking(parcels, cluster)
+    return plan_travel(plan, parcels, lacking, cluster, run_dir, resumed.kept if resumed else ())
