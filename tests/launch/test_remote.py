@@ -48,7 +48,7 @@ def test_each_host_is_its_own(cluster: Simulated) -> None:
     assert cluster.on(2, "cat /proc/1/comm") == "sshd"
     assert "rate 1Gbit" in cluster.on(2, "tc qdisc show dev eth0")
     assert cluster.on(2, "ls /dev/shm") == ""
-    assert "50000" in cluster.on(2, "cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null; true")
+    assert "5000" in cluster.on(2, "cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null; true")
 
 
 def test_the_master_logs_in_everywhere_itself_included(cluster: Simulated) -> None:

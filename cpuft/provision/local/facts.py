@@ -32,8 +32,8 @@ class NodeFacts:
     """Its sshd answers, or cannot because the host is paused or cut off."""
     paused: bool = False
     cut: bool = False
-    quota_us: int = 0
-    """CPU time in each 100 ms; 0 for no limit."""
+    quota: str = ""
+    """Microseconds of CPU time, and in how many; empty for no limit."""
     rate_bits: int = 0
     """Bits a second of its link; 0 for no limit."""
     booted: str = ""
@@ -157,7 +157,7 @@ def _gather_node(
         answers=running and link in links and (paused or cut or wait_for_ssh(address, _BOOT_SECONDS)),
         paused=paused,
         cut=cut,
-        quota_us=_read_quota(own),
+        quota=_read_quota(own),
         rate_bits=0 if shaping.exit_code else parse_rate(shaping.output),
         booted=_read(path / "booted"),
         processes=max((len(_read(Path(group) / "cgroup.procs").split()) for group in own), default=0),
@@ -174,12 +174,12 @@ def _is_holder(pid: str) -> bool:
     return words[0] == "unshare" and "boot" in words
 
 
-def _read_quota(groups: list[str]) -> int:
-    for group in groups:
-        text = _read(Path(group) / "cpu.max").split(" ")[0] or _read(Path(group) / "cpu.cfs_quota_us")
-        if text.isdecimal():
-            return int(text)
-    return 0
+def _read_quota(groups: list[str]) -> str:
+    for group in map(Path, groups):
+        text = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+        if text[0].isdecimal():
+            return text
+    return ""
 
 
 def parse_rate(text: str) -> int:

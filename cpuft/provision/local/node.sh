@@ -47,9 +47,11 @@ up() {
 limit() {
     for group in $NODE_CGROUPS; do
         if [ -e "$group/cpu.max" ]; then
-            echo "${NODE_QUOTA_US:-max} 100000" >"$group/cpu.max"
+            echo "${NODE_QUOTA:-max 100000}" >"$group/cpu.max"
         elif [ -e "$group/cpu.cfs_quota_us" ]; then
-            echo "${NODE_QUOTA_US:--1}" >"$group/cpu.cfs_quota_us"
+            echo -1 >"$group/cpu.cfs_quota_us"
+            [ -z "$NODE_QUOTA" ] || echo "${NODE_QUOTA#* }" >"$group/cpu.cfs_period_us"
+            [ -z "$NODE_QUOTA" ] || echo "${NODE_QUOTA% *}" >"$group/cpu.cfs_quota_us"
         fi
     done
     shape "$NODE_LINK" tc

@@ -177,13 +177,19 @@ def _missing(config: LocalConfig, node: NodeFacts, fingerprint: str) -> tuple[st
         return "join", "plug in hosts that were cut off"
     if not node.running or not node.answers or node.booted != fingerprint:
         return "up", "start hosts: namespaces, address, control group, link rate, sshd"
-    if node.quota_us != _quota_us(config) or node.rate_bits != parse_bits(config.net):
+    if node.quota != _quota(config) or node.rate_bits != parse_bits(config.net):
         return "limit", "set CPU and link limits"
     return "", ""
 
 
-def _quota_us(config: LocalConfig) -> int:
-    return int(config.cores_per_node * 100_000)
+def _quota(config: LocalConfig) -> str:
+    """Microseconds of CPU time, and in how many of them; empty for no limit.
+
+    A host that has had its share waits for the period's end, and the others for it: of the kernel's 100 ms, a step's
+    length or more, that is a cost which hosts of their own do not have. The kernel takes no quota below 1 ms.
+    """
+    period = 10_000 if config.cores_per_node >= 0.1 else 100_000
+    return f"{int(config.cores_per_node * period)} {period}" if config.cores_per_node else ""
 
 
 def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
@@ -228,7 +234,7 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, ind
         "NODE_BRIDGE": (f"cpuft-{config.name}", "what the cable is plugged into"),
         "NODE_CGROUPS": (groups, "its CPU limit, and how it is paused"),
         "NODE_CPUS": (",".join(map(str, plan_cpus(config, facts, index))), "the hardware threads it runs on"),
-        "NODE_QUOTA_US": (str(_quota_us(config) or ""), "CPU time in each 100 ms; empty for no limit"),
+        "NODE_QUOTA": (_quota(config), "µs of CPU time, in so many; empty for no limit"),
         "NODE_RATE": (config.net, "its link's rate; empty for no limit"),
         "NODE_SHM": (config.shm, "size of its /dev/shm"),
         "NODE_IMAGE": (config.image, "its root filesystem; empty for this machine's own"),

@@ -15,7 +15,7 @@ from cpuft.provision.local.planning import SCRIPT
 from tests.provision.simulated import needs_root
 
 V2 = {"cpu.max": "max 100000\n", "cgroup.freeze": "0\n"}
-V1 = {"cpu.cfs_quota_us": "-1\n", "freezer.state": "THAWED\n"}
+V1 = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n", "freezer.state": "THAWED\n"}
 
 
 def write_files(folder: Path, files: dict[str, str]) -> Path:
@@ -28,7 +28,7 @@ def write_files(folder: Path, files: dict[str, str]) -> Path:
 def run_node(verb: str, group: Path, folder: Path, quota: str = "") -> None:
     """One call of node.sh for a host that has a control group and nothing else."""
     settings = {"NODE": "a", "NODE_DIR": str(folder), "NODE_LINK": "no-such-link", "NODE_CGROUPS": str(group)}
-    environ = dict(os.environ) | settings | {"NODE_QUOTA_US": quota, "NODE_RATE": ""}
+    environ = dict(os.environ) | settings | {"NODE_QUOTA": quota, "NODE_RATE": ""}
     subprocess.run(["sh", SCRIPT, verb], env=environ, check=True, capture_output=True, timeout=30)
 
 
@@ -51,19 +51,19 @@ def test_which_groups_are_used(tmp_path: Path, files: dict[str, str], groups: li
 
 @pytest.mark.parametrize(
     "files, name, limited, free",
-    [(V2, "cpu.max", "50000 100000\n", "max 100000\n"), (V1, "cpu.cfs_quota_us", "50000\n", "-1\n")],
+    [(V2, "cpu.max", "5000 10000\n", "max 100000\n"), (V1, "cpu.cfs_quota_us", "5000\n", "-1\n")],
     ids=["v2", "v1"],
 )
 def test_a_limit_is_written_and_read_back(
     tmp_path: Path, files: dict[str, str], name: str, limited: str, free: str
 ) -> None:
     group = write_files(tmp_path / "group", files)
-    run_node("limit", group, tmp_path, "50000")
+    run_node("limit", group, tmp_path, "5000 10000")
     assert (group / name).read_text() == limited
-    assert _read_quota([str(group)]) == 50000
+    assert _read_quota([str(group)]) == "5000 10000"
     run_node("limit", group, tmp_path)
     assert (group / name).read_text() == free
-    assert _read_quota([str(group)]) == 0
+    assert _read_quota([str(group)]) == ""
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def whole(config: LocalConfig = CONFIG) -> MachineFacts:
     files = KEYS | plan_texts(config, keyed, LAYOUT)
     first = [step for stage in plan_local(config, keyed, LAYOUT).stages for step in stage]
     booted = [s.value for step in first for s in step.settings if s.name == "NODE_BOOTED"]
-    up = NodeFacts(True, True, quota_us=50_000, rate_bits=10**9)
+    up = NodeFacts(True, True, quota="5000 10000", rate_bits=10**9)
     nodes = {index: replace(up, booted=mark) for index, mark in enumerate(booted, start=1)}
     return MachineFacts(EMPTY.groups, EMPTY.network, True, nodes, files)
 
@@ -78,7 +78,8 @@ def test_every_file_that_is_planned_is_found_again(tmp_path: Path) -> None:
         ({"booted": "older"}, "up"),
         ({"paused": True}, "resume"),
         ({"cut": True}, "join"),
-        ({"quota_us": 0}, "limit"),
+        ({"quota": ""}, "limit"),
+        ({"quota": "50000 100000"}, "limit"),
         ({"rate_bits": 10**8}, "limit"),
     ],
 )
