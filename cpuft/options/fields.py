@@ -17,7 +17,7 @@ TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex")
 LAST_PORT = 65535
-COMPRESSIONS = ("auto", "none", "bf16", "fp16", "int8", "late", "powersgd")
+COMPRESSIONS = ("auto", "none", "bf16", "fp16", "int8", "int4", "late", "powersgd")
 
 
 SECTIONS = ("Where", "What", "How long, and by what recipe", "How fast", "Between ranks", "What is kept")
