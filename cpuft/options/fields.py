@@ -18,6 +18,10 @@ BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex")
 LAST_PORT = 65535
 COMPRESSIONS = ("auto", "none", "bf16", "fp16", "int8", "int4", "late", "powersgd")
+PROVEN = ("none", "bf16", "int8")
+"""What `auto` may choose, from exact to thrifty: shown by scripts/check-seeds to cost less than 0.005 of the metric.
+Four ranks, five seeds: int8 differed from exact by +0.0003 (standard error 0.0005) on MRPC, by -0.0018 (0.0011) on
+SST-2."""
 
 
 SECTIONS = ("Where", "What", "How long, and by what recipe", "How fast", "Between ranks", "What is kept")

@@ -13,18 +13,23 @@ from dataclasses import dataclass, replace
 
 from cpuft.errors import CpuftError, counted
 from cpuft.measurement import Measurement
+from cpuft.options.fields import PROVEN
 from cpuft.record import Record
 
 BUCKET_NUMBERS = 2**20
 """Gradients of so many parameters are sent at a time: `cpuft.comm.choice.choosing` has the same."""
 WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "int4": 132 / 256}
 """Of one number on its way."""
+CODING_SECONDS = {"int8": 4e-9, "int4": 4.5e-9}
+"""Of a core, for each number in blocks: `cpuft.comm.gradients.blocks.average_seconds` on a Xeon with AMX."""
 ETHERNET = 1448 / 1538
 """TCP's payload over what a frame of 1,500 bytes takes on the wire: headers of IP and TCP with time stamps, Ethernet's
 own with preamble and gap (RFC 9293, IEEE 802.3)."""
 CPU_SECONDS_PER_BYTE = 2e-9
 """Of a core, for each byte that a rank sends in a ring: copies, the kernel's TCP, and adding up. `cpuft bench comm`
 tells yours, and `--link` takes it."""
+TIE = 1.02
+"""Ways that differ less in time are as fast: `cpuft.comm.choice.choosing` has the same."""
 LEAST_STEPS = 4
 WORTH = 0.5
 SIGMAS = 2.0
@@ -67,8 +72,8 @@ class Job:
     rows: int
     """Of the whole training, all epochs."""
     cores: float
-    wire_bytes: float
-    """Of one number on its way."""
+    ways: tuple[str, ...]
+    """What gradients may be sent as."""
     parameters: int
     row: int
     words: dict[str, float]
@@ -78,10 +83,10 @@ class Job:
         """Of one rank alone."""
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
-    def sent_bytes(self, hosts: int) -> tuple[float, float]:
+    def sent_numbers(self, hosts: int) -> tuple[float, float]:
         """Of an update: what travels in backward, and the words', which do so after it."""
         words = self.words.get(str(hosts)) or interpolate(self.words, hosts)
-        return self.parameters * self.wire_bytes, words * self.row * self.wire_bytes
+        return self.parameters, words * self.row
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ class Prediction:
     """Of a step: communication that backward does not hide."""
     taken_seconds: float
     """Of a step: what communication takes from compute."""
+    sent_as: str = ""
+    """Gradients: of those that the job allows, what is fastest."""
 
 
 def interpolate(words: dict[str, float], hosts: int) -> float:
@@ -136,7 +143,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         statistics.mean(line.samples for line in steady),
         count_rows(record),
         find_cores(record),
-        find_wire_bytes(record, compression),
+        find_ways(record, compression),
         header.travels.parameters,
         header.travels.row,
         header.travels.words,
@@ -149,15 +156,14 @@ def count_rows(record: Record) -> int:
     return round(record.header.rows * epochs) if isinstance(epochs, (int, float)) else record.header.rows
 
 
-def find_wire_bytes(record: Record, compression: str) -> float:
-    """Bytes of one number on its way, with this compression or, for auto, the recorded one."""
-    recorded = record.header.gradients or str(record.header.options.get("grad_compression", "auto"))
-    chosen = recorded if compression == "auto" else compression
-    if chosen == "auto":
-        chosen = "bf16" if record.header.precision == "bf16" else "none"
-    if chosen not in WIRE_BYTES:
-        raise CpuftError(f"what {chosen} sends is not known beforehand: give --compression {', '.join(WIRE_BYTES)}")
-    return WIRE_BYTES[chosen]
+def find_ways(record: Record, compression: str) -> tuple[str, ...]:
+    """What gradients may be sent as: this compression, or for auto the recorded one, or what a launch may choose."""
+    asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
+    if asked == "auto":
+        return PROVEN[PROVEN.index("bf16" if record.header.precision == "bf16" else "none") :]
+    if asked not in WIRE_BYTES:
+        raise CpuftError(f"what {asked} sends is not known beforehand: give --compression {', '.join(WIRE_BYTES)}")
+    return (asked,)
 
 
 def find_cores(record: Record) -> float:
@@ -179,12 +185,12 @@ def scale_cores(job: Job, cores: float) -> Job:
     )
 
 
-def find_network(measured: Sequence[Measurement], wire_bytes: float) -> Network:
+def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     """The link that fits measured all-reduces best, in least squares of relative errors, over the fastest backend.
 
     Raises CpuftError: fewer than two sizes of an all-reduce of that type, or ranks of one host only.
     """
-    dtype = "float32" if wire_bytes == WIRE_BYTES["none"] else "bfloat16"
+    dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
     by_backend = {name: [m for m in rows if m.backend == name] for name in {m.backend for m in rows}}
     fits = {n: _fit(found) for n, found in by_backend.items() if len({m.nbytes for m in found}) > 1}
@@ -212,10 +218,12 @@ def _fit(rows: Sequence[Measurement]) -> Network:
 
 def predict(job: Job, network: Network, hosts: int, price: float = 0.0) -> Prediction:
     """A step on `hosts` hosts, and the whole training; `price` is of a host and an hour."""
-    step, waited, taken = _step(job, network, hosts, network.cpu_seconds_per_byte)
-    error = SIGMAS * job.error_seconds
-    slow = _step(job, network, hosts, 2 * network.cpu_seconds_per_byte)[0] + error
-    fast = max(_step(job, network, hosts, 0.0)[0] - error, step / 2)
+    steps = {way: _step(job, network, hosts, way)[0] for way in job.ways}
+    sent_as = next(way for way in job.ways if steps[way] <= TIE * min(steps.values()))
+    step, waited, taken = _step(job, network, hosts, sent_as)
+    error, cost = SIGMAS * job.error_seconds, network.cpu_seconds_per_byte
+    slow = _step(job, replace(network, cpu_seconds_per_byte=2 * cost), hosts, sent_as)[0] + error
+    fast = max(_step(job, replace(network, cpu_seconds_per_byte=0.0), hosts, sent_as)[0] - error, step / 2)
     rate = hosts * job.samples / step
     seconds = job.rows / rate
     return Prediction(
@@ -229,15 +237,18 @@ def predict(job: Job, network: Network, hosts: int, price: float = 0.0) -> Predi
         seconds / 3600 * hosts * price,
         waited,
         taken,
+        sent_as,
     )
 
 
-def _step(job: Job, network: Network, hosts: int, cpu_seconds_per_byte: float) -> tuple[float, float, float]:
+def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, float, float]:
     """Seconds of a step, what of them waits, and what of them communication's own work takes from compute."""
     if hosts == 1:
         return job.step_seconds, 0.0, 0.0
-    whole, words = job.sent_bytes(hosts)
-    taken = 2 * (hosts - 1) / hosts * (whole + words) * cpu_seconds_per_byte / job.cores
+    numbers = job.sent_numbers(hosts)
+    whole, words = (WIRE_BYTES[sent_as] * count for count in numbers)
+    sending = 2 * (hosts - 1) / hosts * (whole + words) * network.cpu_seconds_per_byte
+    taken = (sending + CODING_SECONDS.get(sent_as, 0.0) * sum(numbers)) / job.cores
     backward = job.backward_seconds + taken
     buckets = max(1, math.ceil(job.parameters / BUCKET_NUMBERS))
     each = network.all_reduce_seconds(whole / buckets, hosts)

@@ -47,7 +47,7 @@ from tests.records import make_record
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
-_PREDICTIONS = {"predictions": [dataclasses.asdict(Prediction(2, *[1.0] * 9))]}
+_PREDICTIONS = {"predictions": [dataclasses.asdict(Prediction(2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "bf16"))]}
 _INSTANCES = f"{','.join(COLUMNS)}\nm7i.8xlarge,16,yes,12.5,1.6128,2026-01\n"
 _LSCPU = "# CPU,Core,Socket,Node\n0,0,0,0\n1,1,0,0\n2,0,1,1\n"
 _SURVEY = (

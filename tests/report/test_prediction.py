@@ -28,7 +28,7 @@ from cpuft.report.prediction import (
 )
 from tests.records import make_record
 
-JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, 4.0, 10_000_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
+JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
 FREE = Network(1e15, 0.0, 0.0)
 GIGABIT = Network(1e9, 1e-4)
 
@@ -96,7 +96,7 @@ def test_a_link_is_found_again_in_its_all_reduces() -> None:
     true = Network(1e9, 2e-4, 0.0, measured=True)
     rows = [make_measurement(true.all_reduce_seconds(n, 4), n, 4) for n in (1024, 32768, 2**20, 25 * 2**20)]
     slower = [make_measurement(2 * row.median_seconds, row.nbytes, 4, "mpi") for row in rows]
-    found = find_network([*slower, *rows], 4.0)
+    found = find_network([*slower, *rows], "none")
     assert found.bits_per_second == pytest.approx(1e9)
     assert found.latency_seconds == pytest.approx(2e-4)
     largest = rows[-1]
@@ -107,9 +107,25 @@ def test_a_record_becomes_a_job() -> None:
     job = read_job(recorded())
     assert job.step_seconds == pytest.approx(0.321)
     assert (job.samples, job.rows, job.cores) == (32, 3 * 3668, 16)
-    assert job.sent_bytes(1) == (10_993_538 * 2, 700 * 384 * 2)
-    assert read_job(recorded(precision="fp32")).sent_bytes(1)[0] == 10_993_538 * 4
-    assert read_job(recorded(), "none").sent_bytes(1)[0] == 10_993_538 * 4
+    assert job.sent_numbers(1) == (10_993_538, 700 * 384)
+    assert job.ways == ("bf16", "int8")
+    assert read_job(recorded(precision="fp32")).ways == ("none", "bf16", "int8")
+    assert read_job(recorded(), "none").ways == ("none",)
+    assert read_job(recorded(options={"grad_compression": "fp16"})).ways == ("fp16",)
+
+
+@pytest.mark.parametrize(("bits", "sent_as"), [(1e15, "none"), (2e8, "bf16"), (5e7, "int8"), (1e6, "int8")])
+def test_gradients_are_foretold_to_be_sent_as_a_launch_would(bits: float, sent_as: str) -> None:
+    job = replace(JOB, ways=("none", "bf16", "int8"))
+    found = predict(job, Network(bits, 1e-5, 0.0), 4)
+    alone = [predict(replace(JOB, ways=(way,)), Network(bits, 1e-5, 0.0), 4).step_seconds for way in job.ways]
+    assert found.sent_as == sent_as
+    assert min(alone) <= found.step_seconds <= 1.02 * min(alone)
+
+
+def test_blocks_take_compute() -> None:
+    numbers = sum(JOB.sent_numbers(4))
+    assert predict(replace(JOB, ways=("int8",)), FREE, 4).taken_seconds == pytest.approx(4e-9 * numbers)
 
 
 def test_a_control_group_allows_less_than_the_cores_there_are() -> None:
@@ -138,7 +154,7 @@ def test_a_record_without_what_is_needed(record: Record, said: str) -> None:
 
 def test_a_link_file_without_all_reduces() -> None:
     with pytest.raises(CpuftError, match="--link holds no all-reduces of float32 in two sizes"):
-        find_network([make_measurement(1.0, 1024)], 4.0)
+        find_network([make_measurement(1.0, 1024)], "none")
 
 
 def test_hosts_are_worth_it_as_long_as_the_last_bring_half() -> None:

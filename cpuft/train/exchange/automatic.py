@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from cpuft.comm.choice.choosing import MESSAGE_BYTES
 from cpuft.comm.choice.measure import measure
-from cpuft.comm.choice.rungs import PROVEN, Rung, Wire, choose_rung
+from cpuft.comm.choice.rungs import Rung, Wire, choose_rung
 from cpuft.comm.gradients.blocks import average_seconds, coded_bytes
 from cpuft.comm.gradients.compression import choose_compression
 from cpuft.comm.gradients.embedding_rows import find_embedding
 from cpuft.comm.gradients.powersgd import count_bytes
-from cpuft.options.fields import TrainConfig
+from cpuft.options.fields import PROVEN, TrainConfig
 from cpuft.rank.world import World
 from cpuft.train.data.order import deal, plan_updates
 from cpuft.train.data.prepare import Prepared
