@@ -83,14 +83,13 @@ class Ending:
     def check(self) -> None:
         """Look at most once a second. Raises StuckError when a rank has failed, and a host is lost or time is up."""
         now = time.monotonic()
-        if now - self.looked_at < 1:
+        if now - self.looked_at < 1 or self.verdict:
             return
         self.looked_at = now
         if not self.failed_at and any(_says(path, FAILURE) for path in self.logs.glob("rank-*.err")):
             self.failed_at = now
-        if not self.verdict and any(_says(path, HANGS) for path in self.logs.glob("rank-*.err")):
-            self.verdict, silent = self.look()
-            self.silent = silent or None
+        if any(_says(path, HANGS) for path in self.logs.glob("rank-*.err")):
+            self.verdict, self.silent = self.look()
             raise StuckError("ranks that waited in vain were ended")
         since = now - self.failed_at if self.failed_at else 0.0
         if self.silent is None and since > _ASK_SECONDS:

@@ -15,8 +15,11 @@ from cpuft.errors import CpuftError
 from cpuft.hosts import ssh
 from cpuft.hosts.door import Door
 from cpuft.launch import supervise
+from cpuft.launch.stacks.verdict import Verdict
 from cpuft.launch.supervise import (
+    Ending,
     Failure,
+    StuckError,
     Tail,
     describe_exit,
     describe_failures,
@@ -27,6 +30,7 @@ from cpuft.launch.supervise import (
 )
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.process import FAILURE, format_failure, parse_cores, parse_failure, parse_missed
+from cpuft.rank.reporting import HANGS
 from cpuft.rank.world import World
 from tests.conftest import Golden
 
@@ -177,3 +181,24 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     errors = capfd.readouterr().err
     assert re.search(r"mpirun did not end within \d s of a rank's failure", errors)
     assert errors.rstrip().endswith(f"cpuft: {blame}")
+
+
+def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answers(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.err").write_text(f"{ended('', 1, 75)}{HANGS}\n", encoding="utf-8")
+    asked: list[str] = []
+    verdict = Verdict((0,), "rank 0 on node1 holds up the others")
+
+    def look() -> tuple[Verdict, set[str]]:
+        asked.append("stacks")
+        return verdict, {"node1"}
+
+    def find_silent() -> set[str]:
+        asked.append("hosts")
+        return set()
+
+    ending = Ending(tmp_path, find_silent, look)
+    with pytest.raises(StuckError, match="waited in vain"):
+        ending.check()
+    ending.looked_at = ending.failed_at = -100.0
+    ending.check()  # as once more when all has ended
+    assert (asked, ending.verdict, ending.silent) == (["stacks"], verdict, {"node1"})
