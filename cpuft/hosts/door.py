@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import time
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _AT_ONCE = 32
 _BLOCK = 1 << 18
 _POLL_SECONDS = 0.005
+_IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _KEEP_ALIVE = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """A host that was cut off is noticed within 15 s."""
 
@@ -38,8 +40,12 @@ class Door:
     def address(self, host: Host) -> str:
         """Where the other hosts reach this one: its IPv4 address, or behind a bastion the name that only they resolve.
 
+        A host that the hostfile names by its address has that one, whatever ssh's configuration makes of it from here.
+
         Raises CpuftError: its name has no address.
         """
+        if _IPV4.fullmatch(host.name):
+            return host.name
         login = self._login(host)
         try:
             return socket.gethostbyname(login.address)

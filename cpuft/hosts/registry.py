@@ -23,7 +23,7 @@ HOSTFILES = "hostfiles"
 """Folder of the hostfiles that `cpuft provision` writes, in its working directory; each is called as its cluster."""
 _NAME = re.compile(r"[a-z][a-z0-9]{0,62}")
 _MARK = "made by cpuft provision"
-KINDS = {"local": HOSTFILES, "hosts": HOSTFILES, "plain": HOSTFILES, "inside": ""}
+KINDS = {"local": HOSTFILES, "hosts": HOSTFILES, "plain": HOSTFILES, "aws": HOSTFILES, "inside": ""}
 """Where a cluster of each kind has its hostfile, under its name; empty for `hostfile` beside its entry.
 
 `plain` is a hostfile and nothing else, `inside` a cluster as its own hosts know it.

@@ -36,3 +36,23 @@ class HostsConfig:
     )
     pins: str = option("", "file of exact pins (name==version) that hosts fetch from their own package index instead")
     accept_host_keys: bool = option(False, "take the host keys that are seen first, without asking")
+
+
+@dataclass(frozen=True)
+class AwsConfig:
+    """A cluster of instances that are rented from AWS."""
+
+    nodes: int = option(2, "instances", least=1, most=1000)
+    type: str = option("m7i.8xlarge", "type of all instances")
+    name: str = option("cluster", "name of the cluster")
+    spot: bool = option(False, "spot instances: cheaper, and AWS may take them back at two minutes' notice")
+    lease: str = option("4h", "instances end themselves after that, whatever becomes of this machine: 90m, 4h, 2d")
+    image: str = option("", "AMI that all instances start from (default: Debian 12's own)")
+    region: str = option("", "region of AWS (default: your AWS settings')")
+    zone: str = option("", "the only availability zone to try (default: one after another)")
+    disk: int = option(50, "GB of each instance's disk, encrypted", least=8, most=16384)
+    placement_group: bool = option(True, "instances close to each other: faster links, but scarcer")
+    ssh_from: str = option("", "the only address that may reach ssh (default: yours, as the internet sees it)")
+    prefix: str = option("/opt/cpuft", "directory of the environment, the same on every instance")
+    wheels: str = option("", "directory of wheels to push (default: downloaded here by exact pins)")
+    yes: bool = option(False, "rent them at the price that is shown, without asking")

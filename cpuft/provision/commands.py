@@ -10,7 +10,7 @@ import click
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
-from cpuft.options.clusters import HostsConfig, LocalConfig
+from cpuft.options.clusters import AwsConfig, HostsConfig, LocalConfig
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
 from cpuft.plan import format_plan
@@ -23,7 +23,7 @@ _dry_run = click.option("--dry-run", is_flag=True, help=DRY_RUN.help)
 
 @click.group(cls=Verbs)
 def provision() -> None:
-    """Make machines into a cluster that trains: hosts over ssh, or hosts simulated on this machine."""
+    """Make machines into a cluster that trains: hosts over ssh, rented ones, or hosts simulated on this machine."""
 
 
 def _say(text: str) -> None:
@@ -86,14 +86,49 @@ def hosts(dry_run: bool, **values: Any) -> None:
     _make(Servers(pick(HostsConfig, values), os.environ), dry_run)
 
 
+_POLICY = click.Option(["--policy"], is_flag=True, help="print the IAM policy that renting needs; do nothing")
+_region = click.option("--region", default="", help="region of AWS of a cluster that is not remembered here")
+
+
+@provision.command(cls=Verb, params=[*make_options(AwsConfig), _POLICY, DRY_RUN, CONFIG_FILE])
+def aws(dry_run: bool, policy: bool, **values: Any) -> None:
+    """Rent instances from AWS and make them a cluster; they end themselves with their lease.
+
+    Running it again repairs what is missing, and does nothing when nothing is.
+    """
+    from cpuft.provision.aws.doing import Aws
+    from cpuft.provision.aws.policy import format_policy
+
+    if policy:
+        click.echo(format_policy(), nl=False)
+    else:
+        _make(Aws(pick(AwsConfig, values), os.environ), dry_run)
+
+
 @provision.command()
 @click.argument("name")
-@_dry_run
-def down(name: str, dry_run: bool) -> None:
-    """Take away what cpuft put there for cluster NAME: processes, links, keys, environment, hostfile."""
+@click.option("--lease", default="4h", help="from now: 90m, 4h, 2d")
+@_region
+def extend(name: str, lease: str, region: str) -> None:
+    """Move the end of the lease of rented cluster NAME."""
+    from cpuft.provision.aws.doing import Aws
     from cpuft.provision.provider import recall_left
 
-    provider = recall_left(name, os.environ)
+    provider = recall_left(name, os.environ, region)
+    if not isinstance(provider, Aws):
+        raise CpuftError(f"{name} is a cluster of kind {provider.kind}: only rented ones have a lease")
+    click.echo(provider.extend(lease, _say))
+
+
+@provision.command()
+@click.argument("name")
+@_region
+@_dry_run
+def down(name: str, region: str, dry_run: bool) -> None:
+    """Take away what cpuft put there for cluster NAME: processes, links, keys, environment, hostfile, instances."""
+    from cpuft.provision.provider import recall_left
+
+    provider = recall_left(name, os.environ, region)
     if dry_run:
         click.echo(format_plan(provider.show_down()), nl=False)
     else:
@@ -103,10 +138,16 @@ def down(name: str, dry_run: bool) -> None:
 
 @provision.command()
 @click.argument("name", required=False)
-def status(name: str | None) -> None:
-    """What each host of cluster NAME is doing now; all clusters without NAME."""
-    from cpuft.provision.provider import recall
+@_region
+def status(name: str | None, region: str) -> None:
+    """What each host of cluster NAME is doing now; all clusters without NAME, or all that a region's tags tell of."""
+    from cpuft.provision.provider import recall, recall_left
 
+    if region:
+        from cpuft.provision.aws.doing import describe_region
+
+        click.echo(recall_left(name, os.environ, region).describe() if name else describe_region(region), nl=False)
+        return
     names = [name] if name else list_names(state_root(os.environ))
     if not names:
         click.echo("no clusters: make one with cpuft provision local")

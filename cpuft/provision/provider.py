@@ -11,13 +11,13 @@ from typing import Any, Generic, TypeVar
 from cpuft.errors import CpuftError
 from cpuft.hosts import registry
 from cpuft.hosts.registry import HOSTFILES, Entry, check_name, refuse_other_kind, state_root
-from cpuft.options.clusters import HostsConfig, LocalConfig
+from cpuft.options.clusters import AwsConfig, HostsConfig, LocalConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.plan import Plan
 from cpuft.provision.ownership import check_places
-from cpuft.provision.reconcile import Say, lock, reconcile
+from cpuft.provision.reconcile import Say, lock, reconcile, run_stages
 
-C = TypeVar("C", LocalConfig, HostsConfig)
+C = TypeVar("C", LocalConfig, HostsConfig, AwsConfig)
 F = TypeVar("F")
 Ask = Callable[[str], bool]
 
@@ -68,6 +68,10 @@ class Provider(ABC, Generic[C, F]):
         """What there is to be taken away."""
         return self.gather()
 
+    def run(self, plan: Plan, say: Say) -> None:
+        """Execute a plan. Raises CpuftError that names every step that failed."""
+        run_stages(plan, say)
+
     def check(self) -> None:
         """Raises CpuftError when a cluster of this name cannot be made here."""
         refuse_other_kind(self.root, self.name, self.kind)
@@ -82,7 +86,7 @@ class Provider(ABC, Generic[C, F]):
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         with lock(self.directory):
             self.learn(ask)
-            reconcile(self.gather, self.plan, say)
+            reconcile(self.gather, self.plan, say, self.run)
         return f"cluster {self.name}: {self.size} in {self._shown()}; next: cpuft doctor --cluster {self.name}"
 
     def show(self) -> Plan:
@@ -106,7 +110,7 @@ class Provider(ABC, Generic[C, F]):
     def down(self, say: Say) -> None:
         """Leave nothing of the cluster anywhere."""
         with lock(self.directory):
-            reconcile(self.gather_left, self.plan_down, say)
+            reconcile(self.gather_left, self.plan_down, say, self.run)
 
     def show_down(self) -> Plan:
         """What `down` would do. Changes nothing."""
@@ -123,21 +127,31 @@ def recall(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
     Raises CpuftError: there is none, it was made elsewhere and this host is one of it, or its entry was not written by
     us.
     """
+    from cpuft.provision.aws.doing import Aws
     from cpuft.provision.local.doing import Local
     from cpuft.provision.plain import Plain
     from cpuft.provision.servers.doing import Servers
 
-    kinds: dict[str, type[Provider[Any, Any]]] = {"local": Local, "hosts": Servers, "plain": Plain}
+    kinds: dict[str, type[Provider[Any, Any]]] = {"local": Local, "hosts": Servers, "plain": Plain, "aws": Aws}
     entry = registry.read_entry(registry.state_root(environ), name)
     if entry.kind not in kinds:
         raise CpuftError(f"this host is one of cluster {name}: look at it, or take it down, where it was made")
     return kinds[entry.kind].recall(entry, environ)
 
 
-def recall_left(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
-    """As `recall`; or, where nothing is remembered, the local cluster of that name of which something is left here."""
+def recall_left(name: str, environ: Mapping[str, str], region: str = "") -> Provider[Any, Any]:
+    """As `recall`; or, where nothing is remembered, the local cluster of that name of which something is left here.
+
+    With a `region`: the cluster that is rented there.
+    """
+    from cpuft.provision.aws.doing import Aws
     from cpuft.provision.local.doing import Local
 
+    if region:
+        entry = registry.recall(registry.state_root(environ), name)
+        if entry and (entry.kind, entry.options.get("region")) == ("aws", region):
+            return recall(name, environ)
+        return Aws(AwsConfig(name=name, region=region), environ)
     if not registry.recall(registry.state_root(environ), name):
         lost = Local(LocalConfig(name=name), environ)
         if lost.show_down().stages:

@@ -21,8 +21,10 @@ _STAGE_SECONDS = 3600.0
 """A gigabyte of wheels over a slow line."""
 
 
-def reconcile(gather: Callable[[], F], plan: Callable[[F], Plan], say: Say) -> F:
-    """Execute plans until one is empty; the facts that were found last.
+def reconcile(
+    gather: Callable[[], F], plan: Callable[[F], Plan], say: Say, run: Callable[[Plan, Say], None] | None = None
+) -> F:
+    """Execute plans until one is empty, by `run_stages` or by `run`; the facts that were found last.
 
     Raises CpuftError: a step failed (all that failed are named), or the same plan came twice.
     """
@@ -35,7 +37,7 @@ def reconcile(gather: Callable[[], F], plan: Callable[[F], Plan], say: Say) -> F
         if missing == before:
             steps = "; ".join(step.why for stage in missing.stages for step in stage)
             raise CpuftError(f"these steps ran and changed nothing: {steps}: look at what they do with --dry-run")
-        run_stages(missing, say)
+        (run or run_stages)(missing, say)
         before = missing
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.hosts.hostfile import Host, format_hostfile
@@ -31,6 +31,8 @@ class Member:
     port: int = 22
     key: str = ""
     """Its public key, as in a .pub file; empty while it is not known."""
+    reached: str = ""
+    """Its address for this machine, where that is another one than for the hosts themselves."""
 
     @property
     def known_name(self) -> str:
@@ -49,7 +51,8 @@ def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bas
     jump = ",".join(name for name, _ in bastions)
     for member in members:
         names = " ".join(dict.fromkeys((member.address, member.name)))
-        part = f"Host {names}\n  HostName {member.address}\n  Port {member.port}\n"
+        part = f"Host {names}\n  HostName {member.reached or member.address}\n  Port {member.port}\n"
+        part += f"  HostKeyAlias {member.known_name}\n" if member.reached else ""
         part += f"  UserKnownHostsFile {known_hosts}\n  GlobalKnownHostsFile /dev/null\n{_CLIENT}"
         part += f"  User {member.user}\n" if member.user else ""
         part += f"  IdentityFile {key}\n  IdentitiesOnly yes\n" if key else ""
@@ -76,7 +79,7 @@ def format_known_hosts(members: Sequence[Member]) -> str:
 
 def format_inside(members: Sequence[Member], folder: str, python: str) -> dict[str, str]:
     """Files by which a host of a cluster reaches all of it, for a folder of its own disk beside the cluster's key."""
-    name = folder.rpartition("/")[2]
+    name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"
     entry = Entry(name, "inside", f"{folder}/hostfile", config, python, ssh_config_there=config)
     return {

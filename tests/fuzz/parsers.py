@@ -28,6 +28,8 @@ from cpuft.options.estimate import parse_hosts
 from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
 from cpuft.options.flags import parse_arguments, read_config
 from cpuft.options.rates import parse_bits
+from cpuft.provision.aws.lease import parse_lease
+from cpuft.provision.aws.preflight import parse_ssh_from
 from cpuft.provision.image import recipe, stamp
 from cpuft.provision.servers.facts import parse_survey
 from cpuft.provision.servers.planning import parse_lock
@@ -179,6 +181,8 @@ PARSERS: dict[str, Parser] = {
     "parse_hosts": Parser(parse_hosts, values.damaged(["1,2,4,8", "64"])),
     "parse_instances": Parser(partial(parse_instances, path="x"), values.damaged([_INSTANCES])),
     "plan_turns": Parser(lambda text: plan_turns(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])),
+    "parse_lease": Parser(parse_lease, values.damaged(["90m", "4h", "2d"])),
+    "parse_ssh_from": Parser(parse_ssh_from, values.damaged(["203.0.113.7", "10.0.0.0/24", "::1"])),
     "parse_bits": Parser(parse_bits, values.damaged(["1gbit", "2.5mbit", "7bit"])),
     "parse_world": Parser(
         lambda text: (
@@ -228,11 +232,14 @@ PARSERS: dict[str, Parser] = {
 EXEMPT = {
     "load_model": "transformers reads it",
     "load_tokenizer": "transformers reads it",
+    "parse_call": "what plan_call has written",
     "parse_cores": "what cpuft launch has written",
+    "parse_group": "what boto3 has read by AWS's own model",
     "parse_kernel": "what oneDNN prints in this process",
     "parse_networks": "what iproute2 prints",
     "parse_rate": "what iproute2 prints",
     "parse_routes": "what iproute2 prints",
+    "parse_rules": "what boto3 has read by AWS's own model",
     "parse_worker": "parse_arguments, twice",
     "read_checkpoint": "files with checksums, which its own tests damage",
     "read_cpu": "the kernel's files",
@@ -248,6 +255,7 @@ EXEMPT = {
     "read_mtus": "the kernel's files",
     "read_newest": "read_checkpoint, of the files that are there",
     "read_note": "a text, whatever it holds",
+    "read_tags": "what boto3 has read by AWS's own model",
     "read_packages": "what pip has installed",
     "read_parts": "a model's layers",
     "read_raw": "a text, whatever it holds",

@@ -26,6 +26,7 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("launch",): [["--dry-run"]],
     ("compare",): [["--dry-run"]],
     ("bench", "comm"): [["--dry-run", "--np=2"]],
+    ("provision", "aws"): [["--dry-run", "--region=us-east-1"], ["--policy"]],
     ("provision", "hosts"): [["--dry-run", "--accept-host-keys", "--hosts=127.0.0.1"]],
     ("provision", "image"): [["--dry-run", "--output=out", "--wheels=wheels"]],
     ("provision", "local"): [

@@ -123,6 +123,14 @@ def test_a_host_that_is_here_needs_no_ssh() -> None:
     assert door.way(Host("localhost")) == ()
 
 
+def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path: Path) -> None:
+    """A rented host has another address for this machine: among themselves traffic would leave the private network."""
+    config = tmp_path / "config"
+    config.write_text("Host 10.0.0.5\n  HostName 203.0.113.9\nHost gate\n  HostName 203.0.113.9\n")
+    door = Door(str(config))
+    assert [door.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
+
+
 def test_the_words_of_a_plan_do_the_same(config: Path) -> None:
     step = Step("say", ("sh", "-c", 'echo "$A" "$1"', "sh", "$HOME"), (Setting("A", "a 0", "so"),), "far")
     words = Plan(ways={"far": Door(str(config)).way(HOST)}).here(step).command

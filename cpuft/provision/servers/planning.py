@@ -48,6 +48,10 @@ class Facts:
     supply: Supply = Supply(())
     pins: tuple[str, ...] = ()
     """What the servers install, name==version."""
+    kind: str = "hosts"
+    """Of the cluster's entry."""
+    options: Mapping[str, str] | None = None
+    """What the entry says that was asked for, where that is more than the servers' configuration."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -79,7 +83,8 @@ def plan_servers(config: HostsConfig, facts: Facts) -> Plan:
     notes = [
         f"{one.address} shows the key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks whether that is right"
         for one in facts.members
-        if format_known_hosts([one]) not in facts.files.get(f"{facts.directory}/known_hosts", "")
+        if facts.kind == "hosts"
+        and format_known_hosts([one]) not in facts.files.get(f"{facts.directory}/known_hosts", "")
     ]
     if facts.supply.complete:
         stages += [*plan_hosts(config, facts), _plan_results(config, facts)]
@@ -94,7 +99,8 @@ def _plan_remembering(config: HostsConfig, facts: Facts) -> list[list[Step]]:
     python, there = f"{config.prefix}/env/bin/python", f"{cluster_dir(config)}/ssh_config"
     # Whether new keys are taken unasked is a matter of one run.
     options = {key: str(value) for key, value in asdict(replace(config, accept_host_keys=False)).items()}
-    entry = Entry(config.name, "hosts", facts.hostfile, f"{base}/ssh_config", python, {}, options, there)
+    options = dict(facts.options) if facts.options else options
+    entry = Entry(config.name, facts.kind, facts.hostfile, f"{base}/ssh_config", python, {}, options, there)
     texts = {
         f"{base}/{FILE_NAME}": format_entry(entry),
         f"{base}/ssh_config": format_ssh_config(members, config.key, f"{base}/known_hosts", facts.bastions),

@@ -1,0 +1,1 @@
+"""A cluster of instances that are rented from AWS. boto3 is imported in `client` alone."""

@@ -1,0 +1,260 @@
+"""A cluster of instances that are rented from AWS: what is asked of it, and how its plans are carried out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.door import Door
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.registry import FILE_NAME, Entry
+from cpuft.options.clusters import AwsConfig
+from cpuft.plan import Plan, Step
+from cpuft.provision.aws import launching, planning
+from cpuft.provision.aws.calls import parse_call
+from cpuft.provision.aws.client import Cloud
+from cpuft.provision.aws.describing import describe_cluster, describe_instances
+from cpuft.provision.aws.facts import Found, Offer
+from cpuft.provision.aws.launching import NoCapacityError
+from cpuft.provision.aws.lease import format_time, parse_lease
+from cpuft.provision.aws.look import (
+    find_clusters,
+    find_offer,
+    find_own_address,
+    find_spot_prices,
+    find_tagged,
+    read_table,
+)
+from cpuft.provision.aws.nodes import Nodes
+from cpuft.provision.aws.planning import Facts, plan_rental
+from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
+from cpuft.provision.aws.price import Price, describe_price, find_price
+from cpuft.provision.ownership import read_files
+from cpuft.provision.provider import Ask, Provider
+from cpuft.provision.reconcile import Say, run_stages
+from cpuft.provision.servers.planning import Facts as ServersFacts
+
+_BOOT_SECONDS = 300.0
+_END_SECONDS = 600.0
+_POLL_SECONDS = 2.0
+_YOUNG_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What a rented cluster needs of the world, for those who bring another one."""
+
+    open_cloud: Callable[[str], Cloud] = Cloud
+    """Of a region."""
+    sleep: Callable[[float], None] = time.sleep
+    now: Callable[[], float] = time.time
+    find_address: Callable[[], str] = find_own_address
+    late_seconds: float = 30.0
+    """How long something that was asked for may take to appear."""
+    logs_in: bool = True
+    """Whether instances are logged into; without, they are rented and no more."""
+
+
+@dataclass(frozen=True)
+class Everything:
+    """What there is: at AWS, and on the instances once they are all there."""
+
+    rental: Facts
+    servers: ServersFacts | None = None
+
+
+class Aws(Provider[AwsConfig, Everything]):
+    """Instances, found by their tags: what is remembered here is keys, and how to reach them."""
+
+    kind = "aws"
+    options = AwsConfig
+
+    def __init__(
+        self, config: AwsConfig, environ: Mapping[str, str], entry: Entry | None = None, edge: Edge | None = None
+    ) -> None:
+        super().__init__(config, environ, entry)
+        parse_lease(config.lease)
+        self.edge = edge or Edge()
+        self.cloud = self.edge.open_cloud(config.region)
+        self.config = replace(
+            config, region=self.cloud.region, wheels=str(Path(config.wheels).absolute()) if config.wheels else ""
+        )
+        self.size = f"{config.nodes} x {config.type}"
+        self._refused: dict[str, str] = {}
+        self._offer: Offer | None = None
+        self._quote = ""
+        self._patient = False
+        """Whether to wait for what AWS is about to do: only those who change something do."""
+
+    def gather(self) -> Everything:
+        """What AWS tells, and what this machine remembers; then what the instances say."""
+        facts = self._look()
+        if self.edge.logs_in and not plan_rental(self.config, facts).stages:
+            facts = self._await_running(facts) if self._patient else facts
+            if not plan_rental(self.config, facts).stages:
+                return Everything(facts, self._gather_servers(facts.found))
+        return Everything(facts)
+
+    def _look(self) -> Facts:
+        facts = self._facts()
+        found, place = facts.found, self.config.ssh_from or self.edge.find_address()
+        planning.check_rental(self.config, found)
+        if planning.needs_offer(self.config, found) and not self._offer:
+            self._offer = check_offer(self.config, found, find_offer(self.cloud, self.config), self.cloud.region)
+        return replace(facts, address=parse_ssh_from(place), offer=self._offer)
+
+    def _facts(self) -> Facts:
+        found = find_tagged(self.cloud, self.name, self.edge.now())
+        files = read_files(self.directory, Path(self.hostfile))
+        return Facts(found, files, str(self.directory), self.hostfile, self.cloud.region, refused=self._refused)
+
+    def _gather_servers(self, found: Found) -> ServersFacts:
+        nodes = self._nodes(found)
+        if self._patient:
+            nodes.wait(_BOOT_SECONDS, self.edge.now, self.edge.sleep)
+        return nodes.gather()
+
+    def _nodes(self, found: Found) -> Nodes:
+        return Nodes(self.config, found.live, self.environ, self.hostfile)
+
+    def _await_running(self, facts: Facts) -> Facts:
+        """Until all instances run, or fewer are left. Raises CpuftError when that takes too long."""
+        end = self.edge.now() + _BOOT_SECONDS
+        while any(one.state != "running" or not one.public for one in facts.found.live):
+            if self.edge.now() > end:
+                told = planning.name_states(facts.found.instances)
+                raise CpuftError(f"instances of {self.name} do not start ({told}): cpuft provision down {self.name}")
+            self.edge.sleep(_POLL_SECONDS)
+            facts = replace(facts, found=find_tagged(self.cloud, self.name, self.edge.now()))
+        return facts
+
+    def learn(self, ask: Ask) -> None:
+        """Whether the price is right, when something is to be rented; and before that, whether we would be let."""
+        facts = self._look()
+        found, missing = facts.found, self.config.nodes - len(facts.found.live)
+        if not missing or not facts.offer:
+            return
+        self._try_out(facts)
+        until = found.group.until if found.group else found.now + parse_lease(self.config.lease)
+        price = find_price(self.config.type, self.cloud.region, read_table(), facts.offer.zones)
+        self._quote = describe_price(price, missing, self.config.type, self.config.spot, found.now, until)
+        if not self.config.yes and not ask(f"{self._quote}. Rent them?"):
+            raise CpuftError(f"nothing was rented ({self._quote}): answer yes at a terminal, or say --yes")
+
+    def _try_out(self, facts: Facts) -> None:
+        """Ask AWS, call by call, whether it would do what is planned. Raises CpuftError when it would not."""
+        assert facts.offer
+        zone = launching.choose_zone(self.config, facts.found, facts.offer, {})
+        missing = self.config.nodes - len(facts.found.live)
+        request = launching.make_request(self.config, facts.found, facts.offer, zone, missing)
+        self.cloud.try_out("run_instances", request)
+        for step in (step for stage in plan_rental(self.config, facts).stages for step in stage):
+            call = parse_call(step)
+            if call and not call.files:
+                self.cloud.try_out(call.method, call.parameters)
+
+    def plan(self, facts: Everything) -> Plan:
+        """What is missing at AWS; then on the instances."""
+        rental = plan_rental(self.config, facts.rental)
+        if rental.stages or not facts.servers:
+            return replace(rental, notes=tuple(filter(None, (self._quote, *rental.notes))))
+        return self._nodes(facts.rental.found).plan(facts.servers)
+
+    def run(self, plan: Plan, say: Say) -> None:
+        """Calls are made from here, one by one; other steps run as those of any plan."""
+        for stage in plan.stages:
+            if parse_call(stage[0]):
+                for step in stage:
+                    self._make_call(step, say)
+            else:
+                run_stages(replace(plan, stages=(stage,)), say)
+
+    def _make_call(self, step: Step, say: Say) -> None:
+        call = parse_call(step)
+        assert call, step
+        say(step.why)
+        outcome = self.cloud.do(call)
+        if outcome.refused:
+            zone = call.parameters["Placement"]["AvailabilityZone"]
+            say(f"{zone} has none: {outcome.refused}")
+            self._refused[zone] = outcome.refused
+
+    def make(self, say: Say, ask: Ask) -> str:
+        """As for all clusters; where no zone has any instance for us, nothing is left."""
+        self._patient = True
+        try:
+            made = super().make(say, ask)
+        except NoCapacityError:
+            if not self._facts().found.live:
+                # Every zone has said no: nothing can appear late.
+                self.edge = replace(self.edge, late_seconds=0.0)
+                self.down(say)
+            raise
+        group = self._facts().found.group
+        return f"{made}; it ends itself at {format_time(group.until if group else 0)}"
+
+    def down(self, say: Say) -> None:
+        """Leave nothing of it anywhere, nor what appears late."""
+        self._patient = True
+        super().down(say)
+
+    def gather_left(self) -> Everything:
+        """What there is, when nothing is about to end or to appear any more."""
+        facts = self._facts()
+        start = self.edge.now()
+        while self._patient and self._may_change(facts, self.edge.now() - start):
+            self.edge.sleep(_POLL_SECONDS)
+            facts = self._facts()
+        return Everything(facts)
+
+    def _may_change(self, facts: Facts, waited: float) -> bool:
+        states = {one.state for one in facts.found.instances}
+        if states - {"terminated"}:
+            return states <= {"terminated", "shutting-down"} and waited < _END_SECONDS
+        generation = facts.found.group.generation if facts.found.group else -1
+        accounted = any(one.generation == generation for one in facts.found.instances)
+        entry = self.directory / FILE_NAME
+        made = entry.stat().st_mtime if entry.exists() else 0.0
+        young = planning.is_young(facts.found, made, _YOUNG_SECONDS)
+        return not accounted and young and waited < self.edge.late_seconds
+
+    def plan_down(self, facts: Everything) -> Plan:
+        """What is left, at AWS and here."""
+        return planning.plan_rental_down(self.name, facts.rental)
+
+    def extend(self, lease: str, say: Say) -> str:
+        """Let the lease end so long from now. Raises CpuftError: there is no such cluster, or it has ended."""
+        facts = self._facts()
+        until = int(facts.found.now) + parse_lease(lease)
+        plan = planning.plan_extension(self.name, facts, until)
+        if self.edge.logs_in:
+            door = Door(planning.check_config(self.name, facts))
+            ways = {one.private: door.way(Host(one.private)) for one in facts.found.live}
+            plan = replace(plan, stages=(*plan.stages, planning.tell_instances(facts.found, until)), ways=ways)
+        self.run(plan, say)
+        return f"cluster {self.name} ends itself at {format_time(until)}"
+
+    def describe_hosts(self) -> list[str]:
+        """An instance a line; its age, its lease and what it has cost."""
+        found = self._facts().found
+        return describe_instances(found.group, found.instances, found.now, self._find_price())
+
+    def _find_price(self) -> Price:
+        price = find_price(self.config.type, self.cloud.region, read_table())
+        spot = sorted(find_spot_prices(self.cloud, self.config.type).values()) if self.config.spot else []
+        return replace(price, spot=(spot[0], spot[-1]) if spot else None)
+
+
+def describe_region(region: str, edge: Edge | None = None) -> str:
+    """All clusters that are rented in a region by this account, whoever made them and wherever."""
+    edge = edge or Edge()
+    cloud, table, lines = edge.open_cloud(region), read_table(), []
+    for name, (group, instances) in find_clusters(cloud).items():
+        kind = instances[0].type if instances else ""
+        prices = sorted(find_spot_prices(cloud, kind).values()) if any(one.spot for one in instances) else []
+        price = replace(find_price(kind, cloud.region, table), spot=(prices[0], prices[-1]) if prices else None)
+        lines += describe_cluster(name, group, instances, edge.now(), price)
+    return "".join(f"{line}\n" for line in lines or [f"nothing in {cloud.region} carries the tag of a cluster"])

@@ -1,0 +1,252 @@
+"""A region of AWS in this process: moto, with what it lacks put in; and a hook that counts, and kills."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.options.clusters import AwsConfig
+from cpuft.provision.aws.calls import ACTIONS, LOOK
+from cpuft.provision.aws.client import Cloud
+from cpuft.provision.aws.doing import Aws, Edge
+
+REGION = "us-east-1"
+ACCOUNT = "123456789012"
+NAME = "lab"
+
+
+class KilledError(BaseException):
+    """What takes a launcher away in the middle: nothing of it runs after that."""
+
+
+@dataclass
+class Region:
+    """What happens there, and what is to happen."""
+
+    image: str = ""
+    quota: float = 256.0
+    faults: list[str] = field(default_factory=list)
+    """Codes of RunInstances' answers to come; with `lost` it takes effect all the same."""
+    lasting: dict[str, str] = field(default_factory=dict)
+    """Zone -> code of what it always answers."""
+    tokens: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
+    addresses: list[str] = field(default_factory=list)
+    """That instances get, in their order, where they are to be real hosts."""
+    hidden: int = 0
+    """How often DescribeInstances still tells of nothing."""
+    seconds: float = 0.0
+    """That have been slept."""
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    kill: tuple[int, str] = (-1, "")
+    """The number of the mutating call at which the launcher dies, and whether before or after it."""
+
+    @property
+    def mutating(self) -> list[str]:
+        """Names of calls that changed something, or would have."""
+        return [name for name, parameters in self.calls if is_mutating(name, parameters)]
+
+    def hook(self, when: str, method: str, parameters: dict[str, Any]) -> None:
+        number, word = self.kill
+        if when == "before":
+            self.calls.append((method, parameters))
+        if is_mutating(method, parameters) and (len(self.mutating) - 1, when) == (number, word):
+            raise KilledError
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def now(self) -> float:
+        return time.time() + self.seconds
+
+    def edge(self, **changes: Any) -> Edge:
+        """The world of a launcher that rents and does not log in."""
+        edge = Edge(lambda name: _open_cloud(), self.sleep, self.now, lambda: "203.0.113.7\n", logs_in=False)
+        return replace(edge, **changes)
+
+
+def is_mutating(method: str, parameters: dict[str, Any]) -> bool:
+    return ACTIONS[method].kind != LOOK and not parameters.get("DryRun")
+
+
+def make_aws(region: Region, folder: Path, **options: Any) -> Aws:
+    """A launcher with a memory of its own."""
+    edge = region.edge(**{name: options.pop(name) for name in [*options] if name in Edge.__annotations__})
+    config = replace(AwsConfig(name=NAME, nodes=4, region=REGION, yes=True), **options)
+    return Aws(config, {"CPUFT_STATE": str(folder / "state")}, edge=edge)
+
+
+def say(text: str) -> None:
+    """Nobody listens."""
+
+
+def refuse(question: str) -> bool:
+    raise AssertionError(question)
+
+
+_OPEN: list[Region] = []
+"""The region that is open, the last one of them: clients take long to make, and are shared."""
+
+
+def make(region: Region, folder: Path, **options: object) -> str:
+    return make_aws(region, folder, **options).make(say, refuse)
+
+
+def down(region: Region, folder: Path) -> None:
+    make_aws(region, folder).down(say)
+
+
+@functools.cache
+def _open_cloud() -> Cloud:
+    return Cloud(REGION, lambda *told: _OPEN[-1].hook(*told), lambda seconds: _OPEN[-1].sleep(seconds))
+
+
+@functools.cache
+def client(service: str = "ec2") -> Any:
+    import boto3
+
+    return boto3.client(service, REGION)
+
+
+def live() -> list[dict[str, Any]]:
+    """Instances that cost money, whatever tags they carry."""
+    filters = [{"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}]
+    return [one for place in client().describe_instances(Filters=filters)["Reservations"] for one in place["Instances"]]
+
+
+def left(region: Region) -> dict[str, Any]:
+    """All that is there and was not there when the region began."""
+    ec2 = client()
+    return {
+        "instances": [one["InstanceId"] for one in live()],
+        "groups": [one["GroupName"] for one in ec2.describe_security_groups()["SecurityGroups"] if "cpuft" in str(one)],
+        "keys": [one["KeyName"] for one in ec2.describe_key_pairs()["KeyPairs"]],
+        "places": [*region.places],
+        "volumes": [one["VolumeId"] for one in ec2.describe_volumes()["Volumes"]],
+    }
+
+
+NOTHING: dict[str, list[str]] = {"instances": [], "groups": [], "keys": [], "places": [], "volumes": []}
+
+
+@contextlib.contextmanager
+def open_region() -> Iterator[Region]:
+    """A region with one image and nothing else, and credentials for it."""
+    from moto import mock_aws
+
+    region = Region()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        patch.setenv("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")
+        with mock_aws():
+            patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+            _OPEN.append(region)
+            _complete(region, patch)
+            region.image = client().register_image(
+                Name="debian-12-amd64",
+                RootDeviceName="/dev/xvda",
+                Architecture="x86_64",
+                VirtualizationType="hvm",
+                BlockDeviceMappings=[{"DeviceName": "/dev/xvda", "Ebs": {"VolumeSize": 8}}],
+            )["ImageId"]
+            yield region
+
+
+def _complete(region: Region, patch: pytest.MonkeyPatch) -> None:
+    """What moto lacks: idempotency and capacity, placement groups, quotas, Debian's image."""
+    from moto.ec2.models.instances import InstanceBackend
+    from moto.ec2.responses import EC2Response
+    from moto.servicequotas.models import ServiceQuotasBackend
+    from moto.ssm.models import ParameterDict
+
+    patch.setattr(InstanceBackend, "run_instances", _make_run(region, InstanceBackend.run_instances))
+    patch.setattr(EC2Response, "describe_instances", _make_describe(region, EC2Response.describe_instances))
+    for name, method in _make_places(region).items():
+        patch.setattr(EC2Response, name, method, raising=False)
+    quota = {"ServiceCode": "ec2", "QuotaName": "Running instances"}
+    patch.setattr(
+        ServiceQuotasBackend,
+        "get_service_quota",
+        lambda own, service_code, quota_code: quota | {"QuotaCode": quota_code, "Value": region.quota},
+    )
+    patch.setattr(ParameterDict, "__contains__", lambda own, key: True)
+    patch.setattr(ParameterDict, "__getitem__", lambda own, key: [_make_parameter(key, region)])
+
+
+def _make_parameter(key: str, region: Region) -> Any:
+    from moto.ssm.models import Parameter
+
+    return Parameter(ACCOUNT, key, region.image, "String", None, None, None, time.time(), 1, "aws:ec2:image")
+
+
+def _make_run(region: Region, real: Any) -> Any:
+    from moto.ec2.exceptions import EC2ClientError
+
+    def run(self: Any, image_id: str, count: int, *words: Any, **options: Any) -> Any:
+        zone = self.get_subnet(options["nics"][0]["SubnetId"]).availability_zone
+        token, said = options["client_token"], (image_id, count, options["instance_type"], zone)
+        code = region.faults.pop(0) if region.faults else region.lasting.get(zone, "")
+        if token in region.tokens:
+            before, answer = region.tokens[token]
+            if before != said:
+                raise EC2ClientError("IdempotentParameterMismatch", "Arguments on this request are inconsistent.")
+            return answer
+        if not code or code == "lost":
+            region.tokens[token] = said, real(self, image_id, count, *words, **options)
+            for one, address in zip(region.tokens[token][1].instances, region.addresses):
+                one.nics[0].private_ip_address = one.nics[0].public_ip = address
+        if code:
+            raise EC2ClientError("InternalError" if code == "lost" else code, f"We have none in {zone}")
+        return region.tokens[token][1]
+
+    return run
+
+
+def _make_describe(region: Region, real: Any) -> Any:
+    from moto.core.responses import ActionResult
+
+    def describe(self: Any) -> Any:
+        region.hidden -= 1
+        return real(self) if region.hidden < 0 else ActionResult({"Reservations": []})
+
+    return describe
+
+
+def _make_places(region: Region) -> dict[str, Any]:
+    from moto.core.responses import ActionResult
+    from moto.ec2.exceptions import EC2ClientError
+
+    def create(self: Any) -> Any:
+        self.error_on_dryrun()
+        name = self._get_param("GroupName")
+        if name in region.places:
+            raise EC2ClientError("InvalidPlacementGroup.Duplicate", f"The placement group {name} already exists.")
+        tags = [tag for one in self._get_param("TagSpecifications", []) for tag in one["Tags"]]
+        region.places[name] = {"GroupName": name, "State": "available", "Strategy": "cluster", "Tags": tags}
+        return ActionResult({"PlacementGroup": region.places[name]})
+
+    def describe(self: Any) -> Any:
+        (wanted,) = self._get_param("Filters")
+        values = [(wanted["Name"].removeprefix("tag:"), value) for value in wanted["Values"]]
+        found = [one for one in region.places.values() if {(t["Key"], t["Value"]) for t in one["Tags"]} & {*values}]
+        return ActionResult({"PlacementGroups": found})
+
+    def delete(self: Any) -> Any:
+        del region.places[self._get_param("GroupName")]
+        return ActionResult({})
+
+    methods = {"create": create, "delete": delete}
+    return {f"{verb}_placement_group": method for verb, method in methods.items()} | {
+        "describe_placement_groups": describe
+    }

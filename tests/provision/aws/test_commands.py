@@ -1,0 +1,172 @@
+"""What a user types: bad input is one line and exit code 2, and nothing is left that costs; the policy suffices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cpuft.cli import main
+from cpuft.provision.aws.client import Cloud
+from cpuft.provision.aws.policy import make_policy
+from tests.provision.aws.region import (
+    NOTHING,
+    REGION,
+    Region,
+    client,
+    left,
+    make_aws,
+    open_region,
+    refuse,
+    say,
+)
+
+pytestmark = pytest.mark.real
+ASKED = ("provision", "aws", "--name", "lab", "--nodes", "2", "--ssh-from", "203.0.113.7", "--yes")
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Iterator[Region]:
+    with pytest.MonkeyPatch.context() as patch, open_region() as opened:
+        patch.setenv("CPUFT_STATE", str(tmp_path / "state"))
+        yield opened
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ending:
+        main(words)
+    said = capsys.readouterr()
+    return int(ending.value.code or 0), said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--region", REGION, "--type", "m7i.9xlarge"),
+            "AWS knows no type 'm7i.9xlarge' here: did you mean m7i.8xlarge",
+        ),
+        (("--region", REGION, "--type", "'"), 'AWS knows no type "\'" here: choose one of'),
+        (("--region", REGION, "--zone", "us-east-1z"), "us-east-1 has no zone 'us-east-1z' for you: did you mean"),
+        (("--region", REGION, "--zone", "us-east-1e"), "m7i.8xlarge is not offered in us-east-1e, but in us-east-1a"),
+        (
+            ("--region", REGION, "--image", "ami-00000000000000000"),
+            "region us-east-1 has no image 'ami-00000000000000000'",
+        ),
+        (("--region", REGION, "--image", "debian"), "region us-east-1 has no image 'debian' for you"),
+        (("--region", REGION, "--lease", "1y"), "--lease '1y' is no lease: give 10m to 30d"),
+        (("--region", REGION, "--ssh-from", "0.0.0.0/0"), "--ssh-from 0.0.0.0/0 is as good as the whole world"),
+        (("--region", REGION, "--nodes", "900"), "900 x m7i.8xlarge are 28800 vCPUs; 256 may run at a time, 0 do now"),
+        (("--region", "us-east-9"), "AWS has no region 'us-east-9': did you mean us-east-2"),
+        ((), "no region of AWS is named: say e.g. --region us-east-1"),
+        (("--region", REGION, "--name", "A"), "'A' is no name of a cluster"),
+        (("--region", REGION, "--no-yes"), "nothing was rented (2 x m7i.8xlarge on demand"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...], said: str, region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, output, errors = run(capsys, *ASKED, *words)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"cpuft: error: {said}"), errors
+    assert errors.count("\n") == 1
+    assert left(region) == NOTHING
+    assert [*tmp_path.glob("state/*")] == []
+
+
+def test_without_credentials(
+    region: Region, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"):
+            patch.delenv(name, raising=False)
+        code, _, errors = run(capsys, *ASKED, "--region", REGION)
+    assert code == 2
+    assert errors.startswith("cpuft: error: there are no AWS credentials")
+    assert errors.count("\n") == 1
+
+
+def test_a_dry_run_prints_calls_and_makes_none(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, *ASKED, "--region", REGION, "--dry-run")
+    assert code == 0
+    assert "aws ec2 create-security-group --region us-east-1 --cli-input-json" in output
+    assert left(region) == NOTHING
+
+
+def test_status_and_down_of_what_is_not_remembered_here(
+    region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_aws(region, tmp_path / "elsewhere", nodes=2).make(say, refuse)
+    code, output, _ = run(capsys, "provision", "status", "--region", REGION)
+    assert (code, output.count(" running, i-")) == (0, 2)
+    code, output, _ = run(capsys, "provision", "status", "lab", "--region", REGION)
+    assert (code, output.count(" running, i-")) == (0, 2)
+    code, _, errors = run(capsys, "provision", "extend", "lab", "--region", REGION)
+    assert code == 2
+    assert "the keys of lab are not on this machine" in errors
+    code, output, _ = run(capsys, "provision", "down", "lab", "--region", REGION)
+    assert (code, output) == (0, "cluster lab is gone\n")
+    assert left(region) == NOTHING
+
+
+def test_the_policy_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "provision", "aws", "--policy")
+    assert code == 0
+    assert json.loads(output) == make_policy()
+
+
+def become(user: str, monkeypatch: pytest.MonkeyPatch, *without: str) -> None:
+    """Be a user with the printed policy, but for some rights; moto refuses from now on what that does not allow.
+
+    It knows neither resources nor conditions: what is proven is that these actions suffice.
+    """
+    from moto import settings
+    from moto.core.authorization import ActionAuthenticatorMixin
+
+    statements = [
+        one | {"Resource": "*", "Action": [*{*one["Action"]} - {*without}]} for one in make_policy()["Statement"]
+    ]
+    for one in statements:
+        one.pop("Condition", None)
+    allowed = {"Version": "2012-10-17", "Statement": [one for one in statements if one["Action"]]}
+    iam = client("iam")
+    iam.create_user(UserName=user)
+    iam.put_user_policy(UserName=user, PolicyName="printed", PolicyDocument=json.dumps(allowed))
+    key = iam.create_access_key(UserName=user)["AccessKey"]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    monkeypatch.setattr(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    monkeypatch.setattr(ActionAuthenticatorMixin, "request_count", 0)
+
+
+def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        become("renter", patch)
+        cloud = Cloud(REGION, region.hook, region.sleep)
+        lab = make_aws(region, tmp_path, spot=True, nodes=2, open_cloud=lambda name: cloud)
+        lab.make(say, refuse)
+        lab.extend("5h", say)
+        lab.down(say)
+        assert "user/renter" in cloud.caller
+    assert left(region) == NOTHING
+
+
+@pytest.mark.parametrize("right", ["ec2:RunInstances", "ec2:DescribeInstances", "ec2:CreatePlacementGroup"])
+def test_a_right_that_lacks_is_named(
+    right: str,
+    region: Region,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with monkeypatch.context() as patch:
+        become("poor", patch, right)
+        code, _, errors = run(capsys, *ASKED, "--region", REGION)
+    assert code == 2
+    assert errors == (
+        f"cpuft: error: your AWS credentials may not do {right}: add what cpuft provision aws --policy prints to them\n"
+    )
+    assert left(region) == NOTHING

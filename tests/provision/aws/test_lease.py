@@ -1,0 +1,79 @@
+"""How long instances live, and what they are told at birth."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cpuft.errors import CpuftError
+from cpuft.provision.aws import launching
+from cpuft.provision.aws.lease import ARM_SCRIPT, format_span, format_user_data, make_extension, parse_lease
+
+NOW = 1_800_000_000
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("10m", 600), ("90m", 5400), ("4h", 14400), ("2d", 172800)])
+def test_a_lease(text: str, seconds: int) -> None:
+    assert parse_lease(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "4", "h", "0h", "9m", "31d", "-4h", "4 h", "4h30m", "4H", "9999999h", "٤h"])
+def test_what_is_no_lease(text: str) -> None:
+    with pytest.raises(CpuftError, match="is no lease: give 10m to 30d"):
+        parse_lease(text)
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0, "0 min"), (-5, "0 min"), (3599, "59 min"), (7260, "2 h 01 min")])
+def test_a_span(seconds: float, said: str) -> None:
+    assert format_span(seconds) == said
+
+
+def test_what_instances_are_told_is_read_back_with_their_key(tmp_path: Path) -> None:
+    subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-C", "cpuft", "-f", tmp_path / "host_key"], check=True)
+    script = (Path(launching.__file__).with_name("user_data.sh")).read_text()
+    words = ["sh", "-c", script, "prepare", str(tmp_path / "host_key"), str(tmp_path / "user-data")]
+    subprocess.run(words, input=format_user_data(NOW), text=True, check=True)
+    text = (tmp_path / "user-data").read_text()
+    assert text.startswith("#cloud-config\n")
+    assert len(base64.b64encode(text.encode())) < 16384
+    told = yaml.safe_load(text)
+    assert told["ssh_keys"] == {
+        "ed25519_private": (tmp_path / "host_key").read_text(),
+        "ed25519_public": (tmp_path / "host_key.pub").read_text().strip(),
+    }
+    assert told["disable_root"] is False
+    files = {one["path"]: one["content"] for one in told["write_files"]}
+    assert files["/var/lib/cpuft/until"] == f"{NOW}\n"
+    assert files["/usr/local/sbin/cpuft-lease"] == ARM_SCRIPT
+    assert told["runcmd"][-1] == ["systemctl", "enable", "--now", "cpuft-lease.service"]
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [(3600, "-c|-P +59|"), (3660, "-c|-P +60|"), (3661, "-c|-P +61|"), (59, "-c|-P now|"), (-100, "-c|-P now|")],
+)
+def test_the_end_of_a_lease_is_armed_at_every_boot(left: int, said: str, tmp_path: Path) -> None:
+    """Whole minutes that are left, never one too many; the clock has gone on by a second or some at most."""
+    bin_folder, until = tmp_path / "bin", tmp_path / "until"
+    bin_folder.mkdir()
+    (bin_folder / "shutdown").write_text(f'#!/bin/sh\nprintf "%s|" "$*" >>{tmp_path}/said\n')
+    (bin_folder / "date").write_text(f"#!/bin/sh\necho {NOW + 1}\n")
+    for name in ("shutdown", "date"):
+        (bin_folder / name).chmod(0o755)
+    until.write_text(f"{NOW + left}\n")
+    script = ARM_SCRIPT.replace("/var/lib/cpuft/until", str(until))
+    subprocess.run(["sh", "-c", script], env={"PATH": f"{bin_folder}:/usr/bin:/bin"}, check=True)
+    assert (tmp_path / "said").read_text() == said
+
+
+def test_an_instance_is_told_a_new_end_and_arms_it(tmp_path: Path) -> None:
+    (tmp_path / "until").write_text(f"{NOW}\n")
+    (tmp_path / "arm").write_text(f"#!/bin/sh\ncp {tmp_path}/until {tmp_path}/armed\n")
+    (tmp_path / "arm").chmod(0o755)
+    places = {"/var/lib/cpuft/until": f"{tmp_path}/until", "/usr/local/sbin/cpuft-lease": f"{tmp_path}/arm"}
+    subprocess.run([places.get(word, word) for word in make_extension(NOW + 60)], check=True)
+    assert (tmp_path / "armed").read_text() == f"{NOW + 60}\n"

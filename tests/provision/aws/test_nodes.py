@@ -1,0 +1,81 @@
+"""Rented instances become a cluster by the same steps as servers: here they are simulated hosts, each with its sshd."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.door import Door
+from cpuft.hosts.hostfile import Host, read_hostfile
+from cpuft.hosts.registry import read_entry
+from cpuft.provision.aws.doing import Aws
+from tests.provision.aws.region import NAME, NOTHING, Region, left, make_aws, open_region, refuse, say
+from tests.provision.simulated import Simulated, needs_root, simulate, write_wheels
+
+pytestmark = needs_root
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
+    """Two hosts that show the same key, as instances of one call do."""
+    folder = tmp_path_factory.mktemp("rented")
+    write_wheels(folder / "wheels")
+    with simulate(folder, "--nodes", "2") as made:
+        for index in (1, 2):
+            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs tmpfs "$HOME"')
+        key = (folder / "state" / made.name / "nodes/1/host_key").read_text(encoding="utf-8")
+        made.on(2, f"printf %s {shlex.quote(key)} >/run/cpuft/host_key")  # sshd reads it for each connection
+        yield made
+
+
+def plant(cluster: Simulated, lab: Aws, host_key: Path) -> None:
+    """The keys that a launcher would have made, and user data would have brought to the hosts."""
+    state = cluster.folder / "state" / cluster.name
+    lab.directory.mkdir(parents=True, exist_ok=True)
+    for source, name in ((host_key, "host_key"), (state / "id_ed25519", "id_ed25519")):
+        shutil.copy(source, lab.directory / name)
+        public = source.with_name(f"{source.name}.pub").read_text().split()
+        (lab.directory / f"{name}.pub").write_text(f"{' '.join(public[:2])} cpuft\n")
+
+
+def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
+    cluster: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(cluster.folder)
+    state = cluster.folder / "state" / cluster.name
+    addresses = [host.name for host in cluster.hosts]
+    with open_region() as region:
+        region.addresses = addresses
+        options = {"nodes": 2, "prefix": "/mnt/cpuft", "wheels": str(cluster.folder / "wheels"), "logs_in": True}
+        # Somebody else answers at these addresses.
+        lab = make_aws(region, tmp_path, **options)
+        plant(cluster, lab, state / "id_ed25519")
+        with pytest.raises(CpuftError, match=r"its key has changed.*they cost money: cpuft provision down lab"):
+            lab.make(say, refuse)
+        assert Door(cluster.ssh_config).run(Host(addresses[0]), ("ls", "/mnt")).output == ""
+        plant(cluster, lab, state / "nodes/1/host_key")
+        lab.make(say, refuse)
+        assert [host.name for host in read_hostfile(lab.hostfile)] == addresses
+        assert read_entry(lab.root, NAME).kind == "aws"
+        door = Door(str(lab.directory / "ssh_config"))
+        look = f'cat /mnt/cpuft/clusters/{NAME}/hostfile "$HOME/.ssh/authorized_keys"; ls /mnt/cpuft/env/bin/cpuft'
+        master, other = (door.run(Host(address), ("sh", "-c", look)) for address in addresses)
+        assert master.output.startswith("".join(f"{address}\n" for address in addresses))
+        assert [one.output.count(f"cpuft-{NAME}\n/mnt/cpuft/env/bin/cpuft\n") for one in (master, other)] == [1, 1]
+        check_again(region, make_aws(region, tmp_path, **options))
+
+
+def check_again(region: Region, lab: Aws) -> None:
+    before = len(region.mutating)
+    assert lab.drift() == []
+    lab.make(say, refuse)
+    assert region.mutating[before:] == []
+    lab.down(say)
+    assert left(region) == NOTHING
+    assert not lab.directory.exists()
+    assert not Path(lab.hostfile).exists()

@@ -1,0 +1,284 @@
+"""Renting, as pure functions: leases, prices, rules, calls, the policy and what instances are told at birth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.options.clusters import AwsConfig
+from cpuft.provision.aws import facts
+from cpuft.provision.aws.calls import ACTIONS, CHANGE, MAKE, TAG, parse_call, plan_call
+from cpuft.provision.aws.facts import Found, Group, Image, Instance, Offer, Zone
+from cpuft.provision.aws.launching import NoCapacityError, choose_zone
+from cpuft.provision.aws.planning import Facts, plan_rental, plan_rental_down
+from cpuft.provision.aws.policy import format_policy, make_policy
+from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
+from cpuft.provision.aws.price import Price, describe_cost, describe_price, find_price
+from cpuft.provision.sshfiles import Member, format_inside, format_ssh_config
+from cpuft.report.instances import Instance as Kind
+
+NOW = 1_800_000_000
+ME = "arn:aws:iam::1:user/me"
+CONFIG = AwsConfig(name="lab", nodes=4, type="m7i.8xlarge", region="us-east-1")
+GROUP = Group("sg-1", "lab", "vpc-1", ME, NOW + 3600, NOW - 60, (), (("-1", -1, -1, "0.0.0.0/0"),))
+ZONES = tuple(Zone(f"us-east-1{letter}", f"subnet-{letter}", "vpc-1", 4000) for letter in "abc")
+OFFER = Offer(
+    "m7i.8xlarge",
+    32,
+    ("x86_64",),
+    True,
+    ("on-demand", "spot"),
+    ZONES,
+    tuple(zone.name for zone in ZONES),
+    Image("ami-1", "/dev/xvda", 8, "x86_64"),
+    256.0,
+    0,
+)
+
+
+def make_instance(number: int, **changes: Any) -> Instance:
+    one = Instance(
+        f"i-{number}", "lab", "running", "m7i.8xlarge", "us-east-1a", f"10.0.0.{number}", f"54.0.0.{number}",
+        False, NOW - 1800.0, 0.0, NOW + 3600, NOW - 60, number,
+    )  # fmt: skip
+    return replace(one, **changes)
+
+
+def make_facts(found: Found, **changes: Any) -> Facts:
+    files = {f"/state/lab/{name}.pub": "ssh-ed25519 AAAA cpuft" for name in ("id_ed25519", "host_key")}
+    own = Facts(found, files, "/state/lab", "/here/hostfiles/lab", "us-east-1", "203.0.113.7/32", OFFER)
+    return replace(own, **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "range_"), [("203.0.113.7", "203.0.113.7/32"), ("203.0.113.7\n", "203.0.113.7/32"), ("10.1.0.0/16",) * 2]
+)
+def test_who_may_reach_ssh(text: str, range_: str) -> None:
+    assert parse_ssh_from(text) == range_
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0/0", "10.0.0.0/8", "::/0", "here", "", "1.2.3", "1.2.3.4/24"])
+def test_who_may_not(text: str) -> None:
+    with pytest.raises(CpuftError, match=r"--ssh-from .*: give you"):
+        parse_ssh_from(text)
+
+
+def test_rules_are_read_and_written() -> None:
+    rules = (
+        ("-1", -1, -1, "sg-1"),
+        ("tcp", 22, 22, "203.0.113.7/32"),
+        ("tcp", 22, 23, "::/0"),
+        ("udp", 1, 9, "pl-1"),
+    )
+    assert facts.parse_rules(facts.format_rules(rules)) == tuple(sorted(rules))
+
+
+@pytest.mark.parametrize("value", ["a b", "a'b", 'a"b', "$HOME", "a\nb", "--region", "é"])
+def test_a_call_is_a_step_and_back(value: str) -> None:
+    step = plan_call("run_instances", "start", "us-east-1", {"KeyName": value}, {"UserData": "/x/user data"})
+    assert step.command[:5] == ("aws", "ec2", "run-instances", "--region", "us-east-1")
+    assert step.command[-2:] == ("--user-data", "fileb:///x/user data")
+    call = parse_call(step)
+    assert call is not None
+    assert (call.method, call.parameters, call.files) == (
+        "run_instances",
+        {"KeyName": value},
+        {"UserData": "/x/user data"},
+    )
+
+
+def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
+    """The token is the group's, the generation's and the zone's: time passes and changes nothing."""
+
+    def find_call(now: float, refused: dict[str, str], **changes: Any) -> dict[str, Any]:
+        group = replace(GROUP, **changes)
+        plan = plan_rental(CONFIG, make_facts(Found(now, ME, group), refused=refused))
+        call = parse_call(plan.stages[-1][0])
+        assert call
+        return call.parameters
+
+    first = find_call(NOW, {})
+    assert first == find_call(NOW + 600, {})
+    other = {"us-east-1a": "InsufficientInstanceCapacity"}
+    tokens = {
+        first["ClientToken"],
+        find_call(NOW, other)["ClientToken"],
+        find_call(NOW, {}, generation=NOW - 59)["ClientToken"],
+        find_call(NOW, {}, id="sg-2")["ClientToken"],
+        # Nobody waits for that answer any more: what it started may have ended, and is asked for anew.
+        find_call(NOW + 3000, {})["ClientToken"],
+    }
+    assert len(tokens) == 5
+
+
+def test_what_is_left_goes_in_the_right_order() -> None:
+    whole = Found(NOW, ME, GROUP, (make_instance(1), make_instance(2, state="terminated")), "cpuft-lab", "cpuft-lab")
+
+    def name_calls(found: Found) -> list[str]:
+        calls = [parse_call(step) for stage in plan_rental_down("lab", make_facts(found)).stages for step in stage]
+        return [call.method for call in calls if call]
+
+    assert name_calls(whole) == ["terminate_instances"]
+    ended = replace(whole, instances=whole.instances[1:], volumes=("vol-1",))
+    assert name_calls(ended) == [
+        "delete_placement_group",
+        "delete_key_pair",
+        "delete_volume",
+        "delete_security_group",
+    ]
+    assert name_calls(Found(NOW, ME)) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "config", "said"),
+    [
+        (Found(NOW, "me", replace(GROUP, owner="you")), {}, "lab is a cluster of you, and you are me: choose another"),
+        (Found(NOW + 9999, ME, GROUP), {}, "the lease of lab ended at .* UTC: cpuft provision down lab"),
+        (Found(NOW, ME, GROUP, (make_instance(1), make_instance(2))), {"nodes": 1}, "lab has 2 nodes, --nodes 1 asks"),
+        (Found(NOW, ME, GROUP, (make_instance(1, type="c7i.large"),)), {}, "of type c7i.large: .* --type c7i.large"),
+        (Found(NOW, ME, GROUP, (make_instance(1),)), {"zone": "us-east-1b"}, "lab is in zone us-east-1a"),
+    ],
+)
+def test_what_can_never_become_what_is_asked_for(found: Found, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(CpuftError, match=said):
+        plan_rental(replace(CONFIG, **config), make_facts(found))
+
+
+@pytest.mark.parametrize(
+    ("offer", "config", "said"),
+    [
+        (
+            {"quota": 64.0},
+            {},
+            "4 x m7i.8xlarge are 128 vCPUs; 64 may run at a time, 0 do now: ask for 2 nodes, or have",
+        ),
+        ({"quota": 16.0}, {"spot": True}, "16 may run at a time, 0 do now: have quota L-34B43A08 raised"),
+        ({"used": 200}, {}, "256 may run at a time, 200 do now: ask for 1 nodes"),
+        ({"markets": ("on-demand",)}, {"spot": True}, "m7i.8xlarge is not rented spot: choose another --type"),
+        ({"architectures": ("arm64",)}, {}, "m7i.8xlarge is arm64, and cpuft needs x86_64: choose an Intel one"),
+        ({"image": Image("ami-1", "", 8, "arm64")}, {}, "image ami-1 is for arm64: name one for x86_64 with --image"),
+        ({}, {"zone": "us-east-1x"}, "us-east-1 has no zone 'us-east-1x' for you: did you mean us-east-1"),
+        ({"zones": ()}, {}, "no zone of us-east-1 with a default subnet has m7i.8xlarge: try another"),
+        ({"zones": ZONES[1:]}, {"zone": "us-east-1a"}, "is not offered in us-east-1a, but in us-east-1b, us-east-1c"),
+        ({"zones": (replace(ZONES[0], addresses=3),)}, {}, "4 instances are asked for, and the subnets have 3 free"),
+    ],
+)
+def test_what_cannot_be_rented(offer: dict[str, Any], config: dict[str, Any], said: str) -> None:
+    with pytest.raises(CpuftError, match=said):
+        check_offer(replace(CONFIG, **config), Found(NOW, ME), replace(OFFER, **offer), "us-east-1")
+
+
+@pytest.mark.parametrize("offer", [{}, {"quota": None}, {"quota": 128.0}, {"used": 128}])
+def test_what_can_be_rented(offer: dict[str, Any]) -> None:
+    assert check_offer(CONFIG, Found(NOW, ME), replace(OFFER, **offer), "us-east-1")
+
+
+def test_the_cheapest_zone_is_first_for_spot() -> None:
+    zones = tuple(replace(zone, spot_price=price) for zone, price in zip(ZONES, (0.7, 0.6, 0.8)))
+    offer = replace(OFFER, zones=zones)
+    assert choose_zone(CONFIG, Found(NOW, ME), offer, {}).name == "us-east-1a"
+    assert choose_zone(replace(CONFIG, spot=True), Found(NOW, ME), offer, {}).name == "us-east-1b"
+    there = Found(NOW, ME, GROUP, (make_instance(1, zone="us-east-1c"),))
+    assert choose_zone(CONFIG, there, offer, {}).name == "us-east-1c"
+    with pytest.raises(NoCapacityError, match=r"no zone has 3 instances of m7i.8xlarge \(us-east-1c: full\)"):
+        choose_zone(CONFIG, there, offer, {"us-east-1c": "full"})
+
+
+def test_an_unknown_price_is_said_to_be_unknown() -> None:
+    table = {"m7i.8xlarge": Kind("m7i.8xlarge", 16, True, 12.5, 1.6128, "2025")}
+    zones = [replace(zone, spot_price=price) for zone, price in zip(ZONES, (0.7, 0.6, 0.0))]
+    known, spot = find_price("m7i.8xlarge", "us-east-1", table), find_price("m7i.8xlarge", "us-east-1", table, zones)
+    assert known == Price(1.6128, "2025")
+    assert spot == Price(1.6128, "2025", (0.6, 0.7))
+    unknown = find_price("m7i.8xlarge", "eu-north-1", table)
+    assert unknown == find_price("x9.large", "us-east-1", table) == Price(None, "")
+
+    def describe(price: Price, spot: bool) -> str:
+        return describe_price(price, 4, "m7i.8xlarge", spot, NOW, NOW + 7200).partition(" to the end")[0]
+
+    assert describe(known, False) == (
+        "4 x m7i.8xlarge on demand, an hour of one: on demand about 1.613 $ (list of 2025); in all 6.45 $ an hour, "
+        "12.90 $"
+    )
+    assert describe(spot, True) == (
+        "4 x m7i.8xlarge spot, an hour of one: on demand about 1.613 $ (list of 2025), spot now 0.600 to 0.700 $; in "
+        "all 2.80 $ an hour, 5.60 $"
+    )
+    assert describe(unknown, True) == (
+        "4 x m7i.8xlarge spot, an hour of one: on demand unknown, spot now unknown; in all an unknown price"
+    )
+
+
+def test_what_it_has_cost_is_seconds_times_price() -> None:
+    """An hour of one that runs, a quarter of one that ended, and one of which nobody knows when: its lease's end."""
+    instances = [
+        make_instance(1, launched=NOW - 3600.0),
+        make_instance(2, launched=NOW - 3600.0, state="terminated", ended=NOW - 2700.0),
+        make_instance(3, launched=NOW - 3600.0, state="terminated", until=NOW - 1800),
+    ]
+    assert describe_cost(Price(2.0, "2025"), instances, NOW) == "about 3.50 $ so far"
+    assert describe_cost(Price(None, ""), instances, NOW) == "1.75 instance hours so far, at an unknown price"
+    assert describe_cost(Price(2.0, "2025"), [replace(instances[0], spot=True)], NOW).endswith("at an unknown price")
+
+
+def test_only_the_tagged_may_be_changed_and_only_what_gets_the_tag_made() -> None:
+    statements = make_policy()["Statement"]
+    assert json.loads(format_policy()) == make_policy()
+    granted = {right for statement in statements for right in statement["Action"]}
+    assert granted == {action.right for action in ACTIONS.values()}
+    free = [one for one in statements if one["Resource"] == "*"]
+    assert [one["Sid"] for one in free] == ["Look"]
+    changes = {action.right for action in ACTIONS.values() if action.kind == CHANGE} - {"ec2:CreateTags"}
+    for statement in statements:
+        condition = json.dumps(statement.get("Condition"))
+        if_changes = {*statement["Action"]} & changes
+        assert not if_changes or f"aws:ResourceTag/{TAG}" in condition
+    made = {action.right: action.made for action in ACTIONS.values() if action.kind == MAKE}
+    for right, kinds in made.items():
+        resources = [
+            resource
+            for one in statements
+            if right in one["Action"] and f"aws:RequestTag/{TAG}" in json.dumps(one.get("Condition"))
+            for resource in one["Resource"]
+        ]
+        assert resources == [f"arn:aws:ec2:*:*:{kind}/*" for kind in kinds]
+
+
+def test_hosts_know_private_addresses_and_this_machine_public_ones() -> None:
+    members = [Member("10.0.0.1", "10.0.0.1", "root", key="ssh-ed25519 AAAA", reached="54.0.0.1")]
+    here = format_ssh_config(members, "/k", "/known")
+    assert "Host 10.0.0.1\n  HostName 54.0.0.1\n" in here
+    assert "HostKeyAlias 10.0.0.1\n" in here
+    inside = format_inside(members, "/opt/cpuft/clusters/lab", "/opt/cpuft/env/bin/python")
+    assert "54.0.0.1" not in "".join(inside.values())
+    assert inside["known_hosts"] == "10.0.0.1 ssh-ed25519 AAAA\n"
+
+
+@pytest.mark.parametrize(
+    ("arn", "owner"),
+    [
+        ("arn:aws:iam::1:user/me", "arn:aws:iam::1:user/me"),
+        ("arn:aws:sts::1:assumed-role/Lab/session-7", "arn:aws:sts::1:assumed-role/Lab"),
+    ],
+)
+def test_a_role_is_the_same_in_its_next_session(arn: str, owner: str) -> None:
+    assert facts.owner_of(arn) == owner
+
+
+@pytest.mark.parametrize(
+    ("reason", "ended"), [("User initiated (2026-01-31 12:00:00 GMT)", 1769860800.0), ("", 0.0), ("why (then)", 0.0)]
+)
+def test_when_an_instance_ended(reason: str, ended: float) -> None:
+    assert facts._parse_end(reason) == ended
+
+
+@pytest.mark.parametrize(
+    ("kind", "standard"),
+    [("m7i.8xlarge", True), ("c7i-flex.large", True), ("hpc7a.96xlarge", False), ("p5.48xlarge", False)],
+)
+def test_types_with_a_quota_of_their_own(kind: str, standard: bool) -> None:
+    assert facts.is_standard(kind) is standard
