@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -206,6 +207,7 @@ class Writer:
         """`begun`: what a resumed run's record begins with, in the place of the one that is there."""
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = str(path)
         beside = path if begun is None else path.with_suffix(".new")
         self._file: IO[str] = open(beside, "x" if begun is None else "w", encoding="utf-8")  # noqa: SIM115
         fcntl.flock(self._file, fcntl.LOCK_EX)
@@ -214,15 +216,20 @@ class Writer:
         beside.rename(path)
 
     def write(self, line: Line) -> None:
-        """Append a line."""
-        self._file.write(format_line(line) + "\n")
-        self._file.flush()
+        """Append a line. Raises OSError, with the record's name: the disk does not take it."""
+        try:
+            self._file.write(format_line(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = self._path
+            raise
 
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        with suppress(OSError) if kind else nullcontext():  # what could not be written then cannot be now
+            self._file.close()
 
 
 def parse_lines(text: str, path: str) -> list[Line]:

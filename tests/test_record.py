@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.comm.choice.bench import format_record
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, describe_disk
 from cpuft.measurement import Measurement
 from cpuft.record import (
     EvaluationLine,
@@ -25,6 +25,7 @@ from cpuft.record import (
 )
 from cpuft.report.bandwidth import write_plot
 from tests.records import make_record
+from tests.train.checkpoint.test_files import largest_file
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 STEPS = st.builds(StepLine, *([st.integers(0, 9), NUMBERS, NUMBERS, st.integers(), st.integers()] + [NUMBERS] * 6))
@@ -96,3 +97,16 @@ def test_measurements_read_back(tmp_path: Path) -> None:
     path.write_text('{"format": "cpuft-comm-bench-1", "torch": "2.13.0"}\n{"backend": "gloo"}\n')
     with pytest.raises(CpuftError, match=r"no record of this cpuft's bench comm: name its comm\.jsonl"):
         write_plot(str(path))
+
+
+def fill(run: Path) -> None:
+    with Writer(str(run)) as writer:
+        for _ in range(9):
+            writer.write(make_record().header)
+
+
+def test_a_disk_that_is_full_is_named_by_the_records_path(tmp_path: Path) -> None:
+    with largest_file(1 << 10), pytest.raises(OSError, match="File too large") as caught:
+        fill(tmp_path)
+    said = f"{tmp_path}/record.jsonl cannot be used (File too large): see to its disk and its mode, or name another"
+    assert describe_disk(caught.value).startswith(said)

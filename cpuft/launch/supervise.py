@@ -18,7 +18,7 @@ from cpuft.hosts.door import Door
 from cpuft.launch.stacks.gather import look_at_hang
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.plan import RunPlan, Step, format_plan
-from cpuft.rank.process import FAILURE, parse_failure, parse_missed
+from cpuft.rank.process import FAILURE, KILLED_BY_SOMEBODY, OUT_OF_MEMORY, parse_failure, parse_missed
 from cpuft.rank.reporting import HANGS, SUPERVISED
 
 _TRACE_LINES = 15
@@ -261,7 +261,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
         first, *others = failures
         blame, text = f"rank {first.rank} on {first.host} failed", _traceback(first.text)
         after = f" (after it: {_ranks(f.rank for f in others)})" if others else ""
-        how = f"{blame}, {describe_exit(first.code)}{after}"
+        how = f"{blame}, {describe_exit(first.code, first.text)}{after}"
         if first.missed and absent:
             how = f"{_ranks(f.rank for f in failures)} waited in vain"
         how = f"\ncpuft: {how}"
@@ -275,8 +275,12 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
     return max(own or codes, default=0) or fallback
 
 
-def describe_exit(code: int) -> str:
-    """An exit code in words, with what is most often behind it."""
+def describe_exit(code: int, said: str = "") -> str:
+    """An exit code in words, with what is behind it by what the rank `said`, or is most often."""
+    if code == 137 and OUT_OF_MEMORY in said:
+        return "killed by the kernel, out of memory (lower --batch-size)"
+    if code == 137 and KILLED_BY_SOMEBODY in said:
+        return "killed by signal 9"
     if code in _LIKELY:
         return f"killed by {_LIKELY[code]}"
     return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -9,6 +9,7 @@ other code holds the GIL; one with its operations. Both are found among its desc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,9 +21,7 @@ from typing import Any
 SIGNAL = signal.SIGURG
 """Asks for the stacks. Whoever has no handler for it ignores it: nobody is ended by mistake."""
 STACK, REPORT = "cpuft-stack", "cpuft-report"
-_POLL_SECONDS = 0.05
-_QUIET_POLLS = 2
-"""Stacks are whole when nothing has come for so long: they are written within a few milliseconds."""
+_POLL_SECONDS = 0.02
 
 
 def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, dict[str, str]]:
@@ -42,7 +41,7 @@ def look(run_dir: str, seconds: float) -> list[dict[str, Any]]:
 
     The kernel's word is from before the signal, which wakes a rank. One that is stopped gets none.
     """
-    sights, asked = [], []
+    sights, asked = list[dict[str, Any]](), list[tuple[dict[str, Any], str, int]]()
     for pid, environ in find_workers(run_dir, socket.gethostname()).items():
         files = _find_files(pid)
         sight = {
@@ -57,22 +56,21 @@ def look(run_dir: str, seconds: float) -> list[dict[str, Any]]:
         sights.append(sight)
         if STACK in files and sight["state"] in ("R", "S", "D"):
             asked.append((sight, files[STACK], len(_read(files[STACK]))))
-            os.kill(pid, SIGNAL)
-    _wait({path: before for _, path, before in asked}, seconds)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, SIGNAL)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all(_has_written(one["pid"], path, before) for one, path, before in asked):
+        time.sleep(_POLL_SECONDS)
     for sight, path, before in asked:
         sight["stack"] = _read(path)[before:]
     return sights
 
 
-def _wait(lengths: dict[str, int], seconds: float) -> None:
-    """Until all files, by their paths, have outgrown these lengths and grow no more."""
-    end, quiet = time.monotonic() + seconds, 0
-    last: list[int] = []
-    while quiet < _QUIET_POLLS and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
-        now = [len(_read(path)) for path in lengths]
-        quiet = quiet + 1 if now == last and all(new > old for new, old in zip(now, lengths.values())) else 0
-        last = now
+def _has_written(pid: int, path: str, before: int) -> bool:
+    """Whether stacks have come, and the handler, while which runs the signal is blocked, is done: proc(5)."""
+    status = dict(line.split(":\t", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":\t" in line)
+    busy = any(int(status.get(name, "0"), 16) >> SIGNAL - 1 & 1 for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return len(_read(path)) > before and not busy
 
 
 def _find_files(pid: int) -> dict[str, str]:

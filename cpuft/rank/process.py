@@ -26,6 +26,8 @@ from cpuft.rank.world import World, parse_world, world_variables
 from cpuft.words import unpack_words
 
 FAILURE = "cpuft-rank-failed:"
+OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
+KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: by the kernel's count no process was killed for memory"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -67,13 +69,27 @@ def abort_job(environ: Mapping[str, str], code: int) -> None:
 
 def run_worker(command: list[str], environ: Mapping[str, str]) -> int:
     """Run the worker to its end; its exit code, 128 + N when signal N ended it. If we are killed, so is it."""
+    kills = count_memory_kills()
     child = os.fork()
     if not child:
         end_with_parent()
         os.execvpe(command[0], command, dict(environ))
     status = os.waitpid(child, 0)[1]
     remove_shared_memory(child)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and kills >= 0:
+        said = OUT_OF_MEMORY if count_memory_kills() > kills else KILLED_BY_SOMEBODY
+        print(said, file=sys.stderr, flush=True)
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def count_memory_kills() -> int:
+    """Processes of this host that the kernel has killed for memory, those of control groups among them; -1: no count.
+
+    Its log would name them, and is root's alone. Source: mm/oom_kill.c, which counts in both cases.
+    """
+    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+        return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), -1)
+    return -1
 
 
 def remove_shared_memory(process: int) -> None:

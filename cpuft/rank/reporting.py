@@ -29,8 +29,11 @@ HOLD_SECONDS = 25.0
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "64")
 """Has torch's gloo groups keep their last operations. At most one reading a second, of some kilobytes."""
 _POLL_SECONDS = 0.5
+_MOST_FRAMES = 40
 
 Source = Callable[[], Mapping[str, Any]]
+Place = tuple[str, int, str]
+"""File, line and function."""
 
 
 class _Reporter:
@@ -38,7 +41,7 @@ class _Reporter:
 
     def __init__(self) -> None:
         self.source: Source = read_recorder
-        self.raised: list[tuple[str, int, str]] = []
+        self.raised: list[Place] = []
         self._lock = threading.Lock()
         self._length = 0
         self._stack, self._report = os.memfd_create(STACK), os.memfd_create(REPORT)
@@ -48,7 +51,7 @@ class _Reporter:
     def write(self) -> None:
         """Write what is known now, in one piece over what was there."""
         with self._lock:
-            text = json.dumps({**self.source(), "raised": self.raised}).encode()
+            text = json.dumps({**self.source(), "raised": self.raised, "main": _find_main()}).encode()
             os.pwrite(self._report, text.ljust(self._length), 0)
             self._length = len(text)
 
@@ -82,6 +85,15 @@ def hold(words: str = "", raised: TracebackType | None = None) -> None:
         _reporter.raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
         _reporter.write()
         time.sleep(HOLD_SECONDS)
+
+
+def _find_main() -> list[Place]:
+    """Where the main thread is, innermost first: known by this of a rank that is stopped then."""
+    frame, found = sys._current_frames().get(threading.main_thread().ident or 0), list[Place]()
+    while frame and len(found) < _MOST_FRAMES:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
 
 
 def read_recorder() -> dict[str, Any]:

@@ -31,6 +31,7 @@ def go_elsewhere() -> None:
 
 
 def hang(how: str) -> None:
+    print(f"hangs {time.time()}", flush=True)
     if how == "loop":
         spin()
     elif how == "gil":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.record import read_record
+from tests.launch import hanging
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
 
 pytestmark = needs_root
@@ -61,6 +63,32 @@ def test_the_printed_plan_is_the_plan_that_runs(cluster: Simulated) -> None:
         for text in ((cluster.folder / "launched" / "plan.sh").read_text(), printed.stdout)
     )
     assert own[-20:] == other[-20:]
+
+
+def test_ranks_that_hang_are_seen_on_their_hosts(cluster: Simulated) -> None:
+    """While they do, by whoever launched them, and at the deadline, by the supervisor on the master."""
+    script = cluster.folder / "hanging.py"
+    shutil.copy(hanging.__file__, script)
+    words = ["launch", "--cluster", cluster.name, "--np", "2", "--no-check", "--run-dir", "hung", "--", "hanging.py"]
+    command = [sys.executable, "-m", "cpuft", *words, "gloo", "loop", "1", "30"]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=pipe, text=True) as launch:
+        limit, verdict = time.monotonic() + 120, ""
+        while "in spin" not in verdict and launch.poll() is None and time.monotonic() < limit:
+            time.sleep(0.5)
+            asked = cluster.cpuft("stacks", "hung")
+            verdict = next((line for line in asked.stdout.splitlines() if line.startswith("cpuft: ")), "")
+        assert launch.stderr
+        lines = launch.stderr.read().splitlines()
+    assert (launch.returncode, asked.returncode) == (75, 0), asked.stderr
+    who = rf"cpuft: rank 1 on {re.escape(cluster.hosts[1].name)} holds up the others"
+    where = r"it stands at hanging\.py:\d+ in spin, running.*"
+    # The first time that it could be seen, rank 0 may not have been where it is at the end.
+    assert re.fullmatch(rf"{who} \(rank 0 waits in .*\): {where}", verdict), lines
+    assert re.fullmatch(rf"{who} \(rank 0 waits in all_reduce #6 of group 1\): {where}", lines[-1]), lines
+    for rank in ("0", "1"):
+        assert "in main\n" in (cluster.folder / "hung" / "logs" / f"rank-{rank}.stack").read_text()
 
 
 def test_a_script_and_its_rows_travel_once(cluster: Simulated) -> None:

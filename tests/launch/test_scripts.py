@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -130,7 +132,13 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    "text, code, words", [(RAISE, 1, "exit code 1"), (EXIT, 3, "exit code 3"), (KILLED, 139, "killed by signal 11")]
+    "text, code, words",
+    [
+        (RAISE, 1, "exit code 1"),
+        (EXIT, 3, "exit code 3"),
+        (KILLED, 139, "killed by signal 11"),
+        (KILLED.replace("SIGSEGV", "SIGKILL"), 137, "killed by signal 9"),
+    ],
 )
 def test_the_worst_ranks_exit_code_and_last_words(text: str, code: int, words: str) -> None:
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(text), seconds=30)
@@ -139,6 +147,39 @@ def test_the_worst_ranks_exit_code_and_last_words(text: str, code: int, words: s
     assert f"cpuft: rank 1 on localhost failed, {words}:" in lines
     assert lines[-1] == "cpuft: rank 1 on localhost failed"
     assert text is not RAISE or lines[-2] == "ValueError: the data is odd"
+
+
+MEMORY = """
+import os, sys
+with open(sys.argv[1] + "/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+b"x" * (1 << 28)
+"""
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 64 MB."""
+    group = GROUPS / f"cpuft-test-{os.getpid()}"
+    group.mkdir()
+    (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+    yield group
+    end = time.monotonic() + 20
+    while (group / "cgroup.procs").read_text() and time.monotonic() < end:
+        time.sleep(0.1)
+    group.rmdir()
+
+
+@pytest.mark.skipif(not os.access(GROUPS, os.W_OK), reason="no control groups of memory (v1) that may be made")
+def test_a_rank_that_runs_out_of_memory_is_named_with_the_cause(small_group: Path) -> None:
+    done = run_cpuft("launch", "--run-dir", "run", "--", write_script(MEMORY), str(small_group), seconds=60)
+    assert done.returncode == 137
+    assert done.stderr.rstrip().splitlines()[-3:] == [
+        "cpuft: rank 0 on localhost failed, killed by the kernel, out of memory (lower --batch-size):",
+        "cpuft: the kernel killed this rank because memory ran out",
+        "cpuft: rank 0 on localhost failed",
+    ]
 
 
 DIFFERENT = """

@@ -12,7 +12,8 @@ from typing import Any
 GONE, SILENT = "gone", "silent"
 """In the place of a state of proc(5): the rank's host knows no such process, or does not answer."""
 
-STALE_SECONDS = 2.0
+_TOLD = 3
+STALE_SECONDS = 3.0
 """A rank reports twice a second, unless its threads get no turn."""
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -61,7 +62,7 @@ class Sight:
     wchan: str = ""
     """The kernel's function that it waits in."""
     frames: tuple[Frame, ...] = ()
-    """Of its main thread, the innermost first."""
+    """Of its main thread, the innermost first; of one that is stopped, as they were half a second before at most."""
     waits: tuple[Wait, ...] = ()
     """The longest first."""
     progress: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -85,8 +86,9 @@ class Sight:
 
     @property
     def last(self) -> str:
-        """The operations that it has started last, a channel each."""
-        return ", ".join(f"{name} #{number} of {channel}" for channel, (number, name) in self.progress.items())
+        """The operations that it has started last, in the channels that it has used first."""
+        told = [f"{name} #{number} of {channel}" for channel, (number, name) in self.progress.items()]
+        return ", ".join(told[:_TOLD] + ["..."] * (len(told) > _TOLD))
 
 
 def _shorten(path: str) -> str:
@@ -123,7 +125,7 @@ def parse_sight(found: Mapping[str, Any], host: str) -> Sight:
         waits = [Wait(channel, number, name, 0.0) for channel, (number, name) in progress.items()]
     waits.sort(key=lambda one: -one.seconds)
     holds_gil = found["state"] == "R" and found["age"] > STALE_SECONDS
-    frames = raised or parse_dump(found["stack"])
+    frames = raised or parse_dump(found["stack"]) or tuple(Frame(*frame) for frame in report.get("main", ()))
     place = found["rank"], host, found["state"], found["pid"], found["wchan"]
     return Sight(*place, frames, () if holds_gil else tuple(waits), progress, holds_gil, found["stack"])
 

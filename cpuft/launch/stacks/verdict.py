@@ -100,7 +100,7 @@ def _describe(sight: Sight) -> str:
     """What a rank does that others wait for."""
     at = f"at {sight.place}" if sight.place else "at an unknown line: it shows no Python stack"
     if sight.state in ("T", "t"):
-        last = f", last seen in {sight.last}" if sight.last else ""
+        last = "".join(f", last {how} {what}" for how, what in (("at", sight.place), ("in", sight.last)) if what)
         return f"it is {describe_state(sight)}{last}; kill -CONT {sight.pid} there lets it go on"
     if sight.state in _STILL:
         return {GONE: "it has ended", "Z": "it has ended"}.get(sight.state, describe_state(sight))

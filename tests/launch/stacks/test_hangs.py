@@ -25,7 +25,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 def test_a_script_over_torchs_own_gloo_is_seen_while_it_hangs_and_when_its_deadline_passes() -> None:
-    with start("--np", "3", "--", SCRIPT, "torch", "elsewhere", "1", "20") as launch:
+    with start("--np", "3", "--", SCRIPT, "torch", "elsewhere", "1", "30") as launch:
         limit = time.monotonic() + 120
         verdict = "cpuft: rank 1 on localhost holds up the others (rank 0, 2 wait in all_reduce #6 of group 1): "
         verdict += f"it is in barrier #1 of the world, at {SCRIPT}:{LEAVES} in go_elsewhere"

@@ -44,6 +44,7 @@ def found(**more: object) -> dict[str, object]:
         ],
         "progress": {"the world": [7, "all_reduce"], "group 1": [2, "barrier"]},
         "raised": [],
+        "main": [["/home/me/train.py", 3, "load"]],
     }
     plain = {"rank": 0, "pid": 12, "state": "S", "wchan": "futex_do_wait", "stack": DUMP, "age": 0.3}
     return plain | {"report": json.dumps(report)} | more
@@ -110,6 +111,10 @@ def test_of_a_rank_whose_threads_get_no_turn_old_waits_count_for_nothing() -> No
     assert describe_state(stuck) == "running in C code that keeps the GIL"
     assert not parse_sight(found(state="R", age=1.0), "node1").holds_gil
     assert len(parse_sight(found(state="S", age=9.0), "node1").waits) == 2
+
+
+def test_a_stopped_rank_stands_where_it_was_last() -> None:
+    assert parse_sight(found(state="T", stack=""), "node1").place == "/home/me/train.py:3 in load"
 
 
 @pytest.mark.parametrize("report", ["", '{"pending": [{"cha', "{}"])

@@ -44,7 +44,8 @@ IN_SUM = f"(rank 0, 2 wait in all_reduce #6 of {WORLD})"
         (
             [rank(0, SUM), rank(1, state="T", reached=BEFORE), rank(2, SUM)],
             (1,),
-            f"{IN_SUM}: it is stopped (T), last seen in all_reduce #5 of {WORLD}; kill -CONT 101 there lets it go on",
+            f"{IN_SUM}: it is stopped (T), last at /home/me/train.py:7 in step, last in all_reduce #5 of {WORLD}; "
+            "kill -CONT 101 there lets it go on",
         ),
         ([rank(0, SUM), rank(1, SUM, state="T"), rank(2, SUM)], (1,), "it is stopped (T)"),
         ([rank(0, SUM), Sight(1, "node2", GONE), rank(2, SUM)], (1,), "rank 1 on node2 holds up the others"),

@@ -1,0 +1,137 @@
+"""Run by scripts/check-faults: faults of every kind at random moments of trainings on simulated hosts with own disks.
+
+Each run is disturbed once, and must end by itself; without restarts it goes on by `cpuft launch --resume` once the host
+is back. Root; everything happens in namespaces of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cpuft.tables import format_table
+from tests.conftest import GLUE
+from tests.faults.kinds import KINDS, Fault, draw_faults, was_named
+from tests.faults.launches import END_SECONDS, Launch, Outcome, read_outcome, restart_words, wait_for_steps
+from tests.faults.processes import list_ours, make_fault
+from tests.provision.simulated import Simulated, own_root, simulate
+
+NODES = 4
+_ENTER = """set -eu
+mount --make-rprivate /
+mount -t tmpfs -o mode=1777,size=2g tmpfs /dev/shm
+mount -t tmpfs -o mode=1777 tmpfs /var/tmp
+ip link set dev lo up
+exec "$@"
+"""
+_SPACES = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+_INSIDE = "CPUFT_FAULTS_INSIDE"
+COLUMNS = [
+    "fault",
+    "at step",
+    "line that names it",
+    "named",
+    "code",
+    "end s",
+    "again s",
+    "repeated",
+    "updates",
+    "metric",
+    "left",
+]
+
+
+def main() -> None:
+    """Exit 1 when a run did not end or reach its last update, somebody else was named, or something is left."""
+    parser = argparse.ArgumentParser(prog="check-faults", description=__doc__)
+    parser.add_argument("--faults", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws other faults and moments")
+    parser.add_argument("--restarts", type=int, default=0, help="as of cpuft launch; 0: each run is resumed by hand")
+    parser.add_argument("--steps", type=int, default=30, help="updates of each run")
+    parser.add_argument("--only", default="", help="kinds whose name holds this text")
+    options = parser.parse_args()
+    if not os.environ.get(_INSIDE):
+        words = [sys.executable, "-m", "tests.check_faults", *sys.argv[1:]]
+        os.execvpe(
+            "unshare", ["unshare", *_SPACES, "sh", "-c", _ENTER, "in", *words], dict(os.environ) | {_INSIDE: "1"}
+        )
+    kinds = [kind for kind in KINDS if options.only in kind]
+    faults = draw_faults(options.faults, options.seed, NODES, options.steps, kinds)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(run(Path(folder), faults, options.steps, options.restarts))
+
+
+def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int) -> int:
+    """Make all faults, one after another, and print the table; 1 when a bar was missed."""
+    os.environ |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    with own_root(folder) as image, simulate(image.parent, "--nodes", str(NODES), "--image", str(image)) as cluster:
+        words = (*job(steps), *restart_words(restarts))
+        whole = read_outcome(cluster, run_whole(cluster, words), steps)
+        rows, bad = [["none", "", "", "", "0", "", "", "", whole.updates, whole.metric, whole.left]], 0
+        for number, fault in enumerate(faults):
+            row, good = disturb(cluster, f"run-{number}", fault, words, steps, restarts)
+            rows.append(row)
+            bad += not good
+            print(
+                f"{'good' if good else 'BAD '} {number + 1}/{len(faults)} {' | '.join(row)}",
+                file=sys.stderr,
+                flush=True,
+            )
+    print(format_table(COLUMNS, rows, left=3, width=220))
+    print(f"check-faults: {len(faults)} faults, {bad} that missed a bar")
+    return 1 if bad else 0
+
+
+def job(steps: int) -> tuple[str, ...]:
+    """Words of the training: MRPC where it is beside the checkout, else the built-in task."""
+    data = ("--task", "mrpc", "--data-dir", str(GLUE)) if GLUE.is_dir() else ("--task", "demo")
+    rows = ("--max-steps", str(steps), "--batch-size", "4", "--max-length", "48", "--learning-rate", "1e-4")
+    return (*data, *rows, "--np", str(NODES), "--comm-timeout", "20", "--checkpoint-every", "3", "--no-save-model")
+
+
+def run_whole(cluster: Simulated, words: Sequence[str]) -> str:
+    """A run that nobody disturbs."""
+    launch = Launch(cluster, "whole", words)
+    if launch.wait():
+        sys.exit("\n".join(["check-faults: the undisturbed run failed:", *launch.texts()]))
+    return "whole"
+
+
+def disturb(
+    cluster: Simulated, run: str, fault: Fault, words: Sequence[str], steps: int, restarts: int
+) -> tuple[list[str], bool]:
+    """Start a run, make the fault, see how it ends and goes on; a row of the table, and whether all bars were met."""
+    launch = Launch(cluster, run, words)
+    moment = wait_for_steps(launch, cluster, run, fault.step)
+    made_at = time.monotonic()
+    target = make_fault(fault, cluster, launch.process.pid)
+    ended = launch.wait(END_SECONDS + (restarts + 1) * 120)
+    ended_at = time.monotonic()
+    told = next((line for line in launch.texts(since=made_at) if was_named(target, [line])), "")
+    named = bool(told) and was_named(target, launch.texts(since=made_at))
+    again = launch.seconds_to("resumed after update", made_at)
+    repaired = cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", str(NODES))
+    assert repaired.returncode == 0, repaired.stderr
+    if ended and not restarts:
+        resumed = Launch(cluster, run, ("--no-check",), resume=True)
+        resumed.wait()
+        again = resumed.seconds_to("resumed after update", resumed.begun)
+        told = told if resumed.process.returncode == 0 else " / ".join([told, *resumed.texts()[-1:]])
+    outcome = read_outcome(cluster, run, steps)
+    late = ended_at - made_at > END_SECONDS + (restarts + 1) * 120 - 1
+    good = named and not late and outcome == Outcome(str(steps), outcome.metric, outcome.repeated, "0")
+    row = [fault.describe(), str(moment), told[:90], "yes" if named else "NO", str(ended)]
+    row += [f"{ended_at - made_at:.0f}", again, outcome.repeated, outcome.updates, outcome.metric, outcome.left]
+    for pid in list_ours():
+        os.kill(pid, signal.SIGKILL)
+    return row, good
+
+
+if __name__ == "__main__":
+    main()

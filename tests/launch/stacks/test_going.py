@@ -1,0 +1,71 @@
+"""Which runs can be looked at, and what is said of others."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.files import write_text
+from cpuft.hosts.cluster import Assignment, Cluster
+from cpuft.hosts.flavours import Flavour
+from cpuft.hosts.hostfile import Host
+from cpuft.launch.stacks.going import find_place, noted
+from tests.conftest import run_cpuft
+
+HERE, NOWHERE = Host("localhost"), Host("127.0.0.9", port=9)
+CLUSTER = Cluster((Assignment(HERE, 2), Assignment(NOWHERE, 1)), (), Flavour("mpirun", "intel"))
+
+
+def note_of(cache: Path) -> Path:
+    (path,) = (cache / "cpuft" / "going").iterdir()
+    return path
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
+    with noted(f"{Path.cwd()}/run", CLUSTER):
+        place = find_place("run", os.environ)
+        assert place.work == f"{Path.cwd()}/run"
+        assert place.hosts == (HERE, HERE, NOWHERE)
+    with pytest.raises(CpuftError, match="no run goes on in"):
+        find_place("run", os.environ)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"launched_on": "elsewhere"}, "run run was launched on elsewhere: ask for its stacks there"),
+        ({"started": "1"}, "run run is over, and its launch was killed: see run/logs"),
+        ({"pid": 1 << 30}, "run run is over, and its launch was killed: see run/logs"),
+        ({"pid": "many"}, "no run goes on in"),
+    ],
+)
+def test_a_note_that_tells_of_no_run_that_goes_on(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    with noted(f"{tmp_path}/run", CLUSTER):
+        path = note_of(tmp_path)
+        write_text(path, json.dumps(json.loads(path.read_text()) | changes))
+        with pytest.raises(CpuftError, match=words):
+            find_place("run", os.environ)
+
+
+def test_a_run_goes_on_without_a_cache(tmp_path: Path) -> None:
+    with noted(f"{tmp_path}/run", CLUSTER, {"XDG_CACHE_HOME": "/dev/null/none"}):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_host_that_does_not_answer_the_others_are_shown_all_the_same(tmp_path: Path) -> None:
+    cache = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
+    with noted(f"{tmp_path}/run", CLUSTER, cache):
+        done = run_cpuft("stacks", "run", settings=cache)
+    assert done.returncode == 2
+    assert done.stderr.startswith("cpuft: error: host 127.0.0.9 cannot be used over ssh")
+    assert done.stderr.count("\n") == 1
+    states = [line.partition("localhost")[2].strip() for line in done.stdout.splitlines() if "localhost  " in line]
+    assert states == ["no such process"] * 2
+    assert "rank 2 on 127.0.0.9: its host does not answer" in done.stdout
+    assert Path("run/logs/rank-2.stack").read_text().splitlines()[1] == "state: its host does not answer"
