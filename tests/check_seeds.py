@@ -1,7 +1,7 @@
 """Run by scripts/check-seeds: the metric over seeds, of one path against others, paired by seed.
 
-By default the fast path against --plain; `--np 4 --paths exact,bf16,int8,int4,powersgd,local8` compares what travels
-between ranks: each path is compared with the first.
+By default the fast path against --plain; `--np 4 --paths exact,bf16,int8,powersgd,local8` compares what travels between
+ranks: each path is compared with the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ PATHS: dict[str, tuple[str, ...]] = {
     "exact": ("--grad-compression", "none"),
     "bf16": ("--grad-compression", "bf16"),
     "int8": ("--grad-compression", "int8"),
-    "int4": ("--grad-compression", "int4"),
     "late": ("--grad-compression", "late"),
     "powersgd": ("--grad-compression", "powersgd"),
     "local4": ("--sync-every", "4"),

@@ -22,7 +22,7 @@ class EstimateConfig:
     instances: str = option("", "a table of your own for --instance (default: cpuft's)", takes="FILE")
     cores: float = option(0.0, "cores of a host (default: the record's)", least=0.0, most=1e6)
     price: float = option(0.0, "of a host and an hour (default: the instance's)", least=0.0, most=1e6)
-    compression: str = option("auto", "gradients travel as", choices=("auto", "none", "bf16", "fp16", "int8", "int4"))
+    compression: str = option("auto", "gradients travel as", choices=("auto", "none", "bf16", "fp16", "int8"))
 
 
 def parse_hosts(text: str) -> list[int]:

@@ -18,9 +18,9 @@ from cpuft.record import Record
 
 BUCKET_NUMBERS = 2**20
 """Gradients of so many parameters are sent at a time: `cpuft.comm.choice.choosing` has the same."""
-WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "int4": 132 / 256}
+WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256}
 """Of one number on its way."""
-CODING_SECONDS = {"int8": 4e-9, "int4": 4.5e-9}
+CODING_SECONDS = {"int8": 4e-9}
 """Of a core, for each number in blocks: `cpuft.comm.gradients.blocks.average_seconds` on a Xeon with AMX."""
 ETHERNET = 1448 / 1538
 """TCP's payload over what a frame of 1,500 bytes takes on the wire: headers of IP and TCP with time stamps, Ethernet's

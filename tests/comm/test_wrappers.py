@@ -29,8 +29,6 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
     assert found["ddp bf16"]["bytes"] == found["ddp fp16"]["bytes"] == 2 * PARAMETERS
     # Five blocks for each of two ranks, with a scale of four bytes.
     assert found["ddp int8"]["bytes"] == 2 * 5 * (256 + 4)
-    assert found["ddp int4"]["bytes"] == 2 * 5 * (128 + 4)
-    assert found["ddp int4"]["loss"] == pytest.approx(plain["loss"], rel=0.2)
     assert found["ddp int8"]["loss"] == pytest.approx(plain["loss"], rel=5e-2)
     # The factors of the first matrix, in fp32; the rest whole, in bf16.
     assert found["ddp powersgd"]["bytes"] == 4 * 4 * (32 + 64) + 2 * (64 + 64 + 1)
@@ -57,8 +55,7 @@ def check_rows(found: dict[str, dict[str, float]]) -> None:
         }
     # The words' 128 numbers and the layer's 33, a block for each rank; the latter as bf16 beside factors.
     blocks = 2 * (256 + 4)
-    # Half a 127th (or a 7th) of the largest, for each rank and for their mean.
-    rounded = {"int8": (2 * blocks, 127), "int4": (4 * (128 + 4), 7), "powersgd": (blocks + 2 * layer, 127)}
-    for name, (nbytes, steps) in rounded.items():
+    for name, nbytes in {"int8": 2 * blocks, "powersgd": blocks + 2 * layer}.items():
         assert (found[f"rows {name}"]["named"], found[f"rows {name}"]["bytes"]) == (4, nbytes)
-        assert found[f"rows {name}"]["off"] < 1 / steps
+        # Half a 127th of the largest, for each rank and for their mean.
+        assert found[f"rows {name}"]["off"] < 1 / 127

@@ -143,9 +143,9 @@ if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
     comm.start(sys.argv[1], timeout_seconds=20)
-    found = {f"ddp {name}": ddp(name) for name in ("none", "bf16", "fp16", "int8", "int4", "powersgd")}
+    found = {f"ddp {name}": ddp(name) for name in ("none", "bf16", "fp16", "int8", "powersgd")}
     found |= {f"rows {name}": embedding(name, name) for name in ("none", "bf16", "fp16")}
-    found |= {f"rows {name}": embedding(name, "none") for name in ("int8", "int4", "powersgd")}
+    found |= {f"rows {name}": embedding(name, "none") for name in ("int8", "powersgd")}
     found |= {"small powersgd": ddp("powersgd", hidden=4)}
     found |= {"zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
     Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -1,5 +1,4 @@
-"""Means over ranks in a quarter or an eighth of fp32's bytes: numbers of 8 or 4 bits in blocks, and what rounding
-misses is sent next time.
+"""Means over ranks in a quarter of fp32's bytes: 8-bit numbers in blocks, and what rounding misses is sent next time.
 
 Blocks with a scale each are those of Dettmers et al. 2021 (arXiv:2110.02861), error feedback is Seide et al. 2014's
 (1-bit SGD) and Karimireddy et al. 2019's (arXiv:1901.09847). Integers of several ranks cannot be added without
@@ -19,18 +18,16 @@ from torch._C._distributed_c10d import GradBucket
 from cpuft.comm.group.queues import Queue
 
 BLOCK = 256
-"""Numbers that share a scale: its four bytes are 1.6 % of an 8-bit message, 3 % of a 4-bit one."""
-BITS = {"int8": 8, "int4": 4}
-"""Of a number on its way, by what gradients are sent as."""
+"""Numbers that share a scale: its four bytes are 1.6 % of the message."""
 _AHEAD = 4
 """Buckets whose parts may be on their way before backward waits for the first."""
 # torch 2.13 warns of the name that torch 2.8 has.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-def coded_bytes(count: int, ranks: int, bits: int = 8) -> int:
+def coded_bytes(count: int, ranks: int) -> int:
     """Bytes of `count` numbers as blocks, cut into a part for each rank."""
-    return ranks * _row_bytes(_part(count, ranks), bits)
+    return ranks * _row_bytes(_part(count, ranks))
 
 
 def _part(count: int, ranks: int) -> int:
@@ -38,33 +35,31 @@ def _part(count: int, ranks: int) -> int:
     return max(1, -(-count // (ranks * BLOCK))) * BLOCK
 
 
-def _row_bytes(width: int, bits: int) -> int:
-    return width * bits // 8 + width // BLOCK * torch.float32.itemsize
+def _row_bytes(width: int) -> int:
+    return width + width // BLOCK * torch.float32.itemsize
 
 
-def encode(rows: torch.Tensor, bits: int = 8) -> torch.Tensor:
+def encode(rows: torch.Tensor) -> torch.Tensor:
     """Numbers, fp32, shape (k, width), whole blocks, as a message for each row: int8, shape (k, bytes).
 
-    A number is off by half a 127th (of 8 bits) or a 7th (of 4) of its block's largest magnitude at most. A block with
-    an infinity or a NaN is NaN.
+    A number is off by half a 127th of its block's largest magnitude at most. A block with an infinity or a NaN is NaN.
     """
     count, width = rows.shape
     blocks = rows.view(count, -1, BLOCK)
     # Zeros need a scale by which they can be divided.
-    scales = blocks.abs().amax(2, keepdim=True).div_(2 ** (bits - 1) - 1).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = blocks.div(scales).round_().to(torch.int8).view(count, width)
-    if bits == 4:
-        # A row's second half into the high nibbles of its first.
-        codes = (codes[:, : width // 2] & 15).bitwise_or_(codes[:, width // 2 :] << 4)
-    return torch.cat([codes, scales.view(count, -1).view(torch.int8)], 1)
+    scales = blocks.abs().amax(2, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = blocks.div(scales).round_()
+    message = torch.empty((count, _row_bytes(width)), dtype=torch.int8)
+    message[:, :width].view(codes.shape).copy_(codes)
+    message[:, width:] = scales.view(count, -1).view(torch.int8)
+    return message
 
 
-def decode(message: torch.Tensor, width: int, bits: int = 8) -> torch.Tensor:
+def decode(message: torch.Tensor, width: int) -> torch.Tensor:
     """The numbers of a message, fp32, shape (k, width)."""
-    codes, scales = message[:, : width * bits // 8], message[:, width * bits // 8 :].contiguous().view(torch.float32)
-    if bits == 4:
-        codes = torch.cat([(codes << 4) >> 4, codes >> 4], 1)
-    return codes.float().view(len(message), -1, BLOCK).mul_(scales[:, :, None]).view(len(message), width)
+    scales = message[:, width:].contiguous().view(torch.float32)
+    numbers = message[:, :width].float().view(len(message), -1, BLOCK).mul_(scales[:, :, None])
+    return numbers.view(len(message), width)
 
 
 class BlockMean:
@@ -73,15 +68,14 @@ class BlockMean:
     Parameters
     ----------
     numbers: fp32, one-dimensional.
-    bits: of a number on its way, 8 or 4.
     """
 
-    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, bits: int = 8) -> None:
-        self._group, self._count, self._bits, ranks = group, len(numbers), bits, group.size()
+    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._group, self._count, ranks = group, len(numbers), group.size()
         self._width = _part(self._count, ranks)
         rows = torch.nn.functional.pad(numbers, (0, ranks * self._width - self._count)).view(ranks, self._width)
-        self._message = encode(rows, bits)
-        self._missed = rows.sub_(decode(self._message, self._width, bits))
+        self._message = encode(rows)
+        self._missed = rows.sub_(decode(self._message, self._width))
         self._parts = torch.empty_like(self._message)
         self._work = dist.all_to_all_single(self._parts, self._message, group=group, async_op=True)
 
@@ -94,10 +88,10 @@ class BlockMean:
         """Wait for all ranks' numbers of this rank's part, and send their mean to all."""
         assert self._work is not None
         self._work.wait()
-        mean = decode(self._parts, self._width, self._bits).mean(0, keepdim=True)
-        own = encode(mean, self._bits)
+        mean = decode(self._parts, self._width).mean(0, keepdim=True)
+        own = encode(mean)
         # The mean's rounding misses as much of every rank's numbers: this one sends it for all of them.
-        missed = mean.sub_(decode(own, self._width, self._bits)).mul_(self._group.size())
+        missed = mean.sub_(decode(own, self._width)).mul_(self._group.size())
         self._missed[self._group.rank()] += missed[0]
         self._message = torch.empty_like(self._parts)
         self._work = _all_gather(self._message, own, group=self._group, async_op=True)
@@ -106,7 +100,7 @@ class BlockMean:
         """Wait for the mean: fp32, one-dimensional, the same bits on all ranks."""
         assert self._work is not None
         self._work.wait()
-        return decode(self._message, self._width, self._bits).view(-1)[: self._count]
+        return decode(self._message, self._width).view(-1)[: self._count]
 
 
 class BackgroundMean:
@@ -136,25 +130,23 @@ class BackgroundMean:
         return self._mean.finish(), self._mean.missed
 
 
-def average_blocks(
-    numbers: torch.Tensor, unsent: torch.Tensor, group: dist.ProcessGroup, bits: int = 8
-) -> torch.Tensor:
+def average_blocks(numbers: torch.Tensor, unsent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The mean over the ranks of numbers and what was not sent of them before, fp32, one-dimensional. A collective.
 
     `unsent`, of the same shape, becomes what is to be sent with these numbers next time.
     """
-    mean = BlockMean(numbers + unsent, group, bits)
+    mean = BlockMean(numbers + unsent, group)
     mean.turn()
     unsent.copy_(mean.missed)
     return mean.finish()
 
 
-def average_seconds(bits: int = 8) -> float:
+def average_seconds() -> float:
     """What coding a number costs a rank in a mean over ranks, in seconds: measured in some milliseconds."""
     rows = torch.randn(1, 2**18)
-    decode(encode(rows, bits), rows.shape[1], bits)
+    decode(encode(rows), rows.shape[1])
     start = time.perf_counter()
-    decode(encode(rows, bits), rows.shape[1], bits)
+    decode(encode(rows), rows.shape[1])
     # This rank's numbers, all ranks' of its part, and the mean.
     return 2 * (time.perf_counter() - start) / rows.shape[1]
 
@@ -162,8 +154,8 @@ def average_seconds(bits: int = 8) -> float:
 class BlockReducer:
     """Averages DDP's buckets over a group's ranks, as blocks. All collectives are started from backward, in order."""
 
-    def __init__(self, group: dist.ProcessGroup, bits: int = 8) -> None:
-        self._group, self._bits = group, bits
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._unsent: dict[torch.Tensor, torch.Tensor] = {}
         # Buckets whose parts are on their way, and those whose means are.
         self._parting: list[tuple[BlockMean, GradBucket]] = []
@@ -176,7 +168,7 @@ class BlockReducer:
         numbers = bucket.buffer().to(torch.float32, copy=True)
         for unsent, gradient in zip(self._unsent_of(bucket), _split(numbers, bucket), strict=True):
             gradient.add_(unsent)
-        self._parting.append((BlockMean(numbers, self._group, self._bits), bucket))
+        self._parting.append((BlockMean(numbers, self._group), bucket))
         self._futures.append(torch.futures.Future())
         future = self._futures[-1]
         while len(self._parting) > (0 if bucket.is_last() else _AHEAD):

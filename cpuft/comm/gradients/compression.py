@@ -12,12 +12,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cpuft.comm.gradients.blocks import BITS, BlockReducer
+from cpuft.comm.gradients.blocks import BlockReducer
 from cpuft.comm.gradients.powersgd import PowerSGD
 from cpuft.errors import CpuftError, near_names
 from cpuft.options.fields import COMPRESSIONS
 
-WITH_FEEDBACK = (*BITS, "late", "powersgd")
+WITH_FEEDBACK = ("int8", "late", "powersgd")
 """Ways in which a rank keeps for the next update what it has not sent."""
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,9 +53,9 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
 
     Parameters
     ----------
-    compression: none; bf16 or fp16: half the bytes of float32 gradients; int8 and int4: a quarter and an eighth,
-        blocks of such numbers with error feedback; powersgd: the factors of a rank-4 approximation with error
-        feedback, for slow networks, and bf16 wherever that is fewer bytes.
+    compression: none; bf16 or fp16: half the bytes of float32 gradients; int8: a quarter, blocks of 8-bit numbers with
+        error feedback; powersgd: the factors of a rank-4 approximation with error feedback, for slow networks, and
+        bf16 wherever that is fewer bytes.
 
     Raises
     ------
@@ -65,8 +65,8 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
         return lambda bucket: allreduce_hook(group, bucket)
     if compression in _HALVES:
         return functools.partial(_average_in_half, _HALVES[compression], group)
-    if compression in BITS:
-        return BlockReducer(group, BITS[compression]).reduce
+    if compression == "int8":
+        return BlockReducer(group).reduce
     if compression == "powersgd":
         return PowerSGD(group).reduce
     raise CpuftError(f"no gradient compression {compression}: {near_names(compression, COMPRESSIONS[1:])}")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from cpuft.comm.gradients.blocks import BITS, average_blocks
+from cpuft.comm.gradients.blocks import average_blocks
 from cpuft.comm.gradients.compression import narrow
 
 
@@ -43,8 +43,7 @@ class RowExchange:
     ) -> None:
         self.weight, self._compression, self._group = embedding.weight, compression, group
         # What a row has not sent waits until its word comes again.
-        self._unsent = torch.zeros(embedding.weight.shape) if compression in (*BITS, "powersgd") else None
-        self._bits = BITS.get(compression, 8)
+        self._unsent = torch.zeros(embedding.weight.shape) if compression in ("int8", "powersgd") else None
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
@@ -65,7 +64,7 @@ class RowExchange:
         packed = gradient[rows]
         if self._unsent is not None:
             unsent = self._unsent[rows]
-            packed = average_blocks(packed.view(-1), unsent.view(-1), self._group, self._bits).view_as(packed)
+            packed = average_blocks(packed.view(-1), unsent.view(-1), self._group).view_as(packed)
             self._unsent[rows] = unsent
         else:
             packed = narrow(packed, self._compression).div_(self._group.size())

@@ -41,9 +41,7 @@ def settle(
     exact = make_rungs(model, words, world.size, 0.0)[0]
     if (exact.layer_bytes + exact.row_bytes) * wire.seconds_per_byte <= _FAST_SECONDS:
         return base, ""
-    measured = torch.tensor(
-        [_measure_compute(config, precision, model, objective, prepared, world), average_seconds(4)]
-    )
+    measured = torch.tensor([_measure_compute(config, precision, model, objective, prepared, world), average_seconds()])
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's, and the same choice on all
     seconds, coding = measured.tolist()
     rungs = {rung.name: rung for rung in make_rungs(model, words, world.size, coding)}
@@ -74,7 +72,6 @@ def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds:
         Rung("none", sum(p.nbytes for p in layers), 4 * rows, 2, 0.0),
         Rung("bf16", 2 * count, 2 * rows, 2, 0.0),
         Rung("int8", coded_bytes(count, ranks), blocks, 4, coding),
-        Rung("int4", coded_bytes(count, ranks, 4), coded_bytes(rows, ranks, 4), 4, coding),
         Rung("late", coded_bytes(count, ranks), blocks, 0, coding, background=True),
         Rung("powersgd", sum(count_bytes(p.shape) for p in layers), blocks, 4, coding),
     ]

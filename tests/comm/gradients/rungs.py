@@ -168,8 +168,7 @@ if __name__ == "__main__":
     comm.start("gloo", timeout_seconds=20)
     torch.manual_seed(dist.get_rank())
     world: Any = dist.group.WORLD
-    found: dict[str, object] = {f"int{bits}": sums(BlockReducer(world, bits), blocks) for bits in (8, 4)}
-    found |= {"powersgd": sums(PowerSGD(world), factors)}
+    found: dict[str, object] = {"int8": sums(BlockReducer(world), blocks), "powersgd": sums(PowerSGD(world), factors)}
     found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}
     found |= {"late": late(), "untouched": untouched(), "outer": outer(0.9), "plain": outer(0.0)}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
