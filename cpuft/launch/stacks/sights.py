@@ -86,8 +86,9 @@ class Sight:
 
     @property
     def last(self) -> str:
-        """The operations that it has started last, in the channels that it has used first."""
-        told = [f"{name} #{number} of {channel}" for channel, (number, name) in self.progress.items()]
+        """The operations that it has started last, in the groups that it has used first; none between two ranks."""
+        groups = [(channel, *last) for channel, last in self.progress.items() if " from " not in channel]
+        told = [f"{name} #{number} of {channel}" for channel, number, name in groups]
         return ", ".join(told[:_TOLD] + ["..."] * (len(told) > _TOLD))
 
 

@@ -26,7 +26,8 @@ def judge(sights: Sequence[Sight], least_seconds: float = LONG_SECONDS) -> Verdi
     """The ranks, all of a run in turn, that the others wait for; operations count that have taken `least_seconds`.
 
     Whom others wait for and who waits for nobody is to blame. Where all wait for each other, because they are in
-    different operations or at different lines, those few are that differ from most.
+    different operations or at different lines, those few are that differ from most. Lines count only where no operation
+    is known of any rank: in a run that goes on all stand somewhere else.
     """
     waiting = {one.rank for one in sights if _waits(one, least_seconds)}
     behind = {rank: find_behind(sights, sights[rank]) for rank in waiting}
@@ -40,6 +41,8 @@ def judge(sights: Sequence[Sight], least_seconds: float = LONG_SECONDS) -> Verdi
         return _blame(sights, odd, waiting) if odd else Verdict((), _tell_apart(sights, sorted(waiting)))
     if waiting:
         return Verdict((), _tell_stuck(sights, waiting))
+    if any(one.progress for one in sights):
+        return Verdict((), "no rank has waited for long in an operation: the run goes on")
     return _judge_by_stacks(sights)
 
 

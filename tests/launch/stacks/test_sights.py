@@ -42,7 +42,7 @@ def found(**more: object) -> dict[str, object]:
             {"channel": "the world", "sequence": 7, "name": "all_reduce", "waited": 1.0, "ranks": [0, 1]},
             {"channel": "group 1", "sequence": 2, "name": "barrier", "waited": 4.5, "ranks": [0, 1]},
         ],
-        "progress": {"the world": [7, "all_reduce"], "group 1": [2, "barrier"]},
+        "progress": {"the world from 1": [9, "recv"], "the world": [7, "all_reduce"], "group 1": [2, "barrier"]},
         "raised": [],
         "main": [["/home/me/train.py", 3, "load"]],
     }
