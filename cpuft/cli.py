@@ -17,7 +17,15 @@ import click
 
 from cpuft import __version__
 from cpuft.errors import CpuftError, Interrupted, describe_disk
-from cpuft.options.fields import BenchConfig, CompareConfig, LaunchConfig, ResumeConfig, ScriptConfig, TrainConfig
+from cpuft.options.fields import (
+    LAUNCH_ALONE,
+    BenchConfig,
+    CompareConfig,
+    LaunchConfig,
+    ResumeConfig,
+    ScriptConfig,
+    TrainConfig,
+)
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
 from cpuft.options.help import Verbs
 from cpuft.streams import check_output, keep_streams
@@ -77,6 +85,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
     from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.ending import describe_ending
     from cpuft.launch.job import Job, plan_run
     from cpuft.launch.kept import check_kept
     from cpuft.launch.planning import choose_run_dir, end_script, plan_script
@@ -103,16 +112,17 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
         _print_plans([plan])
         return
     _check_hosts(cluster, config)
-    code = _run(plan, run_dir, cluster, config.time_limit)
-    if not code:
-        click.echo(f"run: {run_dir}")
+    grace = None if train.engine == "ipex" else config.grace
+    code = _run(plan, run_dir, cluster, config.time_limit, grace)
+    code, line = describe_ending(code, run_dir, cluster.rank_hosts, config, script)
+    click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)
 
 
 @verb(
     *make_options(CompareConfig),
     *make_options(TrainConfig),
-    *make_options(LaunchConfig, "np"),
+    *make_options(LaunchConfig, "np", *LAUNCH_ALONE),
     DRY_RUN,
 )
 def compare(dry_run: bool, **values: Any) -> None:
@@ -153,7 +163,7 @@ def env(**values: Any) -> None:
         click.echo(format_export(setting))
 
 
-@verb(*make_options(BenchConfig), *make_options(LaunchConfig), DRY_RUN, group=bench)
+@verb(*make_options(BenchConfig), *make_options(LaunchConfig, *LAUNCH_ALONE), DRY_RUN, group=bench)
 def comm(dry_run: bool, **values: Any) -> None:
     """Measure every backend between the ranks: latency, algorithm and bus bandwidth, as nccl-tests define them.
 
@@ -231,17 +241,11 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
         check_before_launch(cluster, lambda line: click.echo(line, err=True))
 
 
-def _run(plan: Any, run_dir: str, cluster: Any, seconds: float) -> int:
-    from cpuft.launch.remote import run_plan_there
-    from cpuft.launch.secrets import secrets_there
-    from cpuft.launch.stacks.going import noted
-    from cpuft.launch.supervise import run_plan
+def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, grace: float | None = None) -> int:
+    from cpuft.launch.remote import run_anywhere
 
     try:
-        with secrets_there(plan, cluster, cluster.work_dir(run_dir), os.environ), noted(run_dir, cluster):
-            if cluster.away:
-                return run_plan_there(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True))
-            return run_plan(plan, run_dir, cluster.rank_hosts, os.environ, seconds, cluster.access.door)
+        return run_anywhere(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True), grace)
     except Interrupted as stopped:
         recorded = (Path(run_dir) / "record.jsonl").exists()
         what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"

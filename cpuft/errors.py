@@ -8,6 +8,9 @@ import reprlib
 import signal
 from collections.abc import Iterable
 
+AGAIN = 75
+"""Exit code EX_TEMPFAIL of sysexits.h: not the job's own fault, and `cpuft launch --resume` goes on with it."""
+
 
 class CpuftError(Exception):
     """Bad input or a bad situation, said in one line that ends with the next move.

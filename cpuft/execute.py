@@ -51,7 +51,12 @@ def run_quietly(command: Sequence[str], seconds: float, stdin: str = "") -> Answ
 
 
 def run_step(
-    step: Step, environ: Mapping[str, str], output: IO[bytes] | None, watch: Callable[[], None], seconds: float = 0.0
+    step: Step,
+    environ: Mapping[str, str],
+    output: IO[bytes] | None,
+    watch: Callable[[], None],
+    seconds: float = 0.0,
+    takes: Callable[[int], bool] = lambda signal_number: False,
 ) -> int:
     """Run one local step to its end and return its exit code (128 + N when signal N ended it).
 
@@ -60,13 +65,14 @@ def run_step(
     output: where its two streams go; passed on to this process's own when None.
     watch: called about 20 times a second while it runs, and once after.
     seconds: how long it may take; 0 for no limit.
+    takes: called in a signal's handler; true when that signal is to raise nothing.
 
-    Raises Interrupted: SIGINT, SIGTERM or SIGHUP came; the step and all it started are gone by then.
+    Raises Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came; the step and all it started are gone by then.
     Raises TimeoutError: `seconds` passed; likewise.
 
     If this process is killed outright, the kernel sends SIGTERM to the step, and mpirun ends its ranks.
     """
-    with _signals_raise(), _input_of(step) as given:
+    with _signals_raise(takes), _input_of(step) as given:
         process = _start(step, environ, given, output)
         relays = [] if output else [_relay(process.stdout, sys.stdout), _relay(process.stderr, sys.stderr)]
         try:
@@ -84,7 +90,7 @@ def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float)
 
     Raises Interrupted, TimeoutError: as `run_step`.
     """
-    with _signals_raise(), ExitStack() as stack:
+    with _signals_raise(lambda signal_number: False), ExitStack() as stack:
         outputs = [stack.enter_context(open_memory()) for _ in stage]
         inputs = [stack.enter_context(_input_of(step)) for step in stage]
         processes: list[subprocess.Popen[bytes]] = []
@@ -209,19 +215,20 @@ def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise `Interrupted` inside; a second one does not disturb the cleaning up.
+def _signals_raise(takes: Callable[[int], bool]) -> Iterator[None]:
+    """SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise `Interrupted` inside, but those that `takes` takes; a second one does
+    not disturb the cleaning up.
 
     Under nohup SIGHUP goes on being ignored.
     """
     received: list[int] = []
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
-        if not received:
+        if not received and not takes(signal_number):
             received.append(signal_number)
             raise Interrupted(signal_number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
     previous = {number: signal.signal(number, interrupt) for number in numbers}
     try:

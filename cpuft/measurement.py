@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 FORMAT = 1
 """Of every record; its header says it."""
+
+
+@dataclass(frozen=True)
+class Travels:
+    """What gradients are made of, wherever they travel: `cpuft estimate` reads it."""
+
+    parameters: int = 0
+    """Numbers of all gradients but those of words; 0 in the record of an older version."""
+    row: int = 0
+    """Numbers of one word's gradient; 0 where words' are no rows of their own, and part of the parameters."""
+    words: dict[str, float] = field(default_factory=dict)
+    """Different words of an update, on average, by the number of ranks."""
 
 
 @dataclass(frozen=True)

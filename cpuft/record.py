@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from cpuft.errors import CpuftError
 from cpuft.loader import load, parse_json
-from cpuft.measurement import FORMAT, Link, MeasuredHeader, Measurement
+from cpuft.measurement import FORMAT, Link, MeasuredHeader, Measurement, Travels
 
 FILE_NAME = "record.jsonl"
 PHASES = ("data", "forward", "backward", "communication", "update")
@@ -30,18 +30,6 @@ class RecordedRank:
     host: str
     cpus: list[int]
     """Hardware threads it was bound to."""
-
-
-@dataclass(frozen=True)
-class Travels:
-    """What gradients are made of, wherever they travel: `cpuft estimate` reads it."""
-
-    parameters: int = 0
-    """Numbers of all gradients but those of words; 0 in the record of an older version."""
-    row: int = 0
-    """Numbers of one word's gradient; 0 where words' are no rows of their own, and part of the parameters."""
-    words: dict[str, float] = field(default_factory=dict)
-    """Different words of an update, on average, by the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +115,16 @@ class ResumedLine:
 
 
 @dataclass(frozen=True)
+class InterruptedLine:
+    """The run was told to end, and has a checkpoint of this update. `by`: a signal to the launch, or a notice."""
+
+    step: int
+    updates: int
+    """Of the whole run."""
+    by: str
+
+
+@dataclass(frozen=True)
 class EvaluationLine:
     """Metrics of one validation split."""
 
@@ -181,11 +179,12 @@ def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
     return steps[len(steps) // 10 :]
 
 
-Line = Header | StepLine | ResumedLine | EvaluationLine | Footer | MeasuredHeader | Measurement | Link
+Line = Header | StepLine | ResumedLine | InterruptedLine | EvaluationLine | Footer | MeasuredHeader | Measurement | Link
 _KINDS: dict[str, type[Line]] = {
     "header": Header,
     "step": StepLine,
     "resumed": ResumedLine,
+    "interrupted": InterruptedLine,
     "evaluation": EvaluationLine,
     "footer": Footer,
     "measured": MeasuredHeader,

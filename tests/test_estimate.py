@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.record import Record, Travels, Writer
+from cpuft.measurement import Travels
+from cpuft.record import Record, Writer
 from tests.conftest import run_cpuft
 from tests.records import make_record
 

@@ -23,6 +23,7 @@ from cpuft.launch.secrets import plan_secrets
 from cpuft.options.bench import plan_turns
 from cpuft.options.fields import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.plan import RunPlan, Setting, Step
+from cpuft.rank.notice import NOTICE
 from cpuft.words import own_module, pack_words
 
 LEAST_FREE_BYTES = 256 << 20
@@ -96,6 +97,8 @@ def plan_training(
 ) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
+    if config.notice and train.engine == "ipex":
+        raise CpuftError("--notice wants a checkpoint, and --engine ipex makes none: leave one of them out")
     prepared = f"{run_dir}/data.npz"
     worker = WorkerConfig(run_dir, prepared, progress, apart, cluster.facts[0].cpu_quota)
     if resumed:
@@ -161,6 +164,8 @@ def plan_launch(
         for assignment, settings in zip(cluster.assignments, per_host)
     )
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
+    if config.notice:
+        shared += (Setting(NOTICE, find_notice(config.notice), "each host's first rank looks there every 5 s"),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run goes on, from what $CPUFT_RUN_DIR has"),) if resumed else ()
     logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
@@ -175,6 +180,16 @@ def plan_launch(
     )
     notes = plan_notes(cluster, shared, per_host, words)
     return RunPlan(((make,),), ranks=((start,),), notes=notes, ways=cluster.ways, resumed=resumed)
+
+
+def find_notice(place: str) -> str:
+    """A notice's address, or the absolute path of its file. Raises CpuftError for an address that cannot be asked."""
+    scheme, colons, _ = place.partition("://")
+    if not colons:
+        return os.path.abspath(place)
+    if scheme not in ("http", "https"):
+        raise CpuftError(f"--notice asks http and https, not {scheme}: name such an address, or a file")
+    return place
 
 
 def _plan_folder(cluster: Cluster, run_dir: str, resumed: bool) -> Step:

@@ -19,7 +19,10 @@ from cpuft import execute
 from cpuft.errors import CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import Door
+from cpuft.launch.asking import Asking
 from cpuft.launch.kept import NOTE, keep_checkpoints
+from cpuft.launch.secrets import secrets_there
+from cpuft.launch.stacks.going import noted
 from cpuft.launch.supervise import run_plan, write_plan
 from cpuft.loader import load, parse_json
 from cpuft.plan import Plan, RunPlan, Setting, Step
@@ -46,8 +49,37 @@ class Order:
     """By which the master reaches the other hosts; empty for its user's own."""
 
 
+def run_anywhere(
+    plan: RunPlan,
+    run_dir: str,
+    cluster: Cluster,
+    environ: Mapping[str, str],
+    seconds: float,
+    say: Say,
+    grace: float | None = None,
+) -> int:
+    """Run a plan to its end, wherever its master is; the exit code.
+
+    `grace`: how long SIGTERM leaves ranks for a checkpoint, once SIGUSR1 may ask for one, too; None: nobody may ask.
+
+    Raises: as `run_plan_there` and `run_plan`.
+    """
+    work, door = cluster.work_dir(run_dir), cluster.access.door
+    asking = None if grace is None else Asking(work, cluster.master, cluster.ways, grace)
+    with secrets_there(plan, cluster, work, environ), noted(run_dir, cluster):
+        if cluster.away:
+            return run_plan_there(plan, run_dir, cluster, environ, seconds, say, asking)
+        return run_plan(plan, run_dir, cluster.rank_hosts, environ, seconds, door, asking)
+
+
 def run_plan_there(
-    plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], seconds: float, say: Say
+    plan: RunPlan,
+    run_dir: str,
+    cluster: Cluster,
+    environ: Mapping[str, str],
+    seconds: float,
+    say: Say,
+    asking: Asking | None = None,
 ) -> int:
     """Run a plan to its end, fetch its run directory, and leave nothing on the hosts; the exit code.
 
@@ -61,7 +93,9 @@ def run_plan_there(
     try:
         _run(plan.only("make"), environ, _MAKE_SECONDS)
         _run(plan.only("inputs"), environ, _SEND_SECONDS, say)
-        code = execute.run_step(plan.whole.here(plan_supervision(order, cluster)), environ, None, lambda: None)
+        step = plan.whole.here(plan_supervision(order, cluster))
+        watch, takes = (asking.check, asking.takes) if asking else (lambda: None, lambda signal_number: False)
+        code = execute.run_step(step, environ, None, watch, takes=takes)
     except Interrupted:
         _bring_back(plan, run_dir, order, cluster, environ, False, say)
         raise

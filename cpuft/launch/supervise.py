@@ -6,35 +6,37 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from cpuft import execute
-from cpuft.errors import CpuftError
+from cpuft.errors import AGAIN, CpuftError
 from cpuft.files import remove_command, write_text
 from cpuft.hosts.door import Door
+from cpuft.launch.asking import Asking
+from cpuft.launch.failures import (
+    describe_failures,
+    ended_to_go_on,
+    find_failures,
+    name_absent,
+    read_errors,
+    worst_exit_code,
+)
 from cpuft.launch.stacks.gather import look_at_hang
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.plan import RunPlan, Step, format_plan
-from cpuft.rank.process import FAILURE, KILLED_BY_SOMEBODY, OUT_OF_MEMORY, parse_failure, parse_missed
+from cpuft.rank.process import FAILURE
 from cpuft.rank.reporting import HANGS, SUPERVISED
 
-_TRACE_LINES = 15
 _CHECK_FAILED = 2
 """Exit code of a step that refused its input with one line."""
 _END_SECONDS = 25.0
 """How long ranks may take to end once one has failed: those that save something have time, a lost host has not."""
 _ASK_SECONDS = 2.0
 """From a rank's failure to the question whether all hosts are there; mpirun usually ends sooner."""
-_HOST_LOST = 75
-"""Exit code where no rank is left to give one; also that of a rank which waited in vain: worth another try."""
 _REMOVE_SECONDS = 60.0
-_LIKELY = {
-    135: "SIGBUS (is /dev/shm full? look with cpuft doctor)",
-    137: "SIGKILL (out of memory? lower --batch-size)",
-}
 _UNSAID = (FAILURE, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
 """Lines of rank 0 that only its log keeps: the mark for this supervisor; oneCCL's word on our own setting."""
 
@@ -76,6 +78,7 @@ class Ending:
     look: Callable[[], tuple[Verdict, set[str]]]
     """Looks at ranks that hang; the hosts that do not answer."""
     verdict: Verdict | None = None
+    asking: Asking | None = None
     failed_at: float = 0.0
     looked_at: float = 0.0
     silent: set[str] | None = None
@@ -86,6 +89,8 @@ class Ending:
         if now - self.looked_at < 1 or self.verdict:
             return
         self.looked_at = now
+        if self.asking:
+            self.asking.check()
         if not self.failed_at and any(_says(path, FAILURE) for path in self.logs.glob("rank-*.err")):
             self.failed_at = now
         if any(_says(path, HANGS) for path in self.logs.glob("rank-*.err")):
@@ -106,11 +111,18 @@ def _says(log: Path, mark: str) -> bool:
 
 
 def run_plan(
-    plan: RunPlan, run_dir: str, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float, door: Door
+    plan: RunPlan,
+    run_dir: str,
+    hosts: tuple[str, ...],
+    environ: Mapping[str, str],
+    seconds: float,
+    door: Door,
+    asking: Asking | None = None,
 ) -> int:
     """Run a launch's plan to its end; the exit code of its worst rank, 75 when none could give one for a lost host.
 
-    `hosts` names each rank's host. The plan is kept as `plan.sh` in the run directory.
+    `hosts` names each rank's host. The plan is kept as `plan.sh` in the run directory. Without `asking`, SIGUSR1 ends
+    the ranks as SIGTERM does.
 
     Raises CpuftError: a step before the ranks refused the input; the run directory is taken away again. Or it existed.
     Raises Interrupted: a signal came; all ranks are gone, and the record up to then is kept.
@@ -131,6 +143,7 @@ def run_plan(
         Path(run_dir) / "logs",
         lambda: door.find_silent(sorted(set(hosts))),
         lambda: look_at_hang(run_dir, hosts, door, lambda line: print(f"cpuft: {line}", file=sys.stderr)),
+        asking=asking,
     )
     return _run_ranks(here(ranks), ending, hosts, environ, seconds)
 
@@ -169,17 +182,22 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
             tail.copy()
         ending.check()
 
+    stuck = False
     with (logs / "mpirun.log").open("wb") as output:
         try:
-            code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, seconds)
+            takes = ending.asking.takes if ending.asking else lambda signal_number: False
+            code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, seconds, takes)
         except StuckError as error:
             print(f"cpuft: {error}", file=sys.stderr)
-            code = 1
+            stuck, code = True, 1
         except TimeoutError as error:
             raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
     if not code:
         return 0
-    failures, silent = find_failures(read_errors(logs, len(hosts)), hosts), ending.silent or ending.find_silent()
+    failures = find_failures(read_errors(logs, len(hosts)), hosts)
+    if not stuck and ended_to_go_on(failures):
+        return AGAIN
+    silent = ending.silent or ending.find_silent()
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
         raise CpuftError(f"the disk of {logs.parent} is full: make room there, or name another place with --run-dir")
@@ -188,110 +206,4 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     if ending.verdict and not silent:
         absent = [ending.verdict.text]
     print(describe_failures(failures, said, absent), file=sys.stderr, flush=True)
-    return worst_exit_code(failures, _HOST_LOST if silent else code)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A rank that failed, and what it wrote to standard error."""
-
-    rank: int
-    host: str
-    code: int
-    """Exit code; 128 + N for signal N."""
-    text: str
-    missed: frozenset[int] = frozenset()
-    """The ranks that it waited for in vain: theirs is the failure."""
-
-    @property
-    def lost_its_peer(self) -> bool:
-        """Whether it failed only because another one had before."""
-        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed")
-        return any(sign in self.text for sign in signs)
-
-
-def read_errors(logs: Path, ranks: int) -> list[str]:
-    """What each rank wrote to standard error, those that fell silent first in front."""
-    paths = [path for rank in range(ranks) if (path := logs / f"rank-{rank}.err").exists()]
-    return [path.read_text(errors="replace") for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
-
-
-def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
-    """Ranks that failed, hosts as the user named them; first whom others missed, last who waited for or lost a peer."""
-    failures = []
-    for text in errors:
-        if found := parse_failure(text):
-            own = "\n".join(line for line in text.splitlines() if not line.startswith(FAILURE))
-            host = hosts[found[0]] if found[0] < len(hosts) else found[1]
-            failures.append(Failure(found[0], host, found[2], own, frozenset(parse_missed(text))))
-    missed = _missed(failures)
-    return sorted(failures, key=lambda one: (bool(one.missed), one.rank not in missed, one.lost_its_peer))
-
-
-def _missed(failures: list[Failure]) -> set[int]:
-    return {rank for failure in failures for rank in failure.missed}
-
-
-def name_absent(failures: list[Failure], hosts: tuple[str, ...], silent: set[str]) -> list[str]:
-    """A line for each host that does not answer, and for each rank elsewhere that others waited for in vain.
-
-    A rank that has failed itself is left out: it tells its own story, or waited, too.
-    """
-    lines = []
-    for name in sorted(silent):
-        lost = _ranks(rank for rank, host in enumerate(hosts) if host == name)
-        lines.append(f"host {name} does not answer, {lost} was lost with it: look at it with cpuft doctor")
-    for rank in sorted(_missed(failures) - {failure.rank for failure in failures}):
-        if rank < len(hosts) and hosts[rank] not in silent:
-            lines.append(f"rank {rank} on {hosts[rank]} did not answer the others: is it stopped? look at it there")
-    return lines
-
-
-def _ranks(numbers: Iterable[int]) -> str:
-    return f"rank {', '.join(map(str, sorted(numbers)))}"
-
-
-def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
-    """The last lines a user sees: which rank on which host failed first, and the end of its traceback.
-
-    `absent` comes from `name_absent`: who is to blame rather than those who waited for them.
-    """
-    blame, how, text = "", "cpuft: mpirun failed before any rank did", mpirun
-    if failures:
-        first, *others = failures
-        blame, text = f"rank {first.rank} on {first.host} failed", _traceback(first.text)
-        after = f" (after it: {_ranks(f.rank for f in others)})" if others else ""
-        how = f"{blame}, {describe_exit(first.code, first.text)}{after}"
-        if first.missed and absent:
-            how = f"{_ranks(f.rank for f in failures)} waited in vain"
-        how = f"\ncpuft: {how}"
-    return "\n".join([f"{how}:", _last_lines(text), *(f"cpuft: {line}" for line in absent or [blame] if line)])
-
-
-def worst_exit_code(failures: list[Failure], fallback: int) -> int:
-    """The exit code of the run. What a rank chose itself outweighs signals that then ended others, and who waited."""
-    codes = [one.code for one in failures if not one.missed] or [one.code for one in failures]
-    own = [code for code in codes if 0 < code < 128]
-    return max(own or codes, default=0) or fallback
-
-
-def describe_exit(code: int, said: str = "") -> str:
-    """An exit code in words, with what is behind it by what the rank `said`, or is most often."""
-    if code == 137 and OUT_OF_MEMORY in said:
-        return "killed by the kernel, out of memory (lower --batch-size)"
-    if code == 137 and KILLED_BY_SOMEBODY in said:
-        return "killed by signal 9"
-    if code in _LIKELY:
-        return f"killed by {_LIKELY[code]}"
-    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
-
-
-def _traceback(text: str) -> str:
-    """From the last traceback, or the last word of the watch, on; the whole text where there is none."""
-    start = max(text.rfind(sign) for sign in ("Traceback (most recent call last)", "cpuft comm: rank "))
-    return text[max(start, 0) :]
-
-
-def _last_lines(text: str) -> str:
-    lines = [line for line in text.rstrip().splitlines() if line.strip()]
-    return os.linesep.join(lines[-_TRACE_LINES:]) or "(it said nothing)"
+    return worst_exit_code(failures, AGAIN if silent else code)

@@ -131,6 +131,12 @@ class LaunchConfig:
     time_limit: float = _recipe(0.0, "seconds a run may take (default: no limit)", least=0.0)
     comm_cores: int = _between(-1, "cores kept for communication (default: worked out)", least=-1)
     run_dir: str = _kept("", "folder of the run (default: a new one in runs/)", takes="FOLDER")
+    notice: str = _kept("", "once it is there, the run saves itself and ends", takes="FILE|URL")
+    grace: float = _kept(0.0, "seconds that SIGTERM leaves for that", least=0.0)
+
+
+LAUNCH_ALONE = ("notice", "grace")
+"""Options of LaunchConfig that say something to `cpuft launch` only."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping
 
 from cpuft.errors import CpuftError
 from cpuft.files import take_sent
+from cpuft.rank.notice import start_watch
 from cpuft.rank.world import World, parse_world, world_variables
 from cpuft.words import unpack_words
 
@@ -67,13 +68,14 @@ def abort_job(environ: Mapping[str, str], code: int) -> None:
             os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
 
 
-def run_worker(command: list[str], environ: Mapping[str, str]) -> int:
+def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:
     """Run the worker to its end; its exit code, 128 + N when signal N ended it. If we are killed, so is it."""
     kills = count_memory_kills()
     child = os.fork()
     if not child:
         end_with_parent()
         os.execvpe(command[0], command, dict(environ))
+    start_watch(child, world, environ)
     status = os.waitpid(child, 0)[1]
     remove_shared_memory(child)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and kills >= 0:
@@ -156,7 +158,7 @@ def main() -> None:
             os.sched_setaffinity(0, cores)
         environ = dict(os.environ) | take_sent(os.environ, str(world.local_rank)) | world_variables(world)
         environ["CPUFT_CORES"] = ",".join(map(str, cores))
-        code = run_worker(unpack_words(sys.argv[1:]), environ)
+        code = run_worker(unpack_words(sys.argv[1:]), environ, world)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
     if code:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
+from cpuft.rank.notice import listen
 from cpuft.rank.process import format_failure
 from cpuft.rank.reporting import RECORDER, hold, start_reporting
 from cpuft.rank.world import parse_world
@@ -177,4 +178,5 @@ def flush_and_exit(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     change_torch()
+    listen()
     end(run_script(sys.argv[1:]))

@@ -8,7 +8,7 @@ import traceback
 from typing import NoReturn
 
 from cpuft.comm.group.session import leave
-from cpuft.errors import CpuftError, describe_disk
+from cpuft.errors import AGAIN, CpuftError, describe_disk
 from cpuft.options.fields import TrainConfig, WorkerConfig, option_names
 from cpuft.options.flags import parse_arguments
 from cpuft.rank.reporting import start_reporting
@@ -22,10 +22,14 @@ def main() -> None:
     start_reporting()
     try:
         train, worker = parse_worker(sys.argv[1:])
+        from cpuft.train.interruption import Stopped
         from cpuft.train.run import run
 
-        run(train, worker, started)
-        leave(0)
+        try:
+            run(train, worker, started)
+            leave(0)
+        except Stopped:
+            leave(AGAIN)
     except CpuftError as error:
         _refuse(str(error))
     except OSError as error:

@@ -26,6 +26,9 @@ from cpuft.train.objective import Batch, Objective
 from cpuft.train.optimizer import learning_rate_factor, make_optimizer
 from cpuft.train.precision import autocast
 
+KEEP, LEAVE = 1.0, 2.0
+"""What a rank may ask of all; KEEP only the first one does, so that a sum tells which it was."""
+
 
 class Clock:
     """Seconds by phase of one step."""
@@ -72,12 +75,12 @@ class Loop:
         self.exchange = choose_exchange(config, 1 if apart else world.size)(model, self.optimizer, config, precision)
         self.done = 0
         """Updates that were made before this start, and are not made again."""
-        self.asks_to_pause: Callable[[], bool] = lambda: False
-        """Whether this rank wants all to stop for a moment after this update, for a checkpoint."""
-        self.pauses = False
-        """Whether any rank wanted that; all ranks know the same."""
-        self.rest: Callable[[int], None] = lambda update: None
-        """What is done in that moment, on all ranks after the same update, when all have the same parameters."""
+        self.asks: Callable[[], float] = lambda: 0.0
+        """Whether this rank wants all to stop after this update: for a moment (KEEP), or for good (LEAVE)."""
+        self.asked = 0.0
+        """The sum of that over ranks; all know the same."""
+        self.rest: Callable[[int, bool], None] = lambda update, leaves: None
+        """What is done then, on all ranks after the same update, with the same parameters. To leave, it raises."""
 
 
 def train(loop: Loop) -> Iterator[StepLine]:
@@ -92,15 +95,15 @@ def train(loop: Loop) -> Iterator[StepLine]:
     late = int(config.sync_every > 1)
     unread: list[Callable[[], StepLine]] = []
     for number, (_, rows) in islice(enumerate(orders, start=1), loop.done, None):
-        rests = loop.pauses and number % config.sync_every == 0
-        unread.append(_update(loop, number, rows, rests))
-        rests = (rests if late else loop.pauses) and number < loop.updates
+        rests = loop.asked if loop.asked >= LEAVE or number % config.sync_every == 0 else 0.0
+        unread.append(_update(loop, number, rows, bool(rests)))
+        rests = (rests if late else loop.asked) * (number < loop.updates)
         read_now = len(unread) - late * (not rests)
         yield from (read() for read in unread[:read_now])
         del unread[:read_now]
         if rests:
-            loop.rest(number)
-            loop.pauses = False
+            loop.rest(number, rests >= LEAVE)
+            loop.asked = 0.0
     yield from (read() for read in unread)
 
 
@@ -123,12 +126,11 @@ def _update(loop: Loop, number: int, rows: Order, rests: bool) -> Callable[[], S
     clock.lap("update")
     exchange.meet(number, last=rests or number == loop.updates)
     seen = [(len(batch.labels), batch.tokens) for batch in batches]
-    own = [float(loop.asks_to_pause()), loss_sum, *(weight * sum(counts) for counts in zip(*seen))]
+    own = [loop.asks(), loss_sum, *(weight * sum(counts) for counts in zip(*seen))]
     totals = (lambda: own) if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
 
     def read() -> list[float]:
-        asked, *others = totals()
-        loop.pauses = asked > 0
+        loop.asked, *others = totals()
         return others
 
     if loop.config.sync_every == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import resource
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from cpuft.comm.gradients.compression import WITH_FEEDBACK, choose_compression, gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.fields import TrainConfig, WorkerConfig
+from cpuft.rank.notice import listen
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     PHASES,
@@ -41,6 +43,7 @@ from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared, prepare, read_prepared
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
+from cpuft.train.interruption import obey
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.model import count_parameters
@@ -108,7 +111,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
 def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack: ExitStack) -> None:
     """Go on where the run had come to, if it is one to go on with; then open the record and what keeps checkpoints."""
     config, world, past = loop.config, loop.world, Past()
-    keeps = bool(worker.run_dir and config.checkpoint_every) and not worker.apart and config.engine != "ipex"
+    keeps = bool(worker.run_dir) and not worker.apart and config.engine != "ipex"
     root = Path(worker.run_dir, FOLDER)
     state = State(loop.model, loop.optimizer) if keeps or worker.resume >= 0 else None
     if state and worker.resume >= 0:
@@ -121,11 +124,12 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
         story.writer = stack.enter_context(Writer(worker.run_dir, begun))
         if begun is None:
             story.writer.write(header)
-    if state and keeps and world.rank in find_keepers(header.ranks):
-        story.keeper = Keeper(state, root, world.rank, config.checkpoint_every)
-        story.keeper.record += lines.splitlines()
-        loop.rest = story.keeper.keep
-        loop.asks_to_pause = story.keeper.is_due if world.rank == 0 else loop.asks_to_pause
+    if state and keeps:
+        if world.rank in find_keepers(header.ranks):
+            story.keeper = Keeper(state, root, world.rank, config.checkpoint_every or math.inf)
+            story.keeper.record += lines.splitlines()
+        obey(loop, story.keeper, story.add)
+        listen()
     if worker.resume >= 0:
         line = make_resumed_line(header, past, worker.resume)
         story.progress.resumed(line, loop.updates)

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from cpuft.errors import CpuftError
+from cpuft.rank.notice import listen
 from cpuft.rank.script import change_torch, end, run_script
 
 
@@ -43,6 +44,7 @@ def main() -> int:
     """Run the script as Python would; 2 after one line where its model cannot be accelerated, else its exit code."""
     done: list[str] = []
     change_torch()
+    listen()
     wrap_trainer(done)
     code = run_script(sys.argv[1:], refusals=(CpuftError,))
     if not done and not code:

@@ -15,19 +15,16 @@ from cpuft.errors import CpuftError
 from cpuft.hosts import ssh
 from cpuft.hosts.door import Door
 from cpuft.launch import supervise
-from cpuft.launch.stacks.verdict import Verdict
-from cpuft.launch.supervise import (
-    Ending,
+from cpuft.launch.failures import (
     Failure,
-    StuckError,
-    Tail,
     describe_exit,
     describe_failures,
     find_failures,
     name_absent,
-    run_plan,
     worst_exit_code,
 )
+from cpuft.launch.stacks.verdict import Verdict
+from cpuft.launch.supervise import Ending, StuckError, Tail, run_plan
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.process import FAILURE, format_failure, parse_cores, parse_failure, parse_missed
 from cpuft.rank.reporting import HANGS

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cpuft.comm.choice import choosing
 from cpuft.errors import CpuftError
-from cpuft.measurement import Measurement
-from cpuft.record import Record, Travels
+from cpuft.measurement import Measurement, Travels
+from cpuft.record import Record
 from cpuft.report import prediction
 from cpuft.report.prediction import (
     ETHERNET,

@@ -15,12 +15,11 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.watch.liveness import Line
 from cpuft.comm.watch.operations import Operation, Register, describe_absence, describe_failure, find_overdue
+from cpuft.errors import AGAIN
 from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
 from cpuft.rank.reporting import hold
 from cpuft.rank.world import parse_world
 
-EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: not the rank's own fault, and worth another try."""
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 2.0
 _PARTING_SECONDS = 0.5
@@ -144,7 +143,7 @@ class Watch:
 def _leave(text: str, missed: Collection[int], hangs: bool) -> None:
     """End this process. Where no rank is gone, and so all hang, they are looked at first, if anybody does."""
     # The mark of cpuft.rank, too: mpirun may end that before it can write it.
-    mark = format_failure(parse_world(os.environ), socket.gethostname(), EXIT_CODE, missed)
+    mark = format_failure(parse_world(os.environ), socket.gethostname(), AGAIN, missed)
     with contextlib.suppress(OSError):
         if hangs:
             hold(f"{text}\n{mark}\n")
@@ -154,6 +153,6 @@ def _leave(text: str, missed: Collection[int], hangs: bool) -> None:
     threading.Thread(target=sys.stdout.flush, daemon=True).start()
     # mpirun kills all ranks when the first one ends: the others need a moment for a line of their own.
     time.sleep(_PARTING_SECONDS)
-    abort_job(os.environ, EXIT_CODE)
+    abort_job(os.environ, AGAIN)
     remove_shared_memory(os.getpid())
-    os._exit(EXIT_CODE)
+    os._exit(AGAIN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import threading
@@ -30,14 +31,14 @@ class Keeper:
     """Keeps a rank's checkpoints in a folder, and the record up to each."""
 
     def __init__(self, state: State, root: Path, rank: int, every: float) -> None:
-        """`every`: seconds between two; below 0, so many that they cost `SHARE` of the time."""
+        """`every`: seconds between two; below 0, so many that they cost `SHARE` of the time; inf: none by itself."""
         self._state, self._root, self._rank, self._every = state, root, rank, every
         self.record: list[str] = []
         """Lines so far: what a checkpoint has of the record."""
         self.cost = state.nbytes / _GUESSED_BYTES_PER_SECOND
         """Seconds of a core that the last one took."""
-        self._block = torch.empty(state.nbytes, dtype=torch.uint8)
-        self._told = False
+        self._block = torch.empty(0 if math.isinf(every) else state.nbytes, dtype=torch.uint8)
+        self._told = self._kept = False
         self._last = time.monotonic()
         # Touching fresh memory takes longer than copying into it, and the first steps need not wait for that.
         self._thread = threading.Thread(target=self._block.zero_, daemon=True)
@@ -52,21 +53,24 @@ class Keeper:
         every = self._every if self._every >= 0 else self.cost / SHARE
         return time.monotonic() - self._last >= every and not self._thread.is_alive()
 
-    def keep(self, update: int, wait: bool = False) -> None:
-        """Make a checkpoint after this update; with `wait`, it is on the disk when this returns.
+    def keep(self, update: int, wait: bool = False, last: Line | None = None) -> bool:
+        """Make a checkpoint after this update; with `wait`, this returns whether it is on the disk.
 
-        Without, nothing is done while the last one is being written.
+        Without, nothing is done while the last one is being written. `last`: the record's last line in it.
         """
         if self._thread.is_alive() and not wait:
-            return
+            return False
         self._thread.join()
         start = self._last = time.monotonic()
+        self._block = self._block if len(self._block) else torch.empty(self._state.nbytes, dtype=torch.uint8)
         self._state.snapshot(self._block)
         paused = time.monotonic() - start
-        self._thread = threading.Thread(target=self._write, args=(update, list(self.record), paused), daemon=True)
+        record = [*self.record, *([format_line(last)] if last else [])]
+        self._thread = threading.Thread(target=self._write, args=(update, record, paused), daemon=True)
         self._thread.start()
         if wait:
             self._thread.join()
+        return wait and self._kept
 
     def end(self) -> None:
         """Wait for what is being written."""
@@ -74,9 +78,11 @@ class Keeper:
 
     def _write(self, update: int, record: list[str], paused: float) -> None:
         files = {STATE: self._block.numpy().data, RECORD: to_view(record)}
+        self._kept = False
         try:
             self._check_room()
             write_checkpoint(self._root, update, self._rank, files)
+            self._kept = True
         except OSError as error:
             if not self._told:
                 said = f"checkpoint of update {update} cannot be written to {self._root} ({error.strerror})"

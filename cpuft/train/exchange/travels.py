@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from cpuft.comm.gradients.embedding_rows import find_embedding
+from cpuft.measurement import Travels
 from cpuft.options.fields import TrainConfig
-from cpuft.record import Travels
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective import Objective

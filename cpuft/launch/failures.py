@@ -1,0 +1,131 @@
+"""Why ranks failed, read from what they wrote, and the last lines that a user sees of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpuft.errors import AGAIN
+from cpuft.rank.process import FAILURE, KILLED_BY_SOMEBODY, OUT_OF_MEMORY, parse_failure, parse_missed
+
+_TRACE_LINES = 15
+_LIKELY = {
+    135: "SIGBUS (is /dev/shm full? look with cpuft doctor)",
+    137: "SIGKILL (out of memory? lower --batch-size)",
+}
+_WATCH = "cpuft comm: rank "
+"""How the last word of the watch over collectives begins."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that failed, and what it wrote to standard error."""
+
+    rank: int
+    host: str
+    code: int
+    """Exit code; 128 + N for signal N."""
+    text: str
+    missed: frozenset[int] = frozenset()
+    """The ranks that it waited for in vain: theirs is the failure."""
+
+    @property
+    def lost_its_peer(self) -> bool:
+        """Whether it failed only because another one had before."""
+        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed")
+        return any(sign in self.text for sign in signs)
+
+
+def read_errors(logs: Path, ranks: int) -> list[str]:
+    """What each rank wrote to standard error, those that fell silent first in front."""
+    paths = [path for rank in range(ranks) if (path := logs / f"rank-{rank}.err").exists()]
+    return [path.read_text(errors="replace") for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
+    """Ranks that failed, hosts as the user named them; first whom others missed, last who waited for or lost a peer."""
+    failures = []
+    for text in errors:
+        if found := parse_failure(text):
+            own = "\n".join(line for line in text.splitlines() if not line.startswith(FAILURE))
+            host = hosts[found[0]] if found[0] < len(hosts) else found[1]
+            failures.append(Failure(found[0], host, found[2], own, frozenset(parse_missed(text))))
+    missed = _missed(failures)
+    return sorted(failures, key=lambda one: (bool(one.missed), one.rank not in missed, one.lost_its_peer))
+
+
+def _missed(failures: list[Failure]) -> set[int]:
+    return {rank for failure in failures for rank in failure.missed}
+
+
+def name_absent(failures: list[Failure], hosts: tuple[str, ...], silent: set[str]) -> list[str]:
+    """A line for each host that does not answer, and for each rank elsewhere that others waited for in vain.
+
+    A rank that has failed itself is left out: it tells its own story, or waited, too.
+    """
+    lines = []
+    for name in sorted(silent):
+        lost = _ranks(rank for rank, host in enumerate(hosts) if host == name)
+        lines.append(f"host {name} does not answer, {lost} was lost with it: look at it with cpuft doctor")
+    for rank in sorted(_missed(failures) - {failure.rank for failure in failures}):
+        if rank < len(hosts) and hosts[rank] not in silent:
+            lines.append(f"rank {rank} on {hosts[rank]} did not answer the others: is it stopped? look at it there")
+    return lines
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, sorted(numbers)))}"
+
+
+def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
+    """The last lines a user sees: which rank on which host failed first, and the end of its traceback.
+
+    `absent` comes from `name_absent`: who is to blame rather than those who waited for them.
+    """
+    blame, how, text = "", "cpuft: mpirun failed before any rank did", mpirun
+    if failures:
+        first, *others = failures
+        blame, text = f"rank {first.rank} on {first.host} failed", _traceback(first.text)
+        after = f" (after it: {_ranks(f.rank for f in others)})" if others else ""
+        how = f"{blame}, {describe_exit(first.code, first.text)}{after}"
+        if first.missed and absent:
+            how = f"{_ranks(f.rank for f in failures)} waited in vain"
+        how = f"\ncpuft: {how}"
+    return "\n".join([f"{how}:", _last_lines(text), *(f"cpuft: {line}" for line in absent or [blame] if line)])
+
+
+def ended_to_go_on(failures: list[Failure]) -> bool:
+    """Whether ranks ended by their own will with 75, and not because they had waited in vain."""
+    own = [one for one in failures if one.code < 128]
+    return bool(own) and all(one.code == AGAIN and not one.missed and _WATCH not in one.text for one in own)
+
+
+def worst_exit_code(failures: list[Failure], fallback: int) -> int:
+    """The exit code of the run. What a rank chose itself outweighs signals that then ended others, and who waited."""
+    codes = [one.code for one in failures if not one.missed] or [one.code for one in failures]
+    own = [code for code in codes if 0 < code < 128]
+    return max(own or codes, default=0) or fallback
+
+
+def describe_exit(code: int, said: str = "") -> str:
+    """An exit code in words, with what is behind it by what the rank `said`, or is most often."""
+    if code == 137 and OUT_OF_MEMORY in said:
+        return "killed by the kernel, out of memory (lower --batch-size)"
+    if code == 137 and KILLED_BY_SOMEBODY in said:
+        return "killed by signal 9"
+    if code in _LIKELY:
+        return f"killed by {_LIKELY[code]}"
+    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+
+
+def _traceback(text: str) -> str:
+    """From the last traceback, or the last word of the watch, on; the whole text where there is none."""
+    start = max(text.rfind(sign) for sign in ("Traceback (most recent call last)", _WATCH))
+    return text[max(start, 0) :]
+
+
+def _last_lines(text: str) -> str:
+    lines = [line for line in text.rstrip().splitlines() if line.strip()]
+    return os.linesep.join(lines[-_TRACE_LINES:]) or "(it said nothing)"

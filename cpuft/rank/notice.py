@@ -1,0 +1,127 @@
+"""A run is told to stop in good order: by its launch, or by a notice on one of its hosts.
+
+`cpuft.rank` watches for that beside its worker, so that no step waits for it, and sends that SIGUSR1: once, and not
+before it listens. A program that does not listen goes on undisturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import FrameType
+
+from cpuft.rank.world import World
+
+ASKED = "logs/interrupt"
+"""In the run's directory: who asks for its end, written by the launch. mpirun passes on no signal."""
+NOTICE = "CPUFT_NOTICE"
+SIGNAL = signal.SIGUSR1
+_LOOK_SECONDS = 1.0
+_NOTICE_EVERY = 5
+"""Looks; EC2 gives a notice two minutes before the end."""
+_ANSWER_SECONDS = 2.0
+_METADATA = "/latest/meta-data/"
+"""How paths of EC2's metadata begin, which want a token (version 2 of the service)."""
+_came = threading.Event()
+
+
+def listen() -> None:
+    """Note SIGUSR1 from now on instead of ending by it, and whether the launch has asked before. On the main thread."""
+    signal.signal(SIGNAL, _note)
+    signal.siginterrupt(SIGNAL, False)  # libraries' system calls are begun again
+    if os.path.exists(_asked(os.environ)):
+        _came.set()
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _came.set()
+
+
+def came() -> bool:
+    """Whether this process was told that its run is to stop."""
+    return _came.is_set()
+
+
+def describe_cause(environ: Mapping[str, str]) -> str:
+    """Who told this rank to stop."""
+    with suppress(OSError), open(_asked(environ), encoding="utf-8") as file:
+        return file.read().strip()
+    notice = environ.get(NOTICE, "")
+    return f"{f'the notice {notice}' if notice else SIGNAL.name} on {socket.gethostname()}"
+
+
+def _asked(environ: Mapping[str, str]) -> str:
+    return os.path.join(environ.get("CPUFT_RUN_DIR") or "/nowhere", ASKED)
+
+
+def start_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
+    """Watch for as long as the child lives; a notice is looked for by each host's first rank."""
+    notice = environ.get(NOTICE, "") if world.local_rank == 0 else ""
+    looks = Notice(notice).stands if notice else lambda: False
+    threading.Thread(target=_watch, args=(child, _asked(environ), looks), daemon=True).start()
+
+
+def _watch(child: int, asked: str, notice: Callable[[], bool]) -> None:
+    look, stands = 0, False
+    while os.path.exists(f"/proc/{child}"):
+        stands = stands or os.path.exists(asked) or (look % _NOTICE_EVERY == 0 and notice())
+        if stands and is_listening(child):
+            with suppress(ProcessLookupError):
+                os.kill(child, SIGNAL)
+            return
+        look += 1
+        time.sleep(_LOOK_SECONDS)
+
+
+def is_listening(process: int) -> bool:
+    """Whether a process catches SIGUSR1, or holds it back to look for it later."""
+    try:
+        with open(f"/proc/{process}/status", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigBlk:"))]
+    return any(mask >> (SIGNAL - 1) & 1 for mask in masks)
+
+
+class Notice:
+    """A file that is there once a host is about to go, or an address that then answers 200, and 404 until then."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._told = False
+
+    def stands(self) -> bool:
+        """Look now: at most a few seconds long. An address that cannot be asked is said once, and is no notice."""
+        if not self._place.startswith(("http://", "https://")):
+            return os.path.exists(self._place)
+        try:
+            return self._ask()
+        except Exception as error:  # urllib lets through what http.client raises; whatever it is, the watch goes on
+            if getattr(error, "code", 0) != 404 and not self._told:
+                self._told = True
+                why = f"{self._place} cannot be asked ({error})"
+                print(f"cpuft: {why}: no notice will come from there", file=sys.stderr, flush=True)
+            return False
+
+    def _ask(self) -> bool:
+        # Imported here, because few runs ask.
+        from urllib.error import HTTPError
+        from urllib.parse import urlsplit
+        from urllib.request import ProxyHandler, Request, build_opener
+
+        opener = build_opener(ProxyHandler({}))  # metadata are the host's own
+        parts, headers = urlsplit(self._place), dict[str, str]()
+        if parts.path.startswith(_METADATA):
+            lasts = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+            token = Request(f"{parts.scheme}://{parts.netloc}/latest/api/token", headers=lasts, method="PUT")
+            with suppress(HTTPError), opener.open(token, timeout=_ANSWER_SECONDS) as answer:
+                headers["X-aws-ec2-metadata-token"] = answer.read(1000).decode("ascii").strip()
+        with opener.open(Request(self._place, headers=headers), timeout=_ANSWER_SECONDS) as answer:
+            return bool(answer.status == 200)

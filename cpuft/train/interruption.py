@@ -1,0 +1,48 @@
+"""What ranks do when their run is told to stop: a checkpoint after the same update, and the end of all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from cpuft.rank.notice import came, describe_cause
+from cpuft.record import InterruptedLine, Line
+from cpuft.train.checkpoint.keeper import Keeper
+from cpuft.train.job import gather
+from cpuft.train.loop import KEEP, LEAVE, Loop
+
+
+class Stopped(Exception):
+    """The run ends here, on all ranks, and may be resumed."""
+
+
+def obey(loop: Loop, keeper: Keeper | None, record: Callable[[Line], None]) -> None:
+    """Have a loop make checkpoints when they are due, and stop when a rank is told to; `record` keeps a line."""
+
+    def ask() -> float:
+        if came():
+            return LEAVE
+        return KEEP if keeper and loop.world.rank == 0 and keeper.is_due() else 0.0
+
+    def rest(update: int, leaves: bool) -> None:
+        if leaves:
+            _leave(InterruptedLine(update, loop.updates, _find_cause()), keeper, record)
+        elif keeper:
+            keeper.keep(update)
+
+    loop.asks, loop.rest = ask, rest
+
+
+def _find_cause() -> str:
+    causes: list[str] = gather(describe_cause(os.environ) if came() else "")
+    return next(filter(None, causes))
+
+
+def _leave(line: InterruptedLine, keeper: Keeper | None, record: Callable[[Line], None]) -> None:
+    """Raises Stopped when a checkpoint is on a disk; where none took it, training goes on, as had been said."""
+    if any(gather(keeper is not None and keeper.keep(line.step, wait=True, last=line))):
+        record(line)
+        dist.barrier()  # the first rank that ends makes mpirun end the others
+        raise Stopped

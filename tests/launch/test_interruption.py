@@ -1,0 +1,74 @@
+"""A training that is told to stop again and again, in every way, ends as one that never was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.record import read_record
+from tests.conftest import run_cpuft
+from tests.rank.metadata import serve_metadata
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+
+WORDS = ("launch", "--np", "2", "--backend", "gloo", "--no-save-model")
+JOB = ("--task", "demo", "--max-steps", "6", "--batch-size", "4", "--max-length", "32", "--max-train-samples", "64")
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist
+from cpuft.rank.notice import came
+dist.init_process_group("gloo")
+told = torch.zeros(1)
+while not told:
+    time.sleep(0.05)
+    told += came()
+    dist.all_reduce(told)
+sys.exit(75)
+"""
+
+
+def wait_for(there: Path) -> None:
+    end = time.monotonic() + 120
+    while not there.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert there.exists()
+
+
+def test_a_training_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "cpuft", *WORDS, *JOB, "--run-dir", "run", "--checkpoint-every", "0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        wait_for(Path("run/logs/rank-0.err"))
+        process.send_signal(signal.SIGUSR1)
+        said = process.communicate(timeout=200)[1].rstrip().splitlines()[-1]
+    assert process.returncode == 75
+    done = run_cpuft("launch", "--resume", "run")
+    assert done.returncode == 0, done.stderr
+    undisturbed = run_cpuft(*WORDS, *JOB, "--run-dir", "whole")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    record, whole = read_record("run"), read_record("whole")
+    ((update, repeated),) = [(line.step, line.repeated) for line in record.resumptions]
+    how = f"cpuft: interrupted by SIGUSR1 after update {update} of 6"
+    assert said == f"{how}: go on with cpuft launch --resume {tmp_path}/run"
+    assert 0 < update < 6
+    assert repeated == 0
+    assert [line.loss for line in record.steps] == [line.loss for line in whole.steps]
+    assert record.footer
+    assert whole.footer
+    assert record.footer.checksum == whole.footer.checksum
+    assert not Path("run/checkpoints").exists()
+
+
+def test_a_script_is_told_of_a_notice_and_its_75_is_the_launch_s(tmp_path: Path) -> None:
+    Path("script.py").write_text(SCRIPT)
+    with serve_metadata(404, 200) as metadata:
+        words = ("--run-dir", "run", "--notice", metadata.url, "--", "script.py")
+        done = run_cpuft("launch", "--np", "2", *words, seconds=200)
+    assert done.returncode == 75
+    said = f"cpuft: ranks ended with 75: go on with cpuft launch --resume {tmp_path}/run -- script.py"
+    assert done.stderr.splitlines()[-1] == said
