@@ -11,16 +11,21 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].partition(".")[0] ==
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cpuft.train.checkpoint.script import interrupted, load_state, save_state
     from cpuft.train.fast import accelerate
 
-__all__ = ["__version__", "accelerate"]
+__all__ = ["__version__", "accelerate", "interrupted", "load_state", "save_state"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`cpuft.accelerate` loads torch only when it is asked for: the command line does not need it."""
+    """What loads torch is loaded only when it is asked for: the command line does not need it."""
     if name == "accelerate":
         from cpuft.train.fast import accelerate
 
         return accelerate
+    if name in ("interrupted", "load_state", "save_state"):
+        from cpuft.train.checkpoint import script
+
+        return getattr(script, name)
     raise AttributeError(f"module 'cpuft' has no attribute {name!r}")

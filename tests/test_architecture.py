@@ -51,7 +51,7 @@ FILE_LINES = 300
 FUNCTION_LINES = 40
 TYPE_IGNORES = 36
 """In the whole tree."""
-PACKAGE_LINES = 22_115
+PACKAGE_LINES = 22_322
 """Of all Python files of cpuft/. The aim is 14,066."""
 
 FILES = sorted(path for folder in ("cpuft", "tests") for path in (ROOT / folder).rglob("*.py"))
@@ -108,7 +108,8 @@ def test_a_module_reaches_only_what_its_room_may(name: str) -> None:
 
 
 def test_the_package_itself_holds_nothing_but_its_face() -> None:
-    assert imports_of("cpuft") <= {"cpuft.train", "cpuft.train.fast"}
+    face = {"cpuft.train", "cpuft.train.fast", "cpuft.train.checkpoint", "cpuft.train.checkpoint.script"}
+    assert imports_of("cpuft") <= face
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

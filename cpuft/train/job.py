@@ -71,7 +71,9 @@ def _open_store(world: World, timeout_seconds: float) -> Store:
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of ranks."""
+    """`value` of every rank, in the order of ranks; a process without a group is alone."""
+    if not dist.is_initialized():
+        return [value]
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -19,7 +19,8 @@ from cpuft.files import hash_text
 from cpuft.loader import load, parse_json
 
 FOLDER = "checkpoints"
-STATE, RECORD = "state.safetensors", "record.jsonl"
+STATE, RECORD, VALUES = "state.safetensors", "record.jsonl", "values.json"
+"""Of a checkpoint: the state, and beside it the record of a training, or what a script keeps that is no tensor."""
 KEPT = 2
 _ABOUT, _BESIDE, _GOING = "checkpoint.json", ".new", ".old"
 _FORMAT = 1
@@ -118,7 +119,7 @@ def read_checkpoint(path: Path) -> dict[str, bytearray]:
         if about.pop("checksum", "") != _checksum(about) or about.get("format") != _FORMAT:
             raise ValueError(f"{_ABOUT} is damaged, or of another version")
         sums = load(dict[str, str], about.get("files"), _ABOUT)
-        if sums.keys() != {STATE, RECORD}:
+        if sums.keys() not in ({STATE, RECORD}, {STATE, VALUES}):
             raise ValueError(f"{_ABOUT} names other files")
         files = {name: _read(path / name) for name in sums}
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,41 @@ class Past:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """What a host has."""
 
     host: str
     update: int
+    """Of its newest whole checkpoint; -1: it has none."""
     damaged: list[str]
     header: bytes
     text: str
+    nbytes: int
+
+
+def find_newest(root: Path, world: World, text: str, header: int = 0) -> tuple[Found, Callable[[], torch.Tensor]]:
+    """The newest whole checkpoint in `root` on any host, and what gives its state to every rank. Collectives, both.
+
+    Parameters
+    ----------
+    text: name of the file beside the state that all ranks get.
+    header: bytes of the state that they get with it.
+
+    Raises
+    ------
+    CpuftError: on all ranks alike, all that there are are damaged.
+    """
+    update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
+    content, said = files.get(STATE, bytearray()), files.get(text, bytearray()).decode(errors="replace")
+    found = Found(socket.gethostname(), update, damaged, bytes(content[:header]), said, len(content))
+    everyone: list[Found] = gather(found)
+    for one in everyone if world.rank == 0 else ():
+        for line in one.damaged:
+            print(f"{line} ({one.host})", file=sys.stderr, flush=True)
+    newest = max(everyone, key=lambda one: one.update)  # of several, that of the lowest rank
+    if newest.update < 0 and any(one.damaged for one in everyone):
+        raise CpuftError(f"no checkpoint in {root} is whole: bring one back, or start a new run without --resume")
+    return newest, lambda: _broadcast(content, newest.nbytes, everyone.index(newest), world.rank)
 
 
 def resume(state: State, root: Path, world: World, options: Mapping[str, Any], data: str) -> Past:
@@ -59,22 +86,13 @@ def resume(state: State, root: Path, world: World, options: Mapping[str, Any], d
     CpuftError: on all ranks alike, the checkpoint is of another job, and what differs; or all that there are are
     damaged.
     """
-    update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
-    content, text = files.get(STATE, bytearray()), files.get(RECORD, bytearray()).decode(errors="replace")
-    found = _Found(socket.gethostname(), update, damaged, bytes(content[: len(state.header)]), text)
-    everyone: list[_Found] = gather(found)
-    for one in everyone if world.rank == 0 else ():
-        for line in one.damaged:
-            print(f"{line} ({one.host})", file=sys.stderr, flush=True)
-    newest = max(everyone, key=lambda one: one.update)  # of several, that of the lowest rank
-    if newest.update < 0 and any(one.damaged for one in everyone):
-        raise CpuftError(f"no checkpoint in {root} is whole: bring one back, or start a new run without --resume")
+    newest, read = find_newest(root, world, RECORD, len(state.header))
     record = None
     if newest.update >= 0:
         record = parse_record(newest.text, f"checkpoint of update {newest.update} on {newest.host}")
         if problem := find_difference(record, newest.header == state.header, options, data):
             raise CpuftError(f"{record.path} {problem}")
-        state.restore(_broadcast(content, state.nbytes, everyone.index(newest), world.rank))
+        state.restore(read())
     if world.local_rank == 0:
         remove_after(root, newest.update)
     return Past(max(0, newest.update), newest.text, record)
@@ -97,6 +115,6 @@ def find_difference(record: Record, same_tensors: bool, options: Mapping[str, An
 def _broadcast(content: bytearray, nbytes: int, root: int, rank: int) -> torch.Tensor:
     """A block that one rank has read, on every rank."""
     block = torch.frombuffer(content, dtype=torch.uint8) if rank == root else torch.empty(nbytes, dtype=torch.uint8)
-    for start in range(0, nbytes, _PIECE):
+    for start in range(0, nbytes if dist.is_initialized() else 0, _PIECE):
         dist.broadcast(block[start : start + _PIECE], root)
     return block

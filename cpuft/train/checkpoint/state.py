@@ -7,6 +7,7 @@ and read in one piece; the library's own writer holds the GIL meanwhile, and tra
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cpuft.errors import CpuftError
 from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
 
 _NAMES = {
@@ -103,6 +105,19 @@ class State:
             if step:
                 moments = {moment: self._places[f"{moment}.{name}"].view(block).clone() for moment in _MOMENTS}
                 self._optimizer.state[parameter] = {_STEP: step.clone(), **moments}
+
+
+def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
+    """These tensors in one block, a safetensors file as it stands. Raises CpuftError: one has a type without a name."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise CpuftError(f"{name} is of type {tensor.dtype}, which is not kept: make it one of another type before")
+    header, places = _lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
+    block = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for name, tensor in tensors.items():
+        places[name].view(block).copy_(tensor)
+    return block
 
 
 def _lay_out(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, _Place]]:
