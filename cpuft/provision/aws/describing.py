@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cpuft.errors import counted
 from cpuft.provision.aws.facts import LIVE, Group, Instance
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.price import Price, describe_cost
@@ -32,5 +33,6 @@ def describe_cluster(
     name: str, group: Group | None, instances: Sequence[Instance], now: float, price: Price
 ) -> list[str]:
     """The same for a cluster of which only the tags are known."""
-    head = f"cluster {name} (aws), {sum(one.state in LIVE for one in instances)} nodes"
+    nodes = counted(sum(one.state in LIVE for one in instances), "node")
+    head = f"cluster {name} (aws), {nodes}"
     return [head, *(f"  {line}" for line in describe_instances(group, instances, now, price))]

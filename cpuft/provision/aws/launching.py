@@ -68,7 +68,7 @@ def plan_launch(
     generation = group.generation
     used = any(one.generation == generation for one in found.instances)
     if used or found.now - generation > STALE_SECONDS:
-        generation = int(found.now)
+        generation = max(int(found.now), generation + 1)
         change = {"Resources": [group.id], "Tags": make_tags({GENERATION: str(generation)})}
         stages.append([plan_call("create_tags", "note that instances are asked for anew", region, change)])
     path = f"{directory}/user-data"
@@ -79,9 +79,8 @@ def plan_launch(
         "KeyName": resource_name(config.name),
     }
     request["NetworkInterfaces"][0]["Groups"] = [group.id]
-    tags = make_cluster_tags(config, found) | {GENERATION: str(generation), "Name": resource_name(config.name)}
-    kinds = ["instance", "volume", "network-interface", *(["spot-instances-request"] if config.spot else [])]
-    request["TagSpecifications"] = tag_all(tags, *kinds)
+    for one in request["TagSpecifications"]:
+        one["Tags"] += make_tags({GENERATION: str(generation), "Name": resource_name(config.name)})
     if has_placement_group(config, offer):
         request["Placement"]["GroupName"] = resource_name(config.name)
     why = f"start {counted(missing, 'instance')} of {config.type} in {zone.name}, all or none"
@@ -104,6 +103,9 @@ def make_request(config: AwsConfig, found: Found, offer: Offer, zone: Zone, miss
         "NetworkInterfaces": [interface | {"DeleteOnTermination": True}],
         "Placement": {"AvailabilityZone": zone.name},
     }
+    # Without the tag it would not be allowed: the printed policy lets nothing else be made.
+    kinds = ["instance", "volume", "network-interface", *(["spot-instances-request"] if config.spot else [])]
+    request["TagSpecifications"] = tag_all(make_cluster_tags(config, found), *kinds)
     if config.spot:
         options = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
         request["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": options}

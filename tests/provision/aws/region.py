@@ -43,8 +43,9 @@ class Region:
     """That instances get, in their order, where they are to be real hosts."""
     hidden: int = 0
     """How often DescribeInstances still tells of nothing."""
+    start: float = field(default_factory=time.time)
     seconds: float = 0.0
-    """That have been slept."""
+    """That have been slept: time passes by them alone, however slow the machine is."""
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     kill: tuple[int, str] = (-1, "")
     """The number of the mutating call at which the launcher dies, and whether before or after it."""
@@ -65,7 +66,7 @@ class Region:
         self.seconds += seconds
 
     def now(self) -> float:
-        return time.time() + self.seconds
+        return self.start + self.seconds
 
     def edge(self, **changes: Any) -> Edge:
         """The world of a launcher that rents and does not log in."""

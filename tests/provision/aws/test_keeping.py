@@ -57,9 +57,10 @@ def test_all_clusters_of_a_region_are_told_of(region: Region, tmp_path: Path) ->
     said = describe_region(REGION, region.edge()).splitlines()
     assert [line for line in said if line.startswith("cluster")] == [
         "cluster lab (aws), 4 nodes",
-        "cluster other (aws), 1 nodes",
+        "cluster other (aws), 1 node",
     ]
-    assert 3.22 < float(said[1].partition("about ")[2].split()[0]) < 3.26
+    # Half an hour of four, but for the seconds in which they were started.
+    assert 2.5 < float(said[1].partition("about ")[2].split()[0]) < 3.24
     assert "in 3 h " in said[1]
 
 
@@ -69,7 +70,7 @@ def test_a_lease_is_extended_for_all(region: Region, tmp_path: Path) -> None:
     region.seconds += 1800
     assert lab.extend("3h", say).startswith("cluster lab ends itself at")
     (until,) = {int(read_tags(one)[UNTIL]) for one in live()}
-    assert 3 * 3600 - 120 < until - region.now() <= 3 * 3600
+    assert 3 * 3600 - 2 < until - region.now() <= 3 * 3600
     assert "in 2 h 5" in lab.describe()
     region.seconds += 4 * 3600
     with pytest.raises(CpuftError, match=r"the lease of lab ended at .*: cpuft provision down lab, and rent it anew"):

@@ -45,11 +45,10 @@ def test_a_dry_run_changes_nothing(region: Region, tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
     assert "4 x m7i.8xlarge on demand" in plan.notes[0]
     assert "6.45 $ an hour, 25.80 $" in plan.notes[0]
-    assert {name for name, parameters in region.calls if parameters.get("DryRun")} == {
-        "create_placement_group",
-        "create_security_group",
-        "run_instances",
-    }
+    tried = {name: parameters for name, parameters in region.calls if parameters.get("DryRun")}
+    assert {*tried} == {"create_placement_group", "create_security_group", "run_instances"}
+    # The printed policy allows only what carries the cluster's tag from the start.
+    assert [name for name, one in tried.items() for kind in one["TagSpecifications"] if TAG not in str(kind)] == []
 
 
 def test_a_cluster_is_what_was_asked_for_and_making_it_again_does_nothing(region: Region, tmp_path: Path) -> None:
