@@ -18,7 +18,7 @@ from pathlib import Path
 from cpuft.tables import format_table
 from tests.conftest import GLUE
 from tests.faults.kinds import KINDS, Fault, draw_faults, was_named
-from tests.faults.launches import END_SECONDS, Launch, Outcome, read_outcome, restart_words, wait_for_steps
+from tests.faults.launches import END_SECONDS, Launch, read_outcome, restart_words, wait_for_steps
 from tests.faults.processes import list_ours, make_fault
 from tests.provision.simulated import Simulated, own_root, simulate
 
@@ -28,8 +28,10 @@ mount --make-rprivate /
 mount -t tmpfs -o mode=1777,size=2g tmpfs /dev/shm
 mount -t tmpfs -o mode=1777 tmpfs /var/tmp
 ip link set dev lo up
-exec "$@"
+"$@" || exit $?
+exit 0
 """
+"""The shell stays, as the first process: it takes in what hosts leave behind when they are killed."""
 _SPACES = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _INSIDE = "CPUFT_FAULTS_INSIDE"
 COLUMNS = [
@@ -73,7 +75,7 @@ def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int) -> int
     with own_root(folder) as image, simulate(image.parent, "--nodes", str(NODES), "--image", str(image)) as cluster:
         words = (*job(steps), *restart_words(restarts))
         whole = read_outcome(cluster, run_whole(cluster, words), steps)
-        rows, bad = [["none", "", "", "", "0", "", "", "", whole.updates, whole.metric, whole.left]], 0
+        rows, bad = [["none", "", "", "", "0", "", "", "", whole.updates, whole.metric, str(len(whole.left))]], 0
         for number, fault in enumerate(faults):
             row, good = disturb(cluster, f"run-{number}", fault, words, steps, restarts)
             rows.append(row)
@@ -109,6 +111,8 @@ def disturb(
     """Start a run, make the fault, see how it ends and goes on; a row of the table, and whether all bars were met."""
     launch = Launch(cluster, run, words)
     moment = wait_for_steps(launch, cluster, run, fault.step)
+    if launch.process.poll() is not None:
+        return [fault.describe(), str(moment), f"it had ended before: {launch.texts()[-1:]}", *[""] * 8], False
     made_at = time.monotonic()
     target = make_fault(fault, cluster, launch.process.pid)
     ended = launch.wait(END_SECONDS + (restarts + 1) * 120)
@@ -119,18 +123,36 @@ def disturb(
     repaired = cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", str(NODES))
     assert repaired.returncode == 0, repaired.stderr
     if ended and not restarts:
-        resumed = Launch(cluster, run, ("--no-check",), resume=True)
-        resumed.wait()
-        again = resumed.seconds_to("resumed after update", resumed.begun)
-        told = told if resumed.process.returncode == 0 else " / ".join([told, *resumed.texts()[-1:]])
+        again, refused = go_on(cluster, run, words)
+        told = " / ".join([told, refused]) if refused else told
     outcome = read_outcome(cluster, run, steps)
     late = ended_at - made_at > END_SECONDS + (restarts + 1) * 120 - 1
-    good = named and not late and outcome == Outcome(str(steps), outcome.metric, outcome.repeated, "0")
+    good = named and not late and outcome.updates == str(steps) and not outcome.left
     row = [fault.describe(), str(moment), told[:90], "yes" if named else "NO", str(ended)]
-    row += [f"{ended_at - made_at:.0f}", again, outcome.repeated, outcome.updates, outcome.metric, outcome.left]
+    row += [
+        f"{ended_at - made_at:.0f}",
+        again,
+        outcome.repeated,
+        outcome.updates,
+        outcome.metric,
+        str(len(outcome.left)),
+    ]
+    if not good:
+        print("\n".join([*launch.texts()[-12:], *outcome.left]), file=sys.stderr, flush=True)
     for pid in list_ours():
         os.kill(pid, signal.SIGKILL)
     return row, good
+
+
+def go_on(cluster: Simulated, run: str, words: Sequence[str]) -> tuple[str, str]:
+    """Go on with a run, or begin anew where it was lost before it had begun; seconds until then, and a refusal."""
+    resumed = Launch(cluster, run, ("--no-check",), resume=True)
+    resumed.wait()
+    if "name the directory of a run" in "".join(resumed.texts()[-1:]):
+        resumed = Launch(cluster, run, words)
+        resumed.wait()
+    seconds = resumed.seconds_to("resumed after update", resumed.begun)
+    return seconds, "".join(resumed.texts()[-1:]) if resumed.process.returncode else ""
 
 
 if __name__ == "__main__":

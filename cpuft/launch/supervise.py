@@ -128,15 +128,19 @@ def run_plan(
     Raises Interrupted: a signal came; all ranks are gone, and the record up to then is kept.
     """
     here = plan.whole.here
-    for step in (step for stage in plan.make for step in stage):
+    for (step,) in plan.make:
         _make_run_dir(here(step), environ)
     try:
         for step in (step for stage in plan.prepare for step in stage):
             _run_before(here(step), environ)
         write_plan(plan, run_dir)
-    except BaseException:
+    except BaseException as error:
         if not plan.resumed:
             execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
+        if isinstance(error, RuntimeError) and (silent := door.find_silent(sorted(set(hosts)))):
+            for line in (str(error).splitlines()[0], *name_absent([], hosts, silent)):
+                print(f"cpuft: {line}", file=sys.stderr, flush=True)
+            return AGAIN
         raise
     ((ranks,),) = plan.ranks
     ending = Ending(
@@ -201,8 +205,7 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
         raise CpuftError(f"the disk of {logs.parent} is full: make room there, or name another place with --run-dir")
-    said = (logs / "mpirun.log").read_text(errors="replace")
-    absent = name_absent(failures, hosts, silent)
+    said, absent = (logs / "mpirun.log").read_text(errors="replace"), name_absent(failures, hosts, silent)
     if ending.verdict and not silent:
         absent = [ending.verdict.text]
     print(describe_failures(failures, said, absent), file=sys.stderr, flush=True)

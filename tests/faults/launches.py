@@ -92,7 +92,7 @@ class Outcome:
     updates: str
     metric: str
     repeated: str
-    left: str
+    left: list[str]
     """Processes on all hosts, segments of shared memory, and files of the run on hosts' disks."""
 
 
@@ -103,10 +103,10 @@ def read_outcome(cluster: Simulated, run: str, steps: int) -> Outcome:
         left += [f"memory {name}" for name in cluster.on(index, "ls /dev/shm").split()]
     left += [str(path) for disk in _disks(cluster) for path in disk.iterdir() if path.name != "inputs"]
     if not (cluster.folder / run / "record.jsonl").exists():
-        return Outcome("0", "", "", str(len(left)))
+        return Outcome("0", "", "", left)
     record = read_record(str(cluster.folder / run))
     numbers = [step.step for step in record.steps]
     in_order = numbers == list(range(1, len(numbers) + 1))
     metric = f"{record.metrics['accuracy']:.4f}" if record.footer and "accuracy" in record.metrics else ""
     repeated = str(sum(line.repeated for line in record.resumptions))
-    return Outcome(str(len(numbers)) if in_order else f"NOT IN ORDER {numbers}", metric, repeated, str(len(left)))
+    return Outcome(str(len(numbers)) if in_order else f"NOT IN ORDER {numbers}", metric, repeated, left)

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,29 @@ def test_exit_codes_in_words(code: int, words: str) -> None:
 )
 def test_worst_exit_code(codes: list[int], fallback: int, code: int) -> None:
     assert worst_exit_code([Failure(0, "node1", one, "") for one in codes], fallback) == code
+
+
+class Lost(Door):
+    """Hosts of which one does not answer."""
+
+    def find_silent(self, names: Sequence[str]) -> set[str]:
+        return {"b"}.intersection(names)
+
+
+def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The master fails to give it the rows."""
+    run = tmp_path / "run"
+    make = Step("make the run's directory", ("mkdir", "-p", f"{run}/logs"))
+    give = Step("give the rows to b", ("sh", "-c", "echo Connection timed out; exit 255"))
+    plan = RunPlan(((make,),), prepare=((give,),), ranks=((Step("train", ("true",)),),))
+    assert run_plan(plan, str(run), ("a", "b"), os.environ, 0.0, Lost()) == 75
+    assert capfd.readouterr().err.splitlines() == [
+        "cpuft: give the rows to b: exit code 255",
+        "cpuft: host b does not answer, rank 1 was lost with it: look at it with cpuft doctor",
+    ]
+    assert not run.exists()
+    with pytest.raises(RuntimeError, match="give the rows to b: exit code 255"):
+        run_plan(plan, str(run), ("a", "c"), os.environ, 0.0, Lost())
 
 
 def test_of_two_launches_into_one_directory_the_second_is_refused(
