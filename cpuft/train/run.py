@@ -117,6 +117,7 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
     if state and worker.resume >= 0:
         settle_messages(loop)
         past = resume(state, root, world, header.options, header.data)
+        loop.exchange.begin_anew()
         loop.done, story.past = past.update, past.record.steps if past.record else []
     lines = past.text or format_line(header) + "\n"
     if worker.run_dir and world.rank == 0:

@@ -69,6 +69,11 @@ class LocalUpdates:
         # Of its own: on the world's, small messages of each update would wait behind a large one.
         self._group = dist.new_group()
         self._queue = Queue("local updates")
+        self.begin_anew()
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Take the parameters as they are, the same on all ranks, for those from which training begins."""
         everything = self._named.new_ones(len(self._named)).nonzero()[:, 0]
         self._common = self._read(everything)
         self._base = self._common.clone()

@@ -23,6 +23,9 @@ class Exchange:
         self.model = own
         """What forward passes go through."""
 
+    def begin_anew(self) -> None:
+        """Called when parameters, the same on all ranks, were put in the place of those that it was made with."""
+
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Around each forward and backward pass; gradients may travel in the `last`."""
         return nullcontext()

@@ -25,6 +25,11 @@ class ParameterExchange(Exchange):
             weight = None if words is None else words.weight
             self._local = LocalUpdates(own.parameters(), sent_as, config.outer_momentum, weight)
 
+    def begin_anew(self) -> None:
+        """What was learnt before is no gain of this start, which would be sent, and doubled by the outer momentum."""
+        with fp32_weights(self.own):
+            self._local.begin_anew()
+
     def average(self, name_tokens: Callable[[], torch.Tensor]) -> float:
         """Gradients stay apart; words are remembered."""
         self._local.name(name_tokens())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from cpuft.comm.gradients.local_updates import LocalUpdates
 from cpuft.errors import CpuftError
@@ -15,3 +17,18 @@ def test_changes_of_parameters_have_types_of_their_own(compression: str) -> None
     with pytest.raises(CpuftError, match=f"cannot be sent as {compression}: .*int8") as refused:
         LocalUpdates([torch.nn.Parameter(torch.zeros(1))], compression)
     assert "\n" not in str(refused.value)
+
+
+def test_what_a_resumed_run_brings_with_it_is_no_gain() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    learnt = torch.tensor([1.0, -2.0, 3.0])
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        local = LocalUpdates([parameter], "none", momentum=0.9)
+        parameter.data.copy_(learnt)
+        local.begin_anew()
+        local.meet()
+        local.finish()
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(parameter.detach(), learnt)
