@@ -231,6 +231,7 @@ PARSERS: dict[str, Parser] = {
 
 EXEMPT = {
     "load_model": "transformers reads it",
+    "load_state": "read_checkpoint, and what save_state has written",
     "load_tokenizer": "transformers reads it",
     "parse_call": "what plan_call has written",
     "parse_cores": "what cpuft launch has written",
