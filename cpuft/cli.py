@@ -85,6 +85,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
     from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.attempts import Launch, describe_limit, run_attempts
     from cpuft.launch.ending import describe_ending
     from cpuft.launch.job import Job, plan_run
     from cpuft.launch.kept import check_kept
@@ -107,13 +108,14 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     cluster = gather_cluster(config, resumed.hosts if resumed else ())
     if resumed:
         check_kept(resumed.kept, cluster, run_dir)
-    plan = plan_run(Job(config, train, command, wrap, _progress()), cluster, run_dir, os.environ, resumed)
+    job = Job(config, train, command, wrap, _progress())
+    plan = plan_run(job, cluster, run_dir, os.environ, resumed)
     if dry_run:
-        _print_plans([plan])
+        _print_plans([replace(plan, notes=(*describe_limit(job, cluster), *plan.notes))])
         return
     _check_hosts(cluster, config)
     grace = None if train.engine == "ipex" else config.grace
-    code = _run(plan, run_dir, cluster, config.time_limit, grace)
+    code = run_attempts(Launch(job, run_dir, os.environ), plan, cluster, partial(_run, grace=grace), _say)
     code, line = describe_ending(code, run_dir, cluster.rank_hosts, config, script)
     click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)
@@ -146,7 +148,7 @@ def compare(dry_run: bool, **values: Any) -> None:
     _report([run.run_dir for run in planned], run_dir)
 
 
-@verb(*make_options(LaunchConfig, "run_dir", "time_limit", "check"))
+@verb(*make_options(LaunchConfig, "run_dir", "time_limit", "check", *LAUNCH_ALONE))
 def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
     from cpuft.hosts.cluster import gather_cluster, read_hosts
@@ -238,20 +240,17 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
     from cpuft.doctor.before import check_before_launch
 
     if config.check:
-        check_before_launch(cluster, lambda line: click.echo(line, err=True))
+        check_before_launch(cluster, _say)
 
 
 def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, grace: float | None = None) -> int:
-    from cpuft.launch.remote import run_anywhere
+    from cpuft.launch.start import start_run
 
-    try:
-        return run_anywhere(plan, run_dir, cluster, os.environ, seconds, partial(click.echo, err=True), grace)
-    except Interrupted as stopped:
-        recorded = (Path(run_dir) / "record.jsonl").exists()
-        what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"
-        kept = f"{what} is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
-        click.echo(f"cpuft: stopped by {stopped}: all ranks are gone, {kept}", err=True)
-        sys.exit(stopped.exit_code)
+    return start_run(plan, run_dir, cluster, seconds, _say, grace)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _report(runs: list[str], run_dir: str) -> None:

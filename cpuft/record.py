@@ -112,6 +112,10 @@ class ResumedLine:
     """What no checkpoint has, and began anew; empty for nothing."""
     started: str
     """UTC, ISO 8601."""
+    lost_seconds: float = 0.0
+    """Of a restart by itself: from the last update recorded, or from when its loss was seen, to this line."""
+    because: str = ""
+    """Of a restart by itself: what was lost."""
 
 
 @dataclass(frozen=True)

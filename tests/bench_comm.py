@@ -110,6 +110,8 @@ def _overlap(folder: Path, place: str, backend: str, *where: str) -> float:
         "launch",
         "--np",
         "2",
+        "--restarts",
+        "0",
         "--run-dir",
         str(run_dir),
         *where,

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from cpuft import execute
@@ -26,6 +26,8 @@ _AT_ONCE = 32
 _BLOCK = 1 << 18
 _POLL_SECONDS = 0.005
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
+_SILENT_SECONDS = 6.0
+"""Within which an ssh server that is there has told its key."""
 _KEEP_ALIVE = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """A host that was cut off is noticed within 15 s."""
 
@@ -36,6 +38,8 @@ class Door:
 
     config: str = ""
     """ssh's client configuration; empty for the user's own."""
+    silent: set[str] = field(default_factory=set, compare=False)
+    """Hosts that did not answer when they were last asked: who cleans up spares them, for each question costs 10 s."""
 
     def address(self, host: Host) -> str:
         """Where the other hosts reach this one: its IPv4 address, or behind a bastion the name that only they resolve.
@@ -85,8 +89,13 @@ class Door:
 
     def find_silent(self, names: Sequence[str]) -> set[str]:
         """The hosts, this machine apart, whose ssh server does not answer in time: off, cut off or frozen. No login."""
-        answers = attempt(lambda one: self.is_here(one) or ssh.scan_host_key(one, self.config), [*map(Host, names)])
-        return {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
+        answers = attempt(
+            lambda one: self.is_here(one) or ssh.scan_host_key(one, self.config, _SILENT_SECONDS), [*map(Host, names)]
+        )
+        silent = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
+        self.silent.difference_update(names)
+        self.silent.update(silent)
+        return silent
 
     def way(self, host: Host) -> tuple[str, ...]:
         """The words before a shell line that take it to a host by ssh's own program; none where it is this machine.

@@ -155,7 +155,7 @@ def _log_in(host: Host, login: Login, before: paramiko.SSHClient | None, stack: 
         # ssh knows an alias's key without a port, wherever it is.
         name, port = (login.alias, 22) if login.alias else (login.address, login.port)
         try:
-            client.connect(name, port, sock=_open_stream(login, before), **options)
+            client.connect(name, port, sock=_open_stream(login, before, CONNECT_SECONDS), **options)
         except paramiko.SSHException as error:
             transport = client.get_transport()
             if transport and transport.is_active() and not isinstance(error, paramiko.BadHostKeyException):
@@ -165,17 +165,17 @@ def _log_in(host: Host, login: Login, before: paramiko.SSHClient | None, stack: 
     return client
 
 
-def _open_stream(login: Login, before: paramiko.SSHClient | None) -> Any:
+def _open_stream(login: Login, before: paramiko.SSHClient | None, seconds: float) -> Any:
     """What carries the session: the bastion before it, its proxy's command, or a socket."""
     import paramiko
 
     if before:
         transport = before.get_transport()
         assert transport is not None
-        return transport.open_channel("direct-tcpip", (login.address, login.port), ("", 0), timeout=CONNECT_SECONDS)
+        return transport.open_channel("direct-tcpip", (login.address, login.port), ("", 0), timeout=seconds)
     if login.proxy:
         return paramiko.ProxyCommand(login.proxy)
-    return socket.create_connection((login.address, login.port), timeout=CONNECT_SECONDS)
+    return socket.create_connection((login.address, login.port), timeout=seconds)
 
 
 def _make_refusal() -> paramiko.MissingHostKeyPolicy:
@@ -208,18 +208,20 @@ def telling(host: Host, seconds: float = CONNECT_SECONDS) -> Iterator[None]:
         raise HostError(host.name, UNREACHABLE, str(error) or type(error).__name__) from None
 
 
-def scan_host_key(host: Host, config_path: str = "") -> str:
+def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:
     """The key that the server at a host's address and port shows: "ssh-ed25519 AAAA...". It proves nothing by itself.
+
+    `seconds`: how long it may take to connect, and then to answer; without, as long as a session.
 
     Raises HostError: no ssh server answers.
     """
     import paramiko
 
-    login = read_login(host, config_path)
-    with ExitStack() as stack, telling(host):
+    login, limit = read_login(host, config_path), min(CONNECT_SECONDS, seconds or CONNECT_SECONDS)
+    with ExitStack() as stack, telling(host, limit):
         before = _pass_bastions(login, config_path, stack)
-        transport = stack.enter_context(paramiko.Transport(_open_stream(login, before)))
-        transport.start_client(timeout=CONNECT_SECONDS)
+        transport = stack.enter_context(paramiko.Transport(_open_stream(login, before, limit)))
+        transport.start_client(timeout=limit)
         key = transport.get_remote_server_key()
         return f"{key.get_name()} {key.get_base64()}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from cpuft.plan import Plan, RunPlan, Stages, Step
 
 NOTE = "kept.txt"
 """In the run's folder here: the hosts that kept its checkpoints when it last broke off."""
+_SILENT = "silent"
+"""Among a run's logs: the hosts that did not answer at its end. Nobody needs to ask them again."""
 _HERE = Path(__file__)
 _LOOK = _HERE.with_name("look.sh").read_text(encoding="utf-8")
 _KEEP = REMOVE + _HERE.with_name("keep.sh").read_text(encoding="utf-8")
@@ -75,9 +77,9 @@ def plan_kept(cluster: Cluster, work: str) -> Stages:
     )
 
 
-def keep_checkpoints(plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: str = "") -> str:
+def keep_checkpoints(plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = ()) -> str:
     """Do that on all hosts but one; a line that says what is kept and where, empty for nothing. RUN notes it, too."""
-    steps = [step for stage in plan.kept for step in stage if step.host != without]
+    steps = [step for stage in plan.kept for step in stage if step.host not in without]
     ways = Plan(ways=plan.ways)
     try:
         answers = execute.run_stage([ways.here(step) for step in steps], environ, _SECONDS)
@@ -121,3 +123,17 @@ def check_kept(kept: Iterable[Kept], cluster: Cluster, run_dir: str) -> None:
             f"none of these hosts has a checkpoint of {run_dir}, but {', '.join(noted)} had: "
             "take that back among the hosts, or start a new run without --resume"
         )
+
+
+def note_silent(logs: Path, silent: Collection[str]) -> None:
+    """Note the hosts that did not answer at the end of a run, where there are any."""
+    if silent:
+        write_text(logs / _SILENT, "".join(f"{name}\n" for name in sorted(silent)))
+
+
+def silent_at_the_end(run_dir: str) -> set[str]:
+    """What was noted of that."""
+    try:
+        return set(Path(run_dir, "logs", _SILENT).read_text(encoding="utf-8", errors="replace").split())
+    except OSError:
+        return set()

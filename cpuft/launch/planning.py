@@ -103,6 +103,7 @@ def plan_training(
     worker = WorkerConfig(run_dir, prepared, progress, apart, cluster.facts[0].cpu_quota)
     if resumed:
         worker = replace(worker, resume=resumed.updates, global_batch=resumed.global_batch)
+        worker = replace(worker, since=resumed.since, because=resumed.because)
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",

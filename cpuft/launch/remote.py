@@ -20,7 +20,7 @@ from cpuft.errors import CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import Door
 from cpuft.launch.asking import Asking
-from cpuft.launch.kept import NOTE, keep_checkpoints
+from cpuft.launch.kept import NOTE, keep_checkpoints, silent_at_the_end
 from cpuft.launch.secrets import secrets_there
 from cpuft.launch.stacks.going import noted
 from cpuft.launch.supervise import run_plan, write_plan
@@ -34,6 +34,10 @@ _SSH_FAILED = 255
 _MAKE_SECONDS = 60.0
 _SEND_SECONDS = 1800.0
 Say = Callable[[str], None]
+
+
+class MasterLost(CpuftError):
+    """The master, or the connection to it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +103,11 @@ def run_plan_there(
     except Interrupted:
         _bring_back(plan, run_dir, order, cluster, environ, False, say)
         raise
+    if code == _SSH_FAILED:
+        cluster.access.door.find_silent([assignment.host.name for assignment in cluster.assignments])
     _bring_back(plan, run_dir, order, cluster, environ, not code, say)
     if code == _SSH_FAILED:
-        raise CpuftError(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
+        raise MasterLost(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
     return code
 
 
@@ -116,16 +122,22 @@ def _bring_back(
     plan: RunPlan, run_dir: str, order: Order, cluster: Cluster, environ: Mapping[str, str], ended: bool, say: Say
 ) -> None:
     """Fetch the run, and take it away there: where it has not `ended` well, all of it but its checkpoints."""
-    fetch, *clean = plan.results
+    (fetch,), *clean = plan.results
+    silent = cluster.access.door.silent
     try:
-        _run(Plan((fetch,), ways=plan.ways), environ, _SEND_SECONDS)
+        if cluster.master in silent:
+            raise CpuftError(
+                f"host {cluster.master} does not answer, and it is the master: look at it with cpuft doctor"
+            )
+        _run(Plan(((fetch,),), ways=plan.ways), environ, _SEND_SECONDS)
     except CpuftError as error:
-        _say_kept(keep_checkpoints(plan, run_dir, environ, without=cluster.master), say)
-        raise CpuftError(f"{error}; what was recorded is in {order.run_dir} on {cluster.master}") from None
+        _say_kept(keep_checkpoints(plan, run_dir, environ, {cluster.master, *silent}), say)
+        raise MasterLost(f"{error}; what was recorded is in {order.run_dir} on {cluster.master}") from None
     if os.path.isdir(run_dir):
         write_plan(plan, run_dir)
     if not ended:
-        _say_kept(keep_checkpoints(plan, run_dir, environ), say)
+        silent |= silent_at_the_end(run_dir)
+        _say_kept(keep_checkpoints(plan, run_dir, environ, silent), say)
         return
     Path(run_dir, NOTE).unlink(missing_ok=True)
     # A host that was lost meanwhile must not hide how the run ended.

@@ -32,6 +32,10 @@ class Resumed:
     """What hosts with disks of their own have of it, those that answer."""
     silent: tuple[str, ...] = ()
     """Why other hosts do not."""
+    since: float = 0.0
+    """When it broke off, in seconds since 1970, if it goes on by itself."""
+    because: str = ""
+    """And why."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:

@@ -24,6 +24,7 @@ from cpuft.launch.failures import (
     read_errors,
     worst_exit_code,
 )
+from cpuft.launch.kept import note_silent
 from cpuft.launch.stacks.gather import look_at_hang
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.plan import RunPlan, Step, format_plan
@@ -202,6 +203,7 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     if not stuck and ended_to_go_on(failures):
         return AGAIN
     silent = ending.silent or ending.find_silent()
+    note_silent(logs, silent)
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
         raise CpuftError(f"the disk of {logs.parent} is full: make room there, or name another place with --run-dir")

@@ -112,6 +112,8 @@ class WorkerConfig:
     apart: bool = option(False, "each rank trains for itself: what the hosts could do together at best")
     cores_allowed: float = option(0.0, "CPU time the master's control group allows, in cores; 0: no limit", least=0.0)
     resume: int = option(-1, "goes on with the run of run-dir, of which so many updates were recorded", least=-1)
+    since: float = option(0.0, "when the run broke off, in seconds since 1970 (default: nobody knows)", least=0.0)
+    because: str = option("", "why it did")
     global_batch: int = option(0, "rows of an update (default: a batch for each rank)", least=0)
 
 
@@ -129,13 +131,15 @@ class LaunchConfig:
     master_port: int = _where(0, "port of rank 0's store (default: a free one)", least=0, most=LAST_PORT)
     check: bool = _where(True, "the doctor looks at several hosts first")
     time_limit: float = _recipe(0.0, "seconds a run may take (default: no limit)", least=0.0)
+    restarts: int = _recipe(-1, "after a loss (default: 3 on several hosts)", least=-1)
+    min_np: int = _recipe(1, "restart on so many ranks at least", least=1)
     comm_cores: int = _between(-1, "cores kept for communication (default: worked out)", least=-1)
     run_dir: str = _kept("", "folder of the run (default: a new one in runs/)", takes="FOLDER")
     notice: str = _kept("", "once it is there, the run saves itself and ends", takes="FILE|URL")
     grace: float = _kept(0.0, "seconds that SIGTERM leaves for that", least=0.0)
 
 
-LAUNCH_ALONE = ("notice", "grace")
+LAUNCH_ALONE = ("notice", "grace", "restarts", "min_np")
 """Options of LaunchConfig that say something to `cpuft launch` only."""
 
 

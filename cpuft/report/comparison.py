@@ -112,7 +112,7 @@ def compare(records: list[Record]) -> Comparison:
         max_steps,
         scaling,
         rows,
-        (*make_notes(rows, scaling, runs), *note_ideals(rows), *note_repeats(rows)),
+        (*make_notes(rows, scaling, runs), *note_ideals(rows), *note_repeats(rows), *note_restarts(runs)),
     )
 
 
@@ -225,6 +225,23 @@ def note_repeats(rows: Sequence[Row]) -> list[str]:
             notes.append(f"np {row.np} and np {base.np}: no clear difference in speed.")
         if row.ideal and abs(row.ideal.efficiency - 1) <= row.intervals.get("ideal", -1.0):
             notes.append(f"np {row.np} and its ideal: no clear difference.")
+    return notes
+
+
+def note_restarts(records: Sequence[Record]) -> list[str]:
+    """Of each run that was started again by itself: what was lost."""
+    notes = []
+    for record in records:
+        again = [line for line in record.resumptions if line.because]
+        if again:
+            lost = f"{sum(line.lost_seconds for line in again):.0f} s"
+            made = counted(sum(line.repeated for line in again), "update")
+            ranks = " and ".join(str(line.world_size) for line in again)
+            why = "; ".join(line.because for line in again)
+            notes.append(
+                f"np {record.header.world_size} was started again {counted(len(again), 'time')}, on {ranks} ranks, "
+                f"which took {lost} and made {made} again ({why}): its seconds are not those of a run in peace."
+            )
     return notes
 
 

@@ -132,13 +132,13 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
         obey(loop, story.keeper, story.add)
         listen()
     if worker.resume >= 0:
-        line = make_resumed_line(header, past, worker.resume)
+        line = make_resumed_line(header, past, worker)
         story.progress.resumed(line, loop.updates)
         story.add(line)
 
 
-def make_resumed_line(header: Header, past: Past, recorded: int) -> ResumedLine:
-    """That a run goes on, for its record. `recorded`: updates that it had made until it broke off."""
+def make_resumed_line(header: Header, past: Past, worker: WorkerConfig) -> ResumedLine:
+    """That a run goes on, for its record."""
     reset = []
     if header.options["sync_every"] > 1:
         reset.append("the outer momentum, and moments of all ranks but the one that kept its own")
@@ -146,13 +146,15 @@ def make_resumed_line(header: Header, past: Past, recorded: int) -> ResumedLine:
         reset.append("what was left to be sent (error feedback)")
     return ResumedLine(
         step=past.update,
-        repeated=max(0, recorded - past.update),
+        repeated=max(0, worker.resume - past.update),
         world_size=header.world_size,
         ranks=header.ranks,
         backend=header.backend,
         precision=header.precision,
         reset=", ".join(reset),
         started=header.started,
+        lost_seconds=round(max(0.0, time.time() - worker.since), 1) if worker.since else 0.0,
+        because=worker.because,
     )
 
 

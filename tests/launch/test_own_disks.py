@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -115,17 +117,27 @@ def checkpoints_of(cluster: Simulated, index: int) -> list[str]:
     return sorted(path.name for path in disk.glob("var/tmp/cpuft-*/*/*/checkpoints/*") if path.suffix[1:].isdecimal())
 
 
+def wait_for_checkpoint(cluster: Simulated, index: int) -> None:
+    end = time.monotonic() + 120
+    while not checkpoints_of(cluster, index) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def switch_off(cluster: Simulated, index: int) -> None:
+    """At once, unlike `provision local kill`."""
+    node = cluster.folder / "state" / cluster.name / "nodes" / str(index)
+    os.kill(int((node / "pid").read_text()), signal.SIGKILL)
+
+
 def break_off(cluster: Simulated, run: str) -> tuple[int, list[str]]:
     """Start a training on all hosts and kill the master's; exit code, and the lines of the launch."""
     words = ["--np", "3", *TRAINING[2:], *QUIET, "--max-steps", "20", "--batch-size", "4", "--checkpoint-every", "0.1"]
+    words += ["--restarts", "0"]
     command = [sys.executable, "-m", "cpuft", "launch", "--cluster", cluster.name, *words, "--run-dir", run]
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
     with subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        end = time.monotonic() + 120
-        while not checkpoints_of(cluster, 2) and time.monotonic() < end:
-            time.sleep(0.05)
-        node = cluster.folder / "state" / cluster.name / "nodes" / "1"
-        os.kill(int((node / "pid").read_text()), signal.SIGKILL)  # at once, unlike `provision local kill`
+        wait_for_checkpoint(cluster, 2)
+        switch_off(cluster, 1)
         said = process.communicate(timeout=150)[1]
     return process.returncode, said.splitlines()
 
@@ -154,3 +166,38 @@ def test_a_run_goes_on_without_its_master(cluster: Simulated) -> None:
     cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "3")
     left = set(files_of(cluster, "var/tmp")) - set(before)
     assert [path for path in left if "/nodes/1/" not in path and not path.endswith("/cpuft-0")] == [str(run)]
+
+
+def until(start: str, stream: IO[str]) -> list[str]:
+    """The lines of a stream before the first one that starts so, which is read, too."""
+    return list(takewhile(lambda line: not line.startswith(start), stream))
+
+
+def test_a_run_that_loses_a_worker_and_then_its_master_comes_to_its_end(cluster: Simulated) -> None:
+    """By itself, with the rows of every update that it would have had."""
+    job = [*TRAINING[2:], *QUIET, "--max-steps", "30"]
+    where = ["--cluster", cluster.name, "--np", "3", "--batch-size", "4", "--run-dir", "lasting"]
+    command = [sys.executable, "-m", "cpuft", "launch", *where, *job, "--checkpoint-every", "0.1"]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    names = [host.name for host in cluster.hosts]
+    with subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        wait_for_checkpoint(cluster, 2)
+        switch_off(cluster, 3)
+        said = until("cpuft: restart 1 of 3: ", process.stderr)
+        named = f"cpuft: host {names[2]} does not answer, rank 2 was lost with it: look at it with cpuft doctor\n"
+        assert named in said[-2:]
+        said += until("resumed after update ", process.stderr)
+        switch_off(cluster, 1)
+        said += process.stderr
+        assert process.wait(10) == 0, "".join(said)
+    record = read_record(str(cluster.folder / "lasting"))
+    last = record.resumptions[-1]
+    assert last.because == f"host {names[0]} was lost"
+    assert ([rank.host for rank in last.ranks], last.lost_seconds > 0) == ([f"{cluster.name}-2"], True)
+    cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "3")
+    whole = cluster.cpuft("launch", "--np", "1", "--batch-size", "12", "--run-dir", "whole", *job)
+    assert whole.returncode == 0, whole.stderr
+    undisturbed = read_record(str(cluster.folder / "whole"))
+    assert [(one.step, one.tokens) for one in record.steps] == [(one.step, one.tokens) for one in undisturbed.steps]
+    assert losses(cluster.folder / "lasting") == pytest.approx(losses(cluster.folder / "whole"), abs=1e-4)

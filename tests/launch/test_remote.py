@@ -164,7 +164,8 @@ def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_d
 def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
     script = cluster.folder / "fails.py"
     script.write_text("import os, sys\nsys.exit(7 if os.environ['RANK'] == '1' else 0)\n")
-    done = cluster.cpuft("launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "failed", "--", str(script))
+    words = ("launch", "--np", "2", "--restarts", "0", "--cluster", cluster.name, "--run-dir", "failed")
+    done = cluster.cpuft(*words, "--", str(script))
     assert done.returncode == 7
     assert f"rank 1 on {cluster.hosts[1].name} failed, exit code 7" in done.stderr
 
@@ -213,8 +214,8 @@ def test_a_host_that_freezes_ends_the_run(cluster: Simulated) -> None:
         "print('here', flush=True)\n"
         "while True: dist.all_reduce(torch.ones(1))\n"
     )
-    words = ["launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "frozen", "--", str(script)]
-    command = [sys.executable, "-m", "cpuft", *words]
+    words = ["launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "frozen", "--restarts", "0", "--"]
+    command = [sys.executable, "-m", "cpuft", *words, str(script)]
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
     with subprocess.Popen(
         command, cwd=cluster.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

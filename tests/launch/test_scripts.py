@@ -85,6 +85,34 @@ def test_a_script_gets_its_words_as_they_were_given_and_mpirun_none_of_them(tmp_
     assert not Path("x").exists()
 
 
+AGAIN = """
+import os, signal, sys
+print(os.environ.get("CPUFT_RESUMED", "0"), flush=True)
+if sys.argv[1] == "raises": raise ValueError("odd")
+if sys.argv[1] == "killed" and "CPUFT_RESUMED" not in os.environ: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    "fault, code, starts, line",
+    [
+        (
+            "killed",
+            0,
+            ["0\n", "1\n"],
+            "restart 1 of 3: rank 0 on localhost was killed by SIGKILL; 1 rank on",
+        ),
+        ("raises", 1, ["0\n", "1\n"], "not started again: rank 0 on localhost failed (exit code 1), as it had before"),
+    ],
+)
+def test_what_a_script_did_not_do_itself_is_tried_again(fault: str, code: int, starts: list[str], line: str) -> None:
+    done = run_cpuft("launch", "--restarts", "3", "--run-dir", "run", "--", write_script(AGAIN), fault, seconds=60)
+    assert done.returncode == code, done.stderr
+    assert [path.read_text() for path in sorted(Path("run").glob("logs*/rank-0.out"), reverse=True)] == starts
+    assert f"cpuft: {line}" in done.stderr
+    assert "was refused" not in done.stderr
+
+
 LEAVES = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.record import EvaluationLine, Line, Record, format_line
+from cpuft.record import EvaluationLine, Line, Record, ResumedLine, format_line
 from cpuft.report.comparison import compare
 from cpuft.report.files import find_runs, write_report
 from cpuft.report.table import format_markdown, format_text, to_json
@@ -101,6 +101,21 @@ def test_seconds_of_no_step_are_refused(name: str, seconds: float) -> None:
     steps = [dataclasses.replace(record.steps[0], **changes)]
     with pytest.raises(CpuftError, match="runs/np-1, step 1: no step takes so long: leave it out of the report"):
         compare([dataclasses.replace(record, steps=steps)])
+
+
+def test_a_run_that_was_started_again_says_what_that_took() -> None:
+    record = make_record(4)
+    line = ResumedLine(12, 3, 3, record.header.ranks[:3], "ccl", "bf16", "", "2026-01-01T00:00:00+00:00")
+    again = [
+        dataclasses.replace(line, lost_seconds=21.4, because="host node2 was lost"),
+        dataclasses.replace(line, repeated=1, world_size=4, lost_seconds=10.2, because="the master was lost"),
+    ]
+    assert compare([dataclasses.replace(record, resumptions=[line])]).notes == compare([record]).notes
+    note = compare([dataclasses.replace(record, resumptions=[line, *again])]).notes[-1]
+    assert note == (
+        "np 4 was started again 2 times, on 3 and 4 ranks, which took 32 s and made 4 updates again (host node2 was "
+        "lost; the master was lost): its seconds are not those of a run in peace."
+    )
 
 
 def test_names_are_no_markup() -> None:
