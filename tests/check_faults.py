@@ -72,7 +72,7 @@ def main() -> None:
 def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int) -> int:
     """Make all faults, one after another, and print the table; 1 when a bar was missed."""
     os.environ |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
-    with own_root(folder) as image, simulate(image.parent, "--nodes", str(NODES), "--image", str(image)) as cluster:
+    with own_root(folder) as image, simulate(image.parent, *_hosts(image)) as cluster:
         words = (*job(steps), *restart_words(restarts))
         whole = read_outcome(cluster, run_whole(cluster, words), steps)
         rows, bad = [["none", "", "", "", "0", "", "", "", whole.updates, whole.metric, str(len(whole.left))]], 0
@@ -88,6 +88,11 @@ def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int) -> int
     print(format_table(COLUMNS, rows, left=3, width=220))
     print(f"check-faults: {len(faults)} faults, {bad} that missed a bar")
     return 1 if bad else 0
+
+
+def _hosts(image: Path) -> tuple[str, ...]:
+    """Options of the cluster, the same to make it and to repair it: others would make other hosts."""
+    return ("--nodes", str(NODES), "--image", str(image))
 
 
 def job(steps: int) -> tuple[str, ...]:
@@ -120,7 +125,7 @@ def disturb(
     told = next((line for line in launch.texts(since=made_at) if was_named(target, [line])), "")
     named = bool(told) and was_named(target, launch.texts(since=made_at))
     again = launch.seconds_to("resumed after update", made_at)
-    repaired = cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", str(NODES))
+    repaired = cluster.cpuft("provision", "local", "--name", cluster.name, *_hosts(cluster.folder / "image"))
     assert repaired.returncode == 0, repaired.stderr
     if ended and not restarts:
         again, refused = go_on(cluster, run, words)
@@ -128,7 +133,7 @@ def disturb(
     outcome = read_outcome(cluster, run, steps)
     late = ended_at - made_at > END_SECONDS + (restarts + 1) * 120 - 1
     good = named and not late and outcome.updates == str(steps) and not outcome.left
-    row = [fault.describe(), str(moment), told[:90], "yes" if named else "NO", str(ended)]
+    row = [fault.describe(), str(moment), told[-90:], "yes" if named else "NO", str(ended)]
     row += [
         f"{ended_at - made_at:.0f}",
         again,
@@ -151,8 +156,10 @@ def go_on(cluster: Simulated, run: str, words: Sequence[str]) -> tuple[str, str]
     if "name the directory of a run" in "".join(resumed.texts()[-1:]):
         resumed = Launch(cluster, run, words)
         resumed.wait()
-    seconds = resumed.seconds_to("resumed after update", resumed.begun)
-    return seconds, "".join(resumed.texts()[-1:]) if resumed.process.returncode else ""
+    seconds, code = resumed.seconds_to("resumed after update", resumed.begun), resumed.process.returncode
+    if code:
+        print("\n".join(["going on with it:", *resumed.texts()[-12:]]), file=sys.stderr, flush=True)
+    return seconds, f"going on: code {code}" if code else ""
 
 
 if __name__ == "__main__":

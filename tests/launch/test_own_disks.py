@@ -163,7 +163,8 @@ def test_a_run_goes_on_without_its_master(cluster: Simulated) -> None:
     (resumed,) = record.resumptions
     assert (resumed.step, [rank.host for rank in resumed.ranks]) == (update, [f"{cluster.name}-{i}" for i in (2, 3)])
     assert (record.header.world_size, record.header.global_batch) == (3, 12)
-    cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "3")
+    image = str(cluster.folder / "image")
+    cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "3", "--image", image)
     left = set(files_of(cluster, "var/tmp")) - set(before)
     assert [path for path in left if "/nodes/1/" not in path and not path.endswith("/cpuft-0")] == [str(run)]
 
