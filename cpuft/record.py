@@ -126,6 +126,8 @@ class InterruptedLine:
     updates: int
     """Of the whole run."""
     by: str
+    leaving: tuple[int, ...] = ()
+    """Ranks whose hosts are about to go, by a notice there."""
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from cpuft.errors import AGAIN, CpuftError, counted
 from cpuft.hosts.cluster import Cluster, gather_cluster, read_hosts
 from cpuft.hosts.door import attempt
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.failures import find_failures, read_errors
+from cpuft.launch.failures import ended_to_go_on, find_failures, read_errors
 from cpuft.launch.job import Job, plan_run
 from cpuft.launch.kept import Kept, check_kept, gather_kept, silent_at_the_end
 from cpuft.launch.remote import MasterLost
 from cpuft.launch.restarts import Ended, choose_hosts, count_restarts, describe_restart, judge
 from cpuft.launch.resume import Resumed, read_resumed
 from cpuft.plan import RunPlan
-from cpuft.record import FILE_NAME, read_record
+from cpuft.record import FILE_NAME, InterruptedLine, parse_lines, read_record
 
 _END = Path(__file__).with_name("end.sh").read_text(encoding="utf-8")
 _END_SECONDS = 15.0
@@ -73,7 +73,7 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
     Raises CpuftError: as `start`, where its error is none of the hosts, or the last start raised one.
     """
     limit, marks, begun, first = find_limit(launch.job, cluster), set[str](), time.monotonic(), cluster
-    number, stop = 0, ""
+    number, stop, leaving = 0, "", frozenset[str]()
     while True:
         tried = _try(launch, cluster, partial(start, plan, launch.run_dir, cluster, _time_left(launch.job, begun)))
         if not tried.ended.code:
@@ -84,9 +84,10 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
             stop = verdict.why if not verdict.again else f"that was restart {number} of {limit}"
             break
         marks.add(verdict.mark)
+        leaving |= tried.ended.leaving
         try:
             resumed = Resumed(launch.run_dir, since=tried.since, because=verdict.why)
-            plan, cluster, update = plan_again(launch, first, cluster, resumed)
+            plan, cluster, update = plan_again(launch, first, cluster, resumed, leaving)
         except CpuftError as error:
             stop = f"{verdict.why}, and {error}"
             break
@@ -127,7 +128,9 @@ def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> _Tried:
     failures = () if error else find_failures(read_errors(logs, len(hosts)), hosts)
     door.silent.update(set() if error else silent_at_the_end(launch.run_dir))
     silent = frozenset(door.silent.intersection(hosts))
-    ended = Ended(code, tuple(failures), silent, _count_updates(launch.run_dir), isinstance(error, MasterLost))
+    cut = isinstance(error, MasterLost)
+    leaving = find_leaving(launch.run_dir, hosts) if ended_to_go_on(list(failures)) else frozenset()
+    ended = Ended(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving)
     return _Tried(ended, _find_end(launch.run_dir, begun), error)
 
 
@@ -136,6 +139,16 @@ def _count_updates(run_dir: str) -> int:
         return len(read_record(run_dir).steps)
     except CpuftError:
         return 0
+
+
+def find_leaving(run_dir: str, hosts: Sequence[str]) -> frozenset[str]:
+    """Of the hosts of the ranks those that were about to go when the run was told to stop."""
+    try:
+        record = Path(run_dir, FILE_NAME)
+        *_, last = parse_lines(record.read_text(encoding="utf-8"), str(record))
+    except (OSError, ValueError, CpuftError):
+        return frozenset()
+    return frozenset(hosts[rank] for rank in last.leaving) if isinstance(last, InterruptedLine) else frozenset()
 
 
 def _find_end(run_dir: str, begun: float) -> float:
@@ -155,10 +168,13 @@ def end_ranks(cluster: Cluster, hosts: Sequence[Host], run_dir: str) -> None:
     attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), left)
 
 
-def plan_again(launch: Launch, first: Cluster, last: Cluster, resumed: Resumed) -> tuple[RunPlan, Cluster, int]:
+def plan_again(
+    launch: Launch, first: Cluster, last: Cluster, resumed: Resumed, leaving: frozenset[str] = frozenset()
+) -> tuple[RunPlan, Cluster, int]:
     """The plan of the next start, its hosts, and the update that it goes on from.
 
-    `first` and `last`: the clusters of the first start, and of the one that ended.
+    `first` and `last`: the clusters of the first start, and of the one that ended; `leaving`: hosts that are about to
+    go.
 
     Raises CpuftError: fewer ranks are left than --min-np says, or what is wrong with the hosts.
     """
@@ -166,7 +182,9 @@ def plan_again(launch: Launch, first: Cluster, last: Cluster, resumed: Resumed) 
     hosts = read_hosts(job.config)
     door.find_silent([host.name for host in hosts if host.name not in door.silent])
     before = {one.host.name: one.ranks for one in first.assignments}
-    left, np = choose_hosts(hosts, door.silent, before, job.config.np)
+    left, np = choose_hosts(hosts, door.silent | leaving, before, job.config.np)
+    if not np:
+        raise CpuftError("no other host is left")
     if np < job.config.min_np:
         raise CpuftError(f"{counted(np, 'rank')} would be left where --min-np asks for {job.config.min_np}: lower it")
     end_ranks(last, [host for host in left if host.name not in last.rank_hosts], launch.run_dir)

@@ -32,6 +32,8 @@ class Ended:
     """The last one recorded; 0 for none, and for a script."""
     cut: bool = False
     """Whether the connection to the master was lost."""
+    leaving: frozenset[str] = frozenset()
+    """Its hosts that were told that they are about to go."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ def count_restarts(asked: int, hosts: int) -> int:
 
 def judge(ended: Ended, earlier: Collection[str]) -> Verdict:
     """Whether to start again what ended with another exit code than 0; `earlier`: the marks of starts before."""
-    if ended.silent:
-        names = sorted(ended.silent)
-        return Verdict(True, f"host{'s' * (len(names) > 1)} {', '.join(names)} {_were(names)} lost")
+    for names, how in ((sorted(ended.silent), "lost"), (sorted(ended.leaving), "told to go")):
+        if names:
+            return Verdict(True, f"host{'s' * (len(names) > 1)} {', '.join(names)} {_were(names)} {how}")
     if ended.cut:
         return Verdict(True, "the connection to the master was lost")
     if not ended.failures:

@@ -56,6 +56,11 @@ def describe_cause(environ: Mapping[str, str]) -> str:
     return f"{f'the notice {notice}' if notice else SIGNAL.name} on {socket.gethostname()}"
 
 
+def is_leaving(environ: Mapping[str, str]) -> bool:
+    """Whether a rank that was told to stop was so because its host is about to go."""
+    return bool(environ.get(NOTICE)) and not os.path.exists(_asked(environ))
+
+
 def _asked(environ: Mapping[str, str]) -> str:
     return os.path.join(environ.get("CPUFT_RUN_DIR") or "/nowhere", ASKED)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from cpuft.rank.notice import came, describe_cause
+from cpuft.rank.notice import came, describe_cause, is_leaving
 from cpuft.record import InterruptedLine, Line
 from cpuft.train.checkpoint.keeper import Keeper
 from cpuft.train.job import gather
@@ -28,16 +28,22 @@ def obey(loop: Loop, keeper: Keeper | None, record: Callable[[Line], None]) -> N
 
     def rest(update: int, leaves: bool) -> None:
         if leaves:
-            _leave(InterruptedLine(update, loop.updates, _find_cause()), keeper, record)
+            _leave(InterruptedLine(update, loop.updates, *_find_cause()), keeper, record)
         elif keeper:
             keeper.keep(update)
 
     loop.asks, loop.rest = ask, rest
 
 
-def _find_cause() -> str:
-    causes: list[str] = gather(describe_cause(os.environ) if came() else "")
-    return next(filter(None, causes))
+def _find_cause() -> tuple[str, tuple[int, ...]]:
+    """Who told whom, and the ranks whose hosts are about to go."""
+    told: list[tuple[str, bool]] = gather(_own_cause())
+    leaving = tuple(rank for rank, (_, is_so) in enumerate(told) if is_so)
+    return next(cause for cause, _ in told if cause), leaving
+
+
+def _own_cause() -> tuple[str, bool]:
+    return (describe_cause(os.environ), is_leaving(os.environ)) if came() else ("", False)
 
 
 def _leave(line: InterruptedLine, keeper: Keeper | None, record: Callable[[Line], None]) -> None:

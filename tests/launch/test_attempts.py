@@ -18,6 +18,7 @@ from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.plan import RunPlan
 from cpuft.rank.process import format_failure
 from cpuft.rank.world import World
+from cpuft.record import InterruptedLine, format_line
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,18 @@ def test_what_is_killed_or_lost_is_started_again_until_it_ends(cluster: Cluster)
         f"cpuft: restart 1 of 3: rank 0 on localhost was killed by SIGKILL; 1 rank {AGAIN}",
         f"cpuft: restart 2 of 3: the connection to the master was lost; 1 rank {AGAIN}",
     ]
+
+
+def is_told_to_go(log: Path) -> int:
+    line = InterruptedLine(3, 9, "the notice /gone on localhost", (0,))
+    (log.parents[1] / "record.jsonl").write_text(format_line(line) + "\n")
+    return fails(75)(log)
+
+
+def test_a_host_that_was_told_to_go_is_left_out(cluster: Cluster) -> None:
+    code, plans, said, _ = run(script(3), cluster, is_told_to_go)
+    assert (code, len(plans)) == (75, 1)
+    assert said == ["cpuft: not started again: host localhost was told to go, and no other host is left"]
 
 
 def test_after_the_last_restart_the_run_ends_as_that_did(cluster: Cluster) -> None:

@@ -202,3 +202,19 @@ def test_a_run_that_loses_a_worker_and_then_its_master_comes_to_its_end(cluster:
     undisturbed = read_record(str(cluster.folder / "whole"))
     assert [(one.step, one.tokens) for one in record.steps] == [(one.step, one.tokens) for one in undisturbed.steps]
     assert losses(cluster.folder / "lasting") == pytest.approx(losses(cluster.folder / "whole"), abs=1e-4)
+
+
+def test_a_host_that_is_told_to_go_is_left_before_it_does(cluster: Simulated) -> None:
+    """With a checkpoint, and the others go on by themselves: here it is the master."""
+    job = [*TRAINING[2:], *QUIET, "--max-steps", "16", "--checkpoint-every", "0", "--batch-size", "4"]
+    cluster.on(1, "touch /notice")
+    where = ("--cluster", cluster.name, "--np", "2", "--run-dir", "leaving", "--notice", "/notice")
+    done = cluster.cpuft("launch", *where, *job)
+    cluster.on(1, "rm /notice")
+    assert done.returncode == 0, done.stderr
+    record = read_record(str(cluster.folder / "leaving"))
+    (resumed,) = record.resumptions
+    assert (resumed.because, resumed.repeated) == (f"host {cluster.name}-1 was told to go", 0)
+    assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-2"]
+    assert [one.step for one in record.steps] == list(range(1, 17))
+    assert f"cpuft: restart 1 of 3: {resumed.because}; 1 rank on {cluster.name}-2 goes on from update " in done.stderr

@@ -22,6 +22,7 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
     [
         (Ended(75, silent=frozenset({"node2"})), Verdict(True, "host node2 was lost")),
         (Ended(75, failed(2), frozenset({"node3", "node2"})), Verdict(True, "hosts node2, node3 were lost")),
+        (Ended(75, failed(75), leaving=frozenset({"node3"})), Verdict(True, "host node3 was told to go")),
         (Ended(75, cut=True), Verdict(True, "the connection to the master was lost")),
         (Ended(137, failed(137)), Verdict(True, "rank 2 on node3 was killed by SIGKILL")),
         (Ended(143, failed(143)), Verdict(True, "rank 2 on node3 was killed by signal 15")),
