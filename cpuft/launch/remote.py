@@ -31,6 +31,8 @@ from cpuft.streams import keep_streams
 from cpuft.words import own_module
 
 _SSH_FAILED = 255
+_CODE = "exit-code"
+"""Beside the ranks' logs: the supervisor's own, when it came to its end."""
 _MAKE_SECONDS = 60.0
 _SEND_SECONDS = 1800.0
 Say = Callable[[str], None]
@@ -106,7 +108,8 @@ def run_plan_there(
     if code == _SSH_FAILED:
         cluster.access.door.find_silent([assignment.host.name for assignment in cluster.assignments])
     _bring_back(plan, run_dir, order, cluster, environ, not code, say)
-    if code == _SSH_FAILED:
+    # A rank that was killed has such a code, too, and then the supervisor told it.
+    if code == _SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _CODE).exists()):
         raise MasterLost(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
     return code
 
@@ -169,7 +172,10 @@ def main() -> None:
         except Interrupted as stopped:
             code = stopped.exit_code
     # 255 is what ssh itself says; mpirun passes on that of its own.
-    sys.exit(min(code, _SSH_FAILED - 1))
+    code = min(code, _SSH_FAILED - 1)
+    with contextlib.suppress(OSError):
+        Path(order.run_dir, "logs", _CODE).write_text(f"{code}\n", encoding="utf-8")
+    sys.exit(code)
 
 
 if __name__ == "__main__":
