@@ -75,7 +75,8 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
     limit, marks, begun, first = find_limit(launch.job, cluster), set[str](), time.monotonic(), cluster
     number, stop, leaving = 0, "", frozenset[str]()
     while True:
-        tried = _try(launch, cluster, partial(start, plan, launch.run_dir, cluster, _time_left(launch.job, begun)))
+        left = _time_left(launch.job, begun) if number else launch.job.config.time_limit
+        tried = _try(launch, cluster, partial(start, plan, launch.run_dir, cluster, left))
         if not tried.ended.code:
             return 0
         end_ranks(cluster, [one.host for one in cluster.assignments if len(cluster.assignments) > 1], launch.run_dir)

@@ -59,4 +59,5 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     --engine=torch --plain=False --compile=False --emulate-bf16=False --eval-batch-size=32 \
     --backend=auto --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --comm-timeout=300.0 \
     --save-model=True --checkpoint-every=-1.0 --run-dir=/runs/one --prepared=/runs/one/data.npz \
-    --progress=lines --apart=False --cores-allowed=0.0 --resume=-1 --global-batch=0 </dev/null
+    --progress=lines --apart=False --cores-allowed=0.0 --resume=-1 --since=0.0 --because= \
+    --global-batch=0 </dev/null

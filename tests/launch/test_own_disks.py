@@ -83,6 +83,7 @@ def test_ranks_that_hang_are_seen_on_their_hosts(cluster: Simulated) -> None:
             verdict = next((line for line in asked.stdout.splitlines() if line.startswith("cpuft: ")), "")
         assert launch.stderr
         lines = launch.stderr.read().splitlines()
+    script.unlink()  # what lies beside a script travels with it
     assert (launch.returncode, asked.returncode) == (75, 0), asked.stderr
     who = rf"cpuft: rank 1 on {re.escape(cluster.hosts[1].name)} holds up the others"
     where = r"it stands at hanging\.py:\d+ in spin, running.*"
@@ -196,7 +197,8 @@ def test_a_run_that_loses_a_worker_and_then_its_master_comes_to_its_end(cluster:
     last = record.resumptions[-1]
     assert last.because == f"host {names[0]} was lost"
     assert ([rank.host for rank in last.ranks], last.lost_seconds > 0) == ([f"{cluster.name}-2"], True)
-    cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "3")
+    image = str(cluster.folder / "image")
+    cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "3", "--image", image)
     whole = cluster.cpuft("launch", "--np", "1", "--batch-size", "12", "--run-dir", "whole", *job)
     assert whole.returncode == 0, whole.stderr
     undisturbed = read_record(str(cluster.folder / "whole"))
