@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,10 @@ def lose(how: str) -> None:
 if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
-    comm.start(sys.argv[1], timeout_seconds=DEADLINE_SECONDS)
+    # A store of its own, with a limit of its own: the ranks' imports may be further apart than the deadline.
+    rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
+    comm.start(sys.argv[1], timeout_seconds=DEADLINE_SECONDS, store=store, rank=rank, world_size=size)
     data = torch.ones(1000)
     for step in range(100):
         if step == 5 and dist.get_rank() == int(sys.argv[3]):

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, BinaryIO
 
 from torch._C._distributed_c10d import Store
@@ -94,6 +95,8 @@ def _open_hub(store: Store, ranks: Sequence[int]) -> Hub:
 
 def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:
     """The hub's address, which only a rank of this run can have written, and the run's key."""
+    # Starting takes what starting takes, however short a collective's own limit, which is the store's too.
+    store.wait(["liveness"], timedelta(seconds=_JOIN_SECONDS))
     place = json.loads(store.get("liveness"))
     key = (os.environ.get(KEY_VARIABLE, "") or place.get("key", "")).encode()
     address = str(place["host"]), int(place["port"])
