@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from cpuft import comm
 from tests.comm.ranks import become_rank
@@ -33,7 +34,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     # A store of its own, with a limit of its own: the ranks' imports may be further apart than the deadline.
     rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
     comm.start(sys.argv[1], timeout_seconds=DEADLINE_SECONDS, store=store, rank=rank, world_size=size)
     data = torch.ones(1000)
     for step in range(100):
