@@ -46,6 +46,7 @@ def test_two_ranks_train_on_the_demo_task() -> None:
 
 
 @needs_glue
+@pytest.mark.proof
 def test_one_rank_and_two_have_the_same_losses_on_mrpc(tmp_path: Path) -> None:
     exact = ("--precision", "fp32", "--dropout", "0", "--max-steps", "6", "--learning-rate", "1e-4", "--no-save-model")
     one = launch("--np", "1", "--batch-size", "32", *MRPC, *exact)

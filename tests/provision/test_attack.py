@@ -128,6 +128,7 @@ def find_wide(cluster: Simulated) -> list[tuple[str, str]]:
     return [(finding["host"].split(" ")[0], finding["evidence"].split(" ")[0]) for finding in found]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("backend", "seed"), ROUNDS)
 def test_noise_at_every_port_ends_no_run(cluster: Simulated, outsider: str, backend: str, seed: int) -> None:
     noise, run_dir = make_noise(random.Random(seed)) * REPEATED, f"run-{seed}"

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import run_cpuft
 from tests.launch import hanging
 
@@ -24,6 +26,7 @@ def start(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.proof
 def test_a_script_over_torchs_own_gloo_is_seen_while_it_hangs_and_when_its_deadline_passes() -> None:
     with start("--np", "3", "--", SCRIPT, "torch", "elsewhere", "1", "30") as launch:
         limit = time.monotonic() + 120
