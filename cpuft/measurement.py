@@ -17,6 +17,8 @@ class Travels:
     """Numbers of all gradients but those of words; 0 in the record of an older version."""
     row: int = 0
     """Numbers of one word's gradient; 0 where words' are no rows of their own, and part of the parameters."""
+    factors: int = 0
+    """Numbers of powersgd's factors of all gradients but those of words; 0 in the record of an older version."""
     words: dict[str, float] = field(default_factory=dict)
     """Different words of an update, on average, by the number of ranks."""
 

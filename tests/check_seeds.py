@@ -31,6 +31,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     "int8": ("--grad-compression", "int8"),
     "late": ("--grad-compression", "late"),
     "powersgd": ("--grad-compression", "powersgd"),
+    "local2": ("--sync-every", "2"),
     "local4": ("--sync-every", "4"),
     "local8": ("--sync-every", "8"),
     "local16": ("--sync-every", "16"),
@@ -108,10 +109,13 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma between")
     parser.add_argument("--paths", default="plain,fast", help=f"the base first: {', '.join(PATHS)}")
     parser.add_argument("--np", type=int, default=1, help="ranks on this machine")
+    parser.add_argument(
+        "--batch-size", default="32", help="rows of a rank's update: 32 / NP for the updates of one rank [32]"
+    )
     options = parser.parse_args()
     names, paths = options.tasks.split(","), options.paths.split(",")
     options.records.mkdir(parents=True, exist_ok=True)
-    where = ranks_here(options.records, options.np)
+    where = (*ranks_here(options.records, options.np), "--batch-size", options.batch_size)
     found: dict[tuple[str, str], list[float]] = {(task, path): [] for task in names for path in paths}
     # Seed by seed, so that a run that is stopped early has whole pairs.
     for seed in options.seeds.split(","):

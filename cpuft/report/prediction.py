@@ -18,10 +18,11 @@ from cpuft.record import Record
 
 BUCKET_NUMBERS = 2**20
 """Gradients of so many parameters are sent at a time: `cpuft.comm.choice.choosing` has the same."""
-WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256}
-"""Of one number on its way."""
-CODING_SECONDS = {"int8": 4e-9}
-"""Of a core, for each number in blocks: `cpuft.comm.gradients.blocks.average_seconds` on a Xeon with AMX."""
+WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "powersgd": 2.0}
+"""Of one number on its way: powersgd's are those of its factors, and its words' rows go as int8."""
+CODING_SECONDS = {"int8": 4e-9, "powersgd": 4e-9}
+"""Of a core, for each number in blocks, or that is factored: `cpuft.comm.gradients.blocks.average_seconds` on a Xeon with
+AMX. Factors took 3.5e-9 there."""
 ETHERNET = 1448 / 1538
 """TCP's payload over what a frame of 1,500 bytes takes on the wire: headers of IP and TCP with time stamps, Ethernet's
 own with preamble and gap (RFC 9293, IEEE 802.3)."""
@@ -75,6 +76,7 @@ class Job:
     ways: tuple[str, ...]
     """What gradients may be sent as."""
     parameters: int
+    factors: int
     row: int
     words: dict[str, float]
 
@@ -87,6 +89,13 @@ class Job:
         """Of an update: what travels in backward, and the words', which do so after it."""
         words = self.words.get(str(hosts)) or interpolate(self.words, hosts)
         return self.parameters, words * self.row
+
+    def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
+        """The same, on its way."""
+        layers, words = self.sent_numbers(hosts)
+        in_factors = sent_as == "powersgd"
+        layers = self.factors if in_factors else layers
+        return WIRE_BYTES[sent_as] * layers, WIRE_BYTES["int8" if in_factors else sent_as] * words
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         find_cores(record),
         find_ways(record, compression),
         header.travels.parameters,
+        header.travels.factors,
         header.travels.row,
         header.travels.words,
     )
@@ -159,10 +169,12 @@ def count_rows(record: Record) -> int:
 def find_ways(record: Record, compression: str) -> tuple[str, ...]:
     """What gradients may be sent as: this compression, or for auto the recorded one, or what a launch may choose."""
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
+    known = [way for way in WIRE_BYTES if way != "powersgd" or record.header.travels.factors]
     if asked == "auto":
-        return PROVEN[PROVEN.index("bf16" if record.header.precision == "bf16" else "none") :]
-    if asked not in WIRE_BYTES:
-        raise CpuftError(f"what {asked} sends is not known beforehand: give --compression {', '.join(WIRE_BYTES)}")
+        exact = PROVEN.index("bf16" if record.header.precision == "bf16" else "none")
+        return tuple(way for way in PROVEN[exact:] if way in known)
+    if asked not in known:
+        raise CpuftError(f"what {asked} sends is not known beforehand: give --compression {', '.join(known)}")
     return (asked,)
 
 
@@ -245,10 +257,9 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     """Seconds of a step, what of them waits, and what of them communication's own work takes from compute."""
     if hosts == 1:
         return job.step_seconds, 0.0, 0.0
-    numbers = job.sent_numbers(hosts)
-    whole, words = (WIRE_BYTES[sent_as] * count for count in numbers)
+    whole, words = job.sent_bytes(hosts, sent_as)
     sending = 2 * (hosts - 1) / hosts * (whole + words) * network.cpu_seconds_per_byte
-    taken = (sending + CODING_SECONDS.get(sent_as, 0.0) * sum(numbers)) / job.cores
+    taken = (sending + CODING_SECONDS.get(sent_as, 0.0) * sum(job.sent_numbers(hosts))) / job.cores
     backward = job.backward_seconds + taken
     buckets = max(1, math.ceil(job.parameters / BUCKET_NUMBERS))
     each = network.all_reduce_seconds(whole / buckets, hosts)

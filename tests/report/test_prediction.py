@@ -28,7 +28,7 @@ from cpuft.report.prediction import (
 )
 from tests.records import make_record
 
-JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
+JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 800_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
 FREE = Network(1e15, 0.0, 0.0)
 GIGABIT = Network(1e9, 1e-4)
 
@@ -39,8 +39,8 @@ def make_measurement(
     return Measurement(backend, "all_reduce", "float32", nbytes, ranks, (seconds,), (busy,))
 
 
-def recorded(steps: int = 20, **changes: Any) -> Record:
-    record = make_record(travels=Travels(10_993_538, 384, {"1": 700.0}), rows=3668, **changes)
+def recorded(steps: int = 20, factors: int = 1_000_000, **changes: Any) -> Record:
+    record = make_record(travels=Travels(10_993_538, 384, factors, {"1": 700.0}), rows=3668, **changes)
     return replace(record, steps=[replace(record.steps[0], step=n + 1) for n in range(steps)])
 
 
@@ -111,6 +111,8 @@ def test_a_record_becomes_a_job() -> None:
     assert job.ways == ("bf16", "int8")
     assert read_job(recorded(precision="fp32")).ways == ("none", "bf16", "int8")
     assert read_job(recorded(), "none").ways == ("none",)
+    assert read_job(recorded(), "powersgd").ways == ("powersgd",)
+    assert read_job(recorded(factors=0)).ways == ("bf16", "int8")
     assert read_job(recorded(options={"grad_compression": "fp16"})).ways == ("fp16",)
 
 
@@ -121,6 +123,13 @@ def test_gradients_are_foretold_to_be_sent_as_a_launch_would(bits: float, sent_a
     alone = [predict(replace(JOB, ways=(way,)), Network(bits, 1e-5, 0.0), 4).step_seconds for way in job.ways]
     assert found.sent_as == sent_as
     assert min(alone) <= found.step_seconds <= 1.02 * min(alone)
+
+
+def test_factors_are_fewer_than_what_they_stand_for() -> None:
+    layers, words = JOB.sent_bytes(4, "powersgd")
+    assert layers == 2 * 800_000
+    assert words == JOB.sent_bytes(4, "int8")[1]
+    assert JOB.sent_bytes(4, "bf16") == (2 * 10_000_000, 2 * 1280 * 384)
 
 
 def test_blocks_take_compute() -> None:
@@ -144,7 +153,8 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
         (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: a prediction needs a run on one"),
         (make_record(), "runs/np-1 has 1 step: run 5 or more"),
         (replace(recorded(), header=make_record().header), "does not tell of its gradients: run it anew"),
-        (recorded(options={"grad_compression": "powersgd"}), "what powersgd sends is not known beforehand"),
+        (recorded(options={"grad_compression": "late"}), "what late sends is not known beforehand"),
+        (recorded(options={"grad_compression": "powersgd"}, factors=0), "powersgd sends is not known beforehand"),
     ],
 )
 def test_a_record_without_what_is_needed(record: Record, said: str) -> None:

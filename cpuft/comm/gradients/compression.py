@@ -54,7 +54,7 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     Parameters
     ----------
     compression: none; bf16 or fp16: half the bytes of float32 gradients; int8: a quarter, blocks of 8-bit numbers with
-        error feedback; powersgd: the factors of a rank-4 approximation with error feedback, for slow networks, and
+        error feedback; powersgd: the factors of a rank-16 approximation with error feedback, for slow networks, and
         bf16 wherever that is fewer bytes.
 
     Raises

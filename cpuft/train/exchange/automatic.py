@@ -73,7 +73,7 @@ def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds:
         Rung("bf16", 2 * count, 2 * rows, 2, 0.0),
         Rung("int8", coded_bytes(count, ranks), blocks, 4, coding),
         Rung("late", coded_bytes(count, ranks), blocks, 0, coding, background=True),
-        Rung("powersgd", sum(count_bytes(p.shape) for p in layers), blocks, 4, coding),
+        Rung("powersgd", sum(count_bytes(p.shape) for p in layers), blocks, 5, coding),
     ]
 
 

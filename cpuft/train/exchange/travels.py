@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cpuft.comm.gradients.embedding_rows import find_embedding
+from cpuft.comm.gradients.powersgd import count_numbers
 from cpuft.measurement import Travels
 from cpuft.options.fields import TrainConfig
 from cpuft.train.data.order import plan_updates
@@ -21,12 +22,14 @@ _UPDATES = 4
 
 def count_travels(model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared) -> Travels:
     """What gradients of this model and these rows are made of. Takes no longer than sorting the rows' lengths does."""
-    gradients = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    whole, embedding = sum(parameter.numel() for parameter in gradients), find_embedding(model)
+    embedding = find_embedding(model)
+    apart = None if embedding is None else embedding.weight
+    shapes = [parameter.shape for parameter in model.parameters() if parameter.requires_grad and parameter is not apart]
+    numbers, factors = sum(shape.numel() for shape in shapes), sum(map(count_numbers, shapes))
     if embedding is None:
-        return Travels(whole, 0, {})
+        return Travels(numbers, factors=factors)
     words = {str(ranks): count_words(objective, config, prepared, ranks) for ranks in RANKS}
-    return Travels(whole - embedding.weight.numel(), embedding.embedding_dim, words)
+    return Travels(numbers, embedding.embedding_dim, factors, words)
 
 
 def count_words(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:

@@ -65,4 +65,4 @@ def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factor
     assert bf16 == none / 2
     assert blocks / none == pytest.approx(0.25, rel=0.02)
     assert late == blocks
-    assert factors / none < 0.015
+    assert factors / none < 0.022
