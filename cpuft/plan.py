@@ -77,6 +77,8 @@ class RunPlan:
     ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
     resumed: bool = False
     """Whether the run's directory is that of an earlier start, and must not be taken away."""
+    renewal: tuple[str, ...] = ()
+    """The command by which each host's lease goes on while ranks run; who supervises them runs it now and then."""
 
     @property
     def whole(self) -> Plan:
@@ -89,7 +91,9 @@ class RunPlan:
 
     def on_master(self) -> RunPlan:
         """What the master does by itself, as it sees that."""
-        return RunPlan(prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed)
+        return RunPlan(
+            prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed, renewal=self.renewal
+        )
 
 
 def format_export(setting: Setting) -> str:

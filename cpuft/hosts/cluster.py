@@ -47,6 +47,9 @@ class Access:
     """Whether the hosts see this machine's files under the same paths."""
     config_there: str = ""
     """ssh's client configuration on the master's own disk, for mpirun; empty where it sees the door's."""
+    notice: str = ""
+    renewal: str = ""
+    """Both as in the cluster's entry."""
 
     def any_python(self, *words: str) -> tuple[str, ...]:
         """A command of the environment's Python; where that is missing, any Python tells at least what the host is."""
@@ -156,7 +159,8 @@ def find_access(config: LaunchConfig) -> Access:
         return Access(Door(config.ssh_config))
     door = Door(config.ssh_config or entry.ssh_config)
     python = entry.python or sys.executable
-    return Access(door, python, entry.settings, entry.shares_files, entry.ssh_config_there)
+    there = entry.ssh_config_there
+    return Access(door, python, entry.settings, entry.shares_files, there, entry.notice, entry.renewal)
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:

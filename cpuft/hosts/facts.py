@@ -62,6 +62,12 @@ def _find_library(name: str) -> str:
     return found[0] if found else ""
 
 
+def has_efa(devices: str = "/sys/class/infiniband") -> bool:
+    """Whether the kernel drives an adapter for fast fabrics of AWS, and libfabric finds the library for it."""
+    drivers = [os.path.basename(os.path.realpath(path)) for path in glob.glob(f"{devices}/*/device/driver")]
+    return "efa" in drivers and bool(_find_library("efa"))
+
+
 def _lscpu() -> str:
     command = shutil.which("lscpu") or "/usr/bin/lscpu"
     try:
@@ -106,6 +112,7 @@ def gather(targets: list[str]) -> dict[str, object]:
         "free_port": find_free_port(),
         "libraries": {name: path for name in _PRELOADS if (path := _find_library(name))},
         "uid": os.geteuid(),
+        "efa": has_efa(),
     }
 
 

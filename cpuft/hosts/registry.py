@@ -52,6 +52,10 @@ class Entry:
     """How the master reaches the hosts, on its own disk; empty where it sees `ssh_config`."""
     shares_files: bool = False
     """Whether the hosts see this machine's files under the same paths."""
+    notice: str = ""
+    """Where a host learns that it is about to go: what --notice of a launch is by itself."""
+    renewal: str = ""
+    """A command by which a host's lease goes on while a run does."""
 
 
 def state_root(environ: Mapping[str, str]) -> Path:

@@ -42,6 +42,8 @@ class HostFacts:
     libraries: dict[str, str]
     uid: int
     """Of the user that runs commands there."""
+    efa: bool = False
+    """Whether it has AWS's adapter for fast fabrics, with driver and library."""
 
     @property
     def seen_cores(self) -> tuple[Core, ...]:

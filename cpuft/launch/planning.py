@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -18,6 +19,7 @@ from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
+from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import Resumed
 from cpuft.launch.secrets import plan_secrets
 from cpuft.options.bench import plan_turns
@@ -165,8 +167,8 @@ def plan_launch(
         for assignment, settings in zip(cluster.assignments, per_host)
     )
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
-    if config.notice:
-        shared += (Setting(NOTICE, find_notice(config.notice), "each host's first rank looks there every 5 s"),)
+    if notice := find_notice(config.notice) if config.notice else cluster.access.notice:
+        shared += (Setting(NOTICE, notice, "each host's first rank looks there every 5 s"),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run goes on, from what $CPUFT_RUN_DIR has"),) if resumed else ()
     logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
@@ -179,8 +181,10 @@ def plan_launch(
         (*mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root), *_settings_there(cluster)),
         cluster.master,
     )
-    notes = plan_notes(cluster, shared, per_host, words)
-    return RunPlan(((make,),), ranks=((start,),), notes=notes, ways=cluster.ways, resumed=resumed)
+    renewal = tuple(shlex.split(cluster.access.renewal))
+    notes = plan_notes(cluster, shared, per_host, (*words, *describe_renewal(renewal)))
+    plan = RunPlan(((make,),), ranks=((start,),), notes=notes, ways=cluster.ways, resumed=resumed)
+    return replace(plan, renewal=renewal)
 
 
 def find_notice(place: str) -> str:

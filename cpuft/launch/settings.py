@@ -39,7 +39,7 @@ def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], 
         Setting("MASTER_PORT", str(port), "a port that is free on the master"),
         Setting("CPUFT_WORLD_SIZE", str(world_size), "ranks asked for: every rank checks that it finds as many"),
         *_fabrics_settings(hosts),
-        Setting("FI_PROVIDER", "tcp", "works on every network; set it to efa, verbs or psm3 where the hosts have that"),
+        _choose_provider(hosts),
         Setting("CCL_ATL_TRANSPORT", "ofi", "oneCCL's own transport over libfabric, as in the recipe"),
         Setting("CCL_PROCESS_LAUNCHER", "hydra", "oneCCL reads ranks from mpirun"),
         Setting("CCL_LOG_LEVEL", "error", "oneCCL's warnings would only repeat these settings"),
@@ -47,6 +47,14 @@ def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], 
         Setting("KMP_AFFINITY", "granularity=fine,compact,1,0", "one OpenMP thread a core, none moves"),
         Setting("TOKENIZERS_PARALLELISM", "false", "rows are tokenised before ranks start"),
     )
+
+
+def _choose_provider(hosts: tuple[HostFacts, ...]) -> Setting:
+    """What libfabric, and by it MPI and oneCCL, sends with between hosts."""
+    if len(hosts) > 1 and all(facts.efa for facts in hosts):
+        return Setting("FI_PROVIDER", "efa", "every host has an EFA adapter, its driver and its library")
+    reason = "works on every network; set it to efa, verbs or psm3 where the hosts have that"
+    return Setting("FI_PROVIDER", "tcp", reason)
 
 
 def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:

@@ -15,6 +15,7 @@ from cpuft import execute
 from cpuft.errors import AGAIN, CpuftError
 from cpuft.files import remove_command, write_text
 from cpuft.hosts.door import Door
+from cpuft.hosts.hostfile import Host
 from cpuft.launch.asking import Asking
 from cpuft.launch.failures import (
     describe_failures,
@@ -25,6 +26,7 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.kept import note_silent
+from cpuft.launch.renewal import Renewal
 from cpuft.launch.stacks.gather import look_at_hang
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.plan import RunPlan, Step, format_plan
@@ -80,6 +82,7 @@ class Ending:
     """Looks at ranks that hang; the hosts that do not answer."""
     verdict: Verdict | None = None
     asking: Asking | None = None
+    renewal: Renewal | None = None
     failed_at: float = 0.0
     looked_at: float = 0.0
     silent: set[str] | None = None
@@ -92,6 +95,8 @@ class Ending:
         self.looked_at = now
         if self.asking:
             self.asking.check()
+        if self.renewal:
+            self.renewal.check()
         if not self.failed_at and any(_says(path, FAILURE) for path in self.logs.glob("rank-*.err")):
             self.failed_at = now
         if any(_says(path, HANGS) for path in self.logs.glob("rank-*.err")):
@@ -144,13 +149,23 @@ def run_plan(
             return AGAIN
         raise
     ((ranks,),) = plan.ranks
-    ending = Ending(
-        Path(run_dir) / "logs",
-        lambda: door.find_silent(sorted(set(hosts))),
-        lambda: look_at_hang(run_dir, hosts, door, lambda line: print(f"cpuft: {line}", file=sys.stderr)),
-        asking=asking,
-    )
+    ending = _make_ending(plan, run_dir, hosts, door, asking)
     return _run_ranks(here(ranks), ending, hosts, environ, seconds)
+
+
+def _make_ending(plan: RunPlan, run_dir: str, hosts: tuple[str, ...], door: Door, asking: Asking | None) -> Ending:
+    names = tuple(sorted(set(hosts)))
+    return Ending(
+        Path(run_dir) / "logs",
+        lambda: door.find_silent(names),
+        lambda: look_at_hang(run_dir, hosts, door, _say),
+        asking=asking,
+        renewal=Renewal(plan.renewal, names, lambda host, words, limit: door.run(Host(host), words, "", limit), _say),
+    )
+
+
+def _say(line: str) -> None:
+    print(f"cpuft: {line}", file=sys.stderr, flush=True)
 
 
 def write_plan(plan: RunPlan, run_dir: str) -> None:

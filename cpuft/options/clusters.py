@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from cpuft.options.fields import LAST_PORT, option
 
+RECIPE = "ami/recipe.yaml"
+SSH_FROM = "the only address that may reach ssh (default: yours, as the internet sees it)"
+
 
 @dataclass(frozen=True)
 class LocalConfig:
@@ -46,13 +49,34 @@ class AwsConfig:
     type: str = option("m7i.8xlarge", "type of all instances")
     name: str = option("cluster", "name of the cluster")
     spot: bool = option(False, "spot instances: cheaper, and AWS may take them back at two minutes' notice")
+    spot_or_demand: bool = option(False, "spot instances, or on demand where no zone has them")
     lease: str = option("4h", "instances end themselves after that, whatever becomes of this machine: 90m, 4h, 2d")
-    image: str = option("", "AMI that all instances start from (default: Debian 12's own)")
+    lease_limit: str = option("", "running jobs move the lease's end, but not beyond that (default: twice --lease)")
+    image: str = option("", "AMI that all instances start from (default: the recipe's, else Debian 12's own)")
+    recipe: str = option(RECIPE, "its newest image is used, where cpuft provision image --aws has made one")
     region: str = option("", "region of AWS (default: your AWS settings')")
     zone: str = option("", "the only availability zone to try (default: one after another)")
     disk: int = option(50, "GB of each instance's disk, encrypted", least=8, most=16384)
     placement_group: bool = option(True, "instances close to each other: faster links, but scarcer")
-    ssh_from: str = option("", "the only address that may reach ssh (default: yours, as the internet sees it)")
+    threads_per_core: int = option(2, "hardware threads a core: 1 leaves the second out", least=1, most=2)
+    ssh_from: str = option("", SSH_FROM)
     prefix: str = option("/opt/cpuft", "directory of the environment, the same on every instance")
     wheels: str = option("", "directory of wheels to push (default: downloaded here by exact pins)")
     yes: bool = option(False, "rent them at the price that is shown, without asking")
+
+
+@dataclass(frozen=True)
+class ImageConfig:
+    """A golden image: a root filesystem on this machine, or an AMI."""
+
+    recipe: str = option(RECIPE, "what is in it")
+    output: str = option("", "directory of a root filesystem, made new")
+    wheels: str = option("", "directory of wheels (default: downloaded by exact pins)")
+    aws: bool = option(False, "make it an AMI: on an instance that is rented for that, and gone afterwards")
+    list: bool = option(False, "list the AMIs that cpuft has made for you in a region")
+    delete: str = option("", "take away one of these, by its name or AMI, and its snapshots")
+    region: str = option("", "region of AWS (default: your AWS settings')")
+    zone: str = option("", "the only availability zone to try (default: one after another)")
+    type: str = option("m7i.xlarge", "type of the instance that makes an AMI: two cores or more")
+    ssh_from: str = option("", SSH_FROM)
+    yes: bool = option(False, "rent that at the price that is shown, without asking")

@@ -10,7 +10,7 @@ import click
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
-from cpuft.options.clusters import AwsConfig, HostsConfig, LocalConfig
+from cpuft.options.clusters import AwsConfig, HostsConfig, ImageConfig, LocalConfig
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
 from cpuft.plan import format_plan
@@ -132,8 +132,7 @@ def down(name: str, region: str, dry_run: bool) -> None:
     if dry_run:
         click.echo(format_plan(provider.show_down()), nl=False)
     else:
-        provider.down(_say)
-        click.echo(f"cluster {name} is gone")
+        click.echo(provider.down(_say))
 
 
 @provision.command()
@@ -148,11 +147,17 @@ def status(name: str | None, region: str) -> None:
 
         click.echo(recall_left(name, os.environ, region).describe() if name else describe_region(region), nl=False)
         return
-    names = [name] if name else list_names(state_root(os.environ))
+    if name:
+        click.echo(recall(name, os.environ).describe(), nl=False)
+        return
+    names = list_names(state_root(os.environ))
+    for one in names:
+        try:
+            click.echo(recall(one, os.environ).describe(), nl=False)
+        except CpuftError as error:
+            click.echo(f"cluster {one} cannot be asked: {error}")
     if not names:
         click.echo("no clusters: make one with cpuft provision local")
-    for one in names:
-        click.echo(recall(one, os.environ).describe(), nl=False)
 
 
 @provision.command()
@@ -167,22 +172,47 @@ def diff(name: str) -> None:
     sys.exit(1 if lines else 0)
 
 
-@provision.command()
-@click.option("--recipe", "recipe_path", default="ami/recipe.yaml", help="what is in it [ami/recipe.yaml]")
-@click.option("--output", required=True, help="directory of the image, made new")
-@click.option("--wheels", default="", help="directory of wheels (default: downloaded by exact pins)")
-@_dry_run
-def image(recipe_path: str, output: str, wheels: str, dry_run: bool) -> None:
-    """Build a golden root filesystem from a recipe (root, Debian), and prove that it trains; for local --image."""
+@provision.command(cls=Verb, params=[*make_options(ImageConfig), DRY_RUN, CONFIG_FILE])
+def image(dry_run: bool, **values: Any) -> None:
+    """Build a golden image from a recipe, and prove that it trains; an image that is there already stays as it is.
+
+    With --output it is a root filesystem, for provision local --image (root, Debian). With --aws it is an AMI, and
+    provision aws starts its instances from that.
+    """
+    config = pick(ImageConfig, values)
+    if config.aws or config.list or config.delete:
+        _make_ami(config, dry_run)
+    elif config.output:
+        _make_root(config, dry_run)
+    else:
+        raise CpuftError("where to? name --output, a new directory of a root filesystem, or say --aws for an AMI")
+
+
+def _make_root(config: ImageConfig, dry_run: bool) -> None:
     from cpuft.provision.image.doing import gather_image, make_image
     from cpuft.provision.image.planning import plan_image
     from cpuft.provision.image.recipe import read_recipe
 
-    recipe, target = read_recipe(recipe_path), os.path.abspath(output)
+    recipe, target = read_recipe(config.recipe), os.path.abspath(config.output)
     if dry_run:
-        click.echo(format_plan(plan_image(recipe, target, gather_image(recipe, target, wheels, os.environ))), nl=False)
+        plan = plan_image(recipe, target, gather_image(recipe, target, config.wheels, os.environ))
+        click.echo(format_plan(plan), nl=False)
     else:
-        click.echo(make_image(recipe, target, wheels, os.environ, os.geteuid() == 0, _say))
+        click.echo(make_image(recipe, target, config.wheels, os.environ, os.geteuid() == 0, _say))
+
+
+def _make_ami(config: ImageConfig, dry_run: bool) -> None:
+    from cpuft.provision.aws.builder import Builder, delete_image, list_images
+
+    if config.list:
+        click.echo(list_images(config.region), nl=False)
+    elif config.delete:
+        plan = delete_image(config.delete, config.region, dry_run, _say)
+        click.echo(format_plan(plan) if dry_run else f"image {config.delete} is gone", nl=not dry_run)
+    elif dry_run:
+        click.echo(format_plan(Builder(config, os.environ).show()), nl=False)
+    else:
+        click.echo(Builder(config, os.environ).make(_say, _ask))
 
 
 @provision.command("recipe")

@@ -107,10 +107,11 @@ class Provider(ABC, Generic[C, F]):
         names = [step.host or "".join(one.value for one in step.settings[:1]) or "here" for step in steps]
         return [f"{name}: {step.why}" for name, step in zip(names, steps)]
 
-    def down(self, say: Say) -> None:
-        """Leave nothing of the cluster anywhere."""
+    def down(self, say: Say) -> str:
+        """Leave nothing of the cluster anywhere; a sentence for the user."""
         with lock(self.directory):
             reconcile(self.gather_left, self.plan_down, say, self.run)
+        return f"cluster {self.name} is gone"
 
     def show_down(self) -> Plan:
         """What `down` would do. Changes nothing."""

@@ -30,7 +30,9 @@ class Member:
     user: str = "root"
     port: int = 22
     key: str = ""
-    """Its public key, as in a .pub file; empty while it is not known."""
+    """Its public key, as in a .pub file; empty while it is not known. A line for each, where it has several."""
+    mark: str = ""
+    """Which machine it is whose key that is, where its address may be another one's tomorrow."""
     reached: str = ""
     """Its address for this machine, where that is another one than for the hosts themselves."""
 
@@ -74,14 +76,20 @@ def _format_bastion(name: str, login: Login) -> str:
 
 def format_known_hosts(members: Sequence[Member]) -> str:
     """known_hosts lines of those whose key is known."""
-    return "".join(f"{one.known_name} {' '.join(one.key.split()[:2])}\n" for one in members if one.key)
+    lines = [(one.known_name, *key.split()[:2], one.mark) for one in members for key in one.key.splitlines()]
+    return "".join(f"{' '.join(words).rstrip()}\n" for words in lines)
 
 
-def format_inside(members: Sequence[Member], folder: str, python: str) -> dict[str, str]:
-    """Files by which a host of a cluster reaches all of it, for a folder of its own disk beside the cluster's key."""
+def format_inside(
+    members: Sequence[Member], folder: str, python: str, notice: str = "", renewal: str = ""
+) -> dict[str, str]:
+    """Files by which a host of a cluster reaches all of it, for a folder of its own disk beside the cluster's key.
+
+    `notice` and `renewal` are as in the cluster's entry.
+    """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"
-    entry = Entry(name, "inside", f"{folder}/hostfile", config, python, ssh_config_there=config)
+    entry = Entry(name, "inside", f"{folder}/hostfile", config, python, {}, {}, config, False, notice, renewal)
     return {
         "known_hosts": format_known_hosts(members),
         "ssh_config": format_ssh_config(members, f"{folder}/id_ed25519", f"{folder}/known_hosts"),

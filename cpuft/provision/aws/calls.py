@@ -13,9 +13,15 @@ TAG = "cpuft:cluster"
 """Tag of everything that belongs to a cluster; its value is the cluster's name. Everything else is found by it."""
 OWNER, UNTIL, GENERATION = "cpuft:owner", "cpuft:until", "cpuft:generation"
 """Who made it; when its lease ends; when its missing instances were last asked for. Times are seconds of the epoch."""
+LIMIT, GROUP = "cpuft:limit", "cpuft:group"
+"""Until when a running job may move the end of the lease; of an instance, which group it was started in."""
+IMAGE, ENVIRONMENT = "cpuft:image", "cpuft:environment"
+"""Of images and their snapshots, which outlive clusters: the recipe's digest, the environment's stamp."""
 
-LOOK, MAKE, CHANGE = "look", "make", "change"
-"""What a call does: nothing; make something with the cluster's tag; change or end something that has the tag."""
+LOOK, MAKE, CHANGE, ROLE = "look", "make", "change", "role"
+"""What a call does: nothing; make something with our tag; change or end something that has the tag; make the role
+without which AWS starts no spot instances."""
+SPOT_SERVICE, SPOT_ROLE = "spot.amazonaws.com", "AWSServiceRoleForEC2Spot"
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,13 @@ class Action:
     """Kinds of resources that it makes, or changes."""
     used: tuple[str, ...] = ()
     """Kinds of resources that it needs, and that are not the cluster's."""
+    ours: tuple[str, ...] = ()
+    """Kinds of resources that it needs, and that must be the cluster's."""
+
+
+def tag_of(kind: str) -> str:
+    """The tag that all resources of a kind carry that are ours."""
+    return IMAGE if kind in ("image", "snapshot") else TAG
 
 
 def _look(right: str, service: str = "ec2", prefix: str = "") -> Action:
@@ -43,6 +56,7 @@ def _change(right: str, *made: str) -> Action:
 
 ACTIONS: dict[str, Action] = {
     "get_caller_identity": _look("GetCallerIdentity", "sts"),
+    "get_role": _look("GetRole", "iam"),
     "get_parameter": _look("GetParameter", "ssm"),
     "get_service_quota": _look("GetServiceQuota", "service-quotas", "servicequotas"),
     "describe_images": _look("DescribeImages"),
@@ -52,6 +66,7 @@ ACTIONS: dict[str, Action] = {
     "describe_key_pairs": _look("DescribeKeyPairs"),
     "describe_placement_groups": _look("DescribePlacementGroups"),
     "describe_security_groups": _look("DescribeSecurityGroups"),
+    "describe_snapshots": _look("DescribeSnapshots"),
     "describe_spot_price_history": _look("DescribeSpotPriceHistory"),
     "describe_subnets": _look("DescribeSubnets"),
     "describe_volumes": _look("DescribeVolumes"),
@@ -65,6 +80,8 @@ ACTIONS: dict[str, Action] = {
         ("instance", "volume", "network-interface", "spot-instances-request"),
         ("image", "subnet", "security-group", "key-pair", "placement-group"),
     ),
+    "create_image": Action("ec2", "ec2:CreateImage", MAKE, ("image", "snapshot"), ours=("instance",)),
+    "create_service_linked_role": Action("iam", "iam:CreateServiceLinkedRole", ROLE),
     "create_tags": _change("CreateTags", "security-group", "instance"),
     "authorize_security_group_ingress": _change("AuthorizeSecurityGroupIngress", "security-group"),
     "authorize_security_group_egress": _change("AuthorizeSecurityGroupEgress", "security-group"),
@@ -75,6 +92,8 @@ ACTIONS: dict[str, Action] = {
     "delete_placement_group": _change("DeletePlacementGroup", "placement-group"),
     "delete_key_pair": _change("DeleteKeyPair", "key-pair"),
     "delete_volume": _change("DeleteVolume", "volume"),
+    "deregister_image": _change("DeregisterImage", "image"),
+    "delete_snapshot": _change("DeleteSnapshot", "snapshot"),
 }
 """All calls of this room, by boto3's names for them: no other can be made, and the printed policy is made of these."""
 

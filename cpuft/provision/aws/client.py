@@ -42,6 +42,10 @@ _DONE = {
     "delete_placement_group": ("InvalidPlacementGroup.Unknown",),
     "delete_key_pair": ("InvalidKeyPair.NotFound",),
     "delete_volume": ("InvalidVolume.NotFound",),
+    "create_image": ("InvalidAMIName.Duplicate",),
+    "create_service_linked_role": ("InvalidInput", "EntityAlreadyExists"),
+    "deregister_image": ("InvalidAMIID.NotFound", "InvalidAMIID.Unavailable"),
+    "delete_snapshot": ("InvalidSnapshot.NotFound",),
 }
 """What says that a call has been made before: an answer was lost."""
 _TRANSIENT = (
@@ -56,6 +60,8 @@ _TRANSIENT = (
     "InvalidPlacementGroup.Unknown",
 )
 """A fault or too many calls; and what was made a moment ago, and is not known everywhere yet. So is all of HTTP 5xx."""
+_IN_USE = ("DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidSnapshot.InUse")
+"""What uses it is about to go."""
 _FORBIDDEN = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 _STRANGERS = (
     "AuthFailure",
@@ -208,7 +214,7 @@ class Cloud:
 
     def _count(self, refusal: Refusal, number: int, waited: float) -> int:
         """The number of the next attempt. Raises the refusal when another would not help."""
-        if refusal.code in ("DependencyViolation", "InvalidPlacementGroup.InUse") and waited < _DELETE_SECONDS:
+        if refusal.code in _IN_USE and waited < _DELETE_SECONDS:
             return number
         if refusal.transient:
             return number + 1

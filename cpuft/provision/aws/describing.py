@@ -25,6 +25,8 @@ def _describe_whole(group: Group | None, instances: Sequence[Instance], now: flo
     if not until:
         return "nothing at AWS carries its tag"
     left = f"in {format_span(until - now)}" if until > now else "which is past"
+    if group and group.limit > until:
+        left += f"; jobs move it, to {format_time(group.limit)} at most"
     whose = f", of {group.owner}" if group else ", its security group is gone"
     return f"lease to {format_time(until)}, {left}; {describe_cost(price, instances, now)}{whose}"
 

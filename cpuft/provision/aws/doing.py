@@ -14,24 +14,17 @@ from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.options.clusters import AwsConfig
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws import launching, planning
-from cpuft.provision.aws.calls import parse_call
+from cpuft.provision.aws.calls import ACTIONS, parse_call
 from cpuft.provision.aws.client import Cloud
 from cpuft.provision.aws.describing import describe_cluster, describe_instances
-from cpuft.provision.aws.facts import Found, Offer
+from cpuft.provision.aws.facts import Found, Instance, Offer
 from cpuft.provision.aws.launching import NoCapacityError
-from cpuft.provision.aws.lease import format_time, parse_lease
-from cpuft.provision.aws.look import (
-    find_clusters,
-    find_offer,
-    find_own_address,
-    find_spot_prices,
-    find_tagged,
-    read_table,
-)
+from cpuft.provision.aws.lease import format_time, parse_lease, parse_limit
+from cpuft.provision.aws.look import find_clusters, find_costs, find_offer, find_own_address, find_tagged, read_table
 from cpuft.provision.aws.nodes import Nodes
 from cpuft.provision.aws.planning import Facts, plan_rental
 from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
-from cpuft.provision.aws.price import Price, describe_price, find_price
+from cpuft.provision.aws.price import describe_bill, describe_price, find_price
 from cpuft.provision.ownership import read_files
 from cpuft.provision.provider import Ask, Provider
 from cpuft.provision.reconcile import Say, run_stages
@@ -76,18 +69,27 @@ class Aws(Provider[AwsConfig, Everything]):
         self, config: AwsConfig, environ: Mapping[str, str], entry: Entry | None = None, edge: Edge | None = None
     ) -> None:
         super().__init__(config, environ, entry)
-        parse_lease(config.lease)
+        parse_limit(config.lease_limit, parse_lease(config.lease))
         self.edge = edge or Edge()
         self.cloud = self.edge.open_cloud(config.region)
-        self.config = replace(
-            config, region=self.cloud.region, wheels=str(Path(config.wheels).absolute()) if config.wheels else ""
-        )
+        wheels = str(Path(config.wheels).absolute()) if config.wheels else ""
+        spot = config.spot or config.spot_or_demand
+        self.config = replace(config, region=self.cloud.region, wheels=wheels, spot=spot)
         self.size = f"{config.nodes} x {config.type}"
         self._refused: dict[str, str] = {}
         self._offer: Offer | None = None
         self._quote = ""
         self._patient = False
         """Whether to wait for what AWS is about to do: only those who change something do."""
+        self._on_demand = False
+        """Whether no zone has spot instances for us, and others will do."""
+        self._last: tuple[Instance, ...] = ()
+        """What AWS told of the instances when the cluster was last looked at to be taken down."""
+
+    @property
+    def _wanted(self) -> AwsConfig:
+        """What is to be rented now."""
+        return replace(self.config, spot=False) if self._on_demand else self.config
 
     def gather(self) -> Everything:
         """What AWS tells, and what this machine remembers; then what the instances say."""
@@ -103,13 +105,14 @@ class Aws(Provider[AwsConfig, Everything]):
         found, place = facts.found, self.config.ssh_from or self.edge.find_address()
         planning.check_rental(self.config, found)
         if planning.needs_offer(self.config, found) and not self._offer:
-            self._offer = check_offer(self.config, found, find_offer(self.cloud, self.config), self.cloud.region)
+            self._offer = check_offer(self._wanted, found, find_offer(self.cloud, self._wanted), self.cloud.region)
         return replace(facts, address=parse_ssh_from(place), offer=self._offer)
 
     def _facts(self) -> Facts:
         found = find_tagged(self.cloud, self.name, self.edge.now())
         files = read_files(self.directory, Path(self.hostfile))
-        return Facts(found, files, str(self.directory), self.hostfile, self.cloud.region, refused=self._refused)
+        own = Facts(found, files, str(self.directory), self.hostfile, self.cloud.region, refused=self._refused)
+        return replace(own, on_demand=self._on_demand)
 
     def _gather_servers(self, found: Found) -> ServersFacts:
         nodes = self._nodes(found)
@@ -134,26 +137,33 @@ class Aws(Provider[AwsConfig, Everything]):
     def learn(self, ask: Ask) -> None:
         """Whether the price is right, when something is to be rented; and before that, whether we would be let."""
         facts = self._look()
-        found, missing = facts.found, self.config.nodes - len(facts.found.live)
+        missing = self.config.nodes - len(facts.found.live)
         if not missing or not facts.offer:
             return
         self._try_out(facts)
-        until = found.group.until if found.group else found.now + parse_lease(self.config.lease)
-        price = find_price(self.config.type, self.cloud.region, read_table(), facts.offer.zones)
-        self._quote = describe_price(price, missing, self.config.type, self.config.spot, found.now, until)
+        self._quote = self._make_quote(facts, missing)
         if not self.config.yes and not ask(f"{self._quote}. Rent them?"):
             raise CpuftError(f"nothing was rented ({self._quote}): answer yes at a terminal, or say --yes")
+
+    def _make_quote(self, facts: Facts, missing: int) -> str:
+        assert facts.offer
+        lease, now, group = parse_lease(self.config.lease), facts.found.now, facts.found.group
+        until = group.until if group else now + lease
+        limit = group.limit if group else now + parse_limit(self.config.lease_limit, lease)
+        spot = {zone.name: zone.spot_price for zone in facts.offer.zones}
+        price = find_price(self.config.type, self.cloud.region, read_table(), spot)
+        return describe_price(price, self._wanted, missing, now, until, limit)
 
     def _try_out(self, facts: Facts) -> None:
         """Ask AWS, call by call, whether it would do what is planned. Raises CpuftError when it would not."""
         assert facts.offer
-        zone = launching.choose_zone(self.config, facts.found, facts.offer, {})
+        zone = launching.choose_zone(self._wanted, facts.found, facts.offer, {})
         missing = self.config.nodes - len(facts.found.live)
-        request = launching.make_request(self.config, facts.found, facts.offer, zone, missing)
+        request = launching.make_request(self._wanted, facts.found, facts.offer, zone, missing)
         self.cloud.try_out("run_instances", request)
         for step in (step for stage in plan_rental(self.config, facts).stages for step in stage):
             call = parse_call(step)
-            if call and not call.files:
+            if call and not call.files and ACTIONS[call.method].service == "ec2":
                 self.cloud.try_out(call.method, call.parameters)
 
     def plan(self, facts: Everything) -> Plan:
@@ -181,12 +191,14 @@ class Aws(Provider[AwsConfig, Everything]):
             zone = call.parameters["Placement"]["AvailabilityZone"]
             say(f"{zone} has none: {outcome.refused}")
             self._refused[zone] = outcome.refused
+        if call.method == "create_service_linked_role" and self._offer:
+            self._offer = replace(self._offer, spot_role=True)
 
     def make(self, say: Say, ask: Ask) -> str:
         """As for all clusters; where no zone has any instance for us, nothing is left."""
         self._patient = True
         try:
-            made = super().make(say, ask)
+            made = self._make_on_any_market(say, ask)
         except NoCapacityError:
             if not self._facts().found.live:
                 # Every zone has said no: nothing can appear late.
@@ -196,10 +208,25 @@ class Aws(Provider[AwsConfig, Everything]):
         group = self._facts().found.group
         return f"{made}; it ends itself at {format_time(group.until if group else 0)}"
 
-    def down(self, say: Say) -> None:
-        """Leave nothing of it anywhere, nor what appears late."""
+    def _make_on_any_market(self, say: Say, ask: Ask) -> str:
+        try:
+            return super().make(say, ask)
+        except NoCapacityError as error:
+            if not self.config.spot_or_demand:
+                raise
+            say(f"on demand instead: {error}")
+        # The price was agreed to with the one of spot instances.
+        self.config = replace(self.config, yes=True)
+        self._on_demand, self._offer = True, None
+        self._refused.clear()
+        return super().make(say, ask)
+
+    def down(self, say: Say) -> str:
+        """Leave nothing of it anywhere, nor what appears late; what it has cost."""
         self._patient = True
-        super().down(say)
+        gone = super().down(say)
+        bill = describe_bill(find_costs(self.cloud, self._last), self._last, self.edge.now()) if self._last else ""
+        return "; ".join(filter(None, (gone, bill)))
 
     def gather_left(self) -> Everything:
         """What there is, when nothing is about to end or to appear any more."""
@@ -208,6 +235,8 @@ class Aws(Provider[AwsConfig, Everything]):
         while self._patient and self._may_change(facts, self.edge.now() - start):
             self.edge.sleep(_POLL_SECONDS)
             facts = self._facts()
+        if facts.found.group or not self._last:
+            self._last = facts.found.instances
         return Everything(facts)
 
     def _may_change(self, facts: Facts, waited: float) -> bool:
@@ -240,21 +269,14 @@ class Aws(Provider[AwsConfig, Everything]):
     def describe_hosts(self) -> list[str]:
         """An instance a line; its age, its lease and what it has cost."""
         found = self._facts().found
-        return describe_instances(found.group, found.instances, found.now, self._find_price())
-
-    def _find_price(self) -> Price:
-        price = find_price(self.config.type, self.cloud.region, read_table())
-        spot = sorted(find_spot_prices(self.cloud, self.config.type).values()) if self.config.spot else []
-        return replace(price, spot=(spot[0], spot[-1]) if spot else None)
+        price = find_costs(self.cloud, found.instances)
+        return describe_instances(found.group, found.instances, found.now, price)
 
 
 def describe_region(region: str, edge: Edge | None = None) -> str:
     """All clusters that are rented in a region by this account, whoever made them and wherever."""
     edge = edge or Edge()
-    cloud, table, lines = edge.open_cloud(region), read_table(), []
+    cloud, lines = edge.open_cloud(region), list[str]()
     for name, (group, instances) in find_clusters(cloud).items():
-        kind = instances[0].type if instances else ""
-        prices = sorted(find_spot_prices(cloud, kind).values()) if any(one.spot for one in instances) else []
-        price = replace(find_price(kind, cloud.region, table), spot=(prices[0], prices[-1]) if prices else None)
-        lines += describe_cluster(name, group, instances, edge.now(), price)
+        lines += describe_cluster(name, group, instances, edge.now(), find_costs(cloud, instances))
     return "".join(f"{line}\n" for line in lines or [f"nothing in {cloud.region} carries the tag of a cluster"])

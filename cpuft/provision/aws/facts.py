@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from cpuft.options.fields import is_count
-from cpuft.provision.aws.calls import GENERATION, OWNER, TAG, UNTIL, read_tags
+from cpuft.provision.aws.calls import GENERATION, GROUP, LIMIT, OWNER, TAG, UNTIL, read_tags
 
 LIVE = ("pending", "running")
 COSTS = (*LIVE, "stopping", "stopped")
@@ -39,6 +39,8 @@ class Instance:
     generation: int
     index: int
     """Its number among those of one call."""
+    group: str = ""
+    """Id of the security group that it was started in: AWS forgets that of what has ended."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Group:
     generation: int
     ingress: tuple[Rule, ...]
     egress: tuple[Rule, ...]
+    limit: int = 0
+    """Until when running jobs may move the end of the lease."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class Image:
     """Device of its disk."""
     gigabytes: int
     architecture: str
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,13 @@ class Offer:
     """vCPUs that may run at a time; None for unknown."""
     used: int
     """vCPUs that run now and count."""
+    cores: int = 0
+    threads: tuple[int, ...] = ()
+    """How many hardware threads a core may have; empty for no choice."""
+    efa: bool = False
+    """Whether it has the adapter for fast fabrics."""
+    spot_role: bool = True
+    """Whether the account has the role without which no spot instance starts."""
 
 
 def owner_of(arn: str) -> str:
@@ -144,6 +156,7 @@ def parse_group(found: Mapping[str, Any]) -> Group:
         _number(tags.get(GENERATION, "")),
         parse_rules(found.get("IpPermissions", ())),
         parse_rules(found.get("IpPermissionsEgress", ())),
+        _number(tags.get(LIMIT, "")),
     )
 
 
@@ -200,7 +213,14 @@ def _parse_instance(found: Mapping[str, Any]) -> Instance:
         until=_number(tags.get(UNTIL, "")),
         generation=_number(tags.get(GENERATION, "")),
         index=int(found.get("AmiLaunchIndex", 0)),
+        group=tags.get(GROUP, ""),
     )
+
+
+def keep_own(instances: Iterable[Instance], group: Group | None) -> tuple[Instance, ...]:
+    """Instances without those of an earlier cluster of the same name, of which AWS tells for an hour."""
+    other = [one for one in instances if group and one.state == "terminated" and one.group not in ("", group.id)]
+    return tuple(one for one in instances if one not in other)
 
 
 def _parse_end(reason: str) -> float:

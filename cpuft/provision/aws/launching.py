@@ -10,9 +10,20 @@ from cpuft.errors import CpuftError, counted
 from cpuft.files import hash_text
 from cpuft.options.clusters import AwsConfig
 from cpuft.plan import Step
-from cpuft.provision.aws.calls import GENERATION, OWNER, TAG, UNTIL, make_tags, plan_call, tag_all
+from cpuft.provision.aws.calls import (
+    GENERATION,
+    GROUP,
+    LIMIT,
+    OWNER,
+    SPOT_SERVICE,
+    TAG,
+    UNTIL,
+    make_tags,
+    plan_call,
+    tag_all,
+)
 from cpuft.provision.aws.facts import Found, Group, Offer, Zone
-from cpuft.provision.aws.lease import format_user_data, parse_lease
+from cpuft.provision.aws.lease import format_user_data, parse_lease, parse_limit
 
 STALE_SECONDS = 1800
 """After that nobody waits for the answer to a launch, and AWS still tells of what it started and has ended since."""
@@ -32,6 +43,12 @@ def make_cluster_tags(config: AwsConfig, found: Found) -> dict[str, str]:
     """Tags of everything of a cluster. The group has decided when the lease ends."""
     until = found.group.until if found.group else int(found.now) + parse_lease(config.lease)
     return {TAG: config.name, OWNER: found.owner, UNTIL: str(until)}
+
+
+def make_group_tags(config: AwsConfig, found: Found) -> dict[str, str]:
+    """What the group alone remembers, beside those."""
+    limit = int(found.now) + parse_limit(config.lease_limit, parse_lease(config.lease))
+    return make_cluster_tags(config, found) | {GENERATION: str(int(found.now)), LIMIT: str(limit)}
 
 
 def has_placement_group(config: AwsConfig, offer: Offer | None) -> bool:
@@ -65,6 +82,9 @@ def plan_launch(
     answer that was lost, starts nothing. What ended since then needs a new generation.
     """
     missing, stages = config.nodes - len(found.live), []
+    if config.spot and not offer.spot_role:
+        why = "make the role by which AWS starts spot instances, once for the account"
+        stages.append([plan_call("create_service_linked_role", why, region, {"AWSServiceName": SPOT_SERVICE})])
     generation = group.generation
     used = any(one.generation == generation for one in found.instances)
     if used or found.now - generation > STALE_SECONDS:
@@ -73,14 +93,16 @@ def plan_launch(
         stages.append([plan_call("create_tags", "note that instances are asked for anew", region, change)])
     path = f"{directory}/user-data"
     command = ("sh", "-c", _PREPARE, "prepare", f"{directory}/host_key", path)
-    stages.append([Step("write what instances are told at birth", command, stdin=format_user_data(group.until))])
+    told = format_user_data(group.until, group.limit)
+    stages.append([Step("write what instances are told at birth", command, stdin=told)])
     request = make_request(config, found, offer, zone, missing) | {
-        "ClientToken": hash_text(f"{group.id} {generation} {zone.name}", 32),
+        "ClientToken": hash_text(f"{group.id} {generation} {zone.name}{' spot' * config.spot}", 32),
         "KeyName": resource_name(config.name),
     }
     request["NetworkInterfaces"][0]["Groups"] = [group.id]
     for one in request["TagSpecifications"]:
-        one["Tags"] += make_tags({GENERATION: str(generation), "Name": resource_name(config.name)})
+        own = {GENERATION: str(generation), GROUP: group.id, "Name": resource_name(config.name)}
+        one["Tags"] += make_tags(own)
     if has_placement_group(config, offer):
         request["Placement"]["GroupName"] = resource_name(config.name)
     why = f"start {counted(missing, 'instance')} of {config.type} in {zone.name}, all or none"
@@ -92,6 +114,8 @@ def make_request(config: AwsConfig, found: Found, offer: Offer, zone: Zone, miss
     disk: dict[str, Any] = {"VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     disk["VolumeSize"] = max(config.disk, offer.image.gigabytes)
     interface = {"DeviceIndex": 0, "SubnetId": zone.subnet, "AssociatePublicIpAddress": True}
+    # Whether ranks use it is decided by what the hosts say: it carries everything else as well.
+    interface |= {"InterfaceType": "efa"} if offer.efa and config.nodes > 1 else {}
     request: dict[str, Any] = {
         "ImageId": offer.image.id,
         "InstanceType": config.type,
@@ -106,6 +130,8 @@ def make_request(config: AwsConfig, found: Found, offer: Offer, zone: Zone, miss
     # Without the tag it would not be allowed: the printed policy lets nothing else be made.
     kinds = ["instance", "volume", "network-interface", *(["spot-instances-request"] if config.spot else [])]
     request["TagSpecifications"] = tag_all(make_cluster_tags(config, found), *kinds)
+    if config.threads_per_core < max(offer.threads, default=0):
+        request["CpuOptions"] = {"CoreCount": offer.cores, "ThreadsPerCore": config.threads_per_core}
     if config.spot:
         options = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
         request["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": options}

@@ -10,13 +10,29 @@ from cpuft.errors import CpuftError
 
 UNTIL_FILE = "/var/lib/cpuft/until"
 """On every instance: when it ends itself, in seconds of the epoch."""
+_LIMIT_FILE = "/var/lib/cpuft/limit"
+"""And until when a running job may move that."""
 _ARM = "/usr/local/sbin/cpuft-lease"
+RENEWAL = f"{_ARM} renew"
+"""A command of every instance: by it a job that runs moves the end."""
+_RENEWED_SECONDS = 900
+"""How long an instance lives on after a renewal: jobs renew every five minutes."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _LEAST, _MOST = 600, 30 * 86400
 
 ARM_SCRIPT = f"""#!/bin/sh
+# cpuft-lease [renew]: arms the end of the lease; with a word, moves it before, as far as it may, and says both times.
+until=$(cat {UNTIL_FILE}) now=$(date +%s)
+if [ "${{1:-}}" = renew ]; then
+    limit=$(cat {_LIMIT_FILE} 2>/dev/null || echo "$until")
+    wanted=$(( now + {_RENEWED_SECONDS} < limit ? now + {_RENEWED_SECONDS} : limit ))
+    [ "$wanted" -gt "$until" ] || {{ echo "$until $limit"; exit 0; }}
+    echo "$wanted" >{UNTIL_FILE}.new && mv {UNTIL_FILE}.new {UNTIL_FILE} || exit 1
+    until=$wanted
+    echo "$until $limit"
+fi
 # Whole minutes, rounded down: the instance is gone by the end of its lease, never after it.
-left=$(( ($(cat {UNTIL_FILE}) - $(date +%s)) / 60 ))
+left=$(( (until - now) / 60 ))
 shutdown -c 2>/dev/null
 [ "$left" -gt 0 ] || exec shutdown -P now
 exec shutdown -P "+$left"
@@ -35,13 +51,21 @@ WantedBy=multi-user.target
 """
 
 
-def parse_lease(text: str) -> int:
+def parse_lease(text: str, flag: str = "--lease") -> int:
     """Seconds of "90m", "4h" or "2d". Raises CpuftError."""
     match = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not _LEAST <= seconds <= _MOST:
-        raise CpuftError(f"--lease {text!r:.60} is no lease: give 10m to 30d, such as 90m, 4h or 2d")
+        raise CpuftError(f"{flag} {text!r:.60} is no lease: give 10m to 30d, such as 90m, 4h or 2d")
     return seconds
+
+
+def parse_limit(text: str, lease: int) -> int:
+    """Seconds to the limit of a lease of so many; empty for twice as many. Raises CpuftError."""
+    limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _MOST)
+    if limit < lease:
+        raise CpuftError(f"--lease-limit {text} is less than the lease itself: give as much, or more")
+    return limit
 
 
 def format_time(seconds: float) -> str:
@@ -55,13 +79,14 @@ def format_span(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 
 
-def format_user_data(until: int) -> str:
+def format_user_data(until: int, limit: int) -> str:
     """What an instance is told at birth, but for its host key, which belongs right behind it.
 
     JSON is YAML: what is quoted so cannot end its line.
     """
     files = [
         {"path": UNTIL_FILE, "content": f"{until}\n"},
+        {"path": _LIMIT_FILE, "content": f"{limit}\n"},
         {"path": _ARM, "content": ARM_SCRIPT, "permissions": "0755"},
         {"path": "/etc/systemd/system/cpuft-lease.service", "content": _UNIT},
     ]
@@ -75,7 +100,9 @@ def format_user_data(until: int) -> str:
     )
 
 
-def make_extension(until: int) -> tuple[str, ...]:
-    """A command of an instance that moves its end."""
-    script = 'set -e; echo "$1" >"$2.new"; mv "$2.new" "$2"; exec "$3"'
-    return ("sh", "-c", script, "extend", str(until), UNTIL_FILE, _ARM)
+def make_extension(until: int, limit: int) -> tuple[str, ...]:
+    """A command of an instance that moves its end, and until when jobs may move that."""
+    script = (
+        'set -e; put() { echo "$2" >"$1.new"; mv "$1.new" "$1"; }; put "${3%/*}/limit" "$2"; put "$3" "$1"; exec "$4"'
+    )
+    return ("sh", "-c", script, "extend", str(until), str(limit), UNTIL_FILE, _ARM)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.options.clusters import AwsConfig
-from cpuft.provision.aws.calls import TAG
+from cpuft.options.clusters import RECIPE, AwsConfig
+from cpuft.provision.aws.calls import IMAGE, SPOT_ROLE, TAG
 from cpuft.provision.aws.client import Cloud, Refusal
 from cpuft.provision.aws.facts import (
     Found,
@@ -19,11 +20,15 @@ from cpuft.provision.aws.facts import (
     Offer,
     Zone,
     count_vcpus,
+    keep_own,
     owner_of,
     parse_group,
     parse_instances,
 )
+from cpuft.provision.aws.images import Golden, Images, choose_image, parse_images, parse_snapshots
 from cpuft.provision.aws.preflight import DEBIAN, QUOTAS, name_unknown
+from cpuft.provision.aws.price import Price, find_price
+from cpuft.provision.image.recipe import read_recipe
 from cpuft.report.instances import TABLE
 from cpuft.report.instances import Instance as Kind
 from cpuft.report.instances import parse_instances as parse_table
@@ -58,11 +63,12 @@ def find_tagged(cloud: Cloud, name: str, now: float) -> Found:
     keys = cloud.ask("describe_key_pairs", Filters=filters).get("KeyPairs", ())
     free = [*filters, {"Name": "status", "Values": ["available"]}]
     volumes = cloud.ask("describe_volumes", Filters=free).get("Volumes", ())
+    group = parse_group(groups[0]) if groups else None
     return Found(
         now=now,
         owner=owner_of(cloud.caller),
-        group=parse_group(groups[0]) if groups else None,
-        instances=parse_instances(cloud.ask("describe_instances", Filters=filters)),
+        group=group,
+        instances=keep_own(parse_instances(cloud.ask("describe_instances", Filters=filters)), group),
         placement_group=next((one["GroupName"] for one in places if one.get("State") != "deleted"), ""),
         key_pair=keys[0]["KeyName"] if keys else "",
         volumes=tuple(one["VolumeId"] for one in volumes),
@@ -76,7 +82,7 @@ def find_clusters(cloud: Cloud) -> dict[str, tuple[Group | None, tuple[Instance,
     instances = parse_instances(cloud.ask("describe_instances", Filters=filters))
     by_name = {group.cluster: group for group in groups}
     return {
-        name: (by_name.get(name), tuple(one for one in instances if one.cluster == name))
+        name: (by_name.get(name), keep_own([one for one in instances if one.cluster == name], by_name.get(name)))
         for name in sorted({*by_name, *(one.cluster for one in instances)})
     }
 
@@ -84,6 +90,7 @@ def find_clusters(cloud: Cloud) -> dict[str, tuple[Group | None, tuple[Instance,
 def find_offer(cloud: Cloud, config: AwsConfig) -> Offer:
     """What AWS has to rent of what is asked for. Raises CpuftError: no such type or image, no default network."""
     kind = _find_type(cloud, config.type)
+    cpus = kind["VCpuInfo"]
     subnets = cloud.ask("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
     if not subnets:
         raise CpuftError(f"region {cloud.region} has no default network: make one with aws ec2 create-default-vpc")
@@ -98,13 +105,17 @@ def find_offer(cloud: Cloud, config: AwsConfig) -> Offer:
     ]
     return Offer(
         type=config.type,
-        vcpus=kind["VCpuInfo"]["DefaultVCpus"],
+        vcpus=cpus["DefaultVCpus"],
+        cores=cpus.get("DefaultCores", 0),
+        threads=tuple(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)]),
+        efa=bool(kind.get("NetworkInfo", {}).get("EfaSupported")),
+        spot_role=not config.spot or _has_spot_role(cloud),
         architectures=tuple(kind["ProcessorInfo"]["SupportedArchitectures"]),
         clusters="cluster" in kind.get("PlacementGroupInfo", {}).get("SupportedStrategies", ()),
         markets=tuple(kind.get("SupportedUsageClasses", ())),
         zones=tuple(sorted(zones, key=lambda zone: zone.name)),
         all_zones=tuple(sorted(one["AvailabilityZone"] for one in subnets)),
-        image=_find_image(cloud, config.image),
+        image=_find_image(cloud, config.image or _find_recipes(cloud, config.recipe)),
         quota=_find_quota(cloud, config.spot),
         used=count_vcpus(cloud.ask("describe_instances", Filters=[_LIVE_FILTER]), config.spot),
     )
@@ -128,6 +139,13 @@ def find_spot_prices(cloud: Cloud, kind: str) -> dict[str, float]:
     return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
 
 
+def find_costs(cloud: Cloud, instances: Sequence[Instance]) -> Price:
+    """What an hour of a cluster's instances costs."""
+    kind = instances[0].type if instances else ""
+    prices = find_spot_prices(cloud, kind) if any(one.spot for one in instances) else {}
+    return find_price(kind, cloud.region, read_table(), prices)
+
+
 def _find_image(cloud: Cloud, name: str) -> Image:
     try:
         wanted = name or str(cloud.ask("get_parameter", Name=DEBIAN)["Parameter"]["Value"])
@@ -144,7 +162,41 @@ def _find_image(cloud: Cloud, name: str) -> Image:
     root = str(found[0]["RootDeviceName"])
     disks = {one["DeviceName"]: one.get("Ebs", {}) for one in found[0].get("BlockDeviceMappings", ())}
     size = int(disks.get(root, {}).get("VolumeSize", 0))
-    return Image(found[0]["ImageId"], root, size, str(found[0].get("Architecture", "")))
+    one = found[0]
+    return Image(one["ImageId"], root, size, str(one.get("Architecture", "")), str(one.get("Name", "")))
+
+
+def find_images(cloud: Cloud) -> Images:
+    """All images of this account that are cpuft's, and their snapshots."""
+    filters = [{"Name": "tag-key", "Values": [IMAGE]}]
+    return Images(
+        parse_images(cloud.ask("describe_images", Owners=["self"], Filters=filters)),
+        parse_snapshots(cloud.ask("describe_snapshots", OwnerIds=["self"], Filters=filters)),
+    )
+
+
+def find_named(cloud: Cloud, name: str) -> Golden | None:
+    """This account's image of a name, whoever has made it."""
+    filters = [{"Name": "name", "Values": [name]}]
+    return next(iter(parse_images(cloud.ask("describe_images", Owners=["self"], Filters=filters))), None)
+
+
+def _find_recipes(cloud: Cloud, path: str) -> str:
+    """The newest image of a recipe; empty where there is none, or not even a recipe and none was named."""
+    if not path or (path == RECIPE and not os.path.exists(path)):
+        return ""
+    filters = [{"Name": f"tag:{IMAGE}", "Values": [read_recipe(path).digest]}]
+    found = choose_image(parse_images(cloud.ask("describe_images", Owners=["self"], Filters=filters)))
+    return found.id if found else ""
+
+
+def _has_spot_role(cloud: Cloud) -> bool:
+    try:
+        return bool(cloud.ask("get_role", RoleName=SPOT_ROLE))
+    except Refusal as refusal:
+        if refusal.code == "NoSuchEntity":
+            return False
+        raise
 
 
 def _find_quota(cloud: Cloud, spot: bool) -> float | None:

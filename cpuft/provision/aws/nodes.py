@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh import KEY_CHANGED, KEY_UNKNOWN, HostError
 from cpuft.options.clusters import AwsConfig, HostsConfig
+from cpuft.plan import Plan
 from cpuft.provision.aws.facts import Instance
+from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
+from cpuft.provision.aws.lease import RENEWAL
+from cpuft.provision.aws.planning import find_notice, remember
 from cpuft.provision.ownership import read_raw
 from cpuft.provision.servers.doing import Servers
 from cpuft.provision.servers.planning import Facts
@@ -22,7 +26,8 @@ _LOOK_AGAIN_SECONDS = 2.0
 class Nodes(Servers):
     """Known to each other by private addresses, and reached from here by public ones.
 
-    All show the host key that they were given at birth, so that the first connection is strict already.
+    All show the host key that they were given at birth, so that the first connection is strict already; then each makes
+    one of its own.
     """
 
     kind = "aws"
@@ -35,13 +40,27 @@ class Nodes(Servers):
         super().__init__(own, environ)
         self.hostfile = hostfile
         self.config = replace(self.config, key=str(self.directory / "id_ed25519"))
-        self.members = tuple(Member(one.private, one.private, "root", reached=one.public) for one in instances)
-        planted = " ".join(read_raw(self.directory / "host_key.pub").split()[:2])
-        self.keys = {member.known_name: planted for member in self.members} | self.keys
-        self._options = {key: str(value) for key, value in asdict(replace(config, yes=False)).items()}
+        self.members = tuple(
+            Member(one.private, one.private, "root", reached=one.public, mark=one.id) for one in instances
+        )
+        self._given = " ".join(read_raw(self.directory / "host_key.pub").split()[:2])
+        known = read_raw(self.directory / "known_hosts")
+        self.keys = {member.known_name: known_keys(known, member) or self._given for member in self.members}
+        self._asked = config
 
     def _look(self, door: Door) -> Facts:
-        return replace(super()._look(door), kind=self.kind, options=self._options)
+        facts = super()._look(door)
+        servers = tuple(
+            (replace(member, key=choose_keys(self._given, own.host_keys)), own) for member, own in facts.servers
+        )
+        facts = replace(facts, servers=servers, kind=self.kind, options=remember(self._asked))
+        return replace(facts, notice=find_notice(self._asked), renewal=RENEWAL)
+
+    def plan(self, facts: Facts) -> Plan:
+        """What is missing; when nothing is, the next step of the hosts' own keys."""
+        plan = super().plan(facts)
+        steps = () if plan.stages else plan_rotation(facts.servers, self._given)
+        return replace(plan, stages=(steps,)) if steps else plan
 
     def wait(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
         """Until all let us in. Raises CpuftError: some do not in time, or one shows a key that is not the given one."""

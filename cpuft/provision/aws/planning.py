@@ -9,19 +9,23 @@ from cpuft.errors import CpuftError, counted
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.options.clusters import AwsConfig
 from cpuft.plan import Plan, Step
-from cpuft.provision.aws.calls import GENERATION, UNTIL, make_tags, plan_call, tag_all
+from cpuft.provision.aws.calls import LIMIT, UNTIL, make_tags, plan_call, tag_all
 from cpuft.provision.aws.facts import Found, Group, Instance, Offer, Rule, format_rules
 from cpuft.provision.aws.launching import (
     choose_zone,
     has_placement_group,
     make_cluster_tags,
+    make_group_tags,
     plan_launch,
     resource_name,
 )
-from cpuft.provision.aws.lease import format_time, make_extension
+from cpuft.provision.aws.lease import RENEWAL, format_time, make_extension
 from cpuft.provision.ownership import KEY_MARK, is_ours, plan_removal
 from cpuft.provision.reconcile import plan_files
 from cpuft.provision.sshfiles import KEYGEN
+
+NOTICE = "http://169.254.169.254/latest/meta-data/spot/instance-action"
+"""Answers on a spot instance that AWS is about to take back."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Facts:
     """Gathered when something is missing only."""
     refused: Mapping[str, str] | None = None
     """Why zones had no instances, by their names."""
+    on_demand: bool = False
+    """Whether spot instances were asked for in vain, and others will do."""
 
 
 def check_owner(name: str, found: Found) -> None:
@@ -54,8 +60,11 @@ def check_rental(config: AwsConfig, found: Found) -> None:
     check_owner(config.name, found)
     down = f"cpuft provision down {config.name}"
     if found.group and found.group.until <= found.now:
-        when = format_time(found.group.until)
-        raise CpuftError(f"the lease of {config.name} ended at {when}: {down}, and rent it anew")
+        ended = f"the lease of {config.name} ended at {format_time(found.group.until)}"
+        if not found.live or found.group.limit <= found.now:
+            raise CpuftError(f"{ended}: {down}, and rent it anew")
+        if len(found.live) < config.nodes:
+            raise CpuftError(f"{ended}, and only a job keeps its nodes: cpuft provision extend {config.name} first")
     if len(found.live) > config.nodes:
         raise CpuftError(f"{config.name} has {len(found.live)} nodes, --nodes {config.nodes} asks for fewer: {down}")
     kinds = sorted({(one.type, one.zone, one.spot) for one in found.live})
@@ -71,6 +80,7 @@ def plan_rental(config: AwsConfig, facts: Facts) -> Plan:
     found = facts.found
     check_rental(config, found)
     stages: list[list[Step]] = [*_plan_files(config, facts), _plan_group(config, facts), _plan_others(config, facts)]
+    config = replace(config, spot=config.spot and not facts.on_demand)
     missing = config.nodes - len(found.live)
     notes = []
     if missing and facts.offer:
@@ -78,25 +88,39 @@ def plan_rental(config: AwsConfig, facts: Facts) -> Plan:
         if found.group:
             stages += plan_launch(config, found, found.group, facts.offer, zone, facts.region, facts.directory)
         else:
-            notes = [f"when the group is there: ssh from {facts.address} only, {missing} instances in {zone.name}"]
+            what = f"{counted(missing, 'instance')} of image {facts.offer.image.name or facts.offer.image.id}"
+            notes = [f"when the group is there: ssh from {facts.address} only, {what} in {zone.name}"]
     return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes))
 
 
 def _plan_files(config: AwsConfig, facts: Facts) -> list[list[Step]]:
     """The entry first, then two keys: that we log in with, and that hosts show the first time."""
     base = facts.directory
-    options = {key: str(value) for key, value in asdict(replace(config, yes=False, region=facts.region)).items()}
     python, there = f"{config.prefix}/env/bin/python", f"{config.prefix}/clusters/{config.name}/ssh_config"
-    entry = Entry(config.name, "aws", facts.hostfile, f"{base}/ssh_config", python, {}, options, there)
+    entry = Entry(config.name, "aws", facts.hostfile, f"{base}/ssh_config", python, {}, remember(config), there)
+    entry = replace(entry, notice=find_notice(config), renewal=RENEWAL)
     steps = plan_files({f"{base}/{FILE_NAME}": format_entry(entry)}, facts.files, "remember the cluster")
     keys = [
-        Step(why, ("sh", "-c", KEYGEN, "keygen", f"{base}/{name}", KEY_MARK))
-        for name, why in (("id_ed25519", "make the key to log in with"), ("host_key", "make the key of its hosts"))
+        Step(why, ("sh", "-c", KEYGEN, "keygen", f"{base}/{name}", KEY_MARK, kind))
+        for name, kind, why in (
+            ("id_ed25519", "ed25519", "make the key to log in with"),
+            ("host_key", "ecdsa", "make the key that its hosts show first"),
+        )
         if f"{base}/{name}.pub" not in facts.files
     ]
     if keys and facts.found.live:
         raise _lacks_keys(config.name, facts)
     return [steps, keys]
+
+
+def remember(config: AwsConfig) -> dict[str, str]:
+    """What the entry keeps of what was asked for: not what concerns one run."""
+    return {key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()}
+
+
+def find_notice(config: AwsConfig) -> str:
+    """Where the hosts learn that they are about to go; empty for what is never taken back."""
+    return NOTICE if config.spot else ""
 
 
 def _lacks_keys(name: str, facts: Facts) -> CpuftError:
@@ -117,7 +141,7 @@ def _plan_group(config: AwsConfig, facts: Facts) -> list[Step]:
     found, region, group = facts.found, facts.region, facts.found.group
     if not group:
         assert facts.offer
-        tags = make_cluster_tags(config, found) | {GENERATION: str(int(found.now))}
+        tags = make_group_tags(config, found)
         parameters = {
             "GroupName": resource_name(config.name),
             "Description": "Made by cpuft provision",
@@ -195,14 +219,16 @@ def plan_extension(name: str, facts: Facts, until: int) -> Plan:
     group, live = facts.found.group, facts.found.live
     if not group or not live:
         raise CpuftError(f"{name} has no instances in {facts.region} any more: rent them with cpuft provision aws")
-    change = {"Resources": [group.id, *(one.id for one in live)], "Tags": make_tags({UNTIL: str(until)})}
+    tags = make_tags({UNTIL: str(until), LIMIT: str(max(until, group.limit))})
+    change = {"Resources": [group.id, *(one.id for one in live)], "Tags": tags}
     why = f"move the end of the lease from {format_time(group.until)} to {format_time(until)}"
     return Plan(((plan_call("create_tags", why, facts.region, change),),))
 
 
 def tell_instances(found: Found, until: int) -> tuple[Step, ...]:
     """Instances end themselves at the time that they know."""
-    return tuple(Step("tell the instance", make_extension(until), host=one.private) for one in found.live)
+    limit = max(until, found.group.limit if found.group else 0)
+    return tuple(Step("tell the instance", make_extension(until, limit), host=one.private) for one in found.live)
 
 
 def is_young(found: Found, made: float, seconds: float) -> bool:

@@ -38,6 +38,8 @@ def check_offer(config: AwsConfig, found: Found, offer: Offer, region: str) -> O
         raise CpuftError(f"{config.type} is {machine}, and cpuft needs x86_64: choose an Intel one with --type")
     if offer.image.architecture not in ("x86_64", ""):
         raise CpuftError(f"image {offer.image.id} is for {offer.image.architecture}: name one for x86_64 with --image")
+    if config.threads_per_core == 1 and offer.threads and 1 not in offer.threads:
+        raise CpuftError(f"{config.type} cannot leave a core's second thread out: drop --threads-per-core")
     if config.zone and config.zone not in offer.all_zones:
         raise CpuftError(
             f"{region} has no zone {config.zone!r:.60} for you: {near_names(config.zone, offer.all_zones)}"

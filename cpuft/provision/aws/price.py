@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from cpuft.provision.aws.facts import COSTS, Instance, Zone
+from cpuft.options.clusters import AwsConfig
+from cpuft.provision.aws.facts import COSTS, Instance
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.report.instances import Instance as Kind
 
@@ -22,31 +23,49 @@ class Price:
     """When the list price was looked up."""
     spot: tuple[float, float] | None = None
     """The lowest and the highest over the zones, now."""
+    spot_in: Mapping[str, float] = field(default_factory=dict)
+    """The same, zone by zone."""
+
+    def of(self, one: Instance) -> float | None:
+        """What an instance costs an hour. A spot price changes: the one of now is reckoned with."""
+        if not one.spot:
+            return self.on_demand
+        return self.spot_in.get(one.zone, self.spot[1] if self.spot else None)
 
 
-def find_price(kind: str, region: str, table: dict[str, Kind], zones: Sequence[Zone] = ()) -> Price:
-    """What an instance of a kind costs, by the table and by what the zones ask for spot now."""
+def find_price(kind: str, region: str, table: dict[str, Kind], spot: Mapping[str, float]) -> Price:
+    """What an instance of a kind costs, by the table and by what AWS asks for spot now, zone by zone."""
     listed = table.get(kind) if region == LISTED else None
-    spot = sorted(zone.spot_price for zone in zones if zone.spot_price)
+    asked = {zone: price for zone, price in spot.items() if price}
     return Price(
         listed.dollars_per_hour if listed else None,
         listed.dated if listed else "",
-        (spot[0], spot[-1]) if spot else None,
+        (min(asked.values()), max(asked.values())) if asked else None,
+        asked,
     )
 
 
-def describe_price(price: Price, nodes: int, kind: str, spot: bool, now: float, until: float) -> str:
-    """What `nodes` more instances cost to the end of their lease, in one line."""
-    hours = max(0.0, until - now) / 3600
+def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:
+    """What missing instances cost to the end of their lease, in one line; and to its limit, if jobs move it so far."""
+    hours, later = max(0.0, until - now) / 3600, max(0.0, limit - now) / 3600
     each = [f"on demand about {price.on_demand:.3f} $ (list of {price.dated})" if price.on_demand else _NO_LIST]
-    each += [f"spot now {_format_range(price.spot)} $" if price.spot else "spot now unknown"] if spot else []
-    asked = (price.spot[1] if price.spot else None) if spot else price.on_demand
-    total = f"{asked * nodes:.2f} $ an hour, {asked * nodes * hours:.2f} $" if asked else "an unknown price"
-    market = "spot" if spot else "on demand"
+    each += [f"spot now {_format_range(price.spot)} $" if price.spot else "spot now unknown"] if config.spot else []
+    asked = (price.spot[1] if price.spot else None) if config.spot else price.on_demand
+    hourly = asked * missing if asked else 0.0
+    total = f"{hourly:.2f} $ an hour, {hourly * hours:.2f} $" if hourly else "an unknown price"
+    most = f", running jobs move it to {format_time(limit)} at most" + (f": {hourly * later:.2f} $" if hourly else "")
+    also = _describe_demand(price, missing, hours) if config.spot and config.spot_or_demand else ""
+    market = "spot" if config.spot else "on demand"
     return (
-        f"{nodes} x {kind} {market}, an hour of one: {', '.join(each)}; in all {total} to the end of the lease at "
-        f"{format_time(until)}, in {format_span(until - now)}; disks and traffic come on top"
+        f"{missing} x {config.type} {market}, an hour of one: {', '.join(each)}; in all {total} to the end of the "
+        f"lease at {format_time(until)}, in {format_span(until - now)}{most if limit > until else ''}{also}; "
+        "disks and traffic come on top"
     )
+
+
+def _describe_demand(price: Price, missing: int, hours: float) -> str:
+    total = f"{price.on_demand * missing * hours:.2f} $" if price.on_demand else "at an unknown price"
+    return f"; on demand where no zone has spot instances: {total}"
 
 
 _NO_LIST = "on demand unknown"
@@ -68,13 +87,31 @@ def _paid_until(one: Instance, now: float) -> float:
     return one.ended or max(one.launched, min(now, float(one.until or now)))
 
 
-def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """What instances have cost so far. A spot price changes: its highest now is what is reckoned with."""
-    costs = [
-        (price.spot[1] if price.spot else None) if one.spot else price.on_demand
-        for one in instances
-    ]  # fmt: skip
-    hours = [reckon_seconds([one], now) / 3600 for one in instances]
+def reckon_cost(price: Price, instances: Sequence[Instance], now: float) -> float | None:
+    """What instances have cost so far, in dollars; None where a price is unknown."""
+    costs = [price.of(one) for one in instances]
     if not all(costs):
-        return f"{sum(hours):.2f} instance hours so far, at an unknown price"
-    return f"about {sum(each * long for each, long in zip((cost or 0.0 for cost in costs), hours)):.2f} $ so far"
+        return None
+    return sum((cost or 0.0) * reckon_seconds([one], now) / 3600 for cost, one in zip(costs, instances))
+
+
+def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> str:
+    """What instances have cost so far, in words."""
+    cost = reckon_cost(price, instances, now)
+    if cost is None:
+        return f"{reckon_seconds(instances, now) / 3600:.2f} instance hours so far, at an unknown price"
+    return f"about {format_dollars(cost)} $ so far"
+
+
+def format_dollars(cost: float) -> str:
+    """A sum, to a cent or to three digits."""
+    return f"{cost:.2f}" if cost >= 1 else f"{cost:.3g}"
+
+
+def describe_bill(price: Price, instances: Sequence[Instance], now: float) -> str:
+    """What a cluster has cost that is gone; nothing where AWS tells of no instance any more."""
+    if not instances:
+        return ""
+    cost, hours = reckon_cost(price, instances, now), reckon_seconds(instances, now) / 3600
+    said = f"about {format_dollars(cost)} $" if cost is not None else "an unknown price"
+    return f"it has cost {said} for {format_dollars(hours)} instance hours; disks and traffic come on top"

@@ -5,8 +5,8 @@ umask 077
 {
     cat
     echo 'ssh_keys:'
-    printf '  ed25519_public: "%s"\n' "$(cat "$1.pub")"
-    echo '  ed25519_private: |'
+    printf '  ecdsa_public: "%s"\n' "$(cat "$1.pub")"
+    echo '  ecdsa_private: |'
     sed 's/^/    /' "$1"
 } >"$2.new"
 mv -f "$2.new" "$2"

@@ -18,8 +18,11 @@ from cpuft.words import own_module
 
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
+CHECK = "check it inside: imports, mpirun, two ranks that add up numbers"
 _FOLDER = Path(__file__).parent
 _BEGIN = f"set -eu\n{REMOVE}" + (_FOLDER / "begin.sh").read_text(encoding="utf-8")
+PROVE = (_FOLDER / "prove.sh").read_text(encoding="utf-8")
+"""A shell script, its argument an environment's Python."""
 _CLEAN = f"set -eu\n{REMOVE}" + (_FOLDER / "clean.sh").read_text(encoding="utf-8")
 
 
@@ -70,7 +73,7 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, told: dict[str, 
         Step(f"bring {len(given)} wheels", bring),
         Step("apply the recipe, and install the environment", install, stdin=format_install(recipe)),
         plan_file(f"{root}/etc/hosts", _HOSTS, "let it know its own loopback address"),
-        Step("check it inside: imports, mpirun, two ranks that add up numbers", _plan_check(root, recipe)),
+        Step(CHECK, _plan_check(root, recipe)),
         Step("forget the builder, and what differs from host to host", ("sh", "-c", _CLEAN, "clean", root, prefix)),
         Step("stamp it with what is in it, and put it in its place", stamp),
     )
@@ -79,7 +82,7 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, told: dict[str, 
 def _plan_check(root: str, recipe: Recipe) -> tuple[str, ...]:
     script = str(_FOLDER / "check_image.sh")
     spaces = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
-    return ("unshare", *spaces, "sh", script, root, environment_python(recipe))
+    return ("unshare", *spaces, "sh", script, root, environment_python(recipe), PROVE)
 
 
 def environment_python(recipe: Recipe) -> str:

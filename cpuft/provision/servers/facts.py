@@ -37,6 +37,8 @@ class ServerFacts:
     sums: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the cluster's ssh files there."""
     authorized: tuple[str, ...] = ()
+    host_keys: tuple[str, ...] = ()
+    """Public keys in /etc/ssh, comments and all."""
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
@@ -56,6 +58,7 @@ def parse_survey(text: str, host: str) -> ServerFacts:
         wheels={value.partition(" ")[0]: value.partition(" ")[2] for key, value in lines if key == "wheel"},
         sums={key.removeprefix("sum_"): value for key, value in lines if key.startswith("sum_")},
         authorized=tuple(value for key, value in lines if key == "authorized"),
+        host_keys=tuple(value for key, value in lines if key == "hostkey"),
     )
 
 

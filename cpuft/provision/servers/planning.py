@@ -52,6 +52,9 @@ class Facts:
     """Of the cluster's entry."""
     options: Mapping[str, str] | None = None
     """What the entry says that was asked for, where that is more than the servers' configuration."""
+    notice: str = ""
+    renewal: str = ""
+    """Both as in the entry."""
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -101,6 +104,7 @@ def _plan_remembering(config: HostsConfig, facts: Facts) -> list[list[Step]]:
     options = {key: str(value) for key, value in asdict(replace(config, accept_host_keys=False)).items()}
     options = dict(facts.options) if facts.options else options
     entry = Entry(config.name, facts.kind, facts.hostfile, f"{base}/ssh_config", python, {}, options, there)
+    entry = replace(entry, notice=facts.notice, renewal=facts.renewal)
     texts = {
         f"{base}/{FILE_NAME}": format_entry(entry),
         f"{base}/ssh_config": format_ssh_config(members, config.key, f"{base}/known_hosts", facts.bastions),
@@ -184,7 +188,8 @@ def _plan_wheels(config: HostsConfig, facts: Facts) -> list[list[Step]]:
 
 def _plan_master(config: HostsConfig, facts: Facts) -> list[Step]:
     folder, (master, own) = cluster_dir(config), facts.servers[0]
-    texts = format_inside(facts.members, folder, f"{config.prefix}/env/bin/python")
+    python = f"{config.prefix}/env/bin/python"
+    texts = format_inside(facts.members, folder, python, facts.notice, facts.renewal)
     return [
         plan_file(f"{folder}/{name}", text, "tell the master how to reach the hosts", host=master.address)
         for name, text in texts.items()

@@ -37,6 +37,8 @@ class Region:
     """Codes of RunInstances' answers to come; with `lost` it takes effect all the same."""
     lasting: dict[str, str] = field(default_factory=dict)
     """Zone -> code of what it always answers."""
+    spot_fault: str = ""
+    """Code of what all zones answer to those who ask for spot instances."""
     tokens: dict[str, Any] = field(default_factory=dict)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=list)
@@ -49,6 +51,13 @@ class Region:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     kill: tuple[int, str] = (-1, "")
     """The number of the mutating call at which the launcher dies, and whether before or after it."""
+    outright: bool = False
+    """Whether it is killed as by SIGKILL, and not even cleans up."""
+    dead: bool = False
+    coming: list[Any] = field(default_factory=list)
+    """Images that are being made: they are there when somebody has waited for them."""
+    image_faults: list[str] = field(default_factory=list)
+    """Codes of CreateImage's answers to come, as `faults`."""
 
     @property
     def mutating(self) -> list[str]:
@@ -59,11 +68,16 @@ class Region:
         number, word = self.kill
         if when == "before":
             self.calls.append((method, parameters))
-        if is_mutating(method, parameters) and (len(self.mutating) - 1, when) == (number, word):
+        struck = is_mutating(method, parameters) and (len(self.mutating) - 1, when) == (number, word)
+        self.dead = self.outright and (self.dead or struck)
+        if struck or self.dead:
             raise KilledError
 
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds
+        for one in self.coming:
+            one.state = "available"
+        self.coming.clear()
 
     def now(self) -> float:
         return self.start + self.seconds
@@ -165,14 +179,18 @@ def open_region() -> Iterator[Region]:
 
 
 def _complete(region: Region, patch: pytest.MonkeyPatch) -> None:
-    """What moto lacks: idempotency and capacity, placement groups, quotas, Debian's image."""
+    """What moto lacks: idempotency and capacity, placement groups, quotas, Debian's image, tagged snapshots."""
+    from moto.ec2.models.amis import AmiBackend
     from moto.ec2.models.instances import InstanceBackend
     from moto.ec2.responses import EC2Response
+    from moto.iam.models import SERVICE_NAME_CONVERSION
     from moto.servicequotas.models import ServiceQuotasBackend
     from moto.ssm.models import ParameterDict
 
     patch.setattr(InstanceBackend, "run_instances", _make_run(region, InstanceBackend.run_instances))
     patch.setattr(EC2Response, "describe_instances", _make_describe(region, EC2Response.describe_instances))
+    patch.setattr(AmiBackend, "create_image", _make_imaging(region, AmiBackend.create_image))
+    patch.setitem(SERVICE_NAME_CONVERSION, "spot", "EC2Spot")
     for name, method in _make_places(region).items():
         patch.setattr(EC2Response, name, method, raising=False)
     quota = {"ServiceCode": "ec2", "QuotaName": "Running instances"}
@@ -183,6 +201,25 @@ def _complete(region: Region, patch: pytest.MonkeyPatch) -> None:
     )
     patch.setattr(ParameterDict, "__contains__", lambda own, key: True)
     patch.setattr(ParameterDict, "__getitem__", lambda own, key: [_make_parameter(key, region)])
+
+
+def _make_imaging(region: Region, real: Any) -> Any:
+    from moto.ec2.exceptions import EC2ClientError
+
+    def create(self: Any, instance_id: str, name: str, description: str, tag_specifications: list[Any]) -> Any:
+        if any(one.name == name for one in self.amis.values()):
+            raise EC2ClientError("InvalidAMIName.Duplicate", f"AMI name {name} is already in use")
+        tags = {one["ResourceType"]: one["Tags"] for one in tag_specifications}
+        made = real(self, instance_id, name, description, [{"ResourceType": "image", "Tags": tags["image"]}])
+        for tag in tags["snapshot"]:
+            made.ebs_snapshot.add_tag(tag["Key"], tag["Value"])
+        made.state = "pending"
+        region.coming.append(made)
+        if region.image_faults:
+            raise EC2ClientError(region.image_faults.pop(0), "Nobody knows")
+        return made
+
+    return create
 
 
 def _make_parameter(key: str, region: Region) -> Any:
@@ -197,7 +234,8 @@ def _make_run(region: Region, real: Any) -> Any:
     def run(self: Any, image_id: str, count: int, *words: Any, **options: Any) -> Any:
         zone = self.get_subnet(options["nics"][0]["SubnetId"]).availability_zone
         token, said = options["client_token"], (image_id, count, options["instance_type"], zone)
-        code = region.faults.pop(0) if region.faults else region.lasting.get(zone, "")
+        spot = region.spot_fault if options["instance_market_options"] else ""
+        code = region.faults.pop(0) if region.faults else region.lasting.get(zone, spot)
         if token in region.tokens:
             before, answer = region.tokens[token]
             if before != said:

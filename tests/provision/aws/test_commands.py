@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli import main
+from cpuft.options.clusters import ImageConfig
+from cpuft.provision.aws.builder import Builder, delete_image, list_images
 from cpuft.provision.aws.client import Cloud
 from cpuft.provision.aws.policy import make_policy
 from tests.provision.aws.region import (
@@ -17,13 +19,16 @@ from tests.provision.aws.region import (
     Region,
     client,
     left,
+    live,
     make_aws,
     open_region,
     refuse,
     say,
 )
+from tests.provision.simulated import write_wheels
 
 pytestmark = pytest.mark.real
+RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
 ASKED = ("provision", "aws", "--name", "lab", "--nodes", "2", "--ssh-from", "203.0.113.7", "--yes")
 
 
@@ -46,7 +51,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     [
         (
             ("--region", REGION, "--type", "m7i.9xlarge"),
-            "AWS knows no type 'm7i.9xlarge' here: did you mean m7i.8xlarge",
+            "AWS knows no type 'm7i.9xlarge' here: did you mean m7i.xlarge or m7i.8xlarge",
         ),
         (("--region", REGION, "--type", "'"), 'AWS knows no type "\'" here: choose one of'),
         (("--region", REGION, "--zone", "us-east-1z"), "us-east-1 has no zone 'us-east-1z' for you: did you mean"),
@@ -107,7 +112,8 @@ def test_status_and_down_of_what_is_not_remembered_here(
     assert code == 2
     assert "the keys of lab are not on this machine" in errors
     code, output, _ = run(capsys, "provision", "down", "lab", "--region", REGION)
-    assert (code, output) == (0, "cluster lab is gone\n")
+    assert code == 0
+    assert output.startswith("cluster lab is gone; it has cost about ")
     assert left(region) == NOTHING
 
 
@@ -150,12 +156,27 @@ def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch
         lab.make(say, refuse)
         lab.extend("5h", say)
         lab.down(say)
+        write_wheels(tmp_path / "wheels")
+        edge = region.edge(open_cloud=lambda name: cloud)
+        config = ImageConfig(recipe=str(RECIPE), wheels=str(tmp_path / "wheels"), region=REGION, yes=True)
+        Builder(config, {"CPUFT_STATE": str(tmp_path / "state")}, edge).make(say, refuse)
+        delete_image(list_images(REGION, edge).split()[0], REGION, False, say, edge)
         assert "user/renter" in cloud.caller
     assert left(region) == NOTHING
 
 
-@pytest.mark.parametrize("right", ["ec2:RunInstances", "ec2:DescribeInstances", "ec2:CreatePlacementGroup"])
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        ((), "ec2:RunInstances"),
+        ((), "ec2:DescribeInstances"),
+        ((), "ec2:CreatePlacementGroup"),
+        (("--spot",), "iam:GetRole"),
+        (("--spot",), "iam:CreateServiceLinkedRole"),
+    ],
+)
 def test_a_right_that_lacks_is_named(
+    words: tuple[str, ...],
     right: str,
     region: Region,
     tmp_path: Path,
@@ -164,9 +185,70 @@ def test_a_right_that_lacks_is_named(
 ) -> None:
     with monkeypatch.context() as patch:
         become("poor", patch, right)
-        code, _, errors = run(capsys, *ASKED, "--region", REGION)
+        code, _, errors = run(capsys, *ASKED, "--region", REGION, *words)
     assert code == 2
-    assert errors == (
-        f"cpuft: error: your AWS credentials may not do {right}: add what cpuft provision aws --policy prints to them\n"
+    assert errors.splitlines()[-1] == (
+        f"cpuft: error: your AWS credentials may not do {right}: add what cpuft provision aws --policy prints to them"
     )
+    assert live() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "where to? name --output, a new directory of a root filesystem, or say --aws for an AMI"),
+        (("--delete", "cpuft-x"), "cpuft has made no image 'cpuft-x' in us-east-1: there is nothing to take away"),
+        (
+            ("--aws", "--type", "m7i.9xlarge"),
+            "AWS knows no type 'm7i.9xlarge' here: did you mean m7i.xlarge or m7i.8xlarge",
+        ),
+        (("--aws", "--zone", "us-east-1z"), "us-east-1 has no zone 'us-east-1z' for you: did you mean"),
+        (("--aws", "--recipe", "none.yaml"), "recipe none.yaml cannot be used"),
+        (("--aws", "--wheels", "none"), "--wheels /"),
+        (("--aws", "--no-yes"), "nothing was rented (1 x m7i.xlarge on demand"),
+    ],
+)
+def test_bad_input_of_an_image_is_one_line(
+    words: tuple[str, ...], said: str, region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_wheels(tmp_path / "wheels")
+    asked = ("--region", REGION, "--ssh-from", "203.0.113.7", "--yes", "--wheels", "wheels", "--recipe", str(RECIPE))
+    code, output, errors = run(capsys, "provision", "image", *asked, *words)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"cpuft: error: {said}"), errors
+    assert errors.count("\n") == 1
     assert left(region) == NOTHING
+
+
+def test_images_are_listed_and_deleted_by_what_a_user_types(
+    region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_wheels(tmp_path / "wheels")
+    config = ImageConfig(recipe=str(RECIPE), wheels=str(tmp_path / "wheels"), region=REGION, yes=True)
+    Builder(config, {"CPUFT_STATE": str(tmp_path / "state")}, region.edge()).make(say, refuse)
+    code, output, _ = run(capsys, "provision", "image", "--list", "--region", REGION)
+    name = output.split()[0]
+    assert (code, output.count("\n")) == (0, 1)
+    code, output, _ = run(capsys, "provision", "image", "--delete", name, "--region", REGION, "--dry-run")
+    assert (code, output.count("aws ec2 de")) == (0, 2)
+    code, output, _ = run(capsys, "provision", "image", "--delete", name, "--region", REGION)
+    assert (code, output) == (0, f"image {name} is gone\n")
+    code, output, _ = run(capsys, "provision", "image", "--list", "--region", REGION)
+    assert (code, output) == (0, "cpuft has made no image in us-east-1\n")
+
+
+def test_status_goes_on_past_an_account_that_cannot_be_asked(
+    region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_aws(region, tmp_path, nodes=1).make(say, refuse)
+    code, _, _ = run(capsys, "provision", "local", "--without-root", "--name", "mine", "--nodes", "2")
+    assert code == 0
+    with monkeypatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"):
+            patch.delenv(name, raising=False)
+        code, output, errors = run(capsys, "provision", "status")
+        assert (code, errors) == (0, "")
+        first, second, *_ = output.splitlines()
+        assert first.startswith("cluster lab cannot be asked: there are no AWS credentials")
+        assert second.startswith("cluster mine (plain)")
+        assert run(capsys, "provision", "status", "lab")[0] == 2

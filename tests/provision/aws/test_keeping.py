@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.options.clusters import ImageConfig
+from cpuft.provision.aws.builder import Builder, delete_image, list_images
 from cpuft.provision.aws.calls import ACTIONS, LOOK, TAG, UNTIL, read_tags
 from cpuft.provision.aws.doing import describe_region
+from cpuft.provision.aws.facts import parse_instances
+from cpuft.provision.aws.launching import NoCapacityError
 from tests.provision.aws.region import (
     NAME,
     NOTHING,
@@ -25,8 +30,10 @@ from tests.provision.aws.region import (
     refuse,
     say,
 )
+from tests.provision.simulated import write_wheels
 
 pytestmark = pytest.mark.real
+RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
 
 
 def test_down_waits_for_what_appears_late(region: Region, tmp_path: Path) -> None:
@@ -62,6 +69,47 @@ def test_all_clusters_of_a_region_are_told_of(region: Region, tmp_path: Path) ->
     # Half an hour of four, but for the seconds in which they were started.
     assert 2.5 < float(said[1].partition("about ")[2].split()[0]) < 3.24
     assert "in 3 h " in said[1]
+
+
+def test_spot_instances_that_were_taken_back_are_rented_again(region: Region, tmp_path: Path) -> None:
+    make(region, tmp_path, spot=True)
+    client().terminate_instances(InstanceIds=[one["InstanceId"] for one in live()][:2])
+    make(region, tmp_path, spot=True)
+    assert [one["InstanceLifecycle"] for one in live()] == ["spot"] * 4
+    # The role of the account is made once.
+    assert region.mutating.count("create_service_linked_role") == 1
+
+
+@pytest.mark.parametrize(("options", "kinds"), [({"spot": True}, []), ({"spot_or_demand": True}, [None] * 4)])
+def test_on_demand_only_where_no_zone_has_spot_instances_and_it_was_asked_for(
+    options: dict[str, bool], kinds: list[None], region: Region, tmp_path: Path
+) -> None:
+    region.spot_fault = "InsufficientInstanceCapacity"
+    lab = make_aws(region, tmp_path, **options)
+    with contextlib.suppress(NoCapacityError):
+        lab.make(say, refuse)
+    assert [one.get("InstanceLifecycle") for one in live()] == kinds
+    again = make_aws(region, tmp_path, **options)
+    region.calls.clear()
+    with contextlib.suppress(NoCapacityError):
+        again.make(say, refuse)
+    assert region.mutating.count("run_instances") == 5 * (not kinds)
+    again.down(say)
+    assert left(region) == NOTHING
+
+
+def test_what_a_cluster_has_cost_is_told_when_it_is_gone(region: Region, tmp_path: Path) -> None:
+    """By AWS's own times; an earlier cluster of the same name is none of it."""
+    make(region, tmp_path)
+    first = {one["InstanceId"] for one in live()}
+    down(region, tmp_path)
+    lab = make_aws(region, tmp_path, nodes=2)
+    lab.make(say, refuse)
+    told = float(lab.down(say).partition("it has cost about ")[2].split()[0])
+    found = [one for place in client().describe_instances()["Reservations"] for one in place["Instances"]]
+    mine = parse_instances({"Reservations": [{"Instances": [one for one in found if one["InstanceId"] not in first]}]})
+    assert len(mine) == 2
+    assert told == pytest.approx(sum(one.ended - one.launched for one in mine) / 3600 * 1.6128, rel=0.01, abs=1e-6)
 
 
 def test_a_lease_is_extended_for_all(region: Region, tmp_path: Path) -> None:
@@ -101,6 +149,10 @@ def test_every_call_of_the_table_is_made(region: Region, tmp_path: Path) -> None
     client().authorize_security_group_ingress(GroupId=group["GroupId"], IpPermissions=[world])
     lab.make(say, refuse)
     lab.down(say)
+    write_wheels(tmp_path / "wheels")
+    config = ImageConfig(recipe=str(RECIPE), wheels=str(tmp_path / "wheels"), region=REGION, yes=True)
+    Builder(config, {"CPUFT_STATE": str(tmp_path / "state")}, region.edge()).make(say, refuse)
+    delete_image(list_images(REGION, region.edge()).split()[0], REGION, False, say, region.edge())
     assert left(region) == NOTHING
     # Who calls is asked once, and the clients of all tests are the same.
     assert {name for name, _ in region.calls} | {"get_caller_identity"} == set(ACTIONS)

@@ -11,7 +11,14 @@ import yaml
 
 from cpuft.errors import CpuftError
 from cpuft.provision.aws import launching
-from cpuft.provision.aws.lease import ARM_SCRIPT, format_span, format_user_data, make_extension, parse_lease
+from cpuft.provision.aws.lease import (
+    ARM_SCRIPT,
+    format_span,
+    format_user_data,
+    make_extension,
+    parse_lease,
+    parse_limit,
+)
 
 NOW = 1_800_000_000
 
@@ -27,27 +34,44 @@ def test_what_is_no_lease(text: str) -> None:
         parse_lease(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "lease", "seconds"),
+    [("", 14400, 28800), ("", 20 * 86400, 30 * 86400), ("4h", 14400, 14400), ("2d", 14400, 172800)],
+)
+def test_how_far_jobs_may_move_the_end_of_a_lease(text: str, lease: int, seconds: int) -> None:
+    assert parse_limit(text, lease) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("3h", "--lease-limit 3h is less than the lease itself"), ("x", "--lease-limit 'x' is no lease")]
+)
+def test_what_is_no_limit(text: str, said: str) -> None:
+    with pytest.raises(CpuftError, match=said):
+        parse_limit(text, 14400)
+
+
 @pytest.mark.parametrize(("seconds", "said"), [(0, "0 min"), (-5, "0 min"), (3599, "59 min"), (7260, "2 h 01 min")])
 def test_a_span(seconds: float, said: str) -> None:
     assert format_span(seconds) == said
 
 
 def test_what_instances_are_told_is_read_back_with_their_key(tmp_path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-qt", "ed25519", "-N", "", "-C", "cpuft", "-f", tmp_path / "host_key"], check=True)
+    subprocess.run(["ssh-keygen", "-qt", "ecdsa", "-N", "", "-C", "cpuft", "-f", tmp_path / "host_key"], check=True)
     script = (Path(launching.__file__).with_name("user_data.sh")).read_text()
     words = ["sh", "-c", script, "prepare", str(tmp_path / "host_key"), str(tmp_path / "user-data")]
-    subprocess.run(words, input=format_user_data(NOW), text=True, check=True)
+    subprocess.run(words, input=format_user_data(NOW, NOW + 9), text=True, check=True)
     text = (tmp_path / "user-data").read_text()
     assert text.startswith("#cloud-config\n")
     assert len(base64.b64encode(text.encode())) < 16384
     told = yaml.safe_load(text)
     assert told["ssh_keys"] == {
-        "ed25519_private": (tmp_path / "host_key").read_text(),
-        "ed25519_public": (tmp_path / "host_key.pub").read_text().strip(),
+        "ecdsa_private": (tmp_path / "host_key").read_text(),
+        "ecdsa_public": (tmp_path / "host_key.pub").read_text().strip(),
     }
     assert told["disable_root"] is False
     files = {one["path"]: one["content"] for one in told["write_files"]}
     assert files["/var/lib/cpuft/until"] == f"{NOW}\n"
+    assert files["/var/lib/cpuft/limit"] == f"{NOW + 9}\n"
     assert files["/usr/local/sbin/cpuft-lease"] == ARM_SCRIPT
     assert told["runcmd"][-1] == ["systemctl", "enable", "--now", "cpuft-lease.service"]
 
@@ -75,5 +99,37 @@ def test_an_instance_is_told_a_new_end_and_arms_it(tmp_path: Path) -> None:
     (tmp_path / "arm").write_text(f"#!/bin/sh\ncp {tmp_path}/until {tmp_path}/armed\n")
     (tmp_path / "arm").chmod(0o755)
     places = {"/var/lib/cpuft/until": f"{tmp_path}/until", "/usr/local/sbin/cpuft-lease": f"{tmp_path}/arm"}
-    subprocess.run([places.get(word, word) for word in make_extension(NOW + 60)], check=True)
+    subprocess.run([places.get(word, word) for word in make_extension(NOW + 60, NOW + 90)], check=True)
     assert (tmp_path / "armed").read_text() == f"{NOW + 60}\n"
+    assert (tmp_path / "limit").read_text() == f"{NOW + 90}\n"
+
+
+@pytest.mark.parametrize(
+    ("until", "limit", "moved", "armed"),
+    [
+        (600, 7200, 900, "-c|-P +15|"),
+        (600, 700, 700, "-c|-P +11|"),
+        (600, 600, 600, ""),
+        (3600, 7200, 3600, ""),
+        (600, None, 600, ""),
+        (-5, 7200, 900, "-c|-P +15|"),
+    ],
+    ids=("moved", "to the limit", "at the limit", "long enough", "no limit is known", "just past"),
+)
+def test_a_job_moves_the_end_as_far_as_it_may(
+    until: int, limit: int | None, moved: int, armed: str, tmp_path: Path
+) -> None:
+    for name, text in (("shutdown", f'printf "%s|" "$*" >>{tmp_path}/said'), ("date", f"echo {NOW}")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "said").write_text("")
+    (tmp_path / "until").write_text(f"{NOW + until}\n")
+    times = {"limit": limit} if limit is not None else {}
+    for name, seconds in times.items():
+        (tmp_path / name).write_text(f"{NOW + seconds}\n")
+    script = ARM_SCRIPT.replace("/var/lib/cpuft", str(tmp_path))
+    words, environ = ["sh", "-c", script, "lease", "renew"], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(words, env=environ, check=True, capture_output=True, text=True)
+    assert (tmp_path / "until").read_text() == f"{NOW + moved}\n"
+    assert done.stdout == f"{NOW + moved} {NOW + times.get('limit', until)}\n"
+    assert (tmp_path / "said").read_text() == armed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +10,14 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.options.clusters import AwsConfig
 from cpuft.provision.aws import facts
-from cpuft.provision.aws.calls import ACTIONS, CHANGE, MAKE, TAG, parse_call, plan_call
+from cpuft.provision.aws.calls import parse_call, plan_call
+from cpuft.provision.aws.describing import describe_instances
 from cpuft.provision.aws.facts import Found, Group, Image, Instance, Offer, Zone
-from cpuft.provision.aws.launching import NoCapacityError, choose_zone
-from cpuft.provision.aws.planning import Facts, plan_rental, plan_rental_down
-from cpuft.provision.aws.policy import format_policy, make_policy
+from cpuft.provision.aws.launching import NoCapacityError, choose_zone, make_request
+from cpuft.provision.aws.planning import Facts, check_rental, plan_rental, plan_rental_down
 from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
-from cpuft.provision.aws.price import Price, describe_cost, describe_price, find_price
+from cpuft.provision.aws.price import Price
 from cpuft.provision.sshfiles import Member, format_inside, format_ssh_config
-from cpuft.report.instances import Instance as Kind
 
 NOW = 1_800_000_000
 ME = "arn:aws:iam::1:user/me"
@@ -159,6 +157,7 @@ def test_what_can_never_become_what_is_asked_for(found: Found, config: dict[str,
         ({"quota": 16.0}, {"spot": True}, "16 may run at a time, 0 do now: have quota L-34B43A08 raised"),
         ({"used": 200}, {}, "256 may run at a time, 200 do now: ask for 1 nodes"),
         ({"markets": ("on-demand",)}, {"spot": True}, "m7i.8xlarge is not rented spot: choose another --type"),
+        ({"threads": (2,)}, {"threads_per_core": 1}, "m7i.8xlarge cannot leave a core's second thread out: drop"),
         ({"architectures": ("arm64",)}, {}, "m7i.8xlarge is arm64, and cpuft needs x86_64: choose an Intel one"),
         ({"image": Image("ami-1", "", 8, "arm64")}, {}, "image ami-1 is for arm64: name one for x86_64 with --image"),
         ({}, {"zone": "us-east-1x"}, "us-east-1 has no zone 'us-east-1x' for you: did you mean us-east-1"),
@@ -188,64 +187,55 @@ def test_the_cheapest_zone_is_first_for_spot() -> None:
         choose_zone(CONFIG, there, offer, {"us-east-1c": "full"})
 
 
-def test_an_unknown_price_is_said_to_be_unknown() -> None:
-    table = {"m7i.8xlarge": Kind("m7i.8xlarge", 16, True, 12.5, 1.6128, "2025")}
-    zones = [replace(zone, spot_price=price) for zone, price in zip(ZONES, (0.7, 0.6, 0.0))]
-    known, spot = find_price("m7i.8xlarge", "us-east-1", table), find_price("m7i.8xlarge", "us-east-1", table, zones)
-    assert known == Price(1.6128, "2025")
-    assert spot == Price(1.6128, "2025", (0.6, 0.7))
-    unknown = find_price("m7i.8xlarge", "eu-north-1", table)
-    assert unknown == find_price("x9.large", "us-east-1", table) == Price(None, "")
-
-    def describe(price: Price, spot: bool) -> str:
-        return describe_price(price, 4, "m7i.8xlarge", spot, NOW, NOW + 7200).partition(" to the end")[0]
-
-    assert describe(known, False) == (
-        "4 x m7i.8xlarge on demand, an hour of one: on demand about 1.613 $ (list of 2025); in all 6.45 $ an hour, "
-        "12.90 $"
-    )
-    assert describe(spot, True) == (
-        "4 x m7i.8xlarge spot, an hour of one: on demand about 1.613 $ (list of 2025), spot now 0.600 to 0.700 $; in "
-        "all 2.80 $ an hour, 5.60 $"
-    )
-    assert describe(unknown, True) == (
-        "4 x m7i.8xlarge spot, an hour of one: on demand unknown, spot now unknown; in all an unknown price"
-    )
+def test_what_an_earlier_cluster_of_the_same_name_had_is_none_of_this_one() -> None:
+    mine = (make_instance(1, group="sg-1", state="terminated"), make_instance(2, group="sg-1"))
+    other = make_instance(3, group="sg-0", state="terminated")
+    assert facts.keep_own((*mine, other), GROUP) == mine
+    assert facts.keep_own((other,), None) == (other,)
 
 
-def test_what_it_has_cost_is_seconds_times_price() -> None:
-    """An hour of one that runs, a quarter of one that ended, and one of which nobody knows when: its lease's end."""
-    instances = [
-        make_instance(1, launched=NOW - 3600.0),
-        make_instance(2, launched=NOW - 3600.0, state="terminated", ended=NOW - 2700.0),
-        make_instance(3, launched=NOW - 3600.0, state="terminated", until=NOW - 1800),
-    ]
-    assert describe_cost(Price(2.0, "2025"), instances, NOW) == "about 3.50 $ so far"
-    assert describe_cost(Price(None, ""), instances, NOW) == "1.75 instance hours so far, at an unknown price"
-    assert describe_cost(Price(2.0, "2025"), [replace(instances[0], spot=True)], NOW).endswith("at an unknown price")
+def find_request(config: AwsConfig, offer: Offer) -> dict[str, Any]:
+    return make_request(config, Found(NOW, ME, GROUP), offer, ZONES[0], config.nodes)
 
 
-def test_only_the_tagged_may_be_changed_and_only_what_gets_the_tag_made() -> None:
-    statements = make_policy()["Statement"]
-    assert json.loads(format_policy()) == make_policy()
-    granted = {right for statement in statements for right in statement["Action"]}
-    assert granted == {action.right for action in ACTIONS.values()}
-    free = [one for one in statements if one["Resource"] == "*"]
-    assert [one["Sid"] for one in free] == ["Look"]
-    changes = {action.right for action in ACTIONS.values() if action.kind == CHANGE} - {"ec2:CreateTags"}
-    for statement in statements:
-        condition = json.dumps(statement.get("Condition"))
-        if_changes = {*statement["Action"]} & changes
-        assert not if_changes or f"aws:ResourceTag/{TAG}" in condition
-    made = {action.right: action.made for action in ACTIONS.values() if action.kind == MAKE}
-    for right, kinds in made.items():
-        resources = [
-            resource
-            for one in statements
-            if right in one["Action"] and f"aws:RequestTag/{TAG}" in json.dumps(one.get("Condition"))
-            for resource in one["Resource"]
-        ]
-        assert resources == [f"arn:aws:ec2:*:*:{kind}/*" for kind in kinds]
+@pytest.mark.parametrize(
+    ("threads", "config", "options"),
+    [
+        ((1, 2), {}, None),
+        ((1, 2), {"threads_per_core": 1}, {"CoreCount": 16, "ThreadsPerCore": 1}),
+        ((1,), {}, None),
+        ((1,), {"threads_per_core": 1}, None),
+    ],
+)
+def test_the_second_thread_of_a_core_is_left_out_by_choice(
+    threads: tuple[int, ...], config: dict[str, Any], options: dict[str, int] | None
+) -> None:
+    offer = replace(OFFER, cores=16, threads=threads)
+    assert find_request(replace(CONFIG, **config), offer).get("CpuOptions") == options
+
+
+@pytest.mark.parametrize(
+    ("efa", "nodes", "kind"), [(True, 4, "efa"), (False, 4, None), (True, 1, None)], ids=("efa", "none", "alone")
+)
+def test_hosts_get_an_adapter_for_fast_fabrics_where_the_type_has_one(efa: bool, nodes: int, kind: str | None) -> None:
+    request = find_request(replace(CONFIG, nodes=nodes), replace(OFFER, efa=efa))
+    assert request["NetworkInterfaces"][0].get("InterfaceType") == kind
+
+
+def test_a_lease_that_a_job_has_moved() -> None:
+    """By tags it has ended; on the hosts it goes on, to its limit at most."""
+    group = replace(GROUP, until=NOW - 60, limit=NOW + 3600)
+    nodes = tuple(make_instance(number, until=NOW - 60) for number in range(4))
+    check_rental(CONFIG, Found(NOW, ME, group, nodes))
+    for found, said in (
+        (Found(NOW, ME, group, nodes[:3]), "only a job keeps its nodes: cpuft provision extend lab first"),
+        (Found(NOW, ME, group), "cpuft provision down lab, and rent it anew"),
+        (Found(NOW + 4000, ME, group, nodes), "cpuft provision down lab, and rent it anew"),
+    ):
+        with pytest.raises(CpuftError, match=said):
+            check_rental(CONFIG, found)
+    told = describe_instances(group, nodes, NOW - 120, Price(None, ""))[0]
+    assert "jobs move it, to 2027-01-15 09:00 UTC at most" in told
 
 
 def test_hosts_know_private_addresses_and_this_machine_public_ones() -> None:

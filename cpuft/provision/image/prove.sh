@@ -1,0 +1,21 @@
+# Proves that an environment trains: its packages import, its mpirun runs, two ranks add up numbers over every backend.
+#   arguments: PYTHON
+set -eu
+python=$1 folder=$(mktemp -d)
+trap 'rm -r "$folder"' EXIT
+cat >"$folder/add.py" <<"END"
+import sys
+import torch
+import torch.distributed as dist
+import cpuft.comm
+dist.init_process_group(sys.argv[1])
+numbers = torch.full((1000,), 1.0 + dist.get_rank())
+dist.all_reduce(numbers)
+dist.destroy_process_group()
+sys.exit(0 if bool((numbers == 3).all()) else f"{sys.argv[1]} adds up wrongly: {numbers[0]}")
+END
+"$python" -c 'import accelerate, cpuft, datasets, mpi4py.MPI, numpy, scipy, sklearn, torch, transformers'
+"$(dirname "$python")/mpiexec.hydra" --version
+for backend in gloo mpi ccl; do
+    "$python" -m cpuft launch --np 2 --run-dir "$folder/$backend" -- "$folder/add.py" "$backend"
+done

@@ -1,0 +1,214 @@
+"""Making golden images, against a region in this process: once, by an instance that is gone whatever happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.options.clusters import ImageConfig
+from cpuft.provision.aws.builder import Builder, delete_image, list_images
+from cpuft.provision.aws.calls import read_tags
+from tests.provision.aws.region import (
+    NOTHING,
+    REGION,
+    KilledError,
+    Region,
+    client,
+    left,
+    live,
+    make,
+    refuse,
+    say,
+)
+from tests.provision.simulated import write_wheels
+
+pytestmark = pytest.mark.real
+RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
+CALLS = [
+    "create_security_group",
+    "import_key_pair",
+    "authorize_security_group_ingress",
+    "revoke_security_group_egress",
+    "authorize_security_group_egress",
+    "run_instances",
+    "create_image",
+    "terminate_instances",
+    "delete_key_pair",
+    "delete_security_group",
+]
+"""What making an image changes, in order."""
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheels") / "wheels"
+    write_wheels(folder)
+    return folder
+
+
+def make_builder(region: Region, folder: Path, wheels: Path, **options: Any) -> Builder:
+    config = ImageConfig(recipe=str(RECIPE), wheels=str(wheels), aws=True, region=REGION, yes=True)
+    return Builder(replace(config, **options), {"CPUFT_STATE": str(folder / "state")}, region.edge())
+
+
+def build(region: Region, folder: Path, wheels: Path, **options: Any) -> str:
+    return make_builder(region, folder, wheels, **options).make(say, refuse)
+
+
+def find_made() -> tuple[list[str], list[str]]:
+    """Names of images and of snapshots that carry the tag."""
+    filters = [{"Name": "tag-key", "Values": ["cpuft:image"]}]
+    images = client().describe_images(Owners=["self"], Filters=filters)["Images"]
+    snapshots = client().describe_snapshots(OwnerIds=["self"], Filters=filters)["Snapshots"]
+    return [one["Name"] for one in images], [read_tags(one)["Name"] for one in snapshots]
+
+
+def test_a_dry_run_makes_no_call_that_changes_anything(region: Region, tmp_path: Path, wheels: Path) -> None:
+    plan = make_builder(region, tmp_path, wheels).show()
+    assert region.mutating == []
+    assert "1 x m7i.xlarge on demand" in plan.notes[0]
+    assert [note for note in plan.notes if note.startswith("then: ")][-1].startswith("then: end the instance")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_image_is_made_once_and_instances_start_from_it(region: Region, tmp_path: Path, wheels: Path) -> None:
+    said = build(region, tmp_path, wheels)
+    assert region.mutating == CALLS
+    ((name,), (disk,)) = find_made()
+    assert name == disk
+    assert said == f"image {name} is made; next: cpuft provision aws --region {REGION}"
+    assert left(region) == NOTHING
+    assert [*(tmp_path / "state").iterdir()] == []
+
+    region.calls.clear()
+    assert build(region, tmp_path / "elsewhere", wheels).startswith(f"image {name} is there")
+    assert make_builder(region, tmp_path, wheels).show().stages == ()
+    assert region.mutating == []
+
+    make(region, tmp_path, nodes=2, recipe=str(RECIPE))
+    (image,) = client().describe_images(Owners=["self"], Filters=[{"Name": "name", "Values": [name]}])["Images"]
+    assert {one["ImageId"] for one in live()} == {image["ImageId"]}
+
+
+def test_another_image_is_used_where_one_is_named_or_none_was_made(
+    region: Region, tmp_path: Path, wheels: Path
+) -> None:
+    make(region, tmp_path, nodes=1, recipe=str(RECIPE))
+    build(region, tmp_path, wheels)
+    make(region, tmp_path, name="other", nodes=1, recipe=str(RECIPE), image=region.image)
+    assert {one["ImageId"] for one in live()} == {region.image}
+
+
+def test_an_instance_that_makes_an_image_ends_whatever_happens(region: Region, tmp_path: Path, wheels: Path) -> None:
+    """As on Ctrl-C: what is left is one image at most, and then the next start finds it."""
+    for number in range(len(CALLS)):
+        folder = tmp_path / str(number)
+        region.calls.clear()
+        region.kill = (number, "after")
+        with pytest.raises(KilledError):
+            build(region, folder, wheels)
+        region.kill = (-1, "")
+        # The one that was to take it away was stopped itself.
+        make_builder(region, folder, wheels).lab.down(say) if number > CALLS.index("create_image") else None
+        assert left(region) == NOTHING
+        made = find_made()[0]
+        assert len(made) == (number >= CALLS.index("create_image"))
+        for name in made:
+            delete_image(name, REGION, False, say, region.edge())
+
+
+def test_builders_that_are_killed_outright_leave_what_the_next_one_takes_away(
+    region: Region, tmp_path: Path, wheels: Path
+) -> None:
+    for number in range(len(CALLS)):
+        folder = tmp_path / str(number)
+        region.calls.clear()
+        region.kill, region.outright = (number, "after"), True
+        with pytest.raises(KilledError):
+            build(region, folder, wheels)
+        assert region.mutating == CALLS[: number + 1]
+        region.kill, region.outright, region.dead = (-1, ""), False, False
+        build(region, folder, wheels)
+        assert left(region) == NOTHING
+        assert [*(folder / "state").iterdir()] == []
+        ((name,), (disk,)) = find_made()
+        assert name == disk
+        delete_image(name, REGION, False, say, region.edge())
+
+
+@pytest.mark.parametrize("faults", [["InternalError"], ["ServiceUnavailable", "InternalError"]])
+def test_an_answer_that_was_lost_makes_no_second_image(
+    faults: list[str], region: Region, tmp_path: Path, wheels: Path
+) -> None:
+    region.image_faults = faults
+    build(region, tmp_path, wheels)
+    assert [len(names) for names in find_made()] == [1, 1]
+    assert left(region) == NOTHING
+
+
+def test_an_image_goes_with_its_snapshot_also_in_two_attempts(region: Region, tmp_path: Path, wheels: Path) -> None:
+    build(region, tmp_path, wheels)
+    ((name,), _) = find_made()
+    assert list_images(REGION, region.edge()).startswith(f"{name}  ami-")
+    region.calls.clear()
+    assert len(delete_image(name, REGION, True, say, region.edge()).stages) == 2
+    assert region.mutating == []
+    region.kill = (0, "after")
+    with pytest.raises(KilledError):
+        delete_image(name, REGION, False, say, region.edge())
+    region.kill = (-1, "")
+    assert find_made() == ([], [name])
+    assert list_images(REGION, region.edge()).endswith("a snapshot whose image is gone\n")
+    delete_image(name, REGION, False, say, region.edge())
+    assert find_made() == ([], [])
+    with pytest.raises(CpuftError, match=f"cpuft has made no image '{region.image}' in us-east-1"):
+        delete_image(region.image, REGION, False, say, region.edge())
+
+
+def test_what_another_machine_is_at_work_on_stays(region: Region, tmp_path: Path, wheels: Path) -> None:
+    builder = make_builder(region, tmp_path / "there", wheels)
+    builder.lab.make(say, refuse)
+    region.calls.clear()
+    with pytest.raises(
+        CpuftError, match=r"another machine makes this image: wait for it, or cpuft provision down image"
+    ):
+        build(region, tmp_path / "here", wheels)
+    assert region.mutating == []
+
+
+def test_an_image_of_that_name_that_is_not_ours_stays(region: Region, tmp_path: Path, wheels: Path) -> None:
+    build(region, tmp_path, wheels)
+    ((name,), _) = find_made()
+    delete_image(name, REGION, False, say, region.edge())
+    client().register_image(Name=name)
+    region.calls.clear()
+    with pytest.raises(CpuftError, match=f"is called {name} and is not cpuft's: deregister it"):
+        build(region, tmp_path, wheels)
+    assert region.mutating == []
+
+
+def test_a_no_to_the_price_costs_nothing(region: Region, tmp_path: Path, wheels: Path) -> None:
+    with pytest.raises(CpuftError, match=r"nothing was rented \(1 x m7i.xlarge on demand"):
+        make_builder(region, tmp_path, wheels, yes=False).make(say, lambda question: False)
+    assert region.mutating == []
+
+
+def test_an_image_that_does_not_appear_is_not_waited_for_without_end(
+    region: Region, tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = make_builder(region, tmp_path, wheels)
+    builder.edge = replace(builder.edge, sleep=lambda seconds: setattr(region, "seconds", region.seconds + seconds))
+    with pytest.raises(CpuftError, match=r"is not there after 60 min: run it again"):
+        builder.make(say, refuse)
+    assert left(region) == NOTHING
+
+
+def test_only_debian_12_becomes_an_ami(region: Region, tmp_path: Path, wheels: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.read_text().replace("suite: bookworm", "suite: trixie"))
+    with pytest.raises(CpuftError, match=r"an AMI is made of Debian bookworm, and .* wants trixie"):
+        make_builder(region, tmp_path, wheels, recipe=str(path))

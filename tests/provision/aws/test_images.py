@@ -1,0 +1,185 @@
+"""Golden images at AWS: named by what is in them, found, told of, taken away; and what a host forgets to become one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.plan import format_plan
+from cpuft.provision.aws import builder
+from cpuft.provision.aws.builder import plan_finish
+from cpuft.provision.aws.calls import parse_call
+from cpuft.provision.aws.images import (
+    Golden,
+    Images,
+    Snapshot,
+    choose_image,
+    describe_images,
+    is_ready,
+    name_image,
+    parse_images,
+    plan_deletion,
+)
+from cpuft.provision.image.recipe import format_install, read_recipe
+
+RECIPE = read_recipe(str(Path(__file__).parents[3] / "ami" / "recipe.yaml"))
+OLD = Golden("ami-1", "cpuft-a-1", "available", "2026-01-01T10:11:12.000Z", "a", 16, ("snap-1",))
+NEW = Golden("ami-2", "cpuft-a-2", "available", "2026-01-02T10:11:12.000Z", "a", 16, ("snap-2",))
+COMING = Golden("ami-3", "cpuft-a-3", "pending", "2026-01-03T10:11:12.000Z", "a", 16, ())
+FOUND = Images(
+    (OLD, NEW), (Snapshot("snap-1", "cpuft-a-1"), Snapshot("snap-2", "cpuft-a-2"), Snapshot("snap-9", "lost"))
+)
+
+
+def test_the_same_recipe_and_environment_are_the_same_image() -> None:
+    assert name_image("d1", "e" * 32) == "cpuft-d1-eeeeeeeeeeee"
+    assert len({name_image("d1", "e1"), name_image("d2", "e1"), name_image("d1", "e2")}) == 3
+
+
+def test_images_are_read_the_oldest_first() -> None:
+    disks = [
+        {"DeviceName": "/dev/xvda", "Ebs": {"SnapshotId": "snap-1", "VolumeSize": 16}},
+        {"DeviceName": "/dev/xvdb"},
+    ]
+    one = {"ImageId": "ami-1", "Name": "cpuft-a-1", "State": "available", "CreationDate": "2026-01-01T10:11:12.000Z"}
+    tags = [{"Key": "cpuft:image", "Value": "a"}]
+    later = one | {"ImageId": "ami-0", "CreationDate": "2026-02-01T10:11:12.000Z", "Tags": tags}
+    found = parse_images({"Images": [later, one | {"Tags": tags, "BlockDeviceMappings": disks}]})
+    assert found[0] == OLD
+    assert [image.id for image in found] == ["ami-1", "ami-0"]
+
+
+def test_the_newest_that_is_there_is_used() -> None:
+    assert choose_image((OLD, NEW, COMING)) == NEW
+    assert choose_image((COMING,)) is None
+
+
+@pytest.mark.parametrize(("image", "ready"), [(NEW, True), (COMING, False), (None, False)])
+def test_whether_an_image_is_there(image: Golden | None, ready: bool) -> None:
+    assert is_ready(image, "name") is ready
+
+
+@pytest.mark.parametrize(
+    ("recipe", "state", "said"),
+    [
+        ("", "available", "image ami-1 is called n and is not cpuft's: deregister it"),
+        ("a", "failed", "image n is failed: take it away with cpuft provision image --delete n"),
+    ],
+)
+def test_an_image_that_is_in_the_way(recipe: str, state: str, said: str) -> None:
+    with pytest.raises(CpuftError, match=said):
+        is_ready(Golden("ami-1", "n", state, "", recipe, 0, ()), "n")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "calls"),
+    [
+        ("ami-1", [("deregister_image", "ami-1"), ("delete_snapshot", "snap-1")]),
+        ("cpuft-a-2", [("deregister_image", "ami-2"), ("delete_snapshot", "snap-2")]),
+        ("lost", [("delete_snapshot", "snap-9")]),
+    ],
+)
+def test_an_image_goes_before_its_snapshots(wanted: str, calls: list[tuple[str, str]]) -> None:
+    found = [parse_call(step) for stage in plan_deletion(FOUND, wanted, "us-east-1").stages for step in stage]
+    assert [(call.method, next(iter(call.parameters.values()))) for call in found if call] == calls
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (FOUND, "cpuft has made no image 'cpuft-a' in us-east-1: did you mean"),
+        (Images((), ()), "there is nothing to take away"),
+    ],
+)
+def test_only_what_cpuft_has_made_is_taken_away(found: Images, said: str) -> None:
+    with pytest.raises(CpuftError, match=said):
+        plan_deletion(found, "cpuft-a", "us-east-1")
+
+
+def test_images_are_told_of() -> None:
+    assert describe_images(FOUND, "us-east-1") == (
+        "cpuft-a-1  ami-1  available, 16 GB, made 2026-01-01 10:11 UTC\n"
+        "cpuft-a-2  ami-2  available, 16 GB, made 2026-01-02 10:11 UTC\n"
+        "lost  snap-9  a snapshot whose image is gone\n"
+    )
+    assert describe_images(Images((), ()), "us-east-1") == "cpuft has made no image in us-east-1\n"
+
+
+def test_packages_come_through_the_machine_that_rents() -> None:
+    plan = plan_finish(RECIPE, "10.0.0.5", ("ssh", "-F", "/s/ssh_config", "10.0.0.5"))
+    through, check, seal = (stage[0] for stage in plan.stages)
+    assert through.command[:-2] == (
+        "ssh",
+        "-F",
+        "/s/ssh_config",
+        "-o",
+        "ExitOnForwardFailure=yes",
+        "-R",
+        "127.0.0.1:3128",
+    )
+    assert through.command[-2] == "10.0.0.5"
+    words = shlex.split(through.command[-1])
+    assert (words[:2], words[4:]) == (["sh", "-c"], ["3128", format_install(RECIPE)])
+    assert (check.host, check.command[-1]) == ("10.0.0.5", "/opt/cpuft/env/bin/python")
+    assert (seal.host, seal.command[-3:]) == ("10.0.0.5", ("/", "/opt/cpuft", "/var/tmp"))
+    assert subprocess.run(["bash", "-n"], input=format_plan(plan), text=True, check=True).returncode == 0
+
+
+def test_apt_is_told_of_the_way_as_long_as_the_script_runs(tmp_path: Path) -> None:
+    script = 'cat "$APT_CONFIG"; echo "$APT_CONFIG" >said; exit 7'
+    environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
+    words = ["sh", "-c", builder._THROUGH, "through", "3128", script]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (
+        7,
+        'Acquire::http::Proxy "socks5h://127.0.0.1:3128";\nAcquire::https::Proxy "socks5h://127.0.0.1:3128";\n'
+        'DPkg::Lock::Timeout "300";\n',
+    )
+    assert not Path(Path("said").read_text().strip()).exists()
+
+
+SECRET = "this host's own"
+IDENTITY = (
+    *("etc/ssh/ssh_host_ecdsa_key", "etc/ssh/ssh_host_ed25519_key.pub", "etc/machine-id", "etc/hostname"),
+    *("root/.ssh/authorized_keys", "root/.bash_history", "root/.cache/cpuft/x", "root/.local/state/cpuft/clusters/x"),
+    *("home/admin/.ssh/authorized_keys", "home/admin/.python_history", "var/lib/cpuft/until", "var/lib/cpuft/limit"),
+    *("usr/local/sbin/cpuft-lease", "etc/systemd/system/cpuft-lease.service", "var/lib/systemd/random-seed"),
+    *("var/lib/cloud/instances/i-1/user-data.txt", "var/lib/cloud/data/instance-id", "var/log/cloud-init.log"),
+    *("var/log/journal/abc/system.journal", "var/log/auth.log", "var/lib/apt/lists/x", "var/cache/apt/archives/x"),
+    *("opt/cpuft/clusters/image1/id_ed25519", "opt/cpuft/wheels/a.whl", "opt/cpuft/install.lock", "var/tmp/cpuft-0/x"),
+)
+KEPT = ("etc/ssh/sshd_config", "opt/cpuft/env/stamp", "root/.bashrc", "etc/resolv.conf", "usr/local/sbin/other")
+
+
+@pytest.mark.parametrize("bus", ["file", "link"])
+def test_an_image_remembers_no_key_no_name_and_no_lease(bus: str, tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    for name in (*IDENTITY, *KEPT):
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(SECRET)
+    wanted = top / "etc/systemd/system/multi-user.target.wants"
+    wanted.mkdir()
+    (wanted / "cpuft-lease.service").symlink_to(top / "etc/systemd/system/cpuft-lease.service")
+    (top / "var/lib/cloud/instance").symlink_to(top / "var/lib/cloud/instances/i-1")
+    (top / "var/lib/dbus").mkdir()
+    makes: dict[str, Any] = {
+        "file": lambda path: path.write_text(SECRET),
+        "link": lambda path: path.symlink_to(top / "etc/machine-id"),
+    }
+    makes[bus](top / "var/lib/dbus/machine-id")
+    environ = {"PATH": os.environ["PATH"], "HOME": str(top / "root")}
+    words = ["sh", "-c", builder._SEAL, "seal", f"{top}/", "/opt/cpuft", "/var/tmp"]
+    for _ in range(2):
+        done = subprocess.run(words, env=environ, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    left = [path for path in top.rglob("*") if not stat.S_ISDIR(path.lstat().st_mode)]
+    assert {str(path.relative_to(top)) for path in left if path.exists() and SECRET in path.read_text()} == {*KEPT}
+    assert [path for path in left if path.is_symlink() and not path.exists()] == []
+    assert (top / "etc/machine-id").read_text() == ""

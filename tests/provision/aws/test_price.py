@@ -1,0 +1,85 @@
+"""What instances cost, before, meanwhile and after; what is unknown is said to be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cpuft.provision.aws.price import Price, describe_bill, describe_cost, describe_price, find_price
+from cpuft.report.instances import Instance as Kind
+from tests.provision.aws.test_planning import CONFIG, NOW, make_instance
+
+
+def test_an_unknown_price_is_said_to_be_unknown() -> None:
+    table = {"m7i.8xlarge": Kind("m7i.8xlarge", 16, True, 12.5, 1.6128, "2025")}
+    zones = {"us-east-1a": 0.7, "us-east-1b": 0.6, "us-east-1c": 0.0}
+    known = find_price("m7i.8xlarge", "us-east-1", table, {})
+    spot = find_price("m7i.8xlarge", "us-east-1", table, zones)
+    assert known == Price(1.6128, "2025")
+    assert spot == Price(1.6128, "2025", (0.6, 0.7), {"us-east-1a": 0.7, "us-east-1b": 0.6})
+    unknown = find_price("m7i.8xlarge", "eu-north-1", table, {})
+    assert unknown == find_price("x9.large", "us-east-1", table, {}) == Price(None, "")
+
+    def describe(price: Price, spot: bool) -> str:
+        config = replace(CONFIG, spot=spot)
+        return describe_price(price, config, 4, NOW, NOW + 7200, NOW + 7200).partition(" to the end")[0]
+
+    assert describe(known, False) == (
+        "4 x m7i.8xlarge on demand, an hour of one: on demand about 1.613 $ (list of 2025); in all 6.45 $ an hour, "
+        "12.90 $"
+    )
+    assert describe(spot, True) == (
+        "4 x m7i.8xlarge spot, an hour of one: on demand about 1.613 $ (list of 2025), spot now 0.600 to 0.700 $; in "
+        "all 2.80 $ an hour, 5.60 $"
+    )
+    assert describe(unknown, True) == (
+        "4 x m7i.8xlarge spot, an hour of one: on demand unknown, spot now unknown; in all an unknown price"
+    )
+
+
+def test_what_it_has_cost_is_seconds_times_price() -> None:
+    """An hour of one that runs, a quarter of one that ended, and one of which nobody knows when: its lease's end."""
+    instances = [
+        make_instance(1, launched=NOW - 3600.0),
+        make_instance(2, launched=NOW - 3600.0, state="terminated", ended=NOW - 2700.0),
+        make_instance(3, launched=NOW - 3600.0, state="terminated", until=NOW - 1800),
+    ]
+    assert describe_cost(Price(2.0, "2025"), instances, NOW) == "about 3.50 $ so far"
+    assert describe_cost(Price(None, ""), instances, NOW) == "1.75 instance hours so far, at an unknown price"
+    assert describe_cost(Price(2.0, "2025"), [replace(instances[0], spot=True)], NOW).endswith("at an unknown price")
+
+
+def test_a_price_tells_what_jobs_may_make_of_it_and_what_on_demand_would_be() -> None:
+    config, price = replace(CONFIG, spot=True, spot_or_demand=True), Price(1.6128, "2025", (0.6, 0.7))
+    assert describe_price(price, config, 4, NOW, NOW + 7200, NOW + 14400).partition(" in all ")[2] == (
+        "2.80 $ an hour, 5.60 $ to the end of the lease at 2027-01-15 10:00 UTC, in 2 h 00 min, running jobs move it "
+        "to 2027-01-15 12:00 UTC at most: 11.20 $; on demand where no zone has spot instances: 12.90 $; disks and "
+        "traffic come on top"
+    )
+
+
+@pytest.mark.parametrize("seconds", [61, 1234, 86399])
+@pytest.mark.parametrize("spot", [False, True])
+def test_a_bill_is_instance_seconds_times_price(seconds: int, spot: bool) -> None:
+    """Each spot instance at the price of its zone; to within 1 %, of small sums too."""
+    zones = {"us-east-1a": 0.61, "us-east-1b": 0.67}
+    price = Price(1.6128, "2025", (0.61, 0.67), zones)
+    start, ended = NOW - 90000.0, NOW - 90000.0 + seconds
+    instances = [
+        make_instance(number, launched=start, state="terminated", ended=ended, zone=zone, spot=spot)
+        for number, zone in enumerate(["us-east-1a", "us-east-1b", "us-east-1b"])
+    ]
+    hourly = 0.61 + 2 * 0.67 if spot else 3 * 1.6128
+    said = describe_bill(price, instances, NOW)
+    assert said.startswith("it has cost about ")
+    assert float(said.split()[4]) == pytest.approx(hourly * seconds / 3600, rel=0.01)
+    assert float(said.split()[7]) == pytest.approx(3 * seconds / 3600, rel=0.01)
+
+
+def test_a_bill_of_what_is_not_known() -> None:
+    ended = make_instance(1, launched=NOW - 7200.0, state="terminated", ended=NOW - 3600.0)
+    assert describe_bill(Price(None, ""), [ended], NOW) == (
+        "it has cost an unknown price for 1.00 instance hours; disks and traffic come on top"
+    )
+    assert describe_bill(Price(None, ""), [], NOW) == ""
