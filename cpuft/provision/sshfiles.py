@@ -31,10 +31,10 @@ class Member:
     port: int = 22
     key: str = ""
     """Its public key, as in a .pub file; empty while it is not known. A line for each, where it has several."""
-    mark: str = ""
-    """Which machine it is whose key that is, where its address may be another one's tomorrow."""
     reached: str = ""
     """Its address for this machine, where that is another one than for the hosts themselves."""
+    mark: str = ""
+    """Which machine it is whose key that is, where its address may be another one's tomorrow."""
 
     @property
     def known_name(self) -> str:
