@@ -1,4 +1,4 @@
-"""A region for each test."""
+"""A region for each test; or one in a bottle, with real instances, for each file."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.provision.aws.bottle.bottle import Bottle, open_bottle, write_machine_wheels
 from tests.provision.aws.region import Region, open_region
 
 
 @pytest.fixture
 def region() -> Iterator[Region]:
     with open_region() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def bottle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bottle]:
+    """Root only. In its folder are `wheels`, by which its instances train."""
+    with open_bottle(tmp_path_factory.mktemp("bottle")) as opened:
+        write_machine_wheels(opened.folder / "wheels")
         yield opened

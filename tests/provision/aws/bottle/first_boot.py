@@ -1,0 +1,121 @@
+"""What cloud-init does on an instance with user data like ours: `first_boot.py init|final`.
+
+Debian's images bring cloud-init itself; the machines that these tests run on have none, and instances have no network
+to fetch it by. This does the same with as much of a cloud-config as we send: `ssh_deletekeys`, `ssh_keys`,
+`disable_root`, `write_files`, `bootcmd` and `runcmd`, in cloud-init's order, at the first boot of an instance (but for
+`bootcmd`, each time), which it knows by the metadata service's instance-id. All else in user data is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_SERVICE = "http://169.254.169.254/latest"
+_TTL = "X-aws-ec2-metadata-token-ttl-seconds"
+_KNOWN = {"ssh_deletekeys", "ssh_keys", "disable_root", "write_files", "bootcmd", "runcmd"}
+_NO_ROOT = (
+    'no-port-forwarding,no-agent-forwarding,no-X11-forwarding,command="echo \'Please login as the user \\"debian\\" '
+    'rather than the user \\"root\\".\';echo;sleep 10;exit 142" '
+)
+"""What cloud-init puts before a key of root's unless it is told not to."""
+
+
+def ask(path: str) -> str:
+    """An answer of the metadata service; empty where there is none."""
+    token = urllib.request.Request(f"{_SERVICE}/api/token", headers={_TTL: "60"}, method="PUT")
+    with urllib.request.urlopen(token, timeout=10) as answer:
+        headers = {"X-aws-ec2-metadata-token": answer.read().decode()}
+    request = urllib.request.Request(f"{_SERVICE}/{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError:
+        return ""
+
+
+def read_config() -> dict[str, Any]:
+    """User data's cloud-config."""
+    text = ask("user-data")
+    if not text.startswith("#cloud-config\n"):
+        return {}
+    config = dict(yaml.safe_load(text) or {})
+    if config.keys() - _KNOWN:
+        sys.exit(f"user data has what instances of a bottle do not know: {sorted(config.keys() - _KNOWN)}")
+    return config
+
+
+def write(path: str, text: str, mode: int) -> None:
+    """A file with its folders."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+    os.chmod(path, mode)
+
+
+def make_host_keys(config: dict[str, Any]) -> None:
+    """Those of user data; without, new ones where there are none."""
+    if config.get("ssh_deletekeys", True):
+        for path in Path("/etc/ssh").glob("ssh_host_*key*"):
+            path.unlink()
+    given = {} if os.environ["IMPOSTOR"] else config.get("ssh_keys", {})
+    for name, text in given.items():
+        kind, _, part = name.rpartition("_")
+        key = f"/etc/ssh/ssh_host_{kind}_key"
+        write(key if part == "private" else f"{key}.pub", text, 0o600 if part == "private" else 0o644)
+    if not given:
+        subprocess.run(["ssh-keygen", "-q", "-A"], check=True)
+
+
+def let_in(config: dict[str, Any]) -> None:
+    """Whoever has the key that the instance was started with."""
+    key, file = ask("meta-data/public-keys/0/openssh-key").strip(), Path("/root/.ssh/authorized_keys")
+    had = file.read_text(encoding="utf-8") if file.exists() else ""
+    line = f"{_NO_ROOT if config.get('disable_root', True) else ''}{key}\n" if key else ""
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    write(str(file), had + line, 0o600)
+
+
+def name_host() -> None:
+    """As Debian's images do: the host's own name is an address of loopback."""
+    whole = ask("meta-data/local-hostname")
+    name = whole.partition(".")[0]
+    write("/etc/hostname", f"{name}\n", 0o644)
+    write("/etc/hosts", f"127.0.1.1 {whole} {name}\n127.0.0.1 localhost\n::1 localhost\n", 0o644)
+
+
+def run(commands: list[Any]) -> None:
+    """Each by itself, whatever became of the one before."""
+    for one in commands:
+        done = subprocess.run(one if isinstance(one, list) else ["sh", "-c", one], check=False)
+        print(f"user data: {json.dumps(one)} -> {done.returncode}", file=sys.stderr)
+
+
+def main(stage: str) -> None:
+    """One stage of a boot."""
+    config, instance = read_config(), Path("/var/lib/cloud/instances", ask("meta-data/instance-id"))
+    instance.mkdir(parents=True, exist_ok=True)
+    is_first = not (instance / stage).exists()
+    if stage == "init":
+        run(config.get("bootcmd", []))
+    if stage == "init" and is_first:
+        for one in config.get("write_files", []):
+            write(one["path"], one.get("content", ""), int(str(one.get("permissions", "0644")), 8))
+        name_host()
+        make_host_keys(config)
+        let_in(config)
+    if stage == "final" and is_first:
+        run(config.get("runcmd", []))
+    (instance / stage).touch()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

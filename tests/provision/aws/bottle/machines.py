@@ -1,0 +1,148 @@
+"""Instances that are there: each is a process with namespaces, a disk, an address and a console of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+GATEWAY = "172.31.0.1"
+"""The region's own address, and so that of laptops."""
+METADATA = "169.254.169.254"
+HERE = Path(__file__).parent
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_BRIDGE = "aws0"
+_END_SECONDS = 30.0
+_HIDDEN = ("opt/cpuft", "var/lib/cpuft", "var/lib/cloud", "etc/systemd/system/cpuft-lease.service")
+"""What this machine may have, and Debian's image has not."""
+_SSHD = """KbdInteractiveAuthentication no
+PasswordAuthentication no
+# Else PAM asks for what only systemd's logins have.
+UsePAM no
+UseDNS no
+AcceptEnv LANG LC_*
+Subsystem sftp internal-sftp
+"""
+
+
+def wire() -> None:
+    """The region's network, in this process's own namespace."""
+    made = [
+        "link set dev lo up",
+        f"link add dev {_BRIDGE} type bridge",
+        f"address add {GATEWAY}/16 dev {_BRIDGE}",
+        f"address add {METADATA}/32 dev {_BRIDGE}",
+        f"link set dev {_BRIDGE} up",
+    ]
+    for words in made:
+        subprocess.run(["ip", *words.split()], check=True)
+
+
+def make_base(layer: Path) -> str:
+    """Debian's image: this machine's root filesystem, and above it a layer by which it has no keys and no cluster.
+
+    What stands in for systemd lies there, too, and `python3` is this Python. Both layers, as an overlay has them.
+    """
+    hidden = [*_HIDDEN, *(f"etc/ssh/{path.name}" for path in Path("/etc/ssh").glob("ssh_host_*"))]
+    for path in (layer / name for name in hidden):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
+    for name, mode in (("root", 0o700), ("root/.ssh", 0o700), ("var/tmp", 0o1777)):
+        (layer / name).mkdir(parents=True, exist_ok=True)
+        (layer / name).chmod(mode)
+    for name in ("root/.ssh", "var/tmp"):
+        os.setxattr(layer / name, "trusted.overlay.opaque", b"y")
+    texts = {
+        "usr/local/sbin/systemctl": (HERE / "systemctl.sh").read_text(encoding="utf-8"),
+        "usr/local/sbin/shutdown": (HERE / "shutdown.sh").read_text(encoding="utf-8"),
+        "usr/local/bin/python3": f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} "$@"\n',
+        "etc/ssh/sshd_config": _SSHD,
+        "etc/machine-id": "",
+        "etc/resolv.conf": "",
+    }
+    for name, text in texts.items():
+        (layer / name).parent.mkdir(parents=True, exist_ok=True)
+        (layer / name).write_text(text, encoding="utf-8")
+        (layer / name).chmod(0o755)
+    return f"{layer}:/"
+
+
+class Machine:
+    """One of them, from its first boot to its end; `powered_off` is told when it ends by itself.
+
+    `lower` are the layers below its disk, a colon between. All that it writes lies in `folder`.
+    """
+
+    def __init__(self, folder: Path, instance: Any, lower: str, powered_off: Callable[[], None]) -> None:
+        self.folder, self.lower = folder, lower
+        self.notice: dict[str, str] = {}
+        """Of its interruption, as the metadata service tells it."""
+        self._powered_off = powered_off
+        self._images = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environ = {
+            "PATH": PATH,
+            "LANG": "C.UTF-8",
+            "DISK": str(folder),
+            "NAME": f"ip-{instance.private_ip.replace('.', '-')}",
+            "ADDRESS": instance.private_ip,
+            "PUBLIC": instance.public_ip or "",
+            "LINK": f"i{instance.id[-12:]}",
+            "BRIDGE": _BRIDGE,
+            "GATEWAY": GATEWAY,
+            "PYTHON": sys.executable,
+            "FIRST_BOOT": str(HERE / "first_boot.py"),
+        }
+        for name in ("root", "upper", "work"):
+            (folder / name).mkdir(parents=True)
+
+    @property
+    def console(self) -> Path:
+        """What it said."""
+        return self.folder / "console"
+
+    def start(self, impostor: bool = False) -> None:
+        """Boot it. An `impostor` has a host key of its own, whatever it was told."""
+        words = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        environ = self._environ | {"LOWER": self.lower, "IMPOSTOR": "yes" * impostor}
+        with open("/proc/self/ns/net", "rb") as network, self.console.open("ab") as console:
+            process = subprocess.Popen(
+                [*words, "sh", str(HERE / "boot.sh")], env=environ, stdin=network, stdout=console, stderr=console
+            )
+        self._process = process
+        Thread(target=self._watch, args=(process,), daemon=True).start()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        if self._process is process:
+            self._powered_off()
+
+    def end(self) -> None:
+        """Cut its power: nothing of it runs when this returns."""
+        process, self._process = self._process, None
+        if process and process.poll() is None:
+            with suppress(OSError):
+                # Its own first process: unshare ends once all others have ended with that.
+                first = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
+                os.kill(int(first[0]) if first else process.pid, signal.SIGKILL)
+            process.wait(_END_SECONDS)
+
+    def freeze(self) -> str:
+        """Make what is on its disk a layer that never changes, and go on above that; the layers of an image of it."""
+        was_on = self._process is not None
+        self.end()
+        self._images += 1
+        layer = self.folder / f"image-{self._images}"
+        (self.folder / "upper").rename(layer)
+        (self.folder / "upper").mkdir()
+        self.lower = f"{layer}:{self.lower}"
+        if was_on:
+            self.start()
+        return self.lower

@@ -1,0 +1,91 @@
+"""The metadata service of a region's instances: version 2, which knows who asks by the address that asks."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tests.provision.aws.bottle.machines import METADATA
+
+_ROOT = "/latest/"
+_TOKENS: set[str] = set()
+
+
+def describe(instance: Any, notice: Mapping[str, str]) -> dict[str, str]:
+    """All that an instance of moto's is told of itself, by path; its interruption only once there is one to come."""
+    told = {
+        "ami-id": instance.image_id,
+        "hostname": instance.private_dns_name,
+        "instance-id": instance.id,
+        "instance-life-cycle": instance.lifecycle or "on-demand",
+        "instance-type": instance.instance_type,
+        "local-hostname": instance.private_dns_name,
+        "local-ipv4": instance.private_ip,
+        "placement/availability-zone": instance.availability_zone,
+        "placement/region": instance.region_name,
+    }
+    told |= {"public-ipv4": instance.public_ip} if instance.public_ip else {}
+    if notice:
+        told |= {"spot/instance-action": json.dumps(notice), "spot/termination-time": notice["time"]}
+    key = instance.ec2_backend.key_pairs.get(instance.key_name)
+    told |= {"public-keys/0/openssh-key": key.public_key} if key else {}
+    paths = {f"meta-data/{path}": text for path, text in told.items()}
+    if instance.user_data:
+        paths["user-data"] = base64.b64decode(str(instance.user_data)).decode()
+    return paths
+
+
+def find(paths: Mapping[str, str], path: str) -> str | None:
+    """The text at a path, or the names below it."""
+    folder = f"{path.rstrip('/')}/" if path else ""
+    below = [one.removeprefix(folder).partition("/") for one in paths if one.startswith(folder)]
+    return paths.get(path, "\n".join(sorted({name + slash for name, slash, _ in below})) or None)
+
+
+class Service(ThreadingHTTPServer):
+    """Serves what `look` finds of whoever has an address: its instance and its notice, or nothing."""
+
+    daemon_threads = True
+
+    def __init__(self, look: Any) -> None:
+        super().__init__((METADATA, 80), _Handler)
+        self.look = look
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Service
+
+    def do_PUT(self) -> None:
+        if self.path != f"{_ROOT}api/token" or "X-aws-ec2-metadata-token-ttl-seconds" not in self.headers:
+            self._answer(400)
+            return
+        token = os.urandom(16).hex()
+        _TOKENS.add(token)
+        self._answer(200, token)
+
+    def do_GET(self) -> None:
+        found = self.server.look(self.client_address[0])
+        if not found:
+            self._answer(404)
+            return
+        instance, notice = found
+        known = self.headers.get("X-aws-ec2-metadata-token") in _TOKENS
+        if not known and instance.metadata_options.http_tokens == "required":
+            self._answer(401)
+            return
+        text = find(describe(instance, notice), self.path.removeprefix(_ROOT))
+        self._answer(404 if text is None else 200, text or "")
+
+    def _answer(self, status: int, text: str = "") -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody reads it."""

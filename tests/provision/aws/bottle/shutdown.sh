@@ -1,0 +1,16 @@
+#!/bin/sh
+# An instance's shutdown: now, in some minutes, or not after all. Its power is off when its first process ends.
+pending=/run/shutdown.pid
+[ ! -e "$pending" ] || kill "$(cat "$pending")" 2>/dev/null
+rm -f "$pending"
+minutes=1
+for word; do
+    case "$word" in
+    -c) exit 0 ;;
+    now) minutes=0 ;;
+    +*) minutes=${word#+} ;;
+    esac
+done
+echo "shutdown in $minutes min" >>/proc/1/fd/2
+setsid sh -c 'sleep "$1"; kill -TERM 1' shutdown "$((minutes * 60))" </dev/null >/dev/null 2>&1 &
+echo $! >"$pending"

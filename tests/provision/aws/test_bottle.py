@@ -1,0 +1,211 @@
+"""Renting for real: instances that boot, run what they are told over ssh, are taken back, and end themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from cpuft.record import read_record
+from tests.provision.aws.bottle.bottle import NOTHING_LEFT, WORDS, Bottle
+from tests.provision.simulated import needs_root
+
+pytestmark = needs_root
+LAB = ("provision", "aws", "--name", "lab", *WORDS, "--wheels", "wheels")
+LAUNCH = ("launch", "--cluster", "lab", "--no-check")
+JOB = ("--task", "demo", "--max-train-samples", "64", "--precision", "fp32", "--batch-size", "4", "--dropout", "0")
+QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
+SCRIPT = """
+import os, socket, urllib.request
+from urllib.error import HTTPError
+try:
+    urllib.request.urlopen("http://169.254.169.254/latest/meta-data/instance-id", timeout=10)
+except HTTPError as error:
+    print(error.code)
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"], socket.gethostname())
+"""
+CHANGES = [
+    "CreateSecurityGroup",
+    "CreatePlacementGroup",
+    "ImportKeyPair",
+    "AuthorizeSecurityGroupIngress",
+    "RevokeSecurityGroupEgress",
+    "AuthorizeSecurityGroupEgress",
+    "RunInstances",
+]
+
+
+def check(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def wait(bottle: Bottle, seconds: float, holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, [bottle.ask("console", one["id"]) for one in bottle.ask("instances")]
+        time.sleep(0.2)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(bottle: Bottle) -> Iterator[None]:
+    """Each test begins with an empty region, whatever became of the one before."""
+    yield
+    bottle.ask("send_impostors", False)
+    bottle.empty("lab")
+    bottle.ask("calls")
+    assert bottle.ask("left") == NOTHING_LEFT
+
+
+def test_a_cluster_is_rented_once_runs_and_is_gone(bottle: Bottle) -> None:
+    check(bottle.cpuft(*LAB, "--nodes", "2"))
+    assert bottle.ask("calls") == CHANGES
+    check(bottle.cpuft(*LAB, "--nodes", "2"))
+    assert bottle.ask("calls") == []
+    (bottle.folder / "hello.py").write_text(SCRIPT)
+    check(bottle.cpuft(*LAUNCH, "--np", "2", "--run-dir", "hello", "--", "hello.py"))
+    addresses = [one["private"] for one in bottle.live()]
+    said = [(bottle.folder / f"hello/logs/rank-{rank}.out").read_text().split() for rank in (0, 1)]
+    assert said == [
+        ["401", str(rank), "2", addresses[0], f"ip-{address.replace('.', '-')}"]
+        for rank, address in enumerate(addresses)
+    ]
+    check(bottle.cpuft("provision", "down", "lab"))
+    assert bottle.ask("left") == NOTHING_LEFT
+    assert [one["reason"] for one in bottle.ask("instances")] == ["Client.UserInitiatedShutdown"] * 2
+    assert [*(bottle.folder / "state").iterdir()] == []
+
+
+def test_somebody_else_at_its_addresses_is_told_nothing(bottle: Bottle) -> None:
+    bottle.ask("send_impostors", True)
+    made = bottle.cpuft(*LAB, "--nodes", "1")
+    assert made.returncode == 2
+    assert re.search(r"its key .*; they cost money: cpuft provision down lab$", made.stderr), made.stderr
+    (one,) = bottle.live()
+    console = bottle.ask("console", one["id"])
+    assert "[preauth]" in console
+    assert "Accepted" not in console
+    assert not (bottle.disk(one["id"]) / "opt").exists()
+
+
+def test_an_instance_whose_lease_is_over_when_it_boots_ends_itself(bottle: Bottle) -> None:
+    """The last minute of a lease is no whole one."""
+    check(bottle.rent(50 - 600, "--name", "lab", "--nodes", "1", "--lease", "10m"))
+    wait(bottle, 30, lambda: not bottle.live())
+    assert bottle.ask("instances")[-1]["reason"] == "Client.InstanceInitiatedShutdown"
+
+
+@pytest.mark.proof
+def test_all_instances_end_by_their_lease_when_the_laptop_is_gone(bottle: Bottle) -> None:
+    begun = time.time()
+    check(bottle.rent(100 - 600, "--name", "lab", "--nodes", "3", "--lease", "10m"))
+    assert len(bottle.live()) == 3
+    wait(bottle, 40, lambda: all("in 1 min" in bottle.ask("console", one["id"]) for one in bottle.live()))
+    # The lease ends 100 s after the laptop looked at its clock, which was when it began or later.
+    time.sleep(max(0.0, begun + 50 - time.time()))
+    assert len(bottle.live()) == 3
+    wait(bottle, begun + 110 - time.time(), lambda: not bottle.live())
+    reasons = [one["reason"] for one in bottle.ask("instances")[-3:]]
+    assert reasons == ["Client.InstanceInitiatedShutdown"] * 3
+
+
+@pytest.mark.proof
+def test_a_training_on_rented_hosts_whose_lease_is_extended(bottle: Bottle) -> None:
+    check(bottle.cpuft(*LAB, "--nodes", "2"))
+    check(bottle.cpuft("provision", "extend", "lab", "--lease", "6h"))
+    armed = [re.findall("shutdown in (.*) min", bottle.ask("console", one["id"])) for one in bottle.live()]
+    assert armed == [["239", "359"]] * 2
+    check(bottle.cpuft("launch", "--cluster", "lab", "--np", "2", "--epochs", "2", *JOB, *QUIET, "--run-dir", "run"))
+    record = read_record(str(bottle.folder / "run"))
+    assert record.footer
+    names = [f"ip-{one['private'].replace('.', '-')}" for one in bottle.live()]
+    assert [rank.host for rank in record.header.ranks] == names
+    check(bottle.cpuft("provision", "down", "lab"))
+
+
+def until(start: str, stream: IO[str]) -> list[str]:
+    """The lines of a stream before the first one that starts so, which is read, too."""
+    return list(takewhile(lambda line: not line.startswith(start), stream))
+
+
+@pytest.mark.proof
+def test_a_spot_instance_that_is_taken_back_is_left_before_and_replaced(bottle: Bottle) -> None:
+    """Nobody says --notice."""
+    rent = (*LAB, "--nodes", "3", "--spot")
+    check(bottle.cpuft(*rent))
+    *others, one = bottle.live()
+    words = (*LAUNCH, "--np", "3", *JOB, *QUIET, "--max-steps", "100", "--checkpoint-every", "0", "--run-dir", "taken")
+    with bottle.start([sys.executable, "-m", "cpuft", *words]) as launch:
+        disk = bottle.disk(others[0]["id"])
+        wait(bottle, 120, lambda: any('"step"' in path.read_text() for path in disk.glob("var/tmp/*/*/*/record.jsonl")))
+        bottle.ask("interrupt", one["id"], 40.0)
+        told = time.monotonic()
+        assert launch.stderr
+        said = until("cpuft: restart 1 of 3: ", launch.stderr)
+        assert time.monotonic() - told < 30, said
+        said += launch.stderr
+        assert launch.wait(10) == 0, said
+    record = read_record(str(bottle.folder / "taken"))
+    (resumed,) = record.resumptions
+    assert (resumed.because, resumed.repeated) == (f"host {one['private']} was told to go", 0)
+    names = [f"ip-{one['private'].replace('.', '-')}" for one in others]
+    assert [rank.host for rank in resumed.ranks] == names
+    assert [one.step for one in record.steps] == list(range(1, 101))
+    assert record.evaluations
+    wait(bottle, 60, lambda: len(bottle.live()) == 2)
+    bottle.ask("calls")
+    check(bottle.cpuft(*rent))
+    assert bottle.ask("calls") == ["CreateTags", "RunInstances"]
+    assert [one["id"] for one in bottle.live()][:2] == [one["id"] for one in others]
+    assert len(bottle.live()) == 3
+
+
+KEPT = """
+import sys, time
+from pathlib import Path
+from tests.provision.aws.bottle.bottle import open_bottle
+with open_bottle(Path(sys.argv[1])) as bottle:
+    done = bottle.rent(0.0, "--name", "lab", "--nodes", "2")
+    print(done.returncode, bottle.pid, flush=True)
+    time.sleep(100)
+"""
+
+
+def descendants(process: int) -> list[int]:
+    """Of a process, at any depth."""
+    children = [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [*children, *(one for child in children for one in descendants(child))]
+
+
+def is_there(process: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_nothing_of_a_bottle_outlives_whoever_opened_it(tmp_path: Path) -> None:
+    root = str(Path(__file__).parents[3])
+    words = [sys.executable, "-c", KEPT, str(tmp_path / "own")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}) as keeper:
+        assert keeper.stdout
+        code, pid = map(int, keeper.stdout.readline().split())
+        all_of_it = [pid, *descendants(pid)]
+        keeper.send_signal(signal.SIGKILL)
+    assert code == 0
+    # The server, and of two instances at least their first process and what waits for that.
+    assert len(all_of_it) > 5
+    end = time.monotonic() + 20
+    while [one for one in all_of_it if is_there(one)]:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert [*(tmp_path / "own" / "disk").iterdir()] == []

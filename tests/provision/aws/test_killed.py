@@ -1,0 +1,131 @@
+"""Launchers that SIGKILL ends before and after each of their calls: what they leave is found, and gone on with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from cpuft.options.clusters import AwsConfig
+from cpuft.provision.aws.client import Cloud
+from cpuft.provision.aws.doing import Aws, Edge
+from tests.provision.aws.bottle.bottle import NOTHING_LEFT, Bottle, open_bottle
+from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say
+
+pytestmark = pytest.mark.real
+NODES = 2
+VERBS = {"make": 7, "refill": 2, "extend": 1, "down": 4}
+"""How many calls of each change something."""
+MOMENTS = [(verb, number, when) for verb in VERBS for number in range(VERBS[verb]) for when in ("before", "after")]
+
+
+class Launcher:
+    """One laptop's `cpuft provision`, on a clock that only its own sleeping moves."""
+
+    def __init__(self, bottle: Bottle) -> None:
+        self.bottle = bottle
+        self.start, self.seconds = time.time(), 0.0
+        self.calls, self.killed_at = 0, (-1, "")
+        self.cloud = Cloud(REGION, self._hook, self._sleep)
+
+    def _hook(self, when: str, method: str, parameters: dict[str, Any]) -> None:
+        if is_mutating(method, parameters):
+            if (self.calls, when) == self.killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.calls += when == "after"
+
+    def _sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def _now(self) -> float:
+        return self.start + self.seconds
+
+    def _aws(self) -> Aws:
+        edge = Edge(lambda name: self.cloud, self._sleep, self._now, lambda: "203.0.113.7", logs_in=False)
+        config = AwsConfig(name=NAME, nodes=NODES, region=REGION, yes=True)
+        return Aws(config, {"CPUFT_STATE": str(self.bottle.folder / "state")}, edge=edge)
+
+    def make(self) -> None:
+        self._aws().make(say, refuse)
+
+    def refill(self) -> None:
+        """Make it again when one of its instances has ended."""
+        self.bottle.ask("terminate", self.bottle.live()[0]["id"])
+        self.make()
+
+    def extend(self) -> None:
+        self._aws().extend("5h", say)
+
+    def down(self) -> None:
+        self._aws().down(say)
+
+    def prepare(self, verb: str) -> Callable[[], None]:
+        """What there must be before; the verb itself."""
+        if verb != "make":
+            self.make()
+        return {"make": self.make, "refill": self.refill, "extend": self.extend, "down": self.down}[verb]
+
+    def die(self, verb: str, number: int, when: str) -> None:
+        """In a process that kills itself before or after its mutating call of this number."""
+        do = self.prepare(verb)
+        child = os.fork()
+        if not child:
+            self.calls, self.killed_at = 0, (number, when)
+            with suppress(BaseException):
+                do()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """Clients take long to make; processes that are forked have them, too. The instances here are words only."""
+    with open_bottle(tmp_path_factory.mktemp("endpoint"), hosts=False) as bottle, pytest.MonkeyPatch.context() as patch:
+        for name, value in bottle.environ.items():
+            patch.setenv(name, value)
+        yield Launcher(bottle)
+
+
+@pytest.fixture
+def launcher(alone: Launcher) -> Iterator[Launcher]:
+    yield alone
+    alone.down()
+    assert alone.bottle.ask("left") == NOTHING_LEFT
+    alone.bottle.ask("forget")
+
+
+def choose(*quick: tuple[str, int, str]) -> list[Any]:
+    """All moments; those that are not `quick` to be proven now and then."""
+    return [pytest.param(*one, marks=() if one in quick else pytest.mark.proof) for one in MOMENTS]
+
+
+@pytest.mark.parametrize("verb", ["make", *(pytest.param(one, marks=pytest.mark.proof) for one in [*VERBS][1:])])
+def test_these_are_all_moments_that_there_are(launcher: Launcher, verb: str) -> None:
+    do = launcher.prepare(verb)
+    launcher.calls = 0
+    do()
+    assert launcher.calls == VERBS[verb]
+
+
+@pytest.mark.parametrize(("verb", "number", "when"), choose(("make", 6, "before"), ("make", 6, "after")))
+def test_down_finds_all_that_a_killed_launcher_left(launcher: Launcher, verb: str, number: int, when: str) -> None:
+    launcher.die(verb, number, when)
+    launcher.down()
+    assert launcher.bottle.ask("left") == NOTHING_LEFT
+    launcher.make()
+    assert len(launcher.bottle.live()) == NODES
+
+
+@pytest.mark.parametrize(("verb", "number", "when"), choose(("make", 6, "after"), ("refill", 1, "after")))
+def test_what_a_killed_launcher_began_is_gone_on_with(launcher: Launcher, verb: str, number: int, when: str) -> None:
+    launcher.die(verb, number, when)
+    launcher.make()
+    assert len(launcher.bottle.live()) == NODES
+    launcher.bottle.ask("calls")
+    launcher.make()
+    assert launcher.bottle.ask("calls") == []
