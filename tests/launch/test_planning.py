@@ -59,6 +59,16 @@ def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
     golden("launch-training.sh", format_plan(plan.whole))
 
 
+@pytest.mark.parametrize(("asked", "notice"), [("", "http://there/it"), ("/mine", "/mine")])
+def test_a_cluster_that_tells_of_its_hosts_end_is_asked_unless_somebody_else_is(asked: str, notice: str) -> None:
+    cluster = dataclasses.replace(make_cluster((1, 1)), access=Access(python="python", notice="http://there/it"))
+    plan = plan_launch(cluster, LaunchConfig(np=2, notice=asked), "/runs/one", ("true",), "gloo", {})
+    ((ranks,),) = plan.ranks
+    assert [words for words in zip(ranks.command, ranks.command[1:]) if "CPUFT_NOTICE" in words[0]] == [
+        ("CPUFT_NOTICE", notice)
+    ]
+
+
 def test_a_run_dir_that_another_launch_took_meanwhile_is_named(tmp_path: Path) -> None:
     run_dir = str(tmp_path / "runs" / "one")
     plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
