@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 RANK = 16
-"""The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. Sixteen columns are a sixth of 8-bit blocks'
-bytes in MiniLM, and cost no more to work out than four."""
+"""The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. Sixteen columns are a sixth of the bytes
+of 8-bit blocks in MiniLM, and cost no more to work out than four."""
 
 _SENT = torch.bfloat16
 """Of factors and of whole gradients. What rounding a factor misses is kept with all that it misses."""
