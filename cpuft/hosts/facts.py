@@ -62,10 +62,10 @@ def _find_library(name: str) -> str:
     return found[0] if found else ""
 
 
-def has_efa(devices: str = "/sys/class/infiniband") -> bool:
+def has_efa(devices: str, library: str) -> bool:
     """Whether the kernel drives an adapter for fast fabrics of AWS, and libfabric finds the library for it."""
     drivers = [os.path.basename(os.path.realpath(path)) for path in glob.glob(f"{devices}/*/device/driver")]
-    return "efa" in drivers and bool(_find_library("efa"))
+    return "efa" in drivers and bool(library)
 
 
 def _lscpu() -> str:
@@ -112,7 +112,7 @@ def gather(targets: list[str]) -> dict[str, object]:
         "free_port": find_free_port(),
         "libraries": {name: path for name in _PRELOADS if (path := _find_library(name))},
         "uid": os.geteuid(),
-        "efa": has_efa(),
+        "efa": has_efa("/sys/class/infiniband", _find_library("efa")),
     }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.hosts.facts import has_efa
 from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores
 from cpuft.launch.settings import (
@@ -17,6 +19,7 @@ from cpuft.launch.settings import (
     kept_names,
     may_be_secret,
     secrets_for_ranks,
+    shared_settings,
     unspeakable_names,
     users_variables,
 )
@@ -50,6 +53,30 @@ def test_the_users_values_are_kept_and_said() -> None:
     kept = keep_users_values(ours, {"OMP_NUM_THREADS": "7", "FI_PROVIDER": "tcp", "CPUFT_PIN": "x"})
     assert kept == (Setting("OMP_NUM_THREADS", "7", "kept as you set it; cpuft would say 14", kept=True), *ours[1:])
     assert kept_names(kept) == ["OMP_NUM_THREADS"]
+
+
+@pytest.mark.parametrize(
+    ("efa", "provider"), [((True, True), "efa"), ((True, False), "tcp"), ((False, False), "tcp"), ((True,), "tcp")]
+)
+def test_fast_fabrics_are_used_where_every_host_has_them(efa: tuple[bool, ...], provider: str) -> None:
+    hosts = tuple(dataclasses.replace(make_facts(number), efa=has) for number, has in enumerate(efa, start=1))
+    shared = {s.name: s for s in shared_settings(Interface("ens5", "10.0.0.1", "it is"), 4000, hosts, len(hosts))}
+    assert shared["FI_PROVIDER"].value == provider
+    assert ("every host has an EFA adapter" in shared["FI_PROVIDER"].reason) == (provider == "efa")
+
+
+@pytest.mark.parametrize(
+    ("driver", "library", "found"), [("efa", "/x/libefa.so.1", True), ("mlx5_core", "/x/libefa.so.1", False)]
+)
+def test_an_adapter_for_fast_fabrics_is_known_by_its_driver_and_library(
+    driver: str, library: str, found: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "drivers" / driver).mkdir(parents=True)
+    (tmp_path / "devices" / "rdmap0s31" / "device").mkdir(parents=True)
+    (tmp_path / "devices" / "rdmap0s31" / "device" / "driver").symlink_to(tmp_path / "drivers" / driver)
+    assert has_efa(str(tmp_path / "devices"), library) is found
+    assert has_efa(str(tmp_path / "devices"), "") is False
+    assert has_efa(str(tmp_path / "none"), library) is False
 
 
 def test_what_env_exported_is_the_users_only_once_changed() -> None:
