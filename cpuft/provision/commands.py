@@ -109,7 +109,8 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
 @click.argument("name")
 @click.option("--lease", default="4h", help="from now: 90m, 4h, 2d")
 @_region
-def extend(name: str, lease: str, region: str) -> None:
+@_dry_run
+def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
     """Move the end of the lease of rented cluster NAME."""
     from cpuft.provision.aws.doing import Aws
     from cpuft.provision.provider import recall_left
@@ -117,7 +118,10 @@ def extend(name: str, lease: str, region: str) -> None:
     provider = recall_left(name, os.environ, region)
     if not isinstance(provider, Aws):
         raise CpuftError(f"{name} is a cluster of kind {provider.kind}: only rented ones have a lease")
-    click.echo(provider.extend(lease, _say))
+    if dry_run:
+        click.echo(format_plan(provider.plan_extension(lease)), nl=False)
+    else:
+        click.echo(provider.extend(lease, _say))
 
 
 @provision.command()

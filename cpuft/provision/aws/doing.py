@@ -254,8 +254,8 @@ class Aws(Provider[AwsConfig, Everything]):
         """What is left, at AWS and here."""
         return planning.plan_rental_down(self.name, facts.rental)
 
-    def extend(self, lease: str, say: Say) -> str:
-        """Let the lease end so long from now. Raises CpuftError: there is no such cluster, or it has ended."""
+    def plan_extension(self, lease: str) -> Plan:
+        """The lease is to end so long from now. Raises CpuftError: there is no such cluster, or it has ended."""
         facts = self._facts()
         until = int(facts.found.now) + parse_lease(lease)
         plan = planning.plan_extension(self.name, facts, until)
@@ -263,8 +263,13 @@ class Aws(Provider[AwsConfig, Everything]):
             door = Door(planning.check_config(self.name, facts))
             ways = {one.private: door.way(Host(one.private)) for one in facts.found.live}
             plan = replace(plan, stages=(*plan.stages, planning.tell_instances(facts.found, until)), ways=ways)
-        self.run(plan, say)
-        return f"cluster {self.name} ends itself at {format_time(until)}"
+        return plan
+
+    def extend(self, lease: str, say: Say) -> str:
+        """Let the lease end so long from now. Raises CpuftError as the plan of it."""
+        self.run(self.plan_extension(lease), say)
+        group = self._facts().found.group
+        return f"cluster {self.name} ends itself at {format_time(group.until if group else 0)}"
 
     def describe_hosts(self) -> list[str]:
         """An instance a line; its age, its lease and what it has cost."""
