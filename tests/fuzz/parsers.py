@@ -22,6 +22,8 @@ from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.kept import parse_kept
 from cpuft.launch.resume import read_resumed
 from cpuft.launch.settings import users_variables
+from cpuft.launch.stacks.command import format_sights
+from cpuft.launch.stacks.sights import parse_dump, parse_sight
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options.bench import plan_turns
 from cpuft.options.estimate import parse_hosts
@@ -45,6 +47,7 @@ from cpuft.train.data.tasks import TASKS
 from tests.conftest import make_facts
 from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
+from tests.launch.stacks.test_sights import DUMP, found
 from tests.records import make_record
 
 Texts = st.SearchStrategy[str]
@@ -154,6 +157,9 @@ _MEASURED = st.tuples(*(values.damaged_json(json.loads(format_line(line))) for l
 _FAILURES = values.damaged([f"{FAILURE} rank 0 on a exit code 2\n", f"{FAILURE} rank 0 on a exit code 1 2 3\n"])
 _KEPT = values.damaged([f"there\nbroke off\nsteps 3\n{format_line(make_record(2).header)}\ncheckpoint 000000002.1\n"])
 
+_REPORTS = values.damaged_json(json.loads(str(found()["report"]))).map(lambda text: values.dump(found(report=text)))
+"""Of a rank whose own words are damaged, in what its host says of it."""
+
 PARSERS: dict[str, Parser] = {
     "parse_hostfile": Parser(parse_hostfile, HOSTFILES | values.lines(values.TEXTS, values.TEXTS)),
     "read_hostfile": Parser(_from_file("hf", lambda path: read_hostfile(str(path))), HOSTFILES),
@@ -205,6 +211,12 @@ PARSERS: dict[str, Parser] = {
     "parse_kept": Parser(lambda text: read_resumed("run", kept=[parse_kept(text, Host("a"))]), _KEPT),
     "parse_failure": Parser(parse_failure, _FAILURES),
     "parse_missed": Parser(parse_missed, _FAILURES),
+    "parse_dump": Parser(parse_dump, values.damaged([DUMP]) | values.TEXTS),
+    "parse_sight": Parser(
+        lambda text: format_sights((parse_sight(loader.parse_json(text), "h"),)),
+        values.damaged_json(found()) | _REPORTS,
+        (ValueError,),
+    ),
     "read_entry": Parser(
         _from_file("state/one/cluster.json", lambda path: registry.read_entry(path.parents[1], "one")),
         ENTRIES,
@@ -235,7 +247,6 @@ EXEMPT = {
     "load_tokenizer": "transformers reads it",
     "parse_call": "what plan_call has written",
     "parse_cores": "what cpuft launch has written",
-    "parse_dump": "what Python's faulthandler prints",
     "parse_group": "what boto3 has read by AWS's own model",
     "parse_kernel": "what oneDNN prints in this process",
     "parse_networks": "what iproute2 prints",
@@ -243,7 +254,6 @@ EXEMPT = {
     "parse_routes": "what iproute2 prints",
     "parse_recorder": "what torch tells in this process",
     "parse_rules": "what boto3 has read by AWS's own model",
-    "parse_sight": "what hosts' looking has written",
     "parse_worker": "parse_arguments, twice",
     "read_checkpoint": "files with checksums, which its own tests damage",
     "read_cpu": "the kernel's files",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
@@ -15,6 +16,7 @@ from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.stacks.sights import Sight, fill_gaps, format_sight, parse_sight
 from cpuft.launch.stacks.verdict import Verdict, judge
+from cpuft.loader import load, parse_json
 from cpuft.rank import looking
 from cpuft.words import WITHOUT_FOLDER
 
@@ -44,7 +46,7 @@ def gather_sights(place: Place) -> tuple[tuple[Sight, ...], dict[str, str]]:
     def ask(host: Host) -> list[Sight]:
         answer = place.access.door.run(host, words, source, _ANSWER_SECONDS)
         try:
-            return [parse_sight(found, host.name) for found in json.loads(answer.output)]
+            return [parse_sight(found, host.name) for found in load(list[Any], parse_json(answer.output))]
         except ValueError:
             said = (answer.errors.strip().splitlines() or ["it said nothing"])[-1]
             raise CpuftError(f"host {host.name} could not tell what its ranks do ({said}): log in and look") from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from cpuft.loader import load, parse_json
 
 GONE, SILENT = "gone", "silent"
 """In the place of a state of proc(5): the rank's host knows no such process, or does not answer."""
@@ -16,7 +17,7 @@ _TOLD = 3
 STALE_SECONDS = 3.0
 """A rank reports twice a second, unless its threads get no turn."""
 
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
 _OTHERS = re.compile(r"^<|/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/cpuft/(comm|rank)/|/cpuft/words\.py$")
 _TRAINING = re.compile(r"/cpuft/(train|bench)/")
 _WAITING = re.compile(r"/torch/distributed/|/torch/autograd/graph\.py$|/cpuft/comm/|/mpi4py/")
@@ -95,7 +96,7 @@ class Sight:
 def _shorten(path: str) -> str:
     """A path as a user knows it: from where they are, or without the folder of a host's that it was sent to."""
     sent = _SENT.sub("", path)
-    here = os.path.relpath(path)
+    here = os.path.relpath(path or ".")
     return sent if sent != path else path if here.startswith("..") else here
 
 
@@ -109,26 +110,69 @@ def parse_dump(text: str) -> tuple[Frame, ...]:
     return tuple(Frame(file, int(line), function) for file, line, function in _FRAME.findall(main))
 
 
-def parse_sight(found: Mapping[str, Any], host: str) -> Sight:
-    """One of the dictionaries that a host's looking gave. What a rank was about to write is taken for nothing."""
+@dataclass(frozen=True)
+class _Found:
+    """What looking on a host tells of a rank: `cpuft.rank.looking.look`."""
+
+    rank: int
+    pid: int
+    state: str
+    wchan: str
+    report: str
+    age: float
+    stack: str
+
+
+@dataclass(frozen=True)
+class _Pending:
+    channel: str
+    sequence: int
+    name: str
+    waited: float
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells of itself: `cpuft.rank.reporting`."""
+
+    pending: list[_Pending] = field(default_factory=list)
+    progress: dict[str, list[Any]] = field(default_factory=dict)
+    raised: list[list[Any]] = field(default_factory=list)
+    main: list[list[Any]] = field(default_factory=list)
+
+
+def parse_sight(told: Any, host: str) -> Sight:
+    """One of the objects that a host's looking gave. What a rank was about to write is taken for nothing.
+
+    Raises ValueError: it is none.
+    """
+    found = load(_Found, told)
     try:
-        report = json.loads(found["report"] or "{}")
+        report = load(_Report, parse_json(found.report or "{}"))
+        progress = {channel: _pair(last) for channel, last in report.progress.items()}
+        # A rank that torch's own deadline has thrown out of an operation had waited in it.
+        raised, main = tuple(map(_frame, report.raised)), tuple(map(_frame, report.main))
     except ValueError:
-        report = {}
-    waits = [
-        Wait(one["channel"], one["sequence"], one["name"], one["waited"], tuple(one.get("ranks", ())))
-        for one in report.get("pending", ())
-    ]
-    progress = {channel: (number, name) for channel, (number, name) in report.get("progress", {}).items()}
-    # A rank that torch's own deadline has thrown out of an operation had waited in it.
-    raised = tuple(Frame(*frame) for frame in report.get("raised", ()))
+        report, progress, raised, main = _Report(), {}, (), ()
+    waits = [Wait(one.channel, one.sequence, one.name, one.waited, one.ranks) for one in report.pending]
     if raised and not waits:
         waits = [Wait(channel, number, name, 0.0) for channel, (number, name) in progress.items()]
     waits.sort(key=lambda one: -one.seconds)
-    holds_gil = found["state"] == "R" and found["age"] > STALE_SECONDS
-    frames = raised or parse_dump(found["stack"]) or tuple(Frame(*frame) for frame in report.get("main", ()))
-    place = found["rank"], host, found["state"], found["pid"], found["wchan"]
-    return Sight(*place, frames, () if holds_gil else tuple(waits), progress, holds_gil, found["stack"])
+    holds_gil = found.state == "R" and found.age > STALE_SECONDS
+    frames = raised or parse_dump(found.stack) or main
+    place = found.rank, host, found.state, found.pid, found.wchan
+    return Sight(*place, frames, () if holds_gil else tuple(waits), progress, holds_gil, found.stack)
+
+
+def _pair(last: list[Any]) -> tuple[int, str]:
+    number, name = last
+    return load(int, number), load(str, name)
+
+
+def _frame(place: list[Any]) -> Frame:
+    file, line, function = place
+    return Frame(load(str, file), load(int, line), load(str, function))
 
 
 def fill_gaps(seen: Iterable[Sight], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[Sight, ...]:
