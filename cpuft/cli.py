@@ -85,9 +85,9 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
     """
     from cpuft.hosts.cluster import gather_cluster
-    from cpuft.launch.attempts import Launch, describe_limit, run_attempts
+    from cpuft.launch.attempts import describe_limit, run_attempts
     from cpuft.launch.ending import describe_ending
-    from cpuft.launch.job import Job, plan_run
+    from cpuft.launch.job import Job, Launch, plan_run
     from cpuft.launch.kept import check_kept
     from cpuft.launch.planning import choose_run_dir, end_script, plan_script
     from cpuft.launch.resume import gather_resumed

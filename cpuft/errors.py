@@ -19,6 +19,9 @@ class CpuftError(Exception):
     its traceback.
     """
 
+    passes = False
+    """Whether only the way to a host failed: asked again, it may work."""
+
     def __str__(self) -> str:
         # Nothing that ends a line, moves a terminal's cursor or cannot be printed.
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())

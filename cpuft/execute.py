@@ -19,6 +19,8 @@ from cpuft.errors import CpuftError, Interrupted
 from cpuft.plan import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SSH_FAILED = 255
+"""ssh's own exit code."""
 _POLL_SECONDS = 0.05
 _LAST_LINES = 6
 _GRACE_SECONDS = 3.0
@@ -116,10 +118,13 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
         try:
             answers = run_stage([plan.here(step) for step in stage], environ, seconds)
             failures = [_describe(step, answer.said) for step, answer in zip(stage, answers) if answer.exit_code]
+            passes = {answer.exit_code for answer in answers if answer.exit_code} == {SSH_FAILED}
         except (FileNotFoundError, TimeoutError) as error:
-            failures = [_describe(stage[0], str(error))]
+            failures, passes = [_describe(stage[0], str(error))], False
         if failures:
-            raise CpuftError(f"{'; '.join(failures)}: {advice}")
+            failure = CpuftError(f"{'; '.join(failures)}: {advice}")
+            failure.passes = passes
+            raise failure
 
 
 def _describe(step: Step, said: str) -> str:

@@ -79,6 +79,8 @@ class RunPlan:
     """Whether the run's directory is that of an earlier start, and must not be taken away."""
     renewal: tuple[str, ...] = ()
     """The command by which each host's lease goes on while ranks run; who supervises them runs it now and then."""
+    stays: bool = False
+    """Whether all that hosts have of a run that did not come to its end stays there: it will be started again."""
 
     @property
     def whole(self) -> Plan:

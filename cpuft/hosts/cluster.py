@@ -197,14 +197,15 @@ def _too_many(ranks: int, host: Host, slots: int) -> str:
     return f"{ranks} ranks on {host.name}, which has {slots} {what}: lower --np, or say slots={ranks} in a hostfile"
 
 
-def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = ()) -> Cluster:
+def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: Access | None = None) -> Cluster:
     """Ask all hosts that the run needs, side by side, and find mpirun.
 
-    `hosts`: those to choose from, the master first; without, all that the configuration names.
+    `hosts`: those to choose from, the master first; without, all that the configuration names. `access`: the way to
+    them, where it is known already.
 
     Raises CpuftError: naming every host that did not answer, with what it said.
     """
-    hosts, access = hosts or read_hosts(config), find_access(config)
+    hosts, access = hosts or read_hosts(config), access or find_access(config)
     # The hosts that a small run leaves out are looked at, too: the next one will need them.
     _refuse_twins(hosts, [access.door.address(host) for host in hosts])
     limit = min(len(hosts), config.np)

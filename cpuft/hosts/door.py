@@ -6,8 +6,9 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,8 +29,19 @@ _POLL_SECONDS = 0.005
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _SILENT_SECONDS = 6.0
 """Within which an ssh server that is there has told its key."""
-_KEEP_ALIVE = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-"""A host that was cut off is noticed within 15 s."""
+_KEEP_ALIVE = ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=2")
+"""A host that was cut off is noticed within 9 s: ranks that talk to it are so within 7."""
+
+
+@dataclass
+class _Sessions:
+    """Those that stay open, each with what closes it."""
+
+    stay: bool = False
+    open: dict[Host, tuple[paramiko.SSHClient, ExitStack]] = field(default_factory=dict)
+
+    def close(self, host: Host) -> None:
+        self.open.pop(host)[1].close()
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,33 @@ class Door:
     """ssh's client configuration; empty for the user's own."""
     silent: set[str] = field(default_factory=set, compare=False)
     """Hosts that did not answer when they were last asked: who cleans up spares them, for each question costs 10 s."""
+    sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Inside, each host is logged in to once, however much is run there one after another."""
+        self.sessions.stay = True
+        try:
+            yield
+        finally:
+            self.sessions.stay = False
+            for host in list(self.sessions.open):
+                self.sessions.close(host)
+
+    @contextmanager
+    def _session(self, host: Host) -> Iterator[paramiko.SSHClient]:
+        if not self.sessions.stay:
+            with ssh.open_session(host, self.config) as client:
+                yield client
+            return
+        if host not in self.sessions.open:
+            stack = ExitStack()
+            self.sessions.open[host] = stack.enter_context(ssh.open_session(host, self.config)), stack
+        try:
+            yield self.sessions.open[host][0]
+        except BaseException:  # it may be of no use any more
+            self.sessions.close(host)
+            raise
 
     def address(self, host: Host) -> str:
         """Where the other hosts reach this one: its IPv4 address, or behind a bastion the name that only they resolve.
@@ -84,13 +123,13 @@ class Door:
         """
         if self.is_here(host):
             return execute.run_quietly(argv, seconds, stdin)
-        with ssh.open_session(host, self.config) as client, ssh.telling(host, seconds):
+        with self._session(host) as client, ssh.telling(host, seconds):
             return _converse(client, shlex.join(argv), stdin.encode(), seconds)
 
-    def find_silent(self, names: Sequence[str]) -> set[str]:
+    def find_silent(self, names: Sequence[str], seconds: float = _SILENT_SECONDS) -> set[str]:
         """The hosts, this machine apart, whose ssh server does not answer in time: off, cut off or frozen. No login."""
         answers = attempt(
-            lambda one: self.is_here(one) or ssh.scan_host_key(one, self.config, _SILENT_SECONDS), [*map(Host, names)]
+            lambda one: self.is_here(one) or ssh.scan_host_key(one, self.config, seconds), [*map(Host, names)]
         )
         silent = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
         self.silent.difference_update(names)
@@ -143,9 +182,11 @@ def _converse(client: paramiko.SSHClient, line: str, waiting: bytes, seconds: fl
 def side_by_side(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
     """The function's answer for every host, asked all at once. Raises CpuftError that names every one that failed."""
     answers = attempt(function, hosts)
-    failures = [str(answer) for answer in answers if isinstance(answer, CpuftError)]
+    failures = [answer for answer in answers if isinstance(answer, CpuftError)]
     if failures:
-        raise CpuftError("; ".join(failures))
+        error = CpuftError("; ".join(map(str, failures)))
+        error.passes = all(failure.passes for failure in failures)
+        raise error
     return [answer for answer in answers if not isinstance(answer, CpuftError)]
 
 

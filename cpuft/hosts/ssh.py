@@ -38,6 +38,7 @@ class HostError(CpuftError):
     def __init__(self, host: str, kind: str, said: str) -> None:
         super().__init__(f"host {host} cannot be used over ssh ({said}: {_MOVES[kind]})")
         self.host, self.kind = host, kind
+        self.passes = kind in (UNREACHABLE, TIMED_OUT)
 
 
 class _UnknownKeyError(Exception):

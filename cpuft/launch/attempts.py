@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from cpuft.errors import AGAIN, CpuftError, counted
-from cpuft.hosts.cluster import Cluster, gather_cluster, read_hosts
-from cpuft.hosts.door import attempt
-from cpuft.hosts.hostfile import Host
+from cpuft.hosts.cluster import Cluster
+from cpuft.launch.again import Course, Tried, end_ranks, patiently, plan_again
 from cpuft.launch.failures import ended_to_go_on, find_failures, read_errors
-from cpuft.launch.job import Job, plan_run
-from cpuft.launch.kept import Kept, check_kept, gather_kept, silent_at_the_end
-from cpuft.launch.remote import MasterLost
-from cpuft.launch.restarts import Ended, choose_hosts, count_restarts, describe_restart, judge
-from cpuft.launch.resume import Resumed, read_resumed
+from cpuft.launch.job import Job, Launch
+from cpuft.launch.kept import silent_at_the_end
+from cpuft.launch.remote import MasterLost, say_kept
+from cpuft.launch.restarts import Ended, count_restarts, describe_restart, judge
 from cpuft.plan import RunPlan
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines, read_record
 
-_END = Path(__file__).with_name("end.sh").read_text(encoding="utf-8")
-_END_SECONDS = 15.0
 Start = Callable[[RunPlan, str, Cluster, float], int]
 """Runs a plan of a run, which lies there, on a cluster within so many seconds (0: no limit); its exit code."""
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A job, where its run lies, and what its ranks inherit."""
-
-    job: Job
-    run_dir: str
-    environ: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class _Tried:
-    ended: Ended
-    since: float
-    """Since when nothing went on, in seconds since 1970."""
-    error: CpuftError | None = None
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
@@ -72,34 +50,40 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
 
     Raises CpuftError: as `start`, where its error is none of the hosts, or the last start raised one.
     """
-    limit, marks, begun, first = find_limit(launch.job, cluster), set[str](), time.monotonic(), cluster
-    number, stop, leaving = 0, "", frozenset[str]()
+    limit, marks, begun, course = find_limit(launch.job, cluster), set[str](), time.monotonic(), Course(cluster)
+    number, stop = 0, ""
     while True:
-        left = _time_left(launch.job, begun) if number else launch.job.config.time_limit
-        tried = _try(launch, cluster, partial(start, plan, launch.run_dir, cluster, left))
+        try:
+            left = _time_left(launch.job, begun) if number else launch.job.config.time_limit
+            tried = _try(launch, cluster, partial(start, replace(plan, stays=True), launch.run_dir, cluster, left))
+        except CpuftError:
+            if number:
+                say_kept(plan, launch.run_dir, launch.environ, cluster.access.door.silent, say)
+            raise
         if not tried.ended.code:
             return 0
-        end_ranks(cluster, [one.host for one in cluster.assignments if len(cluster.assignments) > 1], launch.run_dir)
         verdict = judge(tried.ended, marks)
         if number == limit or not verdict.again:
             stop = verdict.why if not verdict.again else f"that was restart {number} of {limit}"
             break
         marks.add(verdict.mark)
-        leaving |= tried.ended.leaving
+        course.leaving |= tried.ended.leaving
         try:
-            resumed = Resumed(launch.run_dir, since=tried.since, because=verdict.why)
-            plan, cluster, update = plan_again(launch, first, cluster, resumed, leaving)
+            with cluster.access.door.staying():
+                ask = partial(plan_again, launch, course, plan, cluster, tried, verdict.why)
+                plan, cluster, update = patiently(ask)
         except CpuftError as error:
             stop = f"{verdict.why}, and {error}"
             break
         number += 1
         hosts = [assignment.host.name for assignment in cluster.assignments]
         say("cpuft: " + describe_restart(number, limit, verdict.why, hosts, len(cluster.rank_hosts), update))
+    end_ranks(cluster, launch.run_dir)
     if limit and (number or verdict.again):
         say(f"cpuft: not started again: {stop}")
-    if tried.error:
-        raise tried.error
-    return tried.ended.code
+    if number or tried.ran:
+        say_kept(plan, launch.run_dir, launch.environ, {tried.unfetched, *cluster.access.door.silent}, say)
+    return tried.give()
 
 
 def _time_left(job: Job, begun: float) -> float:
@@ -111,7 +95,7 @@ def _time_left(job: Job, begun: float) -> float:
     return left if limit else 0.0
 
 
-def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> _Tried:
+def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Tried:
     """Start it once. Raises CpuftError: what it was given was refused, and no host is lost."""
     begun, hosts, door = time.time(), cluster.rank_hosts, cluster.access.door
     error: CpuftError | None = None
@@ -120,19 +104,20 @@ def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> _Tried:
     except MasterLost as lost:
         code, error = AGAIN, lost
     except CpuftError as refusal:
-        if len(set(hosts)) == 1 or not door.find_silent(sorted(set(hosts))):
+        if not (len(set(hosts)) > 1 and door.find_silent(sorted(set(hosts)))) and not refusal.passes:
             raise
         code, error = AGAIN, refusal
     if not code:
-        return _Tried(Ended(0), 0.0)
+        return Tried(Ended(0), 0.0)
     logs = Path(launch.run_dir, "logs")
     failures = () if error else find_failures(read_errors(logs, len(hosts)), hosts)
     door.silent.update(set() if error else silent_at_the_end(launch.run_dir))
     silent = frozenset(door.silent.intersection(hosts))
     cut = isinstance(error, MasterLost)
     leaving = find_leaving(launch.run_dir, hosts) if ended_to_go_on(list(failures)) else frozenset()
-    ended = Ended(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving)
-    return _Tried(ended, _find_end(launch.run_dir, begun), error)
+    unreached = str(error) if error and error.passes else ""
+    ended = Ended(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving, unreached)
+    return Tried(ended, _find_end(launch.run_dir, begun), error)
 
 
 def _count_updates(run_dir: str) -> int:
@@ -159,59 +144,3 @@ def _find_end(run_dir: str, begun: float) -> float:
     except OSError:
         changed = 0.0
     return changed if changed > begun else time.time()
-
-
-def end_ranks(cluster: Cluster, hosts: Sequence[Host], run_dir: str) -> None:
-    """End what is left of a run's processes on hosts that answer: mpirun may have been lost with its own."""
-    words = ("sh", "-c", _END, "end", cluster.work_dir(run_dir))
-    door = cluster.access.door
-    left = [host for host in hosts if host.name not in door.silent]
-    attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), left)
-
-
-def plan_again(
-    launch: Launch, first: Cluster, last: Cluster, resumed: Resumed, leaving: frozenset[str] = frozenset()
-) -> tuple[RunPlan, Cluster, int]:
-    """The plan of the next start, its hosts, and the update that it goes on from.
-
-    `first` and `last`: the clusters of the first start, and of the one that ended; `leaving`: hosts that are about to
-    go.
-
-    Raises CpuftError: fewer ranks are left than --min-np says, or what is wrong with the hosts.
-    """
-    job, door = launch.job, last.access.door
-    hosts = read_hosts(job.config)
-    door.find_silent([host.name for host in hosts if host.name not in door.silent])
-    before = {one.host.name: one.ranks for one in first.assignments}
-    left, np = choose_hosts(hosts, door.silent | leaving, before, job.config.np)
-    if not np:
-        raise CpuftError("no other host is left")
-    if np < job.config.min_np:
-        raise CpuftError(f"{counted(np, 'rank')} would be left where --min-np asks for {job.config.min_np}: lower it")
-    end_ranks(last, [host for host in left if host.name not in last.rank_hosts], launch.run_dir)
-    job = replace(job, config=replace(job.config, np=np))
-    cluster = gather_cluster(job.config, left)
-    kept = gather_kept(left, cluster.access, launch.run_dir)[0] if cluster.away else ()
-    resumed = find_resumed(launch.job, resumed, kept)
-    check_kept(resumed.kept, cluster, launch.run_dir)
-    plan = plan_run(job, cluster, launch.run_dir, launch.environ, resumed)
-    return plan, cluster, find_update(launch.run_dir, kept)
-
-
-def find_resumed(job: Job, resumed: Resumed, kept: tuple[Kept, ...]) -> Resumed:
-    """What is known of a run that broke off under our eyes: where nothing was recorded yet, what it was to be."""
-    train = job.train
-    batch = train.batch_size * train.accumulation * job.config.np
-    try:
-        known = read_resumed(resumed.run_dir, bool(job.script), kept)
-    except CpuftError:
-        known = Resumed(resumed.run_dir, train, job.config.np, 0, batch)
-    return replace(known, kept=kept, since=resumed.since, because=resumed.because)
-
-
-def find_update(run_dir: str, kept: tuple[Kept, ...]) -> int:
-    """The last update of the newest checkpoint; 0 for none."""
-    folder = Path(run_dir, "checkpoints")
-    names = os.listdir(folder) if folder.is_dir() else []
-    here = [int(name.split(".")[0]) for name in names if name.replace(".", "").isdecimal()]
-    return max([0, *here, *(one.update for one in kept)])

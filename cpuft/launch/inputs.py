@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,11 +14,10 @@ from cpuft.files import PRIVATE, REMOVE, hash_file, hash_text, remove_command
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.kept import Kept, plan_kept
+from cpuft.launch.kept import ROWS, Kept, plan_kept
 from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Stages, Step
 
-_ROWS = "data.npz"
 _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -chf - -- "${@:1:count}" | "${@:count+1}"'
 """Links are followed, because what they point to is not there: a hub's cache is made of them."""
 
@@ -148,12 +147,13 @@ def plan_inputs(parcels: tuple[Parcel, ...], lacking: Mapping[str, set[str]], cl
     return tuple(stage for stage in stages if stage)
 
 
-def plan_rows(cluster: Cluster, work: str) -> Stages:
-    """The prepared rows from the master to the other hosts, where these have disks of their own."""
-    script = 'folder=$1; shift; tar -C "$folder" -cf - ' + _ROWS + ' | ssh -o BatchMode=yes "$@"'
+def plan_rows(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
+    """The prepared rows from the master to the other hosts, where these have disks of their own, but to those that have
+    them already. They are there as a whole or not at all."""
+    script = 'folder=$1; shift; tar -C "$folder" -cf - ' + ROWS + ' | ssh -o BatchMode=yes "$@"'
     folder = shlex.quote(work)
-    receive = f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && "
-    receive += f"{{ test -e {folder}/{_ROWS} || tar -C {folder} -xf -; }}"
+    receive = f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && part=$(mktemp -d {folder}.XXXXXX) && "
+    receive += f'tar -C "$part" -xf - && mv "$part/{ROWS}" {folder} && rmdir "$part"'
     stage = tuple(
         Step(
             f"give the rows to {assignment.host.name}",
@@ -164,6 +164,7 @@ def plan_rows(cluster: Cluster, work: str) -> Stages:
             host=cluster.master,
         )
         for assignment in cluster.assignments[1:]
+        if assignment.host.name not in have
     )
     return (stage,) if stage and cluster.has_own_disks else ()
 
@@ -189,18 +190,19 @@ def plan_travel(
     cluster: Cluster,
     run_dir: str,
     kept: Iterable[Kept] = (),
+    have: Collection[str] = (),
 ) -> RunPlan:
     """The plan with what its hosts need from this machine, and what comes back.
 
-    `kept`: what hosts have of earlier starts of the run.
+    `kept`: what hosts have of earlier starts of the run; `have`: those where its prepared rows are.
     """
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
-    rows = plan_rows(cluster, work) if plan.prepare else ()
+    rows = plan_rows(cluster, work, have) if plan.prepare else ()
     others = {one.host.name: cluster.access.door.way(one.host) for one in kept if one.there and cluster.away}
     return replace(
         plan,
         inputs=plan_inputs(parcels, lacking, cluster),
-        prepare=(*plan.prepare, *rows),
+        prepare=(*(() if cluster.master in have else plan.prepare), *rows),
         results=plan_results(cluster, work, run_dir, plan.resumed, sorted(others.keys() - used)),
         kept=plan_kept(cluster, work) if cluster.away else (),
         ways=others | plan.ways,

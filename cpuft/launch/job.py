@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_travel
+from cpuft.launch.kept import ROWS
 from cpuft.launch.planning import end_script, plan_launch, plan_training
 from cpuft.launch.resume import Resumed
 from cpuft.options.fields import LaunchConfig, TrainConfig
@@ -25,6 +27,15 @@ class Job:
     progress: str = "lines"
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A job, where its run lies, and what its ranks inherit."""
+
+    job: Job
+    run_dir: str
+    environ: Mapping[str, str]
+
+
 def plan_run(
     job: Job, cluster: Cluster, run_dir: str, environ: Mapping[str, str], resumed: Resumed | None = None
 ) -> RunPlan:
@@ -38,9 +49,19 @@ def plan_run(
     if job.script:
         command, parcels = pack_script(cluster, job.script)
         command = end_script(command, cluster.python, job.wrap)
-        plan = plan_launch(cluster, config, work, command, "gloo", environ, bool(resumed))
+        plan = plan_launch(cluster, config, work, command, "gloo", environ, resumed)
     else:
         train, parcels = pack_training(cluster, job.train)
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
     lacking = gather_lacking(parcels, cluster)
-    return plan_travel(plan, parcels, lacking, cluster, run_dir, resumed.kept if resumed else ())
+    kept, have = (resumed.kept, find_rows(resumed, cluster)) if resumed else ((), set[str]())
+    return plan_travel(plan, parcels, lacking, cluster, run_dir, kept, have)
+
+
+def find_rows(resumed: Resumed, cluster: Cluster) -> set[str]:
+    """Hosts that have the prepared rows of this very launch, where it starts its run again."""
+    if not resumed.because:
+        return set()
+    if not cluster.away:
+        return {cluster.master} if Path(resumed.run_dir, ROWS).exists() else set()
+    return {one.host.name for one in resumed.kept if one.rows}

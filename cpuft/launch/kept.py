@@ -18,6 +18,8 @@ from cpuft.plan import Plan, RunPlan, Stages, Step
 
 NOTE = "kept.txt"
 """In the run's folder here: the hosts that kept its checkpoints when it last broke off."""
+ROWS = "data.npz"
+"""Beside its record: what a run prepares before its ranks start."""
 _SILENT = "silent"
 """Among a run's logs: the hosts that did not answer at its end. Nobody needs to ask them again."""
 _HERE = Path(__file__)
@@ -40,9 +42,11 @@ class Kept:
     update: int = -1
     """Of the newest checkpoint; -1 for none."""
     steps: int = 0
-    """Recorded there."""
+    """Made, as far as that is known there."""
     header: str = ""
     """First line of a record; empty for none."""
+    rows: bool = False
+    """Whether the prepared rows are there."""
 
 
 def gather_kept(hosts: Sequence[Host], access: Access, run_dir: str) -> tuple[tuple[Kept, ...], list[CpuftError]]:
@@ -59,7 +63,8 @@ def parse_kept(said: str, host: Host) -> Kept:
     updates = [int(found[1]) for line in lines if (found := re.fullmatch(r"checkpoint ([0-9]{1,15})\.[0-9]+", line))]
     steps = [int(found[1]) for line in lines if (found := re.fullmatch(r"steps ([0-9]{1,15})", line))]
     header = next((line for line in lines if line.startswith("{")), "")
-    return Kept(host, "there" in lines, "going" in lines, max(updates, default=-1), max(steps, default=0), header)
+    update, made = max(updates, default=-1), max(steps, default=0)
+    return Kept(host, "there" in lines, "going" in lines, update, made, header, "rows" in lines)
 
 
 def plan_kept(cluster: Cluster, work: str) -> Stages:
@@ -78,7 +83,7 @@ def plan_kept(cluster: Cluster, work: str) -> Stages:
 
 
 def keep_checkpoints(plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = ()) -> str:
-    """Do that on all hosts but one; a line that says what is kept and where, empty for nothing. RUN notes it, too."""
+    """Do that on all hosts but some; a line that says what is kept and where, empty for nothing. RUN notes it, too."""
     steps = [step for stage in plan.kept for step in stage if step.host not in without]
     ways = Plan(ways=plan.ways)
     try:

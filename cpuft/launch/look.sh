@@ -9,3 +9,5 @@ for folder in "$work" "$work"/checkpoints/[0-9]*.[0-9]*; do
     echo "steps $(grep -c '"kind": "step"' "$record")"
     head -n 1 "$record"
 done
+[ ! -f "$work/data.npz" ] || echo rows
+for file in "$work"/checkpoints/rank-*.last; do [ ! -f "$file" ] || echo "steps $(head -c 16 "$file")"; done

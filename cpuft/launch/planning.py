@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE
+from cpuft.files import PRIVATE, REMOVE
 from cpuft.hardware import choose_precision, effective_flags
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
+from cpuft.launch.kept import ROWS
 from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import Resumed
 from cpuft.launch.secrets import plan_secrets
@@ -101,11 +103,13 @@ def plan_training(
     train = check_training(cluster, train, environ)
     if config.notice and train.engine == "ipex":
         raise CpuftError("--notice wants a checkpoint, and --engine ipex makes none: leave one of them out")
-    prepared = f"{run_dir}/data.npz"
+    prepared = f"{run_dir}/{ROWS}"
     worker = WorkerConfig(run_dir, prepared, progress, apart, cluster.facts[0].cpu_quota)
     if resumed:
         worker = replace(worker, resume=resumed.updates, global_batch=resumed.global_batch)
         worker = replace(worker, since=resumed.since, because=resumed.because)
+        if resumed.measured and resumed.places.issuperset(facts.hostname for facts in cluster.facts):
+            worker = replace(worker, measured=json.dumps(asdict(resumed.measured)))
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
@@ -113,7 +117,7 @@ def plan_training(
         (*_settings_there(cluster), *(plan_secrets(cluster, run_dir, environ)[0][0] if cluster.away else ())),
         cluster.master,
     )
-    plan = plan_launch(cluster, config, run_dir, command, train.backend, environ, bool(resumed))
+    plan = plan_launch(cluster, config, run_dir, command, train.backend, environ, resumed)
     return replace(plan, prepare=((prepare,),))
 
 
@@ -153,11 +157,11 @@ def plan_launch(
     command: tuple[str, ...],
     backend: str,
     environ: Mapping[str, str],
-    resumed: bool = False,
+    resumed: Resumed | None = None,
 ) -> RunPlan:
     """One mpirun over all hosts; each rank's output goes into a file of its own in the run directory.
 
-    `command` is a program, or `-m` and a module of ours. With `resumed` the directory is there already.
+    `command` is a program, or `-m` and a module of ours. Of a `resumed` run the directory is there already.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     sent, without, words = plan_secrets(cluster, run_dir, environ)
@@ -183,7 +187,7 @@ def plan_launch(
     )
     renewal = tuple(shlex.split(cluster.access.renewal))
     notes = plan_notes(cluster, shared, per_host, (*words, *describe_renewal(renewal)))
-    plan = RunPlan(((make,),), ranks=((start,),), notes=notes, ways=cluster.ways, resumed=resumed)
+    plan = RunPlan(((make,),), ranks=((start,),), notes=notes, ways=cluster.ways, resumed=bool(resumed))
     return replace(plan, renewal=renewal)
 
 
@@ -197,8 +201,10 @@ def find_notice(place: str) -> str:
     return place
 
 
-def _plan_folder(cluster: Cluster, run_dir: str, resumed: bool) -> Step:
+def _plan_folder(cluster: Cluster, run_dir: str, resumed: Resumed | None) -> Step:
     script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
+    if resumed and resumed.fetched == cluster.master:
+        script = f'{REMOVE}{script}remove {cluster.folder} "$1/logs" "$1"/logs-* && '
     script += 'mkdir -p "$0" && ' + (_MAKE_AGAIN if resumed else _MAKE)
     words = ("sh", "-c", script, os.path.dirname(run_dir), run_dir)
     return Step("make the run's directory", words, host=cluster.master)

@@ -12,7 +12,8 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from cpuft import execute
@@ -30,7 +31,6 @@ from cpuft.rank.process import end_with_parent
 from cpuft.streams import keep_streams
 from cpuft.words import own_module
 
-_SSH_FAILED = 255
 _CODE = "exit-code"
 """Beside the ranks' logs: the supervisor's own, when it came to its end."""
 _MAKE_SECONDS = 60.0
@@ -40,6 +40,9 @@ Say = Callable[[str], None]
 
 class MasterLost(CpuftError):
     """The master, or the connection to it."""
+
+    unfetched = ""
+    """The master that has alone what was recorded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +106,13 @@ def run_plan_there(
         watch, takes = (asking.check, asking.takes) if asking else (lambda: None, lambda signal_number: False)
         code = execute.run_step(step, environ, None, watch, takes=takes)
     except Interrupted:
-        _bring_back(plan, run_dir, order, cluster, environ, False, say)
+        _bring_back(replace(plan, stays=False), run_dir, order, cluster, environ, False, say)
         raise
-    if code == _SSH_FAILED:
+    if code == execute.SSH_FAILED:
         cluster.access.door.find_silent([assignment.host.name for assignment in cluster.assignments])
     _bring_back(plan, run_dir, order, cluster, environ, not code, say)
     # A rank that was killed has such a code, too, and then the supervisor told it.
-    if code == _SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _CODE).exists()):
+    if code == execute.SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _CODE).exists()):
         raise MasterLost(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
     return code
 
@@ -124,7 +127,10 @@ def plan_supervision(order: Order, cluster: Cluster) -> Step:
 def _bring_back(
     plan: RunPlan, run_dir: str, order: Order, cluster: Cluster, environ: Mapping[str, str], ended: bool, say: Say
 ) -> None:
-    """Fetch the run, and take it away there: where it has not `ended` well, all of it but its checkpoints."""
+    """Fetch the run, and take it away there: where it has not `ended` well, all of it but its checkpoints.
+
+    Raises MasterLost: it could not be fetched.
+    """
     (fetch,), *clean = plan.results
     silent = cluster.access.door.silent
     try:
@@ -134,13 +140,15 @@ def _bring_back(
             )
         _run(Plan(((fetch,),), ways=plan.ways), environ, _SEND_SECONDS)
     except CpuftError as error:
-        _say_kept(keep_checkpoints(plan, run_dir, environ, {cluster.master, *silent}), say)
-        raise MasterLost(f"{error}; what was recorded is in {order.run_dir} on {cluster.master}") from None
+        say_kept(plan, run_dir, environ, {cluster.master, *silent}, say)
+        lost = MasterLost(f"{error}; what was recorded is in {order.run_dir} on {cluster.master}")
+        lost.unfetched = cluster.master
+        raise lost from None
     if os.path.isdir(run_dir):
         write_plan(plan, run_dir)
     if not ended:
         silent |= silent_at_the_end(run_dir)
-        _say_kept(keep_checkpoints(plan, run_dir, environ, silent), say)
+        say_kept(plan, run_dir, environ, silent, say)
         return
     Path(run_dir, NOTE).unlink(missing_ok=True)
     # A host that was lost meanwhile must not hide how the run ended.
@@ -148,8 +156,9 @@ def _bring_back(
         _run(Plan(tuple(clean), ways=plan.ways), environ, _MAKE_SECONDS)
 
 
-def _say_kept(line: str, say: Say) -> None:
-    if line:
+def say_kept(plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str], say: Say) -> None:
+    """Leave nothing but checkpoints on all hosts but some, and say so, unless all `plan.stays` there."""
+    if not plan.stays and (line := keep_checkpoints(plan, run_dir, environ, without)):
         say(f"cpuft: {line}")
 
 
@@ -172,7 +181,7 @@ def main() -> None:
         except Interrupted as stopped:
             code = stopped.exit_code
     # 255 is what ssh itself says; mpirun passes on that of its own.
-    code = min(code, _SSH_FAILED - 1)
+    code = min(code, execute.SSH_FAILED - 1)
     with contextlib.suppress(OSError):
         Path(order.run_dir, "logs", _CODE).write_text(f"{code}\n", encoding="utf-8")
     sys.exit(code)

@@ -34,6 +34,8 @@ class Ended:
     """Whether the connection to the master was lost."""
     leaving: frozenset[str] = frozenset()
     """Its hosts that were told that they are about to go."""
+    unreached: str = ""
+    """Which way to a host failed before ranks started, though the host answers."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def judge(ended: Ended, earlier: Collection[str]) -> Verdict:
             return Verdict(True, f"host{'s' * (len(names) > 1)} {', '.join(names)} {_were(names)} {how}")
     if ended.cut:
         return Verdict(True, "the connection to the master was lost")
+    if ended.unreached:
+        return Verdict(True, ended.unreached)
     if not ended.failures:
         if ended.code == _REFUSED:
             return Verdict(False, "its options or data were refused")

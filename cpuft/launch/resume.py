@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cpuft.errors import CpuftError
@@ -13,6 +13,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.launch.kept import Kept, gather_kept
 from cpuft.loader import load
 from cpuft.options.fields import FREE_ON_RESUME, LaunchConfig, TrainConfig, option_names
+from cpuft.rank.measured import Measured, list_measured
 from cpuft.record import FILE_NAME, parse_record, read_record
 
 
@@ -36,6 +37,11 @@ class Resumed:
     """When it broke off, in seconds since 1970, if it goes on by itself."""
     because: str = ""
     """And why."""
+    fetched: str = ""
+    """Host whose logs of it are here."""
+    measured: Measured | None = field(default=None, compare=False)
+    places: frozenset[str] = field(default=frozenset(), compare=False)
+    """Names of the hosts that it has run on, as they call themselves: between these `measured` holds."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -109,7 +115,9 @@ def read_resumed(run: str, is_script: bool = False, kept: Sequence[Kept] = ()) -
     except ValueError as error:
         raise CpuftError(f"run {run} cannot go on, because {error}: start it anew") from None
     updates = max([len(record.steps), *(max(one.steps, one.update) for one in kept)])
-    return Resumed(str(path), train, header.world_size, updates, header.global_batch)
+    known = Resumed(str(path), train, header.world_size, updates, header.global_batch)
+    ranks = header.ranks + [rank for line in record.resumptions for rank in line.ranks]
+    return replace(known, measured=list_measured(header), places=frozenset(rank.host for rank in ranks))
 
 
 def _is_locked(path: Path) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -37,8 +39,9 @@ _CHECK_FAILED = 2
 """Exit code of a step that refused its input with one line."""
 _END_SECONDS = 25.0
 """How long ranks may take to end once one has failed: those that save something have time, a lost host has not."""
-_ASK_SECONDS = 2.0
-"""From a rank's failure to the question whether all hosts are there; mpirun usually ends sooner."""
+_LOOK_SECONDS = 0.5
+_ASK_SECONDS = 0.5
+"""From a rank's failure to the question whether all hosts are there. One that goes down may still answer at once."""
 _REMOVE_SECONDS = 60.0
 _UNSAID = (FAILURE, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
 """Lines of rank 0 that only its log keeps: the mark for this supervisor; oneCCL's word on our own setting."""
@@ -86,11 +89,13 @@ class Ending:
     failed_at: float = 0.0
     looked_at: float = 0.0
     silent: set[str] | None = None
+    asked: Future[set[str]] | None = None
+    """The question who does not answer, while nobody waits for it."""
 
     def check(self) -> None:
-        """Look at most once a second. Raises StuckError when a rank has failed, and a host is lost or time is up."""
+        """Look now and then. Raises StuckError when a rank has failed, and a host is lost or time is up."""
         now = time.monotonic()
-        if now - self.looked_at < 1 or self.verdict:
+        if now - self.looked_at < _LOOK_SECONDS or self.verdict:
             return
         self.looked_at = now
         if self.asking:
@@ -103,10 +108,32 @@ class Ending:
             self.verdict, self.silent = self.look()
             raise StuckError("ranks that waited in vain were ended")
         since = now - self.failed_at if self.failed_at else 0.0
-        if self.silent is None and since > _ASK_SECONDS:
-            self.silent = self.find_silent()
+        if self.silent is None and self.asked is None and since > _ASK_SECONDS:
+            self.asked = _begin(self.find_silent)
+        if self.asked and self.asked.done():
+            self.silent = self.asked.result()
         if self.silent or since > _END_SECONDS:
             raise StuckError(f"mpirun did not end within {since:.0f} s of a rank's failure, so it was ended")
+
+    def name_silent(self) -> set[str]:
+        """Once it is over: the hosts that do not answer. One that did when it was asked may have gone since."""
+        if self.asked:
+            self.silent = self.asked.result()
+        return self.silent or self.find_silent()
+
+
+def _begin(function: Callable[[], set[str]]) -> Future[set[str]]:
+    """Call it on a thread that nothing waits for."""
+    found = Future[set[str]]()
+
+    def call() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return found
 
 
 def _says(log: Path, mark: str) -> bool:
@@ -217,7 +244,7 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     failures = find_failures(read_errors(logs, len(hosts)), hosts)
     if not stuck and ended_to_go_on(failures):
         return AGAIN
-    silent = ending.silent or ending.find_silent()
+    silent = ending.name_silent()
     note_silent(logs, silent)
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:

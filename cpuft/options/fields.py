@@ -115,6 +115,7 @@ class WorkerConfig:
     since: float = option(0.0, "when the run broke off, in seconds since 1970 (default: nobody knows)", least=0.0)
     because: str = option("", "why it did")
     global_batch: int = option(0, "rows of an update (default: a batch for each rank)", least=0)
+    measured: str = option("", "what the run's first start has measured, as JSON (default: measure)")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from cpuft.record import RecordedRank
 
 @contextmanager
 def process_group(
-    world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32"
+    world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32", known: Choice | None = None
 ) -> Iterator[Choice]:
     """Join the other ranks of `world` for the time of the context; gives the backend they talk over, and why that.
 
@@ -37,6 +37,7 @@ def process_group(
     ----------
     backend: gloo, mpi, ccl, or auto: the fastest of them here, measured once for these hosts.
     gradient_type: torch's name of the type that `auto` measures with.
+    known: what `auto` was found to be between these hosts; all ranks know the same.
 
     Raises CpuftError: what the backend needs is missing, or the other ranks cannot be found.
     """
@@ -47,7 +48,7 @@ def process_group(
         if size > 1:
             # Only rank 0 remembers: other hosts need no home for it.
             cache = Path() if rank else cache_folder(os.environ)
-            choice = choose_automatically(store, rank, size, cache, gradient_type)
+            choice = known or choose_automatically(store, rank, size, cache, gradient_type)
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
     keep_for_good(dist.group.WORLD)
     try:

@@ -62,7 +62,9 @@ class Loop:
         world: World,
         apart: bool = False,
         global_batch: int = 0,
+        known: str = "",
     ) -> None:
+        """`known`: what gradients were found to be sent as, when the run began."""
         self.model, self.objective, self.config, self.prepared = model, objective, config, prepared
         self.precision, self.world, self.apart = precision, world, apart
         self.global_batch = global_batch or config.batch_size * config.accumulation * world.size
@@ -70,7 +72,7 @@ class Loop:
         self.optimizer = make_optimizer(model, config, precision)
         self.gradients, self.rung_reason = "", ""
         if not apart:
-            self.gradients, self.rung_reason = settle(config, precision, model, objective, prepared, world)
+            self.gradients, self.rung_reason = settle(config, precision, model, objective, prepared, world, known)
         config = replace(config, grad_compression=self.gradients or config.grad_compression)
         self.exchange = choose_exchange(config, 1 if apart else world.size)(model, self.optimizer, config, precision)
         self.done = 0

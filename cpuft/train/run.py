@@ -48,8 +48,9 @@ from cpuft.train.job import gather, process_group, prove_equal_parameters, prove
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.model import count_parameters
 from cpuft.train.objective.sequences import make_objective
-from cpuft.train.precision import format_products, measure_products
+from cpuft.train.precision import format_products
 from cpuft.train.progress import Progress
+from cpuft.train.recall import find_products, recall, recall_backend
 
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 
@@ -80,9 +81,11 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     ipex.check_engine(config)
     cpu = read_cpu()
     world, precision = parse_world(os.environ), choose_precision(config.precision, config.emulate_bf16, cpu.flags)
+    measured = recall(worker.measured, world.size)
     with ExitStack() as stack:
         sent_as = gradient_type(choose_compression(config.grad_compression, precision.name))
-        choice = stack.enter_context(process_group(world, config.backend, config.comm_timeout, sent_as))
+        known = recall_backend(measured, world.size)
+        choice = stack.enter_context(process_group(world, config.backend, config.comm_timeout, sent_as, known))
         ranks = prove_one_job(world)
         prepared = read_prepared(worker.prepared or str(prepare(config)))
         objective = make_objective(config, prepared)
@@ -90,8 +93,10 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         model = objective.load_model(config)
         story = Story(stack.enter_context(Progress(worker.progress, world.rank)))
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
+        header = replace(header, products=find_products(header, measured))
         travels = count_travels(model, objective, config, prepared)
-        loop = Loop(model, objective, config, prepared, precision.name, world, worker.apart, worker.global_batch)
+        apart, batch = worker.apart, worker.global_batch
+        loop = Loop(model, objective, config, prepared, precision.name, world, apart, batch, measured.gradients)
         header = replace(header, apart=worker.apart, gradients=loop.gradients, global_batch=loop.global_batch)
         header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=worker.cores_allowed)
         story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
@@ -128,7 +133,7 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
     if state and keeps:
         if world.rank in find_keepers(header.ranks):
             story.keeper = Keeper(state, root, world.rank, config.checkpoint_every or math.inf)
-            story.keeper.record += lines.splitlines()
+            story.keeper.begin(lines.splitlines(), past.update)
         obey(loop, story.keeper, story.add)
         listen()
     if worker.resume >= 0:
@@ -225,7 +230,6 @@ def make_header(
         versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
         global_batch=config.batch_size * config.accumulation * len(ranks),
         parameters=parameters,
-        products=measure_products(precision.name),
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
 

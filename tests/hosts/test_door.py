@@ -198,8 +198,47 @@ def test_every_host_that_fails_is_named() -> None:
     def fail(name: str) -> str:
         raise CpuftError(f"{name} is off")
 
-    with pytest.raises(CpuftError, match="a is off; b is off"):
+    with pytest.raises(CpuftError, match="a is off; b is off") as error:
         side_by_side(fail, ("a", "b"))
+    assert not error.value.passes
+
+
+@pytest.mark.parametrize(
+    "kinds, passes",
+    [
+        ((ssh.UNREACHABLE, ssh.TIMED_OUT), True),
+        ((ssh.UNREACHABLE, ssh.KEY_CHANGED), False),
+        ((ssh.LOGIN_REFUSED, ssh.LOGIN_REFUSED), False),
+        ((ssh.KEY_UNKNOWN, ssh.KEY_UNKNOWN), False),
+    ],
+)
+def test_a_way_that_fails_may_work_in_a_moment_and_a_door_that_is_shut_may_not(
+    kinds: tuple[str, str], passes: bool
+) -> None:
+    def fail(kind: str) -> str:
+        raise HostError("a", kind, "so it is")
+
+    with pytest.raises(CpuftError) as error:
+        side_by_side(fail, kinds)
+    assert error.value.passes == passes
+
+
+def test_for_a_while_a_host_is_logged_in_to_once(config: Path) -> None:
+    """And again when that session has come to its end."""
+    door = Door(str(config))
+
+    def find_session() -> str:
+        return door.run(HOST, ("sh", "-c", 'echo "$SSH_CONNECTION"')).output
+
+    with door.staying():
+        first = find_session()
+        assert find_session() == first
+        with pytest.raises(HostError, match="no answer in 1 s"):
+            door.run(HOST, ("sleep", "60"), seconds=1.0)
+        second = find_session()
+        assert find_session() == second != first
+    assert find_session() not in (first, second)
+    assert door.sessions.open == {}
 
 
 @pytest.mark.parametrize(
@@ -239,3 +278,8 @@ def test_hosts_that_are_off_or_frozen_are_told_from_those_that_answer(
         # One that would not let us in is there all the same.
         change(config, "IdentityFile", "IdentityFile /dev/null\n  CertificateFile")
         assert door.find_silent(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
+        monkeypatch.setattr(ssh, "CONNECT_SECONDS", 60.0)
+        start = time.monotonic()
+        assert door.find_silent(("frozen",), 0.5) == {"frozen"}
+        assert time.monotonic() - start < 5
+        assert door.silent == {"off", "frozen"}

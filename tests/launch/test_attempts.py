@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,20 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.attempts import Launch, describe_limit, find_limit, find_update, run_attempts
-from cpuft.launch.job import Job, plan_run
+from cpuft.launch.again import find_resumed, find_update, patiently
+from cpuft.launch.attempts import describe_limit, find_limit, run_attempts
+from cpuft.launch.job import Job, Launch, plan_run
 from cpuft.launch.kept import Kept
 from cpuft.launch.remote import MasterLost
+from cpuft.launch.resume import Resumed
 from cpuft.options.fields import LaunchConfig, TrainConfig
-from cpuft.plan import RunPlan
+from cpuft.plan import RunPlan, Step
+from cpuft.rank.measured import list_measured
 from cpuft.rank.process import format_failure
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, format_line
+from tests.launch.test_resume import HEADER, TRAIN, write_run
+from tests.records import make_steps
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +67,17 @@ def refused(log: Path) -> int:
     raise CpuftError("no such rows: name others")
 
 
+def unreached(log: Path) -> int:
+    error = CpuftError("host b cannot be used over ssh (Connection reset by peer: look at it)")
+    error.passes = True
+    raise error
+
+
 def ends(log: Path) -> int:
     return 0
 
 
+KEEP = Step("keep the run's checkpoints", ("echo", "000000008.0"), host="localhost")
 KILLED, AGAIN = fails(137), "on localhost begins anew"
 
 
@@ -74,6 +88,52 @@ def test_what_is_killed_or_lost_is_started_again_until_it_ends(cluster: Cluster)
         f"cpuft: restart 1 of 3: rank 0 on localhost was killed by SIGKILL; 1 rank {AGAIN}",
         f"cpuft: restart 2 of 3: the connection to the master was lost; 1 rank {AGAIN}",
     ]
+
+
+def test_a_way_to_a_host_that_fails_before_ranks_start_is_tried_again(cluster: Cluster) -> None:
+    code, plans, said, _ = run(script(2), cluster, unreached, ends)
+    why = "host b cannot be used over ssh (Connection reset by peer: look at it)"
+    assert (code, len(plans), said) == (0, 2, [f"cpuft: restart 1 of 2: {why}; 1 rank {AGAIN}"])
+    with pytest.raises(CpuftError, match=r"^host b cannot be used over ssh"):
+        run(script(1), cluster, unreached, unreached)
+
+
+@pytest.mark.parametrize(
+    "fails, passes, tries, ends_well",
+    [(0, True, 1, True), (2, True, 3, True), (3, True, 3, False), (1, False, 1, False)],
+)
+def test_hosts_are_asked_again_where_the_way_to_one_failed(
+    fails: int, passes: bool, tries: int, ends_well: bool
+) -> None:
+    asked: list[int] = []
+
+    def plan() -> int:
+        asked.append(1)
+        if len(asked) > fails:
+            return 7
+        error = CpuftError("no way: look")
+        error.passes = passes
+        raise error
+
+    with suppress(CpuftError):
+        assert patiently(plan, pause=0.0) == 7
+    assert (len(asked), len(asked) > fails) == (tries, ends_well)
+
+
+def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Cluster) -> None:
+    """Each start is told so, and when it is over that is said once."""
+    plan = replace(plan_run(script(0), cluster, str(Path("run").absolute()), {}), kept=((KEEP,),))
+    starts, said = list[RunPlan](), list[str]()
+
+    def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
+        starts.append(plan)
+        Path(run_dir, "logs").mkdir(parents=True)
+        return 1
+
+    assert run_attempts(Launch(script(0), str(Path("run").absolute()), {}), plan, cluster, start, said.append) == 1
+    assert [plan.stays for plan in starts] == [True]
+    assert [line.partition(":")[0] for line in said] == ["cpuft"]
+    assert "checkpoints up to update 8 are kept on localhost" in said[0]
 
 
 def is_told_to_go(log: Path) -> int:
@@ -134,3 +194,18 @@ def test_the_update_of_the_newest_checkpoint_anywhere(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert find_update(str(tmp_path), ()) == 12
     assert find_update(str(tmp_path), (Kept(Host("node2"), update=15), Kept(Host("node3")))) == 15
+
+
+@pytest.mark.parametrize("recorded, updates", [(15, 15), (0, 0), (-1, 14)])
+def test_what_was_made_is_known_by_the_record_or_where_that_is_lost_by_the_hosts(
+    tmp_path: Path, recorded: int, updates: int
+) -> None:
+    """The record that is here may be of a start before that one."""
+    write_run(tmp_path / "run", HEADER, *make_steps(20, [0.1]))
+    kept = (Kept(Host("b"), update=12, steps=14), Kept(Host("c"), update=-1))
+    lost = Resumed(str(tmp_path / "run"), updates=recorded, kept=kept, since=5.0, because="so", fetched="a")
+    found = find_resumed(Job(LaunchConfig(np=4), TrainConfig()), lost)
+    assert (found.updates, found.since, found.because, found.fetched) == (updates, 5.0, "so", "a")
+    assert (found.np, found.train, found.measured) == (2, TRAIN, list_measured(HEADER))
+    nothing = find_resumed(Job(LaunchConfig(np=4), TRAIN), replace(lost, run_dir="nowhere"))
+    assert (nothing.np, nothing.global_batch, nothing.measured) == (4, 64, None)

@@ -14,6 +14,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, name_work
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.inputs import Parcel, plan_inputs, plan_results, plan_travel
+from cpuft.launch.job import find_rows
 from cpuft.launch.kept import Kept, check_kept, keep_checkpoints, parse_kept, plan_kept
 from cpuft.launch.planning import plan_training
 from cpuft.launch.resume import Resumed, read_resumed
@@ -27,6 +28,7 @@ from tests.records import make_steps
 
 LOOK = (Path(__file__).parents[2] / "cpuft/launch/look.sh").read_text()
 HERE = replace(AWAY, ways={})
+ALL_LOGS = ["logs", "logs-1", "logs-2"]
 
 
 def write_work(folder: Path, *updates: str) -> Path:
@@ -110,13 +112,14 @@ def look(place: Path) -> Kept:
 def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     assert look(tmp_path) == Kept(Host("a"))
     work = write_work(tmp_path, "000000008.0", "000000010.1", "000000012.0.new")
-    found = Kept(Host("a"), True, False, 10, 3, format_line(HEADER))
+    found = Kept(Host("a"), True, False, 10, 3, format_line(HEADER), rows=True)
     assert look(tmp_path) == found
     with (tmp_path / "mark/a 0.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert look(tmp_path) == replace(found, going=True)
+    (work / "checkpoints/rank-1.last").write_text("14\n")
     keep(tmp_path, work)
-    assert look(tmp_path) == found
+    assert look(tmp_path) == replace(found, steps=14, rows=False)
 
 
 def test_a_run_is_known_by_what_hosts_have_of_it(tmp_path: Path) -> None:
@@ -165,6 +168,53 @@ def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
     assert plan.ways["node0"][0] == "ssh"
     assert [[step.host for step in stage] for stage in plan.kept] == [["node1", "node2"]]
     assert plan.kept[0][0] not in [step for stage in plan.whole.stages for step in stage]
+
+
+def plan_sequel(work: str, resumed: Resumed) -> RunPlan:
+    """Of a run on three hosts with disks of their own."""
+    ways: dict[str, tuple[str, ...]] = {name: ("ssh", name) for name in ("node1", "node2", "node3")}
+    cluster = replace(make_cluster((1, 1, 1)), away=True, ways=ways)
+    plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
+    return plan_travel(plan, (), {}, cluster, resumed.run_dir, resumed.kept, find_rows(resumed, cluster))
+
+
+@pytest.mark.parametrize(
+    "because, prepares",
+    [
+        ("host node4 was lost", ["give the rows to node2"]),
+        (
+            "",
+            ["check and tokenise the rows once, before any rank starts"]
+            + [f"give the rows to node{number}" for number in (2, 3)],
+        ),
+    ],
+)
+def test_rows_are_prepared_once_in_a_launch(because: str, prepares: list[str]) -> None:
+    """Whoever resumes a run later may have other ones."""
+    kept = (Kept(Host("node1"), rows=True), Kept(Host("node2")), Kept(Host("node3"), rows=True))
+    plan = plan_sequel("/work/one", Resumed("/runs/one", TRAIN, 4, 9, 64, kept, because=because))
+    assert [step.why for stage in plan.prepare for step in stage] == prepares
+
+
+def test_where_a_run_is_here_its_rows_are_too(tmp_path: Path) -> None:
+    resumed = Resumed(str(tmp_path), because="rank 1 was killed")
+    assert find_rows(resumed, make_cluster((2,))) == set()
+    (tmp_path / "data.npz").touch()
+    assert find_rows(resumed, make_cluster((2,))) == {"node1"}
+    assert find_rows(replace(resumed, because=""), make_cluster((2,))) == set()
+
+
+@pytest.mark.parametrize("fetched, logs", [("node1", ["logs"]), ("node2", ALL_LOGS), ("", ALL_LOGS)])
+def test_logs_that_are_here_are_not_fetched_again(tmp_path: Path, fetched: str, logs: list[str]) -> None:
+    work = write_work(tmp_path)
+    (work / "logs-1").mkdir()
+    (work / "logs" / "old").touch()
+    ((make,),) = plan_sequel(str(work), Resumed("/runs/one", TRAIN, fetched=fetched)).make
+    script = make.command[2].replace(make_cluster(()).folder, str(tmp_path))
+    subprocess.run(["sh", "-c", script, *make.command[3:]], check=True)
+    assert sorted(path.name for path in work.glob("logs*")) == logs
+    assert list((work / "logs").iterdir()) == []
+    assert (work / "data.npz").exists()
 
 
 def fetch(work: Path, run: Path, resumed: bool) -> int:

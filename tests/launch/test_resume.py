@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from cpuft.launch.resume import Resumed, read_resumed
 from cpuft.launch.supervise import run_plan
 from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.plan import RunPlan, Step
-from cpuft.record import Line, format_line
+from cpuft.rank.measured import list_measured
+from cpuft.record import Line, RecordedRank, ResumedLine, format_line
+from cpuft.words import pack_words
 from tests.conftest import run_cpuft
 from tests.launch.test_planning import make_cluster
 from tests.records import make_record, make_steps
@@ -98,6 +101,19 @@ def test_the_plan_goes_on_in_the_runs_folder_and_keeps_its_logs(tmp_path: Path) 
         subprocess.run(make.command, check=True)
     assert sorted(path.name for path in run.iterdir()) == ["logs", "logs-1", "logs-2", "record.jsonl"]
     assert [path.name for path in (run / "logs-2").iterdir()] == ["of-start-2"]
+
+
+@pytest.mark.parametrize("ranks, told", [((2,), True), ((1, 1), True), ((1, 1, 1), False)])
+def test_what_was_measured_holds_between_hosts_that_the_run_had(
+    tmp_path: Path, ranks: tuple[int, ...], told: bool
+) -> None:
+    """One of the third start's was new: node3."""
+    again = ResumedLine(3, 0, 1, [RecordedRank(0, "node2", [0])], "gloo", "fp32", "", "2026")
+    resumed = read_resumed(str(write_run(tmp_path / "run", HEADER, again)))
+    plan = plan_training(make_cluster(ranks), LaunchConfig(np=sum(ranks)), TRAIN, "r", "lines", {}, resumed=resumed)
+    words = {word for stage in plan.ranks for step in stage for word in step.command if "--measured=" in word}
+    measured = json.dumps(asdict(list_measured(HEADER))) if told else ""
+    assert words == set(pack_words([f"--measured={measured}"]))
 
 
 def test_a_refusal_before_ranks_start_leaves_the_run_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_worst_exit_code(codes: list[int], fallback: int, code: int) -> None:
 class Lost(Door):
     """Hosts of which one does not answer."""
 
-    def find_silent(self, names: Sequence[str]) -> set[str]:
+    def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return {"b"}.intersection(names)
 
 
@@ -223,3 +224,33 @@ def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answer
     ending.looked_at = ending.failed_at = -100.0
     ending.check()  # as once more when all has ended
     assert (asked, ending.verdict, ending.silent) == (["stacks"], verdict, {"node1"})
+
+
+def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) -> None:
+    """Nobody waits for one that does not answer. One that still answered as it went down is asked again."""
+    (tmp_path / "rank-1.err").write_text(ended("", 1, 75), encoding="utf-8")
+    answers, told = iter([{"node1"}, set[str](), {"node2"}]), threading.Event()
+
+    def find_silent() -> set[str]:
+        told.wait(30)
+        return next(answers)
+
+    def look() -> tuple[Verdict, set[str]]:
+        raise AssertionError("no rank hangs")
+
+    ending = Ending(tmp_path, find_silent, look)
+    ending.check()
+    ending.looked_at = ending.failed_at = time.monotonic() - 1.0
+    ending.check()
+    assert ending.asked
+    assert not ending.asked.done()
+    told.set()
+    assert ending.asked.result(30) == {"node1"}
+    ending.looked_at = 0.0
+    with pytest.raises(StuckError, match="mpirun did not end within"):
+        ending.check()
+    assert ending.name_silent() == {"node1"}
+    ending.silent, ending.asked = None, None
+    ending.looked_at = ending.failed_at = time.monotonic() - 1.0
+    ending.check()
+    assert ending.name_silent() == {"node2"}

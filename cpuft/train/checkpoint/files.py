@@ -22,6 +22,7 @@ FOLDER = "checkpoints"
 STATE, RECORD, VALUES = "state.safetensors", "record.jsonl", "values.json"
 """Of a checkpoint: the state, and beside it the record of a training, or what a script keeps that is no tensor."""
 KEPT = 2
+_LAST = "last"
 _ABOUT, _BESIDE, _GOING = "checkpoint.json", ".new", ".old"
 _FORMAT = 1
 _BLOCK = 1 << 24
@@ -149,17 +150,32 @@ def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
     return -1, {}, damaged
 
 
+def note_update(root: Path, update: int, rank: int) -> None:
+    """Say beside the checkpoints how far a rank is: where the record is lost, it is known by this what was lost."""
+    with suppress(OSError):  # on a full disk training goes on
+        root.mkdir(parents=True, exist_ok=True)
+        (root / f"rank-{rank}.{_LAST}").write_text(f"{update}\n")
+
+
 def remove_after(root: Path, update: int) -> None:
     """Take away what is newer than what a run goes on from: it was damaged."""
     for number, path in list_checkpoints(root):
         if number > update:
             _remove(path)
+    _forget_updates(root)
+
+
+def _forget_updates(root: Path) -> None:
+    for path in root.glob(f"rank-*.{_LAST}"):
+        with suppress(OSError):
+            path.unlink()
 
 
 def remove_all(root: Path) -> None:
     """Take away the checkpoints of a run that came to its end, and their folder when nothing else is in it."""
     for path, _ in _list_ours(root):
         shutil.rmtree(path, ignore_errors=True)
+    _forget_updates(root)
     with suppress(OSError):
         root.rmdir()
 

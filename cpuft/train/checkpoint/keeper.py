@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from cpuft.record import Line, RecordedRank, format_line
-from cpuft.train.checkpoint.files import RECORD, STATE, to_view, write_checkpoint
+from cpuft.record import Line, RecordedRank, StepLine, format_line
+from cpuft.train.checkpoint.files import RECORD, STATE, note_update, to_view, write_checkpoint
 from cpuft.train.checkpoint.state import State
 
 SHARE = 0.02
@@ -44,9 +44,20 @@ class Keeper:
         self._thread = threading.Thread(target=self._block.zero_, daemon=True)
         self._thread.start()
 
+    def begin(self, record: list[str], update: int) -> None:
+        """Go on after an update, with the record up to there."""
+        self.record += record
+        self._note_update(update)
+
     def note(self, line: Line) -> None:
         """Remember a line of the record."""
         self.record.append(format_line(line))
+        if isinstance(line, StepLine):
+            self._note_update(line.step)
+
+    def _note_update(self, update: int) -> None:
+        if self._rank:  # the first rank writes the record itself
+            note_update(self._root, update, self._rank)
 
     def is_due(self) -> bool:
         """Whether it is time for the next one, and the last one is written."""

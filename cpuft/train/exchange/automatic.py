@@ -27,15 +27,24 @@ _FAST_SECONDS = 0.02
 
 
 def settle(
-    config: TrainConfig, precision: str, model: torch.nn.Module, objective: Objective, prepared: Prepared, world: World
+    config: TrainConfig,
+    precision: str,
+    model: torch.nn.Module,
+    objective: Objective,
+    prepared: Prepared,
+    world: World,
+    known: str = "",
 ) -> tuple[str, str]:
     """What `auto` sends gradients as, the same on all ranks, and why in one line; each '' where it was no question.
 
-    Several hosts with a slow link are one. To be called when the model has its fast layers, and by all ranks.
+    Several hosts with a slow link are one. To be called when the model has its fast layers, and by all ranks. `known`
+    is what it was between these hosts when the run began.
     """
     base = choose_compression(config.grad_compression, precision)
     if config.grad_compression != "auto" or config.sync_every > 1 or not _between_hosts(world):
         return "", ""
+    if known:
+        return known, "as when the run began"
     wire = measure_wire()
     words = count_words(objective, config, prepared, world.size)
     exact = make_rungs(model, words, world.size, 0.0)[0]

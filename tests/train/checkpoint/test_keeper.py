@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,15 @@ import pytest
 import torch
 
 from cpuft.record import RecordedRank
-from cpuft.train.checkpoint.files import list_checkpoints, read_newest
+from cpuft.train.checkpoint.files import list_checkpoints, read_newest, remove_after, remove_all
 from cpuft.train.checkpoint.keeper import SHARE, Keeper, find_keepers
 from cpuft.train.checkpoint.state import State
 from tests.records import make_steps
 
 
-def make_keeper(root: Path, every: float) -> Keeper:
+def make_keeper(root: Path, every: float, rank: int = 0) -> Keeper:
     model = torch.nn.Linear(100, 100)
-    return Keeper(State(model, torch.optim.AdamW(model.parameters())), root, 0, every)
+    return Keeper(State(model, torch.optim.AdamW(model.parameters())), root, rank, every)
 
 
 def test_the_first_rank_and_the_first_of_a_second_host_keep_them() -> None:
@@ -47,6 +48,29 @@ def test_a_checkpoint_has_the_record_up_to_it(tmp_path: Path) -> None:
     keeper.note(second)
     update, files, _ = read_newest(tmp_path)
     assert (update, files["record.jsonl"].decode()) == (1, keeper.record[0] + "\n")
+
+
+def test_another_host_knows_how_far_the_run_is(tmp_path: Path) -> None:
+    """The first rank has the record; its host may be lost with it."""
+    for rank in (0, 3):
+        keeper = make_keeper(tmp_path / str(rank) / "checkpoints", math.inf, rank)
+        keeper.begin(["header"], 7)
+        told = [path.read_text() for path in tmp_path.glob("*/checkpoints/rank-*.last")]
+        for line in make_steps(9, [0.1])[7:]:
+            keeper.note(line)
+    assert told == ["7\n"]
+    assert [(path.name, path.read_text()) for path in tmp_path.glob("*/checkpoints/*")] == [("rank-3.last", "9\n")]
+    remove_after(tmp_path / "3/checkpoints", 9)
+    assert list((tmp_path / "3/checkpoints").iterdir()) == []
+
+
+def test_a_full_disk_does_not_keep_training_from_going_on(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    make_keeper(tmp_path / "checkpoints", math.inf, 1).begin([], 7)
+    (tmp_path / "checkpoints").unlink()
+    make_keeper(tmp_path / "checkpoints", math.inf, 1).begin([], 7)
+    remove_all(tmp_path / "checkpoints")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
