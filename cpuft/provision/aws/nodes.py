@@ -54,7 +54,7 @@ class Nodes(Servers):
             (replace(member, key=choose_keys(self._given, own.host_keys)), own) for member, own in facts.servers
         )
         facts = replace(facts, servers=servers, kind=self.kind, options=remember(self._asked))
-        return replace(facts, notice=find_notice(self._asked), renewal=RENEWAL)
+        return replace(facts, notice=find_notice(self._asked), renewal=RENEWAL, may_lose_master=True)
 
     def plan(self, facts: Facts) -> Plan:
         """What is missing; when nothing is, the next step of the hosts' own keys."""

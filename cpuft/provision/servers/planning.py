@@ -28,7 +28,7 @@ _PUSHES = 4
 _HERE = Path(__file__).parent
 _RECEIVE = "set -eu\n" + (_HERE / "receive.sh").read_text(encoding="utf-8")
 _DOWN = f"set -eu\n{REMOVE}" + (_HERE / "down.sh").read_text(encoding="utf-8")
-_AUTHORIZE = 'umask 077; mkdir -p "$HOME/.ssh"; echo "$1" >>"$HOME/.ssh/authorized_keys"'
+_AUTHORIZE = 'umask 077; mkdir -p "$HOME/.ssh"; cat >>"$HOME/.ssh/authorized_keys"'
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,13 @@ class Facts:
     notice: str = ""
     renewal: str = ""
     """Both as in the entry."""
+    may_lose_master: bool = False
+    """Whether every server is to be able to take the master's place."""
+
+    @property
+    def masters(self) -> tuple[tuple[Member, ServerFacts], ...]:
+        """The servers that log in to all others."""
+        return self.servers if self.may_lose_master else self.servers[:1]
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -154,8 +161,8 @@ def _key_mark(config: HostsConfig) -> str:
 
 
 def plan_hosts(config: HostsConfig, facts: Facts) -> list[list[Step]]:
-    """What is missing on the servers. The cluster's key is made on the master and never leaves it."""
-    master, own = facts.servers[0]
+    """What is missing on the servers. A master's key is made there and never leaves it."""
+    keys = [own.key for _, own in facts.masters if own.key]
     keygen = ("sh", "-c", KEYGEN, "keygen", f"{cluster_dir(config)}/id_ed25519", _key_mark(config))
     command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, facts.stamp, *facts.pins)
     install = [
@@ -164,12 +171,13 @@ def plan_hosts(config: HostsConfig, facts: Facts) -> list[list[Step]]:
         if found.stamp != facts.stamp
     ]
     login = [
-        Step("let the master log in", ("sh", "-c", _AUTHORIZE, "authorize", own.key), host=member.address)
+        Step("let the master log in", ("sh", "-c", _AUTHORIZE), host=member.address, stdin="".join(new))
         for member, found in facts.servers
-        if own.key and own.key not in found.authorized
+        if (new := [f"{key}\n" for key in keys if key not in found.authorized])
     ]
-    make_key = [] if own.key else [Step("make the cluster's own key", keygen, host=master.address)]
-    return [make_key, *_plan_wheels(config, facts), install, login, _plan_master(config, facts)]
+    why = "make the cluster's own key"
+    make_keys = [Step(why, keygen, host=member.address) for member, own in facts.masters if not own.key]
+    return [make_keys, *_plan_wheels(config, facts), install, login, _plan_master(config, facts)]
 
 
 def _plan_wheels(config: HostsConfig, facts: Facts) -> list[list[Step]]:
@@ -187,11 +195,12 @@ def _plan_wheels(config: HostsConfig, facts: Facts) -> list[list[Step]]:
 
 
 def _plan_master(config: HostsConfig, facts: Facts) -> list[Step]:
-    folder, (master, own) = cluster_dir(config), facts.servers[0]
+    folder = cluster_dir(config)
     python = f"{config.prefix}/env/bin/python"
     texts = format_inside(facts.members, folder, python, facts.notice, facts.renewal)
     return [
-        plan_file(f"{folder}/{name}", text, "tell the master how to reach the hosts", host=master.address)
+        plan_file(f"{folder}/{name}", text, "tell the master how to reach the hosts", host=member.address)
+        for member, own in facts.masters
         for name, text in texts.items()
         if own.sums.get(name) != hash_text(text)
     ]

@@ -139,15 +139,15 @@ def until(start: str, stream: IO[str]) -> list[str]:
 
 @pytest.mark.proof
 def test_a_spot_instance_that_is_taken_back_is_left_before_and_replaced(bottle: Bottle) -> None:
-    """Nobody says --notice."""
+    """It is the master; and nobody says --notice."""
     rent = (*LAB, "--nodes", "3", "--spot")
     check(bottle.cpuft(*rent))
-    *others, one = bottle.live()
+    master, *others = bottle.live()
     words = (*LAUNCH, "--np", "3", *JOB, *QUIET, "--max-steps", "100", "--checkpoint-every", "0", "--run-dir", "taken")
     with bottle.start([sys.executable, "-m", "cpuft", *words]) as launch:
-        disk = bottle.disk(others[0]["id"])
+        disk = bottle.disk(master["id"])
         wait(bottle, 120, lambda: any('"step"' in path.read_text() for path in disk.glob("var/tmp/*/*/*/record.jsonl")))
-        bottle.ask("interrupt", one["id"], 40.0)
+        bottle.ask("interrupt", master["id"], 40.0)
         told = time.monotonic()
         assert launch.stderr
         said = until("cpuft: restart 1 of 3: ", launch.stderr)
@@ -156,7 +156,7 @@ def test_a_spot_instance_that_is_taken_back_is_left_before_and_replaced(bottle: 
         assert launch.wait(10) == 0, said
     record = read_record(str(bottle.folder / "taken"))
     (resumed,) = record.resumptions
-    assert (resumed.because, resumed.repeated) == (f"host {one['private']} was told to go", 0)
+    assert (resumed.because, resumed.repeated) == (f"host {master['private']} was told to go", 0)
     names = [f"ip-{one['private'].replace('.', '-')}" for one in others]
     assert [rank.host for rank in resumed.ranks] == names
     assert [one.step for one in record.steps] == list(range(1, 101))

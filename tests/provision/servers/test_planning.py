@@ -87,6 +87,23 @@ def test_what_one_server_lacks_is_done_there_only(change: dict[str, object], ste
     assert why((DONE, replace(DONE, **change))) == [step]  # type: ignore[arg-type]
 
 
+def test_where_the_master_may_be_lost_every_server_can_take_its_place() -> None:
+    tell, other = "b: tell the master how to reach the hosts", "ssh-ed25519 OTHER cpuft-lab"
+
+    def list_steps(*servers: ServerFacts) -> list[tuple[str, str]]:
+        plan = plan_whole(servers, may_lose_master=True)
+        return [(f"{step.host}: {step.why}", step.stdin) for stage in plan.stages for step in stage]
+
+    bare = list_steps(DONE, replace(DONE, key="", sums={}))
+    assert bare == [("b: make the cluster's own key", ""), *((tell, text) for text in TEXTS.values())]
+    assert list_steps(DONE, replace(DONE, key=other, authorized=())) == [
+        ("a: let the master log in", f"{other}\n"),
+        ("b: let the master log in", f"{KEY}\n{other}\n"),
+    ]
+    both = (KEY, other)
+    assert list_steps(replace(DONE, authorized=both), replace(DONE, key=other, authorized=both)) == []
+
+
 @pytest.mark.parametrize("wheels", [{}, {WHEELS[0].name: "22"}])
 def test_wheels_go_to_the_servers_that_will_install(wheels: dict[str, str]) -> None:
     push, install = "b: push pip-26-py3-none-any.whl", "b: install the environment at /opt/cpuft/env"
