@@ -19,7 +19,7 @@ from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say
 
 pytestmark = pytest.mark.real
 NODES = 2
-VERBS = {"make": 7, "refill": 2, "extend": 1, "down": 4}
+VERBS = {"make": 7, "refill": 2, "extend": 1, "close": 1, "down": 5}
 """How many calls of each change something."""
 MOMENTS = [(verb, number, when) for verb in VERBS for number in range(VERBS[verb]) for when in ("before", "after")]
 
@@ -68,7 +68,11 @@ class Launcher:
         """What there must be before; the verb itself."""
         if verb != "make":
             self.make()
-        return {"make": self.make, "refill": self.refill, "extend": self.extend, "down": self.down}[verb]
+            self.bottle.ask("litter")
+        if verb in ("refill", "extend"):
+            self.make()
+        verbs = {"make": self.make, "refill": self.refill, "extend": self.extend, "close": self.make, "down": self.down}
+        return verbs[verb]
 
     def die(self, verb: str, number: int, when: str) -> None:
         """In a process that kills itself before or after its mutating call of this number."""

@@ -20,10 +20,11 @@ from threading import RLock, Thread
 from typing import Any
 from urllib.parse import parse_qsl
 
+from cpuft.provision.aws.calls import TAG
 from tests.provision.aws.bottle.hosting import Hosts, host
 from tests.provision.aws.bottle.machines import make_base, wire
 from tests.provision.aws.bottle.metadata import Service
-from tests.provision.aws.region import ACCOUNT, REGION, Region, client, left, open_region
+from tests.provision.aws.region import ACCOUNT, NAME, REGION, Region, client, left, open_region
 
 LOCK = RLock()
 """Whoever has it may touch moto."""
@@ -120,6 +121,15 @@ class Desk:
     def terminate(self, name: str) -> None:
         """As somebody else does."""
         client().terminate_instances(InstanceIds=[name])
+
+    def litter(self) -> None:
+        """A disk of the cluster's that no instance has any more, and a rule of its group that lets in the world."""
+        ec2, tags = client(), [{"Key": TAG, "Value": NAME}]
+        zone, specifications = f"{REGION}a", [{"ResourceType": "volume", "Tags": tags}]
+        ec2.create_volume(AvailabilityZone=zone, Size=8, TagSpecifications=specifications)
+        (group,) = ec2.describe_security_groups(Filters=[{"Name": f"tag:{TAG}", "Values": [NAME]}])["SecurityGroups"]
+        world = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
+        ec2.authorize_security_group_ingress(GroupId=group["GroupId"], IpPermissions=[world])
 
     def forget(self) -> None:
         """No longer tell of instances that are terminated, as AWS does after an hour."""
