@@ -54,8 +54,10 @@ class Region:
     outright: bool = False
     """Whether it is killed as by SIGKILL, and not even cleans up."""
     dead: bool = False
+    lingers: bool = False
+    """Whether an image is there only when somebody has waited for it."""
     coming: list[Any] = field(default_factory=list)
-    """Images that are being made: they are there when somebody has waited for them."""
+    """Images that are being made."""
     image_faults: list[str] = field(default_factory=list)
     """Codes of CreateImage's answers to come, as `faults`."""
 
@@ -213,8 +215,9 @@ def _make_imaging(region: Region, real: Any) -> Any:
         made = real(self, instance_id, name, description, [{"ResourceType": "image", "Tags": tags["image"]}])
         for tag in tags["snapshot"]:
             made.ebs_snapshot.add_tag(tag["Key"], tag["Value"])
-        made.state = "pending"
-        region.coming.append(made)
+        if region.lingers:
+            made.state = "pending"
+            region.coming.append(made)
         if region.image_faults:
             raise EC2ClientError(region.image_faults.pop(0), "Nobody knows")
         return made

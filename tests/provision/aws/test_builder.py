@@ -43,6 +43,11 @@ CALLS = [
 """What making an image changes, in order."""
 
 
+@pytest.fixture(autouse=True)
+def _images_take_their_time(region: Region) -> None:
+    region.lingers = True
+
+
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheels") / "wheels"

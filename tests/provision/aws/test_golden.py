@@ -1,0 +1,77 @@
+"""A golden image for real: an instance becomes one, remembers nothing of itself, and clusters start from it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.record import read_record
+from tests.provision.aws.bottle.bottle import NOTHING_LEFT, WORDS, Bottle
+from tests.provision.aws.test_bottle import JOB, QUIET, check
+from tests.provision.simulated import needs_root, write_wheel
+
+pytestmark = needs_root
+RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
+IMAGE = ("provision", "image", "--aws", *WORDS, "--wheels", "wheels")
+LAB = ("provision", "aws", "--name", "lab", *WORDS, "--wheels", "wheels", "--nodes")
+
+
+LINKS = (
+    "import glob, os, sys; [os.symlink(path, to) for path in glob.glob({libraries!r}) for to in "
+    "[os.path.join(sys.prefix, 'lib', os.path.basename(path))] if not os.path.lexists(to)]\n"
+)
+"""A line that every start of a Python runs."""
+
+
+def bring_libraries(bottle: Bottle) -> None:
+    """MPI's and oneCCL's are looked for below the environment: from its first start there are links to this one's."""
+    libraries = f"{sys.prefix}/lib/lib*"
+    write_wheel(bottle.folder / "wheels", "libraries", {"libraries.pth": LINKS.format(libraries=libraries)})
+
+
+def write_recipe(bottle: Bottle) -> None:
+    """Ours, but for packages that this machine lacks: the region has no way to any."""
+    (bottle.folder / "ami").mkdir()
+    packages = "packages:\n  - {name: openssh-server, reason: mpirun starts ranks by ssh}\nenvironment:"
+    text = re.sub(r"packages:.*?environment:", packages, RECIPE.read_text(), flags=re.S)
+    (bottle.folder / "ami" / "recipe.yaml").write_text(text)
+
+
+@pytest.mark.proof
+def test_from_an_image_to_a_training_and_back_to_nothing(bottle: Bottle) -> None:
+    write_recipe(bottle)
+    bring_libraries(bottle)
+    begun = time.monotonic()
+    planned = check(bottle.cpuft(*IMAGE, "--dry-run"))
+    assert "then: check it inside: imports, mpirun, two ranks that add up numbers" in planned
+    assert bottle.ask("calls") == []
+    said = bottle.cpuft(*IMAGE, seconds=300)
+    assert re.match(r"image cpuft-\S+ is made", check(said)), said.stdout
+    assert bottle.ask("calls").count("CreateImage") == 1
+    left = bottle.ask("left")
+    assert NOTHING_LEFT | {"images": left["images"], "snapshots": left["snapshots"]} == left
+    assert [len(left[name]) for name in ("images", "snapshots")] == [1, 1]
+    check(bottle.cpuft(*IMAGE))
+    assert bottle.ask("calls") == []
+
+    rented = bottle.cpuft(*LAB, "4")
+    check(rented)
+    assert "push " not in rented.stderr
+    assert "install the environment" not in rented.stderr
+    hosts = bottle.live()
+    keys = [line.split()[2] for line in (bottle.folder / "state/lab/known_hosts").read_text().splitlines()]
+    assert len(keys) == len({*keys}) == len(hosts) == 4
+    identities = [(bottle.disk(one["id"]) / "etc/ssh/ssh_host_ed25519_key.pub").read_text() for one in hosts]
+    assert [text.split()[1] for text in identities] == keys
+    check(bottle.cpuft("launch", "--cluster", "lab", "--np", "4", "--epochs", "2", *JOB, *QUIET, "--run-dir", "run"))
+    assert read_record(str(bottle.folder / "run")).footer
+    assert "it has cost about" in check(bottle.cpuft("provision", "down", "lab"))
+    print(f"builder, image, four hosts, training, nothing: {time.monotonic() - begun:.0f} s")
+
+    name = check(bottle.cpuft("provision", "image", "--list", "--region", "us-east-1")).split()[0]
+    check(bottle.cpuft("provision", "image", "--delete", name, "--region", "us-east-1"))
+    assert bottle.ask("left") == NOTHING_LEFT
