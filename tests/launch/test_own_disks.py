@@ -214,7 +214,7 @@ def test_a_run_that_loses_its_master_comes_to_its_end(cluster: Simulated) -> Non
 def test_a_run_that_loses_a_worker_and_then_its_master_comes_to_its_end(cluster: Simulated) -> None:
     """By itself, with the rows of every update that it would have had; the worker is there again by then."""
     names = [host.name for host in cluster.hosts]
-    with start_lasting(cluster, "lasting", "--np", "3", "--max-steps", "80") as process:
+    with start_lasting(cluster, "lasting", "--np", "3", "--max-steps", "40") as process:
         assert process.stderr is not None
         wait_for_checkpoint(cluster, 2)
         switch_off(cluster, 3)
@@ -232,7 +232,7 @@ def test_a_run_that_loses_a_worker_and_then_its_master_comes_to_its_end(cluster:
     taken_back = [f"{cluster.name}-{index}" for index in (2, 3)]
     assert ([rank.host for rank in last.ranks], last.lost_seconds > 0) == (taken_back, True)
     repair(cluster)
-    job = [*TRAINING[2:], *QUIET, "--max-steps", "80", "--batch-size", "12"]
+    job = [*TRAINING[2:], *QUIET, "--max-steps", "40", "--batch-size", "12"]
     whole = cluster.cpuft("launch", "--np", "1", "--run-dir", "whole", *job)
     assert whole.returncode == 0, whole.stderr
     undisturbed = read_record(str(cluster.folder / "whole"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import run_cpuft
 
 TRAINS = """
 import sys, torch
@@ -47,6 +50,36 @@ print(len(set(losses)), losses == again, all(torch.equal(weights[name], others[n
 """
 
 
+TWO_RANKS = """
+import json, os, sys, torch, torch.distributed as dist
+from cpuft.train.job import checksum_parameters
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+resumed, run = bool(os.environ.get("CPUFT_RESUMED")), os.environ["CPUFT_RUN_DIR"]
+config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+rows = [{"input_ids": torch.arange(i, i + 9) % 64, "labels": torch.tensor(i % 2)} for i in range(32)]
+
+class Breaks(TrainerCallback):
+    def on_step_end(self, arguments, state, control, **more):
+        if state.global_step == 4 and sys.argv[1:] == ["breaks"] and not resumed:
+            os._exit(75)
+
+arguments = TrainingArguments(
+    run + "/trainer", use_cpu=True, max_steps=6, report_to=[], save_steps=3, logging_steps=1, learning_rate=1e-2,
+    per_device_train_batch_size=4, disable_tqdm=True,
+)
+model = BertForSequenceClassification(config)
+trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Breaks()])
+trainer.train(resume_from_checkpoint=resumed)
+losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+found = {"ranks": dist.get_world_size(), "losses": losses, "weights": checksum_parameters(model)}
+if dist.get_rank() == 0:
+    with open(run + "/found.json", "w") as file:
+        json.dump(found | {"resumed": resumed}, file)
+"""
+
+
 def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "beside.py").write_text("NAME = 'beside'\n")
     (folder / "script.py").write_text(text)
@@ -79,3 +112,18 @@ def test_what_is_said(tmp_path: Path, text: str, code: int, said: str) -> None:
     done = run(tmp_path, text)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
+
+
+@pytest.mark.proof
+def test_two_ranks_of_a_launch_resume_from_the_trainers_own_checkpoint_to_the_bit(tmp_path: Path) -> None:
+    """They break off after four updates, and go on from the third."""
+    (tmp_path / "script.py").write_text(TWO_RANKS)
+    launch = ("launch", "--wrap", "--np", "2")
+    broken = run_cpuft(*launch, "--run-dir", "run", "--", "script.py", "breaks", seconds=200)
+    assert broken.returncode == 75, broken.stderr
+    for words in (("--resume", "run", "--", "script.py", "breaks"), ("--run-dir", "whole", "--", "script.py")):
+        done = run_cpuft(*launch, *words, seconds=200)
+        assert done.returncode == 0, done.stderr
+    found, whole = (json.loads((tmp_path / name / "found.json").read_text()) for name in ("run", "whole"))
+    assert found == whole | {"resumed": True}
+    assert (found["ranks"], len(set(found["losses"]))) == (2, 6)

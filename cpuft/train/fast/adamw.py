@@ -26,13 +26,23 @@ class _Swap:
         self.open: Any = None
 
     def enter(self, optimizer: Optimizer, *rest: Any) -> None:
-        self.open = self.masters.in_place(_group_parameters(optimizer))
+        # A closure computes gradients of the parameters themselves. Else they are left as they are: whoever prepares
+        # an optimizer loads its state when DistributedDataParallel has the model already.
+        parameters = _group_parameters(optimizer)
+        in_place = _has_closure(rest)
+        self.open = self.masters.in_place(parameters) if in_place else self.masters.standing_in(optimizer)
         self.open.__enter__()
 
     def leave(self, optimizer: Optimizer, *rest: Any) -> None:
         if self.open is not None:
             self.open.__exit__(None, None, None)
             self.open = None
+
+
+def _has_closure(words: tuple[Any, ...]) -> bool:
+    """Whether a closure is among what a hook is given: the arguments of `step`, or a state dict."""
+    given, named = words if len(words) == 2 else ((), {})
+    return any(map(callable, (*given, *named.values())))
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ def _train_as_rank(rank: int, folder: str) -> None:
     keep_for_good(dist.group.WORLD)  # as cpuft.rank.script does
     model = make_model("bert")
     model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")
-    wrapped = DistributedDataParallel(model)
+    # As the Trainer does: it looks for parameters without gradients, and its optimizer's state is loaded once more.
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer.load_state_dict(optimizer.state_dict())
     half = {name: value[rank::2] for name, value in make_batch((9, 7, 9, 7)).items()}
     for _ in range(2):
         wrapped(**half).loss.backward()
