@@ -11,7 +11,7 @@ import pytest
 
 from cpuft.record import read_record
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, WORDS, Bottle
-from tests.provision.aws.test_bottle import JOB, QUIET, check
+from tests.provision.aws.test_bottle import JOB, LAUNCH, QUIET, check
 from tests.provision.simulated import needs_root, write_wheel
 
 pytestmark = needs_root
@@ -75,3 +75,15 @@ def test_from_an_image_to_a_training_and_back_to_nothing(bottle: Bottle) -> None
     name = check(bottle.cpuft("provision", "image", "--list", "--region", "us-east-1")).split()[0]
     check(bottle.cpuft("provision", "image", "--delete", name, "--region", "us-east-1"))
     assert bottle.ask("left") == NOTHING_LEFT
+
+
+@pytest.mark.proof
+def test_a_job_moves_the_end_of_its_hosts_lease(bottle: Bottle) -> None:
+    check(bottle.cpuft(*LAB, "1", "--lease", "10m", "--lease-limit", "1h"))
+    done = bottle.cpuft(*LAUNCH, "--np", "1", "--max-steps", "2", *JOB, *QUIET, "--run-dir", "moved")
+    check(done)
+    assert "cpuft: the lease of the hosts goes on while the run does, to " in done.stderr
+    (one,) = bottle.live()
+    assert re.findall("shutdown in (.*) min", bottle.ask("console", one["id"])) == ["9", "15"]
+    assert "; jobs move it, to " in check(bottle.cpuft("provision", "status", "lab"))
+    bottle.empty("lab")
