@@ -120,13 +120,16 @@ def disturb(
         return [fault.describe(), str(moment), f"it had ended before: {launch.texts()[-1:]}", *[""] * 8], False
     made_at = time.monotonic()
     target = make_fault(fault, cluster, launch.process.pid)
+    # A host that comes back while the run goes on without it is tidied up when that ends.
+    going = launch.wait_for("resumed after update", END_SECONDS) if restarts else False
+    if going:
+        repair(cluster)
     ended = launch.wait(END_SECONDS + (restarts + 1) * 120)
     ended_at = time.monotonic()
     told = next((line for line in launch.texts(since=made_at) if was_named(target, [line])), "")
     named = bool(told) and was_named(target, launch.texts(since=made_at))
     again = launch.seconds_to("resumed after update", made_at)
-    repaired = cluster.cpuft("provision", "local", "--name", cluster.name, *_hosts(cluster.folder / "image"))
-    assert repaired.returncode == 0, repaired.stderr
+    repair(cluster)
     if ended and not restarts:
         again, refused = go_on(cluster, run, words)
         told = " / ".join([told, refused]) if refused else told
@@ -147,6 +150,12 @@ def disturb(
     for pid in list_ours():
         os.kill(pid, signal.SIGKILL)
     return row, good
+
+
+def repair(cluster: Simulated) -> None:
+    """Every host is there again."""
+    repaired = cluster.cpuft("provision", "local", "--name", cluster.name, *_hosts(cluster.folder / "image"))
+    assert repaired.returncode == 0, repaired.stderr
 
 
 def go_on(cluster: Simulated, run: str, words: Sequence[str]) -> tuple[str, str]:

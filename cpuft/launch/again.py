@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from cpuft.errors import CpuftError, counted
+from cpuft.files import remove_command
 from cpuft.hosts.cluster import Cluster, gather_cluster, read_hosts
 from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
@@ -63,6 +64,8 @@ class Course:
     first: Cluster
     leaving: frozenset[str] = frozenset()
     """Hosts that were told that they are about to go."""
+    used: dict[str, Host] = field(default_factory=dict)
+    """Hosts of the starts before the last, by name."""
 
 
 def patiently(plan: Callable[[], T], pause: float = _PAUSE_SECONDS) -> T:
@@ -88,6 +91,7 @@ def plan_again(
     Raises CpuftError: fewer ranks are left than --min-np says, or what is wrong with the hosts.
     """
     job, door, run_dir = launch.job, last.access.door, launch.run_dir
+    course.used.update({one.host.name: one.host for one in last.assignments})
     end_ranks(last, run_dir)
     hosts, before = read_hosts(job.config), {one.host.name: one.ranks for one in course.first.assignments}
     silent = _ask(door, hosts, tried.ended.silent)
@@ -126,6 +130,24 @@ def leave_hosts(launch: Launch, plan: RunPlan, last: Cluster, left: Sequence[Hos
     if gone - last.access.door.silent:
         others = {one.host.name for one in last.assignments} - gone
         keep_checkpoints(plan, launch.run_dir, launch.environ, others | last.access.door.silent)
+
+
+def take_away(course: Course, last: Cluster, run_dir: str) -> str:
+    """Take what a run that has come to its end left on hosts that it lost on the way, where they answer again.
+
+    A line that names those that do not; empty for none.
+    """
+    used, door = {one.host.name for one in last.assignments}, last.access.door
+    lost = [host for name, host in course.used.items() if name not in used] if last.away else []
+    door.find_silent([host.name for host in lost], _AGAIN_SECONDS)
+    there = [host for host in lost if host.name not in door.silent]
+    work = last.work_dir(run_dir)
+    sent = os.path.dirname(last.sent_file(work, 0))
+    attempt(lambda host: door.run(host, ("sh", "-c", _END, "end", work), seconds=_END_SECONDS), there)
+    words = remove_command(last.folder, sent, os.path.dirname(work))
+    attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), there)
+    silent = ", ".join(host.name for host in lost if host not in there)
+    return f"{silent} did not answer at the end: what the run left there, cpuft doctor finds a day later" * bool(silent)
 
 
 def find_resumed(job: Job, resumed: Resumed) -> Resumed:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpuft.errors import AGAIN, CpuftError, counted
 from cpuft.hosts.cluster import Cluster
-from cpuft.launch.again import Course, Tried, end_ranks, patiently, plan_again
+from cpuft.launch.again import Course, Tried, end_ranks, patiently, plan_again, take_away
 from cpuft.launch.failures import ended_to_go_on, find_failures, read_errors
 from cpuft.launch.job import Job, Launch
 from cpuft.launch.kept import silent_at_the_end
@@ -61,6 +61,8 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
                 say_kept(plan, launch.run_dir, launch.environ, cluster.access.door.silent, say)
             raise
         if not tried.ended.code:
+            if line := take_away(course, cluster, launch.run_dir):
+                say(f"cpuft: {line}")
             return 0
         verdict = judge(tried.ended, marks)
         if number == limit or not verdict.again:

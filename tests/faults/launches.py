@@ -47,6 +47,15 @@ class Launch:
         self._thread.join(10)
         return self.process.wait()
 
+    def wait_for(self, words: str, seconds: float) -> bool:
+        """Until a line holds these words; False where it has ended, or that takes longer."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            if any(words in line for _, line in self.lines):
+                return True
+            time.sleep(0.1)
+        return False
+
     def texts(self, since: float = 0.0) -> list[str]:
         """Lines that came after a moment."""
         return [line for at, line in self.lines if at >= since and line]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.execute import Answer
+from cpuft.hosts import door as doors
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.again import find_resumed, find_update, patiently
+from cpuft.launch.again import Course, find_resumed, find_update, patiently, take_away
 from cpuft.launch.attempts import describe_limit, find_limit, run_attempts
 from cpuft.launch.job import Job, Launch, plan_run
 from cpuft.launch.kept import Kept
@@ -134,6 +137,31 @@ def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Clu
     assert [plan.stays for plan in starts] == [True]
     assert [line.partition(":")[0] for line in said] == ["cpuft"]
     assert "checkpoints up to update 8 are kept on localhost" in said[0]
+
+
+def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_again(cluster: Cluster) -> None:
+    asked = list[tuple[str, ...]]()
+
+    class Door(doors.Door):
+        def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+            self.silent.update({"c"}.intersection(names))
+            return self.silent
+
+        def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
+            asked.append((host.name, *argv[-2:]))
+            return Answer(0, "", "")
+
+    last = replace(cluster, away=True, uid=7, access=replace(cluster.access, door=Door()))
+    used = {name: Host(name) for name in ("localhost", "b", "c")}
+    line = take_away(Course(last, used=used), last, "/runs/mrpc")
+    work = last.work_dir("/runs/mrpc")
+    sent = os.path.dirname(last.sent_file(work, 0))
+    assert asked == [("b", "end", work), ("b", sent, os.path.dirname(work))]
+    assert line.startswith("c did not answer at the end")
+    asked.clear()
+    assert not take_away(Course(last, used={"b": Host("b")}), replace(last, away=False), "/runs/mrpc")
+    assert not take_away(Course(last), last, "/runs/mrpc")
+    assert not asked
 
 
 def is_told_to_go(log: Path) -> int:
