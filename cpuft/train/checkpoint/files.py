@@ -166,9 +166,10 @@ def remove_after(root: Path, update: int) -> None:
 
 
 def _forget_updates(root: Path) -> None:
-    for path in root.glob(f"rank-*.{_LAST}"):
-        with suppress(OSError):
-            path.unlink()
+    with suppress(OSError):  # on a shared disk ranks of several hosts do this at once
+        for name in os.listdir(root):
+            if name.startswith("rank-") and name.endswith(f".{_LAST}"):
+                (root / name).unlink(missing_ok=True)
 
 
 def remove_all(root: Path) -> None:
