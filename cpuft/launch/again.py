@@ -132,11 +132,9 @@ def leave_hosts(launch: Launch, plan: RunPlan, last: Cluster, left: Sequence[Hos
         keep_checkpoints(plan, launch.run_dir, launch.environ, others | last.access.door.silent)
 
 
-def take_away(course: Course, last: Cluster, run_dir: str) -> str:
-    """Take what a run that has come to its end left on hosts that it lost on the way, where they answer again.
-
-    A line that names those that do not; empty for none.
-    """
+def take_away(course: Course, last: Cluster, run_dir: str, say: Callable[[str], None]) -> None:
+    """Take what a run that has come to its end left on hosts that it lost on the way, where they answer again, and
+    say which do not."""
     used, door = {one.host.name for one in last.assignments}, last.access.door
     lost = [host for name, host in course.used.items() if name not in used] if last.away else []
     door.find_silent([host.name for host in lost], _AGAIN_SECONDS)
@@ -146,8 +144,8 @@ def take_away(course: Course, last: Cluster, run_dir: str) -> str:
     attempt(lambda host: door.run(host, ("sh", "-c", _END, "end", work), seconds=_END_SECONDS), there)
     words = remove_command(last.folder, sent, os.path.dirname(work))
     attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), there)
-    silent = ", ".join(host.name for host in lost if host not in there)
-    return f"{silent} did not answer at the end: what the run left there, cpuft doctor finds a day later" * bool(silent)
+    if silent := ", ".join(host.name for host in lost if host not in there):
+        say(f"cpuft: {silent} did not answer at the end: what the run left there, cpuft doctor finds a day later")
 
 
 def find_resumed(job: Job, resumed: Resumed) -> Resumed:

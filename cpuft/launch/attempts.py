@@ -61,8 +61,7 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
                 say_kept(plan, launch.run_dir, launch.environ, cluster.access.door.silent, say)
             raise
         if not tried.ended.code:
-            if line := take_away(course, cluster, launch.run_dir):
-                say(f"cpuft: {line}")
+            take_away(course, cluster, launch.run_dir, say)
             return 0
         verdict = judge(tried.ended, marks)
         if number == limit or not verdict.again:
