@@ -47,6 +47,7 @@ def files_of(cluster: Simulated, part: str = "") -> list[str]:
     return sorted([*written, *map(str, cluster.folder.glob("*"))])
 
 
+@pytest.mark.proof
 def test_the_printed_plan_is_the_plan_that_runs(cluster: Simulated) -> None:
     launch = ("launch", "--cluster", cluster.name, *TRAINING, *QUIET)
     done = cluster.cpuft(*launch, "--run-dir", "launched")
@@ -67,6 +68,7 @@ def test_the_printed_plan_is_the_plan_that_runs(cluster: Simulated) -> None:
     assert own[-20:] == other[-20:]
 
 
+@pytest.mark.proof
 def test_ranks_that_hang_are_seen_on_their_hosts(cluster: Simulated) -> None:
     """While they do, by whoever launched them, and at the deadline, by the supervisor on the master."""
     script = cluster.folder / "hanging.py"
