@@ -74,6 +74,7 @@ def test_rows_keep_lone_quotation_marks(tmp_path: Path) -> None:
         read_rows(tmp_path / "nowhere" / "dev.tsv", tokenizer)
 
 
+@pytest.mark.proof
 def test_a_whole_run(tmp_path: Path) -> None:
     words = ["--data", str(write_mrpc(tmp_path, 64)), "--models", "minilm", "--rows", "64", "--rounds", "2"]
     words += ["--contestants", "cpuft,trainer-accelerated", "--record", "record.jsonl"]

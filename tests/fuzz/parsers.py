@@ -30,7 +30,7 @@ from cpuft.options.estimate import parse_hosts
 from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
 from cpuft.options.flags import parse_arguments, read_config
 from cpuft.options.rates import parse_bits
-from cpuft.provision.aws.lease import parse_lease
+from cpuft.provision.aws.lease import parse_lease, parse_limit
 from cpuft.provision.aws.preflight import parse_ssh_from
 from cpuft.provision.image import recipe, stamp
 from cpuft.provision.servers.facts import parse_survey
@@ -188,6 +188,7 @@ PARSERS: dict[str, Parser] = {
     "parse_instances": Parser(partial(parse_instances, path="x"), values.damaged([_INSTANCES])),
     "plan_turns": Parser(lambda text: plan_turns(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])),
     "parse_lease": Parser(parse_lease, values.damaged(["90m", "4h", "2d"])),
+    "parse_limit": Parser(partial(parse_limit, lease=3600), values.damaged(["90m", "4h", "2d"])),
     "parse_ssh_from": Parser(parse_ssh_from, values.damaged(["203.0.113.7", "10.0.0.0/24", "::1"])),
     "parse_bits": Parser(parse_bits, values.damaged(["1gbit", "2.5mbit", "7bit"])),
     "parse_world": Parser(
@@ -248,12 +249,14 @@ EXEMPT = {
     "parse_call": "what plan_call has written",
     "parse_cores": "what cpuft launch has written",
     "parse_group": "what boto3 has read by AWS's own model",
+    "parse_images": "what boto3 has read by AWS's own model",
     "parse_kernel": "what oneDNN prints in this process",
     "parse_networks": "what iproute2 prints",
     "parse_rate": "what iproute2 prints",
     "parse_routes": "what iproute2 prints",
     "parse_recorder": "what torch tells in this process",
     "parse_rules": "what boto3 has read by AWS's own model",
+    "parse_snapshots": "what boto3 has read by AWS's own model",
     "parse_worker": "parse_arguments, twice",
     "read_checkpoint": "files with checksums, which its own tests damage",
     "read_cpu": "the kernel's files",
