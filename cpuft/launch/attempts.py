@@ -117,7 +117,7 @@ def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Tried:
     cut = isinstance(error, MasterLost)
     leaving = find_leaving(launch.run_dir, hosts) if ended_to_go_on(list(failures)) else frozenset()
     unreached = str(error) if error and error.passes else ""
-    ended = Ended(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving, unreached)
+    ended = Ended(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving, unreached, hosts)
     return Tried(ended, _find_end(launch.run_dir, begun), error)
 
 

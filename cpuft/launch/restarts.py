@@ -36,6 +36,8 @@ class Ended:
     """Its hosts that were told that they are about to go."""
     unreached: str = ""
     """Which way to a host failed before ranks started, though the host answers."""
+    hosts: tuple[str, ...] = ()
+    """Of each rank."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def judge(ended: Ended, earlier: Collection[str]) -> Verdict:
     first = ended.failures[0]
     blame = f"rank {first.rank} on {first.host}"
     if first.missed:
-        told = ", ".join(f"rank {rank}" for rank in sorted(first.missed))
-        return _judge_error(ended, f"{told} did not answer", _last_line(first.text), earlier)
+        where = dict(enumerate(ended.hosts))
+        told = ", ".join(f"rank {rank} on {where.get(rank, 'its host')}" for rank in sorted(first.missed))
+        return _judge_error(ended, f"{told} did not answer the others", _last_line(first.text), earlier)
     if first.code == AGAIN:
         return Verdict(False, f"{blame} was interrupted")  # who told it to end wants its hosts, or takes them away
     if first.code in _FROM_OUTSIDE or first.lost_its_peer:

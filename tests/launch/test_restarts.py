@@ -41,7 +41,7 @@ def test_what_was_lost_comes_again_and_what_was_refused_does_not(ended: Ended, v
     [
         (Ended(1, failed(1, RAISED.format("7f01")), update=5), RAISED.format("7f02"), "node3 failed (exit code 1)"),
         (Ended(139, failed(139), update=5), "", "node3 failed (killed by signal 11)"),
-        (Ended(75, failed(75, WAITED, 1), update=5), WAITED, "rank 1 did not answer"),
+        (Ended(75, failed(75, WAITED, 1), update=5, hosts=("a", "b")), WAITED, "rank 1 on b did not answer the others"),
         (Ended(255, update=5), "", "mpirun failed"),
     ],
 )
@@ -49,7 +49,7 @@ def test_the_same_error_at_the_same_update_comes_once(first: Ended, again: str, 
     verdict = judge(first, ())
     assert verdict.again
     failures = tuple(Failure(one.rank, one.host, one.code, again, one.missed) for one in first.failures)
-    second = judge(Ended(first.code, failures, update=5), {verdict.mark})
+    second = judge(Ended(first.code, failures, update=5, hosts=first.hosts), {verdict.mark})
     assert not second.again
     assert second.why.endswith(f"{why}, as it had before at update 5")
     assert judge(Ended(first.code, failures, update=6), {verdict.mark}).again
