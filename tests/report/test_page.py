@@ -205,7 +205,9 @@ def test_a_browser_shows_it(width: int, dark: bool, ink: str, paper: str, tmp_pa
     flags += ["--blink-settings=preferredColorScheme=0"] if dark else []
     command = ["chromium", *flags, "--dump-dom", f"file://{tmp_path}/measure.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "CONSOLE" not in done.stderr
+    # Chromium's own line, where the machine is busy.
+    own = "Slow network is detected"
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line and own not in line]
     found = re.search(r"<pre>(.*?)</pre>", done.stdout)
     assert found is not None
     shown = json.loads(html.unescape(found[1]))
