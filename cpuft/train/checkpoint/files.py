@@ -103,8 +103,11 @@ def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 def _list_ours(root: Path) -> list[tuple[Path, re.Match[str]]]:
     """What is ours in a folder, and the parts of its name."""
-    paths = root.iterdir() if root.is_dir() else ()
-    return [(path, own) for path in paths if (own := _OURS.fullmatch(path.name))]
+    try:
+        names = os.listdir(root)
+    except OSError:  # none there, or not any more: on a shared disk ranks of several hosts take it away at once
+        names = []
+    return [(root / name, own) for name in names if (own := _OURS.fullmatch(name))]
 
 
 def read_checkpoint(path: Path) -> dict[str, bytearray]:
@@ -166,7 +169,7 @@ def remove_after(root: Path, update: int) -> None:
 
 
 def _forget_updates(root: Path) -> None:
-    with suppress(OSError):  # on a shared disk ranks of several hosts do this at once
+    with suppress(OSError):
         for name in os.listdir(root):
             if name.startswith("rank-") and name.endswith(f".{_LAST}"):
                 (root / name).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import random
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from cpuft.train.checkpoint.files import (
     list_checkpoints,
+    note_update,
     read_checkpoint,
     read_newest,
     remove_after,
@@ -149,3 +151,13 @@ def test_a_process_killed_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> No
         assert files["state.safetensors"] == bytearray([update % 256]) * (1 << 16)
     assert left, "no kill came while one was being written"
     assert len(list_checkpoints(tmp_path)) <= 3
+
+
+def test_ranks_that_end_at_once_on_a_shared_disk_take_it_away_together(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(300):
+            root = tmp_path / f"{number}"
+            root.mkdir()
+            note_update(root, 3, 0)
+            list(pool.map(remove_all, [root] * 4))
+            assert not root.exists()
