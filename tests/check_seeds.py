@@ -112,10 +112,12 @@ def main() -> None:
     parser.add_argument(
         "--batch-size", default="32", help="rows of a rank's update: 32 / NP for the updates of one rank [32]"
     )
+    parser.add_argument("--rows", default="", help="training rows of every task [mrpc: all, sst2: 6000]")
     options = parser.parse_args()
     names, paths = options.tasks.split(","), options.paths.split(",")
     options.records.mkdir(parents=True, exist_ok=True)
     where = (*ranks_here(options.records, options.np), "--batch-size", options.batch_size)
+    where += ("--max-train-samples", options.rows) if options.rows else ()
     found: dict[tuple[str, str], list[float]] = {(task, path): [] for task in names for path in paths}
     # Seed by seed, so that a run that is stopped early has whole pairs.
     for seed in options.seeds.split(","):

@@ -27,7 +27,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         seconds.append(end.children_user + end.children_system - start.children_user - start.children_system)
     loaded = done.stdout.splitlines()[-1].split()
     assert not {"torch", "numpy", "transformers", "paramiko", "yaml", "rich", "boto3", "botocore"} & set(loaded)
-    # 0.13 where nothing else runs; beside a busy hyperthread half as much again.
+    # 0.13 where nothing else runs; beside others half as much again.
     assert min(seconds) < 0.3
 
 

@@ -50,6 +50,8 @@ class Door:
 
     config: str = ""
     """ssh's client configuration; empty for the user's own."""
+    elsewhere: bool = False
+    """Whether no host is this machine, though one may have its address: another network has the same private ones."""
     silent: set[str] = field(default_factory=set, compare=False)
     """Hosts that did not answer when they were last asked: who cleans up spares them, for each question costs 10 s."""
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
@@ -101,7 +103,7 @@ class Door:
 
     def is_here(self, host: Host) -> bool:
         """Whether a host is this machine. With an ssh port of its own it is a container or a tunnel."""
-        if host.port:
+        if host.port or self.elsewhere:
             return False
         login = self._login(host)
         try:

@@ -141,7 +141,7 @@ def take_away(course: Course, last: Cluster, run_dir: str, say: Callable[[str], 
     there = [host for host in lost if host.name not in door.silent]
     work = last.work_dir(run_dir)
     sent = os.path.dirname(last.sent_file(work, 0))
-    attempt(lambda host: door.run(host, ("sh", "-c", _END, "end", work), seconds=_END_SECONDS), there)
+    end_ranks(last, run_dir, there)
     words = remove_command(last.folder, sent, os.path.dirname(work))
     attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), there)
     if silent := ", ".join(host.name for host in lost if host not in there):
@@ -172,7 +172,7 @@ def find_update(run_dir: str, kept: tuple[Kept, ...]) -> int:
     return max([0, *here, *(one.update for one in kept)])
 
 
-def end_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] = ()) -> None:
+def end_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = None) -> None:
     """End what is left of a run's processes on hosts that answer: mpirun may have been lost with its own.
 
     `hosts`: without, those of the cluster, where there are several.
@@ -180,5 +180,5 @@ def end_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] = ()) -> Non
     words = ("sh", "-c", _END, "end", cluster.work_dir(run_dir))
     door = cluster.access.door
     own = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []
-    left = [host for host in hosts or own if host.name not in door.silent]
+    left = [host for host in (own if hosts is None else hosts) if host.name not in door.silent]
     attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), left)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from cpuft.options.fields import LAST_PORT, option
 
 RECIPE = "ami/recipe.yaml"
+REGION = "region of AWS (default: your AWS settings')"
+ZONE = "the only availability zone to try (default: one after another)"
 SSH_FROM = "the only address that may reach ssh (default: yours, as the internet sees it)"
 
 
@@ -54,8 +56,8 @@ class AwsConfig:
     lease_limit: str = option("", "running jobs move the lease's end, but not beyond that (default: twice --lease)")
     image: str = option("", "AMI that all instances start from (default: the recipe's, else Debian 12's own)")
     recipe: str = option(RECIPE, "its newest image is used, where cpuft provision image --aws has made one")
-    region: str = option("", "region of AWS (default: your AWS settings')")
-    zone: str = option("", "the only availability zone to try (default: one after another)")
+    region: str = option("", REGION)
+    zone: str = option("", ZONE)
     disk: int = option(50, "GB of each instance's disk, encrypted", least=8, most=16384)
     placement_group: bool = option(True, "instances close to each other: faster links, but scarcer")
     threads_per_core: int = option(2, "hardware threads a core: 1 leaves the second out", least=1, most=2)
@@ -75,8 +77,8 @@ class ImageConfig:
     aws: bool = option(False, "make it an AMI: on an instance that is rented for that, and gone afterwards")
     list: bool = option(False, "list the AMIs that cpuft has made for you in a region")
     delete: str = option("", "take away one of these, by its name or AMI, and its snapshots")
-    region: str = option("", "region of AWS (default: your AWS settings')")
-    zone: str = option("", "the only availability zone to try (default: one after another)")
+    region: str = option("", REGION)
+    zone: str = option("", ZONE)
     type: str = option("m7i.xlarge", "type of the instance that makes an AMI: two cores or more")
     ssh_from: str = option("", SSH_FROM)
     yes: bool = option(False, "rent that at the price that is shown, without asking")

@@ -99,7 +99,7 @@ class Builder:
         found = self.lab.gather_left().rental.found
         one = found.live[0]
         if self.edge.logs_in:
-            way = Door(str(self.lab.directory / "ssh_config")).way(Host(one.private))
+            way = Door(str(self.lab.directory / "ssh_config"), elsewhere=True).way(Host(one.private))
             run_stages(plan_finish(self.recipe, one.private, way), say)
         step = plan_imaging(one.id, name, self.recipe.digest, stamp, found.owner, self.lab.config.region)
         self.lab.run(Plan(((step,),)), say)
@@ -130,6 +130,7 @@ def plan_finish(recipe: Recipe, host: str, way: tuple[str, ...]) -> Plan:
 
     `way` is ssh's words to it. Packages come through this machine: the host itself reaches nobody else.
     """
+    assert way, "this machine keeps its identity"
     line = shlex.join(("sh", "-c", _THROUGH, "through", _PORT, format_install(recipe)))
     through = (*way[:-1], "-o", "ExitOnForwardFailure=yes", "-R", f"127.0.0.1:{_PORT}", *way[-1:], line)
     prefix = recipe.environment.prefix

@@ -260,7 +260,7 @@ class Aws(Provider[AwsConfig, Everything]):
         until = int(facts.found.now) + parse_lease(lease)
         plan = planning.plan_extension(self.name, facts, until)
         if self.edge.logs_in:
-            door = Door(planning.check_config(self.name, facts))
+            door = Door(planning.check_config(self.name, facts), elsewhere=True)
             ways = {one.private: door.way(Host(one.private)) for one in facts.found.live}
             plan = replace(plan, stages=(*plan.stages, planning.tell_instances(facts.found, until)), ways=ways)
         return plan

@@ -31,6 +31,7 @@ class Nodes(Servers):
     """
 
     kind = "aws"
+    elsewhere = True
 
     def __init__(
         self, config: AwsConfig, instances: tuple[Instance, ...], environ: Mapping[str, str], hostfile: str

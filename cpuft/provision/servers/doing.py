@@ -34,6 +34,8 @@ class Servers(Provider[HostsConfig, Facts]):
 
     kind = "hosts"
     options = HostsConfig
+    elsewhere = False
+    """Whether none of the hosts can be this machine."""
 
     def __init__(self, config: HostsConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
         # What is remembered must hold wherever the next command is typed.
@@ -80,7 +82,10 @@ class Servers(Provider[HostsConfig, Facts]):
             for file, content in ((config, text), (known, format_known_hosts(self._keyed()))):
                 file.write(content.encode())
                 file.flush()
-            yield Door(f"{place}/{config.fileno()}")
+            yield Door(f"{place}/{config.fileno()}", self.elsewhere)
+
+    def _kept_door(self) -> Door:
+        return Door(str(self.directory / "ssh_config"), self.elsewhere)
 
     def _keyed(self) -> tuple[Member, ...]:
         return tuple(replace(member, key=self.keys.get(member.known_name, "")) for member in self.members)
@@ -98,8 +103,9 @@ class Servers(Provider[HostsConfig, Facts]):
 
     def gather_left(self) -> Facts:
         """What the servers have, by the way that is kept, as long as there is one."""
-        door = Door(str(self.directory / "ssh_config"))
-        return self._look(door) if self.directory.exists() else Facts((), {}, str(self.directory), self.hostfile)
+        if self.directory.exists():
+            return self._look(self._kept_door())
+        return Facts((), {}, str(self.directory), self.hostfile)
 
     def _look(self, door: Door) -> Facts:
         surveys = side_by_side(partial(self._survey, door), self.members)
@@ -141,7 +147,7 @@ class Servers(Provider[HostsConfig, Facts]):
 
     def describe_hosts(self) -> list[str]:
         """What a server is and has now, or why it cannot be asked."""
-        found = attempt(partial(self._survey, Door(str(self.directory / "ssh_config"))), self.members)
+        found = attempt(partial(self._survey, self._kept_door()), self.members)
         states = [f"down: {own}" if isinstance(own, CpuftError) else describe_server(own) for own in found]
         return [f"{member.address}  {text}" for member, text in zip(self.members, states)]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.record import read_record
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, WORDS, Bottle
 from tests.provision.aws.test_bottle import JOB, LAUNCH, QUIET, check
 from tests.provision.simulated import needs_root, write_wheel
@@ -35,14 +34,30 @@ def bring_libraries(bottle: Bottle) -> None:
 
 def write_recipe(bottle: Bottle) -> None:
     """Ours, but for packages that this machine lacks: the region has no way to any."""
-    (bottle.folder / "ami").mkdir()
+    (bottle.folder / "ami").mkdir(exist_ok=True)
     packages = "packages:\n  - {name: openssh-server, reason: mpirun starts ranks by ssh}\nenvironment:"
     text = re.sub(r"packages:.*?environment:", packages, RECIPE.read_text(), flags=re.S)
     (bottle.folder / "ami" / "recipe.yaml").write_text(text)
 
 
+HELLO = """
+import os, sys
+assert "torch" not in sys.modules
+print("rank", os.environ["RANK"])
+"""
+
+
 @pytest.mark.proof
-def test_from_an_image_to_a_training_and_back_to_nothing(bottle: Bottle) -> None:
+@pytest.mark.parametrize(
+    ("job", "file", "text"),
+    [
+        (("--epochs", "2", *JOB, *QUIET), "record.jsonl", "footer"),
+        (("--", "hello.py"), "logs/rank-3.out", "rank 3"),
+    ],
+    ids=("two epochs", "without torch"),
+)
+def test_from_an_image_to_a_job_and_back_to_nothing(job: tuple[str, ...], file: str, text: str, bottle: Bottle) -> None:
+    (bottle.folder / "hello.py").write_text(HELLO)
     write_recipe(bottle)
     bring_libraries(bottle)
     begun = time.monotonic()
@@ -67,10 +82,11 @@ def test_from_an_image_to_a_training_and_back_to_nothing(bottle: Bottle) -> None
     assert len(keys) == len({*keys}) == len(hosts) == 4
     identities = [(bottle.disk(one["id"]) / "etc/ssh/ssh_host_ed25519_key.pub").read_text() for one in hosts]
     assert [text.split()[1] for text in identities] == keys
-    check(bottle.cpuft("launch", "--cluster", "lab", "--np", "4", "--epochs", "2", *JOB, *QUIET, "--run-dir", "run"))
-    assert read_record(str(bottle.folder / "run")).footer
+    run = bottle.folder / f"run{len(job)}"
+    check(bottle.cpuft("launch", "--cluster", "lab", "--np", "4", "--run-dir", str(run), *job))
+    assert text in (run / file).read_text()
     assert "it has cost about" in check(bottle.cpuft("provision", "down", "lab"))
-    print(f"builder, image, four hosts, training, nothing: {time.monotonic() - begun:.0f} s")
+    print(f"builder, image, four hosts, {job}, nothing: {time.monotonic() - begun:.0f} s")
 
     name = check(bottle.cpuft("provision", "image", "--list", "--region", "us-east-1")).split()[0]
     check(bottle.cpuft("provision", "image", "--delete", name, "--region", "us-east-1"))

@@ -13,8 +13,11 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.options.clusters import AwsConfig
 from cpuft.provision.aws import hostkeys
+from cpuft.provision.aws.facts import Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
+from cpuft.provision.aws.nodes import Nodes
 from cpuft.provision.servers.facts import ServerFacts
 from cpuft.provision.sshfiles import Member, format_known_hosts, format_ssh_config
 from tests.hosts.test_door import free_port, wait_for
@@ -22,6 +25,15 @@ from tests.hosts.test_door import free_port, wait_for
 GIVEN = "ecdsa-sha2-nistp256 AAAA"
 OWN = "ssh-ed25519 BBBB"
 MEMBER = Member("10.0.0.1", "10.0.0.1", "root", reached="54.0.0.1", mark="i-1")
+
+
+def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
+    """Else what is done to it, as root, would be done here: one of another network may have this machine's address."""
+    one = Instance("i-1", "lab", "running", "t", "z", "127.0.0.1", "127.0.0.1", False, 0.0, 0.0, 0, 0, 0)
+    nodes = Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(tmp_path)}, "hostfile")
+    with nodes._door(()) as door:
+        assert door.way(Host("127.0.0.1"))[0] == "ssh"
+    assert nodes._kept_door().elsewhere
 
 
 @pytest.mark.parametrize(

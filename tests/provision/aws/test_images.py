@@ -132,6 +132,11 @@ def test_packages_come_through_the_machine_that_rents() -> None:
     assert subprocess.run(["bash", "-n"], input=format_plan(plan), text=True, check=True).returncode == 0
 
 
+def test_this_machine_is_never_made_to_forget_itself() -> None:
+    with pytest.raises(AssertionError, match="this machine keeps its identity"):
+        plan_finish(RECIPE, "10.0.0.5", ())
+
+
 def test_apt_is_told_of_the_way_as_long_as_the_script_runs(tmp_path: Path) -> None:
     script = 'cat "$APT_CONFIG"; echo "$APT_CONFIG" >said; exit 7'
     environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}

@@ -32,6 +32,8 @@ class Encoder(torch.nn.Module):
 def test_words_travel_by_rows_and_all_else_whole() -> None:
     found = count_travels(Encoder(), OBJECTIVE, TrainConfig(batch_size=2), PREPARED)
     assert (found.parameters, found.row) == (8 * 3 + 3, 8)
+    # A matrix of 8 x 3 has no factors of fewer numbers.
+    assert found.factors == 8 * 3 + 3
     assert list(found.words) == list(map(str, RANKS))
     # A batch of all eleven rows names every word there is, and the one that pads.
     assert found.words["64"] == len({*TOKENS.ids.tolist(), 0})
@@ -47,3 +49,8 @@ def test_words_are_those_of_the_updates_that_come() -> None:
 def test_a_model_without_words_of_its_own_sends_all() -> None:
     found = count_travels(torch.nn.Linear(8, 3), OBJECTIVE, TrainConfig(), PREPARED)
     assert (found.parameters, found.row, found.words) == (27, 0, {})
+
+
+def test_factors_are_counted_where_they_are_fewer() -> None:
+    found = count_travels(torch.nn.Linear(64, 100), OBJECTIVE, TrainConfig(), PREPARED)
+    assert (found.parameters, found.factors) == (64 * 100 + 100, (64 + 100) * 16 + 100)
