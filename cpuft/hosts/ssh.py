@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import paramiko
 
 CONNECT_SECONDS = 10.0
+_CALL_SECONDS = 3.5
+"""A kernel that is there has answered the third of its calls by then: they lie 1 and 2 s apart (RFC 6298)."""
 _MOST_BASTIONS = 8
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
 LOGIN_REFUSED, TIMED_OUT = "login refused", "time-out"
@@ -212,7 +214,8 @@ def telling(host: Host, seconds: float = CONNECT_SECONDS) -> Iterator[None]:
 def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:
     """The key that the server at a host's address and port shows: "ssh-ed25519 AAAA...". It proves nothing by itself.
 
-    `seconds`: how long it may take to connect, and then to answer; without, as long as a session.
+    `seconds`: how long its ssh server may take to answer, however busy the host is; its kernel has less time for that.
+    Without, as long as a session.
 
     Raises HostError: no ssh server answers.
     """
@@ -221,7 +224,8 @@ def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> st
     login, limit = read_login(host, config_path), min(CONNECT_SECONDS, seconds or CONNECT_SECONDS)
     with ExitStack() as stack, telling(host, limit):
         before = _pass_bastions(login, config_path, stack)
-        transport = stack.enter_context(paramiko.Transport(_open_stream(login, before, limit)))
+        call = min(limit, _CALL_SECONDS) if seconds and not before else limit
+        transport = stack.enter_context(paramiko.Transport(_open_stream(login, before, call)))
         transport.start_client(timeout=limit)
         key = transport.get_remote_server_key()
         return f"{key.get_name()} {key.get_base64()}"

@@ -291,3 +291,18 @@ def test_hosts_that_are_off_or_frozen_are_told_from_those_that_answer(
         assert door.find_silent(("frozen",), 0.5) == {"frozen"}
         assert time.monotonic() - start < 5
         assert door.silent == {"off", "frozen"}
+
+
+def test_a_host_that_is_cut_off_is_not_given_the_time_of_a_busy_one(config: Path) -> None:
+    """A queue that is full drops every further call, as a cut cable does."""
+    with socket.socket() as full, ExitStack() as callers:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
+        door = change(config, "Host far\n", f"Host cut\n  Port {full.getsockname()[1]}\nHost far\n")
+        start = time.monotonic()
+        assert door.find_silent(("cut",), 9.0) == {"cut"}
+        assert time.monotonic() - start < 8

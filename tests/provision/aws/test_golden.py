@@ -90,6 +90,7 @@ def test_from_an_image_to_a_job_and_back_to_nothing(job: tuple[str, ...], file: 
 
     name = check(bottle.cpuft("provision", "image", "--list", "--region", "us-east-1")).split()[0]
     check(bottle.cpuft("provision", "image", "--delete", name, "--region", "us-east-1"))
+    assert bottle.ask("calls").count("DeregisterImage") == 1
     assert bottle.ask("left") == NOTHING_LEFT
 
 
