@@ -123,14 +123,6 @@ def test_a_host_that_is_here_needs_no_ssh() -> None:
     assert door.way(Host("localhost")) == ()
 
 
-@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
-def test_a_host_that_cannot_be_here_is_never_taken_for_this_machine(name: str) -> None:
-    """A rented host may have an address that this machine has in another network."""
-    door = Door("/nowhere", elsewhere=True)
-    assert not door.is_here(Host(name))
-    assert door.way(Host(name))[0] == "ssh"
-
-
 def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path: Path) -> None:
     """A rented host has another address for this machine: among themselves traffic would leave the private network."""
     config = tmp_path / "config"
