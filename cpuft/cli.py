@@ -114,7 +114,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
         _print_plans([replace(plan, notes=(*describe_limit(job, cluster), *plan.notes))])
         return
     _check_hosts(cluster, config)
-    grace = None if train.engine == "ipex" else config.grace
+    grace = config.grace if train.engine == "torch" else None
     code = run_attempts(Launch(job, run_dir, os.environ), plan, cluster, partial(_run, grace=grace), _say)
     code, line = describe_ending(code, run_dir, cluster.rank_hosts, config, script)
     click.echo(line, err=bool(code), nl=bool(line))

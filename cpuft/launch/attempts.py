@@ -25,13 +25,13 @@ Say = Callable[[str], None]
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """How often this job may be started again. With IPEX there are no checkpoints.
+    """How often this job may be started again. With engines of others there are no checkpoints.
 
     Raises CpuftError: --min-np is more than --np.
     """
     if job.config.min_np > job.config.np:
         raise CpuftError(f"--min-np {job.config.min_np} is more than --np {job.config.np}: lower it")
-    no_checkpoints = not job.script and job.train.engine == "ipex"
+    no_checkpoints = not job.script and job.train.engine != "torch"
     return 0 if no_checkpoints else count_restarts(job.config.restarts, len(cluster.assignments))
 
 

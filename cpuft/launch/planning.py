@@ -25,6 +25,7 @@ from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import Resumed
 from cpuft.launch.secrets import plan_secrets
 from cpuft.options.bench import plan_turns
+from cpuft.options.conflicts import refuse_conflicts, refuse_engine
 from cpuft.options.fields import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE
@@ -101,8 +102,7 @@ def plan_training(
 ) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
-    if config.notice and train.engine == "ipex":
-        raise CpuftError("--notice wants a checkpoint, and --engine ipex makes none: leave one of them out")
+    refuse_engine(train.engine, bool(config.notice), apart)
     prepared = f"{run_dir}/{ROWS}"
     worker = WorkerConfig(run_dir, prepared, progress, apart, cluster.facts[0].cpu_quota)
     if resumed:
@@ -260,9 +260,11 @@ def refuse_unread_rows(train: TrainConfig) -> None:
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
     """The training options for these hosts: where only some have bf16 and `auto` is asked for, all use fp32.
 
-    Raises CpuftError: bf16 asked for where a host lacks it; options of rows that --task does not read.
+    Raises CpuftError: bf16 asked for where a host lacks it; options of rows that --task does not read, or that exclude
+    each other.
     """
     refuse_unread_rows(train)
+    refuse_conflicts(train)
     limit = environ.get("ONEDNN_MAX_CPU_ISA", "")
     choices = [
         choose_precision(train.precision, train.emulate_bf16, effective_flags(facts.cpu_flags, limit))

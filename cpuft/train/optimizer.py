@@ -22,11 +22,13 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     optimizer = torch.optim.AdamW(group_parameters(model, config.weight_decay), config.learning_rate, fused=True)
     if config.engine == "ipex":
         ipex.optimize(model, optimizer, precision)
+    elif config.engine != "torch":
+        return optimizer
     elif config.compile:
         # The fast layers call kernels of their own, which a graph cannot hold. Lengths differ from step to step.
         model.compile(dynamic=True)
     elif not config.plain:
-        accelerate(model, optimizer, precision=precision)
+        accelerate(model, optimizer, precision=precision, adapters=config.lora > 0)
     return optimizer
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cpuft.comm.gradients.compression import WITH_FEEDBACK, choose_compression, gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
+from cpuft.options.conflicts import refuse_conflicts
 from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.rank.notice import listen
 from cpuft.rank.world import parse_world
@@ -34,18 +35,20 @@ from cpuft.record import (
     drop_warm_up,
     format_line,
 )
-from cpuft.train import ipex
+from cpuft.train import ort
 from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.keeper import Keeper, find_keepers
 from cpuft.train.checkpoint.model import save_model
 from cpuft.train.checkpoint.resuming import Past, resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared, prepare, read_prepared
+from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
 from cpuft.train.interruption import obey
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
 from cpuft.train.loop import Loop, settle_messages, train
+from cpuft.train.lora import check_lora
 from cpuft.train.model import count_parameters
 from cpuft.train.objective.sequences import make_objective
 from cpuft.train.precision import format_products
@@ -78,7 +81,9 @@ class Story:
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     """Train as configured; `started` is the perf_counter value at which this process began."""
-    ipex.check_engine(config)
+    refuse_conflicts(config)
+    check_engine(config)
+    check_lora(config)
     cpu = read_cpu()
     world, precision = parse_world(os.environ), choose_precision(config.precision, config.emulate_bf16, cpu.flags)
     measured = recall(worker.measured, world.size)
@@ -91,6 +96,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         objective = make_objective(config, prepared)
         torch.manual_seed(config.seed)
         model = objective.load_model(config)
+        model = ort.wrap(model) if config.engine == "ort" else model
         story = Story(stack.enter_context(Progress(worker.progress, world.rank)))
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
         header = replace(header, products=find_products(header, measured))
@@ -108,7 +114,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         if story.writer:
             if config.save_model and not worker.apart:
-                save_model(model, config.model, worker.run_dir)
+                save_model(model, config.model, worker.run_dir, config.lora_merge)
             story.writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum, phases))
         end(story, loop, worker)
 
@@ -116,7 +122,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
 def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack: ExitStack) -> None:
     """Go on where the run had come to, if it is one to go on with; then open the record and what keeps checkpoints."""
     config, world, past = loop.config, loop.world, Past()
-    keeps = bool(worker.run_dir) and not worker.apart and config.engine != "ipex"
+    keeps = bool(worker.run_dir) and not worker.apart and config.engine == "torch"
     root = Path(worker.run_dir, FOLDER)
     state = State(loop.model, loop.optimizer) if keeps or worker.resume >= 0 else None
     if state and worker.resume >= 0:
@@ -215,7 +221,7 @@ def make_header(
     cpu: Cpu,
 ) -> Header:
     """What this run is, for the record."""
-    packages = (*_PACKAGES, ipex.PACKAGE) if config.engine == "ipex" else _PACKAGES
+    packages = (*_PACKAGES, *name_packages(config.engine))
     return Header(
         task=config.task,
         model=config.model,

@@ -82,7 +82,8 @@ class LocalUpdates:
 
     def name(self, tokens: torch.Tensor) -> None:
         """Words that any rank has looked up: int64, of any shape; the same on all ranks."""
-        self._named[tokens.reshape(-1)] = True
+        if self._words is not None:
+            self._named[tokens.reshape(-1)] = True
 
     @torch.no_grad()
     def meet(self) -> None:

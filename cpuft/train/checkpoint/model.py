@@ -1,23 +1,28 @@
-"""The trained model and its tokenizer, as `from_pretrained` loads them; written beside, then renamed."""
+"""The trained model or its adapters, and the tokenizer, as `from_pretrained` loads them; written beside and renamed."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.train.model import load_tokenizer
+from cpuft.train.lora import is_adapted, save_adapters
+from cpuft.train.model import load_tokenizer, load_weights
 
 MODEL_DIR = "model"
 
 
-def save_model(model: Any, source: str, run_dir: str) -> Path:
-    """Write `run_dir`/model; a save that is cut short leaves none. Raises CpuftError: the disk is full."""
+def save_model(model: Any, source: str, run_dir: str, merged: bool = False) -> Path:
+    """Write `run_dir`/model; a save that is cut short leaves none. Raises CpuftError: the disk is full.
+
+    `merged`: of a model with adapters the whole, instead of these alone.
+    """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:
-        model.save_pretrained(beside)
+        _write_weights(model, beside, merged)
         load_tokenizer(source).save_pretrained(beside)
         shutil.rmtree(target, ignore_errors=True)  # of a run that broke off after this, and was resumed
         beside.rename(target)
@@ -28,3 +33,16 @@ def save_model(model: Any, source: str, run_dir: str) -> Path:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return target
+
+
+def _write_weights(model: Any, folder: Path, merged: bool) -> None:
+    if not is_adapted(model):
+        model.save_pretrained(folder)
+        return
+    save_adapters(model, folder)
+    if merged:
+        # Into weights read anew: those that were trained with may be rounded to bf16.
+        read = partial(type(model.get_base_model()).from_pretrained, config=model.config)
+        whole, _ = load_weights(read, str(folder))
+        shutil.rmtree(folder)
+        whole.save_pretrained(folder)

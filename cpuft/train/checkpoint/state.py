@@ -1,11 +1,14 @@
 """What makes the next update the same on any number of ranks, as one block of memory: fp32 weights, AdamW's moments.
 
+Weights that are not trained are not in it; its header has their checksum, so that it fits no other ones.
+
 The block is a safetensors file as it stands (a header in JSON, then all tensors without gaps), so that it is written
 and read in one piece; the library's own writer holds the GIL meanwhile, and training would wait.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,12 +54,12 @@ class State:
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         parameters, kept = dict(model.named_parameters()), model.state_dict().keys()
-        self._weights = {
-            name: tensor for name, tensor in (parameters | dict(model.named_buffers())).items() if name in kept
-        }
+        found = {name: tensor for name, tensor in (parameters | dict(model.named_buffers())).items() if name in kept}
+        frozen = {name: tensor for name, tensor in found.items() if name in parameters and not tensor.requires_grad}
+        self._weights = {name: tensor for name, tensor in found.items() if name not in frozen}
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._stepped = {name: p for name, p in parameters.items() if id(p) in stepped}
-        self.header, self._places = _lay_out(self._list_tensors())
+        self.header, self._places = _lay_out(self._list_tensors(), checksum_frozen(frozen))
         self.nbytes = len(self.header) + sum(self._sizes())
         """Of a block."""
 
@@ -107,6 +110,15 @@ class State:
                 self._optimizer.state[parameter] = {_STEP: step.clone(), **moments}
 
 
+def checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of these weights, rounded to bf16, as which the fast path keeps some of them; empty without any."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest() if tensors else ""
+
+
 def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
     """These tensors in one block, a safetensors file as it stands. Raises CpuftError: one has a type without a name."""
     for name, tensor in tensors.items():
@@ -120,11 +132,14 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
     return block
 
 
-def _lay_out(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, _Place]]:
+def _lay_out(
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], frozen: str = ""
+) -> tuple[bytes, dict[str, _Place]]:
     """A safetensors header of these tensors, and where in a block each one stands: the widest type first, so that
-    every tensor is aligned."""
+    every tensor is aligned. `frozen`: checksum of what has no place in it."""
     tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
-    said, starts, end = {}, list[int](), 0
+    said: dict[str, Any] = {"__metadata__": {"frozen": frozen}} if frozen else {}
+    starts, end = list[int](), 0
     for name, dtype, shape in tensors:
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         starts.append(start)

@@ -25,7 +25,8 @@ from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.train.data.rows import Data, Rows, first_rows, read_data
-from cpuft.train.ipex import check_engine
+from cpuft.train.engines import check_engine
+from cpuft.train.lora import check_lora
 from cpuft.train.model import find_model, load_tokenizer
 
 FORMAT = 1
@@ -153,6 +154,7 @@ def main() -> None:
         output, config = sys.argv[1], parse_arguments(TrainConfig, sys.argv[2:])
         os.environ.update(take_sent(os.environ, "prepare"))
         check_engine(config)
+        check_lora(config)
         find_model(config.model)
         with written_beside(Path(output)) as beside:
             shutil.copyfile(prepare(config), beside)

@@ -41,7 +41,8 @@ def settle(
     is what it was between these hosts when the run began.
     """
     base = choose_compression(config.grad_compression, precision)
-    if config.grad_compression != "auto" or config.sync_every > 1 or not _between_hosts(world):
+    apart = config.sync_every > 1 or config.engine == "deepspeed"
+    if config.grad_compression != "auto" or apart or not _between_hosts(world):
         return "", ""
     if known:
         return known, "as when the run began"

@@ -7,10 +7,13 @@ from cpuft.train.exchange import Exchange
 from cpuft.train.exchange.gradients import GradientExchange
 from cpuft.train.exchange.late import LateExchange
 from cpuft.train.exchange.parameters import ParameterExchange
+from cpuft.train.exchange.zero import ZeroExchange
 
 
 def choose_exchange(config: TrainConfig, ranks: int) -> type[Exchange]:
     """What ranks exchange; one has nobody to exchange with."""
+    if config.engine == "deepspeed":
+        return ZeroExchange
     if ranks == 1:
         return Exchange
     if config.sync_every > 1:

@@ -18,6 +18,16 @@ from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
 
+LEAST_BUCKETS = 8
+"""Into so many a model's gradients are cut at least, so that what is left when backward is over is little."""
+
+
+def _bucket_bytes(model: torch.nn.Module) -> int:
+    """How much of a gradient is sent at a time."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    numbers = min(BUCKET_NUMBERS, -(-sum(parameter.numel() for parameter in trained) // LEAST_BUCKETS))
+    return numbers * trained[0].itemsize
+
 
 class GradientExchange(Exchange):
     """DistributedDataParallel, with the words that rows name beside it."""
@@ -31,7 +41,11 @@ class GradientExchange(Exchange):
         if self._rows:
             weight: Any = self._rows.weight  # torch has no types for its hooks
             weight.register_post_accumulate_grad_hook(self._note)
-        megabytes = BUCKET_NUMBERS * next(own.parameters()).itemsize / 2**20
+        elif frozen := [name for name, parameter in own.named_parameters() if not parameter.requires_grad]:
+            # Else a base that all hosts have would be sent to them, before the first of its adapters' small gradients.
+            untyped: Any = DistributedDataParallel
+            untyped._set_params_and_buffers_to_ignore_for_model(own, frozen)
+        megabytes = _bucket_bytes(own) / 2**20
         self._parallel = DistributedDataParallel(own, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
         # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
         self._parallel.register_comm_hook(None, lambda _, bucket: self._send(bucket))

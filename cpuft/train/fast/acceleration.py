@@ -29,7 +29,12 @@ def has_bf16_products() -> bool:
 
 
 def accelerate(
-    model: Model, optimizer: AnyOptimizer, *, precision: str = "auto", first_token: bool = True
+    model: Model,
+    optimizer: AnyOptimizer,
+    *,
+    precision: str = "auto",
+    first_token: bool = True,
+    adapters: bool = False,
 ) -> tuple[Model, AnyOptimizer]:
     """Train `model` with `optimizer` faster; nothing else of the training loop changes.
 
@@ -47,6 +52,8 @@ def accelerate(
     ----------
     precision: bf16 compute weights and activations with fp32 masters, or fp32; auto: bf16 where the hardware has it.
     first_token: in sequence classifiers, the last layer computes only the first token, which alone is read.
+    adapters: layers with peft's LoRA (plain, no dropout) become fast ones, too. Their encoder's frozen linear weights
+        have no masters: with bf16 they are rounded for good, so save adapters, and merge them into a fresh model.
 
     Raises CpuftError: for a model wrapped by DistributedDataParallel, one whose weights are not fp32, an unknown
     precision.
@@ -57,7 +64,7 @@ def accelerate(
     _replace_dropout(model)
     masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters is None:
-        masters = _quicken(model, bf16, first_token)
+        masters = _quicken(model, bf16, first_token, adapters)
     put_on_masters(optimizer, masters)
     return model, optimizer
 
@@ -74,11 +81,14 @@ def _check(model: nn.Module, precision: str) -> None:
         raise CpuftError(f"{low} is not fp32, so there is no master to train: load the model with dtype=torch.float32")
 
 
-def _quicken(model: nn.Module, bf16: bool, first_token: bool) -> Masters:
-    encoders = find_encoders(model)
+def _quicken(model: nn.Module, bf16: bool, first_token: bool, adapters: bool) -> Masters:
+    encoders = find_encoders(model, adapters)
     linears = [linear for encoder in encoders for linear in encoder.linears]
-    low = [p for linear in linears for p in linear.parameters()] if bf16 else []
-    masters = Masters(model, low)
+    low: list[nn.Parameter] = [p for linear in linears for p in linear.parameters()] if bf16 else []
+    masters = Masters(model, [p for p in low if p.requires_grad or not adapters])
+    for parameter in low:
+        if masters.get(parameter) is None:
+            parameter.data = parameter.detach().to(torch.bfloat16)
     for encoder in encoders:
         encoder.install(bf16)
     if first_token and len(encoders) == 1 and reads_first_token(model):

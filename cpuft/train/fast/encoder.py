@@ -17,9 +17,10 @@ _FIRST_TOKEN_HEADS = frozenset(
 )
 
 
-def reads_first_token(model: nn.Module) -> bool:
-    """Whether a model's output depends on the first token of the encoder's output only."""
-    return type(model).__name__ in _FIRST_TOKEN_HEADS and type(model).__module__.startswith("transformers.")
+def reads_first_token(model: Any) -> bool:
+    """Whether a model's output depends on the first token of the encoder's output only; also one that peft holds."""
+    kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    return kind.__name__ in _FIRST_TOKEN_HEADS and kind.__module__.startswith("transformers.")
 
 
 class FastEncoder:
@@ -34,7 +35,7 @@ class FastEncoder:
         self.layout: Layout | None = None
 
     @property
-    def linears(self) -> list[nn.Linear]:
+    def linears(self) -> list[Any]:
         """The linear layers of all encoder layers."""
         return [linear for parts in self.parts for linear in parts.linears]
 
@@ -86,14 +87,14 @@ class FastEncoder:
         return output
 
 
-def find_encoders(model: nn.Module) -> list[FastEncoder]:
-    """The encoders in `model` all of whose layers the fast path can stand in for."""
+def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]:
+    """The encoders in `model` all of whose layers the fast path can stand in for, see `layer.read_parts`."""
     found = []
     for module in model.modules():
         layers = getattr(module, "layer", None)
         if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
             continue
-        parts = [read_parts(layer, is_last=layer is layers[-1]) for layer in layers]
+        parts = [read_parts(layer, is_last=layer is layers[-1], adapters=adapters) for layer in layers]
         known = [p for p in parts if p is not None]
         if len(known) == len(parts):
             found.append(FastEncoder(module, list(layers), known))

@@ -13,32 +13,35 @@ from cpuft.train.fast.attention import Heads, attention
 from cpuft.train.fast.dropout import draw_mask
 from cpuft.train.fast.layout import Layout, layout_of
 from cpuft.train.fast.norm import dropout_add_norm
-from cpuft.train.fast.projection import PackedLinear, linear
+from cpuft.train.fast.projection import PackedLinear, is_adapted, linear
 
 
 @dataclass
 class LayerParts:
-    """The modules of one encoder layer, by what they do. They stay in the model; this only knows where they are."""
+    """The modules of one encoder layer, by what they do. They stay in the model; this only knows where they are.
+
+    Linear layers are torch's, or have peft's adapters, see `projection.is_adapted`.
+    """
 
     heads: Heads
     attention_module: nn.Module
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
+    query: Any
+    key: Any
+    value: Any
     attention_dropout: nn.Dropout
-    attention_output: nn.Linear
+    attention_output: Any
     attention_output_dropout: nn.Dropout | None
     attention_norm: nn.LayerNorm
-    inner: nn.Linear
+    inner: Any
     activation: Callable[[Tensor], Tensor]
-    outer: nn.Linear
+    outer: Any
     outer_dropout: nn.Dropout
     outer_norm: nn.LayerNorm
     is_last: bool
     packed: PackedLinear | None = None
 
     @property
-    def linears(self) -> list[nn.Linear]:
+    def linears(self) -> list[Any]:
         """The layer's linear layers."""
         return [self.query, self.key, self.value, self.attention_output, self.inner, self.outer]
 
@@ -99,11 +102,12 @@ _READERS: dict[tuple[str, str], Callable[[Any, bool], LayerParts]] = {
 }
 
 
-def read_parts(layer: nn.Module, is_last: bool) -> LayerParts | None:
+def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> LayerParts | None:
     """The parts of a layer that the fast path can stand in for; None for any other.
 
-    A layer qualifies by its class and by what it is made of: decoders, cross-attention, adapters in place of linear
-    layers, linear layers without bias and chunked feed-forward run unchanged.
+    A layer qualifies by its class and by what it is made of: decoders, cross-attention, linear layers without bias and
+    chunked feed-forward run unchanged, and other modules in the place of linear layers: peft's LoRA, too, unless
+    `adapters` are asked for.
     """
     module = type(layer).__module__.split(".")
     reader = _READERS.get((module[-2] if len(module) > 1 else "", type(layer).__name__))
@@ -115,11 +119,16 @@ def read_parts(layer: nn.Module, is_last: bool) -> LayerParts | None:
         getattr(layer, "ffn", None), "chunk_size_feed_forward", 0
     )
     parts = reader(layer, is_last)
-    plain = all(type(linear) is nn.Linear and linear.bias is not None for linear in parts.linears)
+    known = all(_is_linear(linear, adapters) and linear.bias is not None for linear in parts.linears)
+    known &= len({type(linear) for linear in (parts.query, parts.key, parts.value)}) == 1
     norms = (parts.attention_norm, parts.outer_norm)
     return (
-        parts if plain and not chunk and all(type(n) is nn.LayerNorm and n.elementwise_affine for n in norms) else None
+        parts if known and not chunk and all(type(n) is nn.LayerNorm and n.elementwise_affine for n in norms) else None
     )
+
+
+def _is_linear(layer: nn.Module, adapters: bool) -> bool:
+    return type(layer) is nn.Linear or (adapters and is_adapted(layer))
 
 
 def _is_exact_gelu(activation: Callable[[Tensor], Tensor]) -> bool:

@@ -1,4 +1,8 @@
-"""Linear layers: several of one input as one product (query, key and value), and a bias gradient that costs little."""
+"""Linear layers: several of one input as one product (query, key and value), and a bias gradient that costs little.
+
+Of layers with peft's LoRA only the two narrow factors beside the weight are trained: no product for a gradient of the
+weight, which is a third of all that a step multiplies.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,9 @@ def column_sums(x: Tensor) -> Tensor:
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
         ctx.count = len(parameters) // 2
+        # A frozen layer's input is no longer needed.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, weight)
         return functional.linear(x, weight, bias)
 
     @staticmethod
@@ -41,13 +46,59 @@ class _PackedLinear(torch.autograd.Function):
         return dx, None, None, *dweights
 
 
+class _AdaptedLinear(torch.autograd.Function):
+    """x W^T + b + (x A^T) B^T, of which A and B are trained."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        narrow = functional.linear(x, down)
+        ctx.save_for_backward(x, narrow, weight, down, up)
+        return functional.linear(x, weight, bias).addmm_(narrow, up.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, narrow, weight, down, up = ctx.saved_tensors
+        dnarrow = grad @ up
+        dx = (grad @ weight).addmm_(dnarrow, down) if ctx.needs_input_grad[0] else None
+        return dx, None, None, dnarrow.t() @ x, grad.t() @ narrow
+
+
 _packed_linear: Callable[..., Tensor] = _PackedLinear.apply
+_adapted_linear: Callable[..., Tensor] = _AdaptedLinear.apply
+_block_diagonal: Callable[..., Tensor] = torch.block_diag
 
 
-def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs)."""
-    weight, bias = layer.weight, layer.bias
-    return _packed_linear(x, weight.detach(), bias.detach(), weight, bias)
+def is_adapted(layer: Any) -> bool:
+    """Whether this is a linear layer with one of peft's LoRA adapters in its plain form, which alone is trained."""
+    if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
+        return False
+    names, base = layer.active_adapters, layer.base_layer
+    plain = len(names) == 1 and not (layer.lora_variant or layer.merged or layer.disable_adapters)
+    frozen = type(base) is nn.Linear and not any(parameter.requires_grad for parameter in base.parameters())
+    return plain and frozen and type(layer.lora_dropout[names[0]]) is nn.Identity and not layer.lora_bias[names[0]]
+
+
+def _factors(layer: Any) -> tuple[Tensor, Tensor]:
+    """An adapted layer's A, (rank, inputs), and B, (outputs, rank), with the adapter's scale in it."""
+    (name,) = layer.active_adapters
+    return layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
+
+
+def _project(x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor) -> Tensor:
+    """What layers give for `x` side by side, whose weights and biases are these. All are adapted, or none is."""
+    if type(layers[0]) is nn.Linear:
+        return _packed_linear(x, weight, bias, *(layer.weight for layer in layers), *(layer.bias for layer in layers))
+    downs, ups = zip(*map(_factors, layers))
+    return _adapted_linear(x, weight, bias, torch.cat(downs), _block_diagonal(*ups))
+
+
+def linear(layer: Any, x: Tensor) -> Tensor:
+    """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs).
+
+    It is a torch.nn.Linear, or one of which `is_adapted` holds.
+    """
+    return _project(x, [layer], layer.weight.detach(), layer.bias.detach())
 
 
 class PackedLinear:
@@ -57,7 +108,7 @@ class PackedLinear:
     to the packed tensor. If something gives a weight other storage, the weights are concatenated at each call instead.
     """
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
         self.weight = self._pack([layer.weight for layer in layers])
         self.bias = self._pack([layer.bias for layer in layers])
@@ -81,4 +132,4 @@ class PackedLinear:
         """(tokens, inputs) -> (tokens, layers * outputs): what the layers from number `first` give, side by side."""
         weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
         weight, bias = self._current(self.weight, weights, first), self._current(self.bias, biases, first)
-        return _packed_linear(x, weight, bias, *weights[first:], *biases[first:])
+        return _project(x, self.layers[first:], weight, bias)

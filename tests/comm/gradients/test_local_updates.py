@@ -19,6 +19,19 @@ def test_changes_of_parameters_have_types_of_their_own(compression: str) -> None
     assert "\n" not in str(refused.value)
 
 
+def test_ranks_without_words_of_their_own_are_told_of_words() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        local = LocalUpdates([parameter], "none")
+        parameter.data.add_(1.0)
+        local.name(torch.tensor([5, 1]))
+        local.finish()
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(parameter.detach(), torch.ones(3))
+
+
 def test_what_a_resumed_run_brings_with_it_is_no_gain() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     learnt = torch.tensor([1.0, -2.0, 3.0])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from cpuft.options.fields import TrainConfig
 from cpuft.train.checkpoint.state import State
 from cpuft.train.job import checksum_parameters
+from cpuft.train.lora import adapt
 from cpuft.train.optimizer import make_optimizer
 from tests.train.fast.encoders import make_batch, make_model
 
@@ -52,6 +53,30 @@ def test_updates_after_it_are_the_same_to_the_bit(plain: bool, precision: str, t
     assert kept["model.classifier.weight"].dtype == torch.float32
     assert kept["exp_avg.classifier.weight"].abs().sum() > 0
     assert set(kept["step"].tolist()) == {2.0}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_of_a_model_with_adapters_what_is_trained_alone_is_kept(precision: str) -> None:
+    config = TrainConfig(lora=4, learning_rate=1e-2)
+    model, other, whole = (adapt(make_model("bert"), 4, "", ()) for _ in range(3))
+    optimizer, others = (make_optimizer(one, config, precision) for one in (model, other))
+    for _ in range(2):
+        step(model, optimizer)
+    block = take(State(model, optimizer))
+    kept = {name for name in State(model, optimizer)._places if name.startswith("model.")}
+    trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
+    assert kept - trained == {f"model.{name}" for name, _ in model.named_buffers() if name in model.state_dict()}
+    State(other, others).restore(block)
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, others)
+    assert checksum_parameters(other) == checksum_parameters(model)
+    # On hosts of another precision the frozen weights are the same, and of another base they are not.
+    header = State(model, optimizer).header
+    assert State(whole, make_optimizer(whole, config, "fp32")).header == header
+    with torch.no_grad():
+        dict(whole.named_parameters())["base_model.model.bert.embeddings.word_embeddings.weight"][0, 0] += 1
+    assert State(whole, torch.optim.AdamW(whole.parameters())).header != header
 
 
 def test_what_no_update_has_touched_has_no_moments() -> None:

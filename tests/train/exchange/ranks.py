@@ -105,6 +105,30 @@ def of_parameters(rank: int) -> dict[str, object]:
     return {"biases": values, "sent": sent, "gradients": flat(model)}
 
 
+def of_frozen(rank: int) -> dict[str, list[int]]:
+    """By what is exchanged: bytes that are sent for frozen words and a trained layer before an update, and in one."""
+    found = {}
+    ways: dict[str, dict[str, Any]] = {
+        "gradients": {"grad_compression": "none"},
+        "late": {"grad_compression": "late"},
+        "parameters": {"grad_compression": "none", "sync_every": 2},
+    }
+    for name, options in ways.items():
+        model = Reader()
+        model.words.requires_grad_(False)
+        comm.take_traffic()
+        exchange, optimizer = make(model, **options)
+        sent = [comm.take_traffic().nbytes]
+        with exchange.micro_batch(last=True):
+            torch.autograd.backward(exchange.model(WORDS[rank]).sum())
+        exchange.average(lambda: WORDS)
+        exchange.clip()
+        optimizer.step()
+        exchange.meet(2, last=True)
+        found[name] = [*sent, comm.take_traffic().nbytes]
+    return found
+
+
 def of_rungs(rank: int) -> dict[str, list[float]]:
     """Of each rung: bytes that it promises for an update of five words, and those that it sends."""
     found = {}
@@ -124,7 +148,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     comm.start("gloo", timeout_seconds=20)
     own = dist.get_rank()
-    text = json.dumps({"gradients": of_gradients(own), "parameters": of_parameters(own), "rungs": of_rungs(own)})
-    Path(sys.argv[1], f"{own}.json").write_text(text)
+    everything = {"gradients": of_gradients(own), "parameters": of_parameters(own), "rungs": of_rungs(own)}
+    Path(sys.argv[1], f"{own}.json").write_text(json.dumps(everything | {"frozen": of_frozen(own)}))
     dist.barrier()
     dist.destroy_process_group()

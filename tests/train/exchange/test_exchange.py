@@ -57,6 +57,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     for rungs in (one["rungs"] for one in both):
         assert list(rungs) == ["none", "bf16", "int8", "powersgd"]
         assert all(promised == sent for promised, sent in rungs.values())
+    for frozen in (one["frozen"] for one in both):
+        # Never the 1000 words: an update sends the layer's nine numbers, some of them as blocks, and nothing for rows.
+        assert {name: sent[0] < 1000 for name, sent in frozen.items()} == dict.fromkeys(frozen, True)
+        assert (frozen["gradients"][1], frozen["parameters"][1]) == (4 * 9, 4 * 9)
+        assert 0 < frozen["late"][1] < 1000
 
 
 def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factors() -> None:

@@ -11,6 +11,7 @@ from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.travels import RANKS, count_travels
 from cpuft.train.objective import Objective
+from cpuft.train.objective.sequences import Classification
 from tests.train.tokens import make_tokens
 
 TOKENS = make_tokens([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9], types=False)
@@ -37,6 +38,17 @@ def test_words_travel_by_rows_and_all_else_whole() -> None:
     assert list(found.words) == list(map(str, RANKS))
     # A batch of all eleven rows names every word there is, and the one that pads.
     assert found.words["64"] == len({*TOKENS.ids.tolist(), 0})
+
+
+def test_adapters_are_under_three_hundredths_of_what_a_small_encoder_sends() -> None:
+    objective = Classification(("no", "yes"), (), 0, 0)
+    whole, adapted = (
+        count_travels(objective.load_model(config), objective, config, PREPARED)
+        for config in (TrainConfig(), TrainConfig(lora=16))
+    )
+    assert (whole.row, adapted.row) == (384, 0)
+    # Without the words' rows, which only whole models send.
+    assert adapted.parameters < 0.03 * whole.parameters
 
 
 def test_words_are_those_of_the_updates_that_come() -> None:

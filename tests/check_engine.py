@@ -1,4 +1,7 @@
-"""Run by scripts/check-ipex: MRPC (or the built-in task) with IPEX and with our engine in turn, and IPEX's metric."""
+"""Run by scripts/check-ipex and its like: MRPC (or the built-in task) with another engine and ours in turn; its metric.
+
+Usage: ENGINE PYTHON [GLUE/MRPC] [options of cpuft launch]. ROUNDS, STEPS, WHERE and METRIC from the environment.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from typing import Any
 
 from cpuft.record import Record, read_record
 
-FORMAT = {"format": "cpuft-check-ipex", "version": 1}
+FORMAT = {"format": "cpuft-check-engine", "version": 1}
 LEAST_ACCURACY = 0.76
-RECORD = Path("runs/check-ipex.jsonl")
+WHERE = "1:gloo 2:gloo 2:mpi 2:ccl"
+"""Ranks and backends."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Job:
 
 
 def take_turns(job: Job, np: int, backend: str, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
-    """A line for each run: ours, IPEX, ours, IPEX ..."""
+    """A line for each run: ours, theirs, ours, theirs ..."""
     for number in range(rounds):
         for engine in job.pythons:
             record = job.train(engine, np, backend, "--max-steps", str(steps))
@@ -65,9 +69,9 @@ def summarise(turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of both engines, and the median, least and most of the ratio in each round."""
     rates = {
         engine: [turn["samples_per_second"] for turn in turns if turn["engine"] == engine]
-        for engine in ("torch", "ipex")
+        for engine in dict.fromkeys(turn["engine"] for turn in turns)
     }
-    ratios = sorted(ours / theirs for ours, theirs in zip(rates["torch"], rates["ipex"], strict=True))
+    ratios = sorted(ours / theirs for ours, theirs in zip(*rates.values(), strict=True))
     return {
         "kind": "summary",
         "np": turns[0]["np"],
@@ -79,38 +83,38 @@ def summarise(turns: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def write(line: dict[str, Any]) -> None:
+def write(engine: str, line: dict[str, Any]) -> None:
     """Append a line to the record."""
-    RECORD.parent.mkdir(exist_ok=True)
-    with RECORD.open("a", encoding="utf-8") as file:
+    record = Path(f"runs/check-{engine}.jsonl")
+    record.parent.mkdir(exist_ok=True)
+    with record.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
-    """Exit 1 when IPEX's metric on MRPC is too low. ROUNDS, STEPS, WHERE and METRIC from the environment."""
-    ipex_python, *rest = sys.argv[1:]
+    """Exit 1 when the other engine's metric on MRPC is too low."""
+    engine, python, *rest = sys.argv[1:]
     data, words = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("", rest)
     task = ("--task", "mrpc", "--data-dir", data) if data else ("--task", "demo")
-    job = Job({"torch": sys.executable, "ipex": ipex_python}, (*task, "--learning-rate", "1e-4", *words))
-    write({**FORMAT, "time": time.time(), "words": job.words})
-    print(
-        f"{'ranks':>5} {'backend':8}{'torch, samples/s':>18}{'ipex, samples/s':>17}{'ratio':>7}{'least':>7}{'most':>7}"
-    )
-    for place in os.environ.get("WHERE", "1:gloo 2:gloo 2:mpi 2:ccl").split():
+    job = Job({"torch": sys.executable, engine: python}, (*task, "--learning-rate", "1e-4", *words))
+    write(engine, {**FORMAT, "time": time.time(), "words": job.words})
+    columns = f"{'torch, samples/s':>18}{f'{engine}, samples/s':>22}{'ratio':>7}{'least':>7}{'most':>7}"
+    print(f"{'ranks':>5} {'backend':8}{columns}")
+    for place in os.environ.get("WHERE", WHERE).split():
         np, backend = place.split(":")
         turns = []
         for turn in take_turns(job, int(np), backend, int(os.environ.get("ROUNDS", "3")), steps()):
-            write(turn)
+            write(engine, turn)
             turns.append(turn)
         found = summarise(turns)
-        write(found)
-        rates = f"{found['torch_samples_per_second']:18.1f}{found['ipex_samples_per_second']:17.1f}"
+        write(engine, found)
+        rates = f"{found['torch_samples_per_second']:18.1f}{found[f'{engine}_samples_per_second']:22.1f}"
         spread = "".join(f"{found[name]:7.2f}" for name in ("ratio", "ratio_least", "ratio_most"))
         print(f"{np:>5} {backend:8}{rates}{spread}", flush=True)
     if os.environ.get("METRIC", "1") == "1":
-        metrics = job.train("ipex", 1, "gloo").metrics
-        write({"kind": "metric", "engine": "ipex", **metrics})
-        print(f"ipex, 3 epochs, 1 rank: {json.dumps(metrics)}")
+        metrics = job.train(engine, 1, "gloo").metrics
+        write(engine, {"kind": "metric", "engine": engine, **metrics})
+        print(f"{engine}, 3 epochs, 1 rank: {json.dumps(metrics)}")
         sys.exit(bool(data) and metrics["accuracy"] < LEAST_ACCURACY)
 
 

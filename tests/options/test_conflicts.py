@@ -1,0 +1,65 @@
+"""Options that exclude each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.options.conflicts import refuse_conflicts, refuse_engine
+from cpuft.options.fields import ENGINES, TrainConfig
+
+LAYERS = "because it trains with layers of its own: leave one of them out"
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"engine": "ipex", "plain": True}, f"--engine ipex excludes --plain, {LAYERS}"),
+        ({"engine": "deepspeed", "compile": True}, f"--engine deepspeed excludes --compile, {LAYERS}"),
+        ({"engine": "ort", "lora": 16}, f"--engine ort excludes --lora, {LAYERS}"),
+        (
+            {"engine": "ipex", "sync_every": 2},
+            "--engine ipex excludes --sync-every, because it keeps the fp32 weights to itself: leave one of them out",
+        ),
+        (
+            {"engine": "deepspeed", "grad_compression": "int8"},
+            "--engine deepspeed excludes --grad-compression, because it sends gradients in its own way: "
+            "leave one of them out",
+        ),
+        ({"engine": "ort"}, "--engine ort trains in fp32 only: add --precision fp32"),
+        (
+            {"lora_merge": True},
+            "--lora-merge says how adapters are kept, and there are none: add --lora 16, or leave it out",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CpuftError) as refused:
+        refuse_conflicts(TrainConfig(**options))
+    assert str(refused.value) == problem
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"plain": True, "sync_every": 2},
+        {"lora": 16, "lora_merge": True, "plain": True, "sync_every": 4},
+        {"engine": "ipex", "grad_compression": "int8"},
+        {"engine": "deepspeed", "accumulation": 2},
+        {"engine": "ort", "precision": "fp32", "sync_every": 2},
+    ],
+)
+def test_others_may_go_together(options: dict[str, Any]) -> None:
+    refuse_conflicts(TrainConfig(**options))
+
+
+def test_engines_of_others_make_no_checkpoints() -> None:
+    for engine in ENGINES[1:]:
+        with pytest.raises(CpuftError, match=f"--notice wants a checkpoint, and --engine {engine} makes none: leave"):
+            refuse_engine(engine, notice=True, apart=False)
+    refuse_engine("torch", notice=True, apart=True)
+    with pytest.raises(CpuftError, match="--ideal trains ranks apart, and --engine deepspeed together only: leave"):
+        refuse_engine("deepspeed", notice=False, apart=True)

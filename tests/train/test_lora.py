@@ -1,0 +1,186 @@
+"""Adapters: what is adapted, what is trained whole, what is kept, and who else can read it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
+
+from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
+from cpuft.train.checkpoint.model import save_model
+from cpuft.train.fast import accelerate
+from cpuft.train.lora import adapt, check_lora, find_targets, find_whole
+from cpuft.train.model import find_model, load_weights
+from cpuft.train.objective.sequences import Classification
+from tests.train.fast.encoders import SIZES, make_batch, make_model, relative_error
+
+LORA = TrainConfig(lora=4)
+TWO = Classification(("no", "yes"), (), 0, 0)
+HEADS = {
+    "bert": ["classifier"],
+    "roberta": ["classifier"],
+    "electra": ["classifier"],
+    "distilbert": ["pre_classifier", "classifier"],
+}
+
+
+@pytest.mark.parametrize("kind, heads", HEADS.items())
+def test_all_of_attention_is_adapted_and_heads_are_trained_whole(kind: str, heads: list[str]) -> None:
+    model = make_model(kind)
+    assert find_whole(model, {f"{heads[0]}.weight"}) == heads
+    assert len(find_targets(model)) == 2 * 4
+    trained = {name for name, p in adapt(model, 4, "", ()).named_parameters() if p.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == {
+        name for name in trained if any(f".{head}.modules_to_save." in name for head in heads)
+    }
+    assert sum("lora_" in name for name in trained) == 2 * 4 * 2
+
+
+def test_what_came_with_no_weights_is_trained_whole() -> None:
+    fresh = {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight"}
+    assert find_whole(make_model("bert"), fresh) == ["classifier", "bert.pooler.dense"]
+
+
+def test_a_head_that_is_the_words_once_more_is_not_trained_whole() -> None:
+    model = BertForMaskedLM(BertConfig(**SIZES))
+    assert find_whole(model, ()) == []
+    fresh = {name for name, _ in model.named_parameters() if name.startswith("cls")} | {"cls.predictions.decoder.bias"}
+    parts = ["cls.predictions.transform.LayerNorm", "cls.predictions.transform.dense"]
+    assert find_whole(model, fresh) == parts
+    assert all(".attention." in name for name in find_targets(model))
+
+
+def test_a_model_without_linear_layers_in_its_attention_is_refused() -> None:
+    model = GPT2ForSequenceClassification(GPT2Config(vocab_size=64, n_positions=40, n_embd=32, n_layer=1, n_head=4))
+    with pytest.raises(CpuftError, match=r"no linear layers in the attention of here \(GPT2ForSeq.*\): leave it out"):
+        adapt(model, 4, "here", ())
+
+
+def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
+    rates = [TrainConfig(**given).learning_rate for given in ({}, {"lora": 16}, {"lora": 16, "learning_rate": 1e-3})]
+    assert rates == [2e-5, 2e-4, 1e-3]
+    assert replace(TrainConfig(learning_rate=0.0), seed=1).learning_rate == 0.0
+
+
+def test_adapters_without_peft_are_refused() -> None:
+    with pytest.raises(CpuftError) as refused:
+        check_lora(LORA, "no_such_package")
+    assert str(refused.value) == "--lora needs peft, which is not installed: pip install 'cpuft[train]'"
+    check_lora(LORA)
+    check_lora(TrainConfig(), "no_such_package")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """MiniLM with adapters and a head that have learnt something, on the fast path with bf16; and where it is saved."""
+    torch.manual_seed(5)
+    model = TWO.load_model(LORA)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "classifier.modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.05 if "lora_B" in name else 0.5)
+    accelerate(model, torch.optim.AdamW(model.parameters()), precision="bf16", adapters=True)
+    return model.eval(), save_model(model, "minilm", str(tmp_path_factory.mktemp("run")))
+
+
+def answers(model: Any) -> torch.Tensor:
+    batch = make_batch()
+    batch["input_ids"] += 1000
+    with torch.inference_mode():
+        logits: torch.Tensor = model.eval()(**batch).logits
+    return logits
+
+
+def test_adapters_alone_are_kept(trained: tuple[Any, Path]) -> None:
+    _, folder = trained
+    whole = Path(find_model("minilm"), "model.safetensors").stat().st_size
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < whole / 100
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["task_type"]) == (4, 8, "SEQ_CLS")
+    assert settings["base_model_name_or_path"] == find_model("minilm")
+    assert json.loads((folder / "config.json").read_text())["id2label"] == {"0": "no", "1": "yes"}
+
+
+def test_plain_peft_reads_them(trained: tuple[Any, Path]) -> None:
+    from peft import AutoPeftModelForSequenceClassification, PeftModel
+
+    model, folder = trained
+    base = AutoModelForSequenceClassification.from_pretrained(find_model("minilm"), num_labels=2)
+    read = answers(PeftModel.from_pretrained(base, folder))
+    # The trained model computes in bf16.
+    assert relative_error(answers(model), read) < 0.05
+    assert read.std() > 0.1
+    torch.testing.assert_close(answers(AutoPeftModelForSequenceClassification.from_pretrained(folder)), read)
+
+
+def test_their_folder_is_a_model_with_them_merged(trained: tuple[Any, Path]) -> None:
+    from peft import PeftModel
+
+    _, folder = trained
+    base = AutoModelForSequenceClassification.from_pretrained(find_model("minilm"), num_labels=2)
+    wanted = answers(PeftModel.from_pretrained(base, folder))
+    found = TWO.load_model(TrainConfig(model=str(folder)))
+    assert type(found).__name__ == "BertForSequenceClassification"
+    torch.testing.assert_close(answers(found), wanted, atol=1e-5, rtol=1e-4)
+    # For another task there is another head, and the encoder is what was trained.
+    other = Classification(("a", "b", "c"), (), 0, 0).load_model(TrainConfig(model=str(folder), lora=2))
+    weight = "bert.encoder.layer.0.attention.self.query.weight"
+    named = dict(other.get_base_model().named_parameters())
+    assert named["classifier.modules_to_save.default.weight"].shape == (3, 384)
+    assert torch.equal(named[weight.replace("query", "query.base_layer")], found.state_dict()[weight])
+    assert other.peft_config["default"].base_model_name_or_path == str(folder)
+
+
+def test_merged_they_are_a_whole_model_of_fp32(trained: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = trained
+    merged = save_model(model, "minilm", str(tmp_path), merged=True)
+    assert not (merged / "adapter_config.json").exists()
+    read = AutoModelForSequenceClassification.from_pretrained(merged)
+    found, wanted = read.state_dict(), TWO.load_model(TrainConfig(model=str(folder))).state_dict()
+    assert {name: value.dtype for name, value in found.items()} == {name: v.dtype for name, v in wanted.items()}
+    assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+    # What was trained with is rounded; what is kept is not.
+    fresh = AutoModelForSequenceClassification.from_pretrained(find_model("minilm"), num_labels=2).state_dict()
+    frozen = "bert.encoder.layer.0.intermediate.dense.weight"
+    assert torch.equal(found[frozen], fresh[frozen])
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        ("{", "does not say which model its adapters are for"),
+        ("{}", "does not say which model its adapters are for"),
+        ('{"base_model_name_or_path": null}', "does not say which model its adapters are for"),
+        ('{"base_model_name_or_path": "/gone"}', "are for another model, named in .*: there is no folder /gone"),
+        ('{"base_model_name_or_path": "."}', "are for themselves"),
+    ],
+)
+def test_adapters_of_no_known_model_are_refused(tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(content)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CpuftError, match=problem) as refused:
+        load_weights(partial(pytest.fail, "read"), ".")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_adapters_of_another_encoder_are_refused(trained: tuple[Any, Path], tmp_path: Path) -> None:
+    _, folder = trained
+    GPT2ForSequenceClassification(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4)).save_pretrained("gpt")
+    for name in ("adapter_model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": "./gpt"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CpuftError, match=r"do not fit GPT2ForSequenceClassification .*name another --model"):
+        load_weights(GPT2ForSequenceClassification.from_pretrained, str(tmp_path))
