@@ -35,6 +35,7 @@ _GROUPS = {
     "provision": "cpuft.provision.commands",
     "estimate": "cpuft.estimate",
     "stacks": "cpuft.launch.stacks.command",
+    "submit": "cpuft.launch.export.command",
 }
 """Verbs with modules of their own: imported when they are called for, or listed."""
 

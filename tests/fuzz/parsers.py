@@ -19,6 +19,7 @@ from cpuft.hosts import registry, ssh, topology
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
+from cpuft.launch.export.clients import parse_job
 from cpuft.launch.kept import parse_kept
 from cpuft.launch.resume import read_resumed
 from cpuft.launch.settings import users_variables
@@ -180,6 +181,7 @@ PARSERS: dict[str, Parser] = {
         _from_file("c.yaml", lambda path: read_config(str(path), option_names(TrainConfig))), CONFIGS
     ),
     "parse_arguments": Parser(lambda text: parse_arguments(TrainConfig, text.split("\n")), _WORDS),
+    "parse_job": Parser(parse_job, values.damaged(["slurm:12", "kubernetes:a-b/c-d", "batch:us-east-1/0a-1b"])),
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
     "read_predictions": Parser(
         _from_file("p.json", lambda path: read_predictions(str(path))), values.damaged_json(_PREDICTIONS)

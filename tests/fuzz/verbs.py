@@ -29,6 +29,9 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("provision", "aws"): [["--dry-run", "--region=us-east-1"], ["--policy"]],
     ("provision", "hosts"): [["--dry-run", "--accept-host-keys", "--hosts=127.0.0.1"]],
     ("provision", "image"): [["--dry-run", "--output=out", "--wheels=wheels"]],
+    ("submit", "batch"): [["--dry-run", "--image=i", "--queue=q"]],
+    ("submit", "kubernetes"): [["--dry-run", "--image=i"]],
+    ("submit", "slurm"): [["--dry-run"]],
     ("provision", "local"): [
         *(["--dry-run"], ["--dry-run", "--without-root"]),
         *(["--name=one", word, "2"] for word in ("kill", "pause", "resume", "cut", "join")),
@@ -73,6 +76,9 @@ GOOD = {
     "backends": ["gloo,auto"],
     "dtypes": ["float32"],
     "operations": ["broadcast"],
+    "job": ["slurm:1", "kubernetes:a/b", "batch:us-east-1/c"],
+    "array": ["0-3"],
+    "extra": ["--mem=0", "'--qos=high' --mem=0"],
 }
 
 _STAMP = {"format": 1, "recipe": "0", "environment": "1", "python": "/opt/cpuft/env/bin/python", "contents": "2"}
@@ -221,6 +227,9 @@ def _draw_end(verb: Verb, command: click.Command) -> st.SearchStrategy[list[str]
     if verb == ("launch",):
         script = st.lists(st.sampled_from(GOOD["script"]) | values.WORDS, min_size=1, max_size=3)
         return st.just([]) | st.just([]) | script.map(lambda words: ["--", *words])
+    if verb[0] == "submit" and verb[1] not in ("status", "cancel"):
+        words = st.lists(st.sampled_from(["--np=2", "--task=mrpc", "--seed=7", "--"]) | values.WORDS, max_size=4)
+        return words.map(lambda drawn: ["--", "launch", *drawn])
     names = [str(one.name) for one in command.params if isinstance(one, click.Argument)]
     good = [GOOD[name] for name in names if name not in ("fault", "node")]
     ends = st.tuples(*map(st.sampled_from, good)).map(list)

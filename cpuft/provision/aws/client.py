@@ -1,4 +1,4 @@
-"""The edge to AWS: makes calls, and says what became of them. The only module that imports boto3."""
+"""The edge to AWS: makes calls, and says what became of them. The only module for clusters that imports boto3."""
 
 from __future__ import annotations
 

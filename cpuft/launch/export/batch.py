@@ -1,0 +1,36 @@
+"""A job of AWS Batch: a multi-node parallel job's definition and its submission, as calls of AWS's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpuft.errors import CpuftError
+from cpuft.launch.export.work import Work, fill
+from cpuft.options.schedulers import JobConfig
+
+ENTRY = ("python", "-m", "cpuft.rank.batch")
+"""What every node starts; on the main node it runs the words behind it, once all nodes have met there."""
+_FIRST = ("--grace", "20")
+"""Batch sends SIGKILL 30 s after SIGTERM."""
+
+
+def format_job(config: JobConfig, work: Work, cpuft: str) -> str:
+    """Two calls of AWS's, each name with its parameters: the job's definition, and the job.
+
+    Raises CpuftError: no image or queue, or words of which Batch would take some for its own.
+    """
+    lines = work.format(config.name, "${AWS_BATCH_JOB_ATTEMPT#1}", *_FIRST)
+    if not config.queue:
+        raise CpuftError("which job queue? give --queue NAME")
+    if "Ref::" in lines:
+        raise CpuftError("AWS Batch puts parameters for Ref::NAME: leave such words out, or put them into a file")
+    script = f'mkdir -p /work && cd /work || exit 1\ncpuft={cpuft}\n{lines}launch "$@"\n'
+    given: dict[str, Any] = {"hosts": work.spread(config.nodes)[0], "command": [*ENTRY, "sh", "-c", script]}
+    given |= {"cores": str(config.cores), "memory": str(config.memory << 10), "shm": config.memory << 8}
+    given |= {"attempts": config.retries + 1, "timeout": None, "volumes": None, "mounts": None}
+    if config.seconds:
+        given["timeout"] = {"attemptDurationSeconds": config.seconds}
+    if config.efs:
+        given["volumes"] = [{"name": "work", "efsVolumeConfiguration": {"fileSystemId": config.efs}}]
+        given["mounts"] = [{"sourceVolume": "work", "containerPath": "/work"}]
+    return fill("batch.yaml", config, given)

@@ -1,0 +1,177 @@
+"""Calls of AWS Batch: what botocore says of them, what the main node starts, and a region that takes them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cpuft.cli import main
+from cpuft.errors import CpuftError
+from cpuft.launch.export.batch import ENTRY, format_job
+from cpuft.launch.export.work import Work
+from cpuft.options.schedulers import JobConfig
+from tests.conftest import Golden
+from tests.launch.export.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.test_plan import AWKWARD
+
+SITE = JobConfig(name="mrpc-np8", image="registry.example/cpuft:0.1.0", queue="cpu", cores=16, memory=64)
+FULL = replace(SITE, efs="fs-0123456789abcdef0", seconds=3600, region="us-east-1")
+WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
+
+
+def test_the_calls(golden: Golden) -> None:
+    golden("submit-batch.yaml", format_job(FULL, WORK, "cpuft"))
+
+
+def find_faults(calls: dict[str, Any]) -> str:
+    """What botocore would refuse before it sends anything."""
+    import botocore.session
+    from botocore.validate import ParamValidator
+
+    model = botocore.session.Session().get_service_model("batch")
+    names = {"register_job_definition": "RegisterJobDefinition", "submit_job": "SubmitJob"}
+    shapes = {method: model.operation_model(name).input_shape for method, name in names.items()}
+    assert calls.keys() == shapes.keys()
+    return "".join(
+        ParamValidator().validate(calls[method], shape).generate_report() for method, shape in shapes.items()
+    )
+
+
+@pytest.mark.parametrize("config", [SITE, FULL])
+def test_botocore_takes_them(config: JobConfig) -> None:
+    assert find_faults(yaml.safe_load(format_job(config, WORK, "cpuft"))) == ""
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda calls: calls["submit_job"].pop("jobQueue"), 'Missing required parameter in input: "jobQueue"'),
+        (lambda calls: calls["submit_job"].update(jobqueue="a"), 'Unknown parameter in input: "jobqueue"'),
+        (
+            lambda calls: calls["register_job_definition"]["nodeProperties"].update(numNodes="4"),
+            "Invalid type for parameter nodeProperties.numNodes, value: 4",
+        ),
+    ],
+)
+def test_it_would_not_take_others(change: Callable[[Any], Any], said: str) -> None:
+    calls = copy.deepcopy(yaml.safe_load(format_job(SITE, WORK, "cpuft")))
+    change(calls)
+    assert said in find_faults(calls)
+
+
+def script_of(config: JobConfig, work: Work) -> str:
+    """What the main node runs, with the test's folder for /work."""
+    nodes = yaml.safe_load(format_job(config, work, "cpuft"))["register_job_definition"]["nodeProperties"]
+    *words, text = nodes["nodeRangeProperties"][0]["container"]["command"]
+    assert words == [*ENTRY, "sh", "-c"]
+    return str(text).replace("/work", ".")
+
+
+@pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
+def test_every_word_arrives_as_it_is(value: str) -> None:
+    add_program("cpuft", SAY)
+    done = run_script("sh", script_of(replace(SITE, name="x"), make_work(value)), AWS_BATCH_JOB_ATTEMPT="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words_said() == told_of(value, "--grace", "20")
+
+
+@pytest.mark.parametrize("attempt, told", [("1", ["--run-dir", "runs/mrpc-np8"]), ("2", ["--resume", "runs/mrpc-np8"])])
+def test_another_attempt_goes_on(attempt: str, told: list[str]) -> None:
+    add_program("cpuft", SAY)
+    Path("runs/mrpc-np8").mkdir(parents=True)
+    Path("runs/mrpc-np8/record.jsonl").write_text("{}")
+    assert run_script("sh", script_of(SITE, WORK), AWS_BATCH_JOB_ATTEMPT=attempt).returncode == 0
+    assert words_said()[9:11] == told
+
+
+@pytest.mark.parametrize(
+    "config, work, said",
+    [
+        (replace(SITE, image=""), WORK, "which container image? give --image NAME: one that has cpuft and sshd"),
+        (replace(SITE, queue=""), WORK, "which job queue? give --queue NAME"),
+        (SITE, make_work("Ref::a"), "AWS Batch puts parameters for Ref::NAME: leave such words out, or put them into"),
+        (replace(SITE, nodes=9), WORK, "--nodes 9 does not go with --np 8 and --ppn 2: leave it out"),
+    ],
+)
+def test_what_batch_would_refuse(config: JobConfig, work: Work, said: str) -> None:
+    with pytest.raises(CpuftError) as refusal:
+        format_job(config, work, "cpuft")
+    assert str(refusal.value).startswith(said)
+
+
+@pytest.fixture
+def queue() -> Iterator[str]:
+    """A job queue of a region in this process."""
+    from moto import mock_aws
+
+    settings = {
+        "AWS_CONFIG_FILE": "/nonexistent",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        for name, value in (settings | {"MOTO_EC2_LOAD_DEFAULT_AMIS": "false"}).items():
+            patch.setenv(name, value)
+        with mock_aws(config={"batch": {"use_docker": False}}):
+            yield make_queue()
+
+
+def make_queue() -> str:
+    import boto3
+
+    batch, iam, ec2 = (boto3.client(name) for name in ("batch", "iam", "ec2"))
+    role = iam.create_role(RoleName="batch", AssumeRolePolicyDocument=json.dumps({}))["Role"]["Arn"]
+    profile = iam.create_instance_profile(InstanceProfileName="batch")["InstanceProfile"]["Arn"]
+    resources = {
+        "type": "EC2",
+        "minvCpus": 0,
+        "maxvCpus": 64,
+        "instanceTypes": ["m7i.4xlarge"],
+        "subnets": [ec2.describe_subnets()["Subnets"][0]["SubnetId"]],
+        "securityGroupIds": [ec2.describe_security_groups()["SecurityGroups"][0]["GroupId"]],
+        "instanceRole": profile,
+    }
+    made = batch.create_compute_environment(
+        computeEnvironmentName="cpu", type="MANAGED", state="ENABLED", serviceRole=role, computeResources=resources
+    )
+    order = [{"order": 1, "computeEnvironment": made["computeEnvironmentArn"]}]
+    batch.create_job_queue(jobQueueName="cpu", state="ENABLED", priority=1, computeEnvironmentOrder=order)
+    return "cpu"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Exit code, and both streams."""
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *words])
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out + said.err
+
+
+def test_a_region_takes_them(queue: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import boto3
+
+    launch = ("--name", "x", "--", "launch", "--np", "2")
+    code, said = run(capsys, "batch", "--image", "i", "--queue", queue, *launch)
+    assert (code, said[:16]) == (0, "batch:us-east-1/")
+    job = said.strip()
+    (made,) = boto3.client("batch").describe_jobs(jobs=[job.rpartition("/")[2]])["jobs"]
+    assert (made["jobName"], made["nodeProperties"]["numNodes"]) == ("x", 2)
+    code, said = run(capsys, "status", job)
+    assert (code, said.split()[0]) == (0, job)
+    assert run(capsys, "cancel", job) == (0, "")
+    code, said = run(capsys, "batch", "--image", "i", "--queue", "other", *launch)
+    assert (code, said.count("\n")) == (2, 1)
+    assert re.match(r"cpuft: error: AWS does not do it \(An error .* Job queue other does not exist\): correct", said)
+    gone = "cpuft: error: AWS Batch knows no job 0 any more: CloudWatch may still have its log\n"
+    assert run(capsys, "cancel", "batch:us-east-1/0") == (2, gone)

@@ -1,0 +1,191 @@
+"""The manifest of an MPIJob: its fields, its names, and what its launcher starts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cpuft.errors import CpuftError
+from cpuft.launch.export.kubernetes import escape, format_job
+from cpuft.launch.export.work import Work
+from cpuft.options.schedulers import JobConfig
+from tests.conftest import Golden
+from tests.launch.export.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.test_plan import AWKWARD
+
+SITE = JobConfig(
+    name="mrpc-np8",
+    image="registry.example/cpuft:0.1.0",
+    namespace="nlp",
+    cores=16,
+    memory=64,
+    claim="runs",
+    seconds=3600,
+)
+WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
+FIRST = ("--hostfile", "/etc/mpi/hostfile", "--grace", "110")
+
+QUANTITY = re.compile("[1-9][0-9]*(Mi|Gi)?")
+SHARE = {"cpu": QUANTITY, "memory": QUANTITY}
+LABEL = re.compile("[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+CONTAINER = {
+    "name": LABEL,
+    "image": str,
+    "command": [str],
+    "workingDir?": str,
+    "resources": {"requests": SHARE, "limits": SHARE},
+    "readinessProbe?": {"tcpSocket": {"port": int}, "periodSeconds": int},
+    "volumeMounts": [{"name": LABEL, "mountPath": str}],
+}
+VOLUME = {
+    "name": LABEL,
+    "emptyDir?": {"medium?": re.compile("Memory"), "sizeLimit?": QUANTITY},
+    "persistentVolumeClaim?": {"claimName": LABEL},
+}
+REPLICAS = {
+    "replicas": int,
+    "restartPolicy": re.compile("Never|OnFailure"),
+    "template": {"spec": {"containers": [CONTAINER], "volumes": [VOLUME], "terminationGracePeriodSeconds?": int}},
+}
+MPIJOB = {
+    "apiVersion": re.compile(r"kubeflow\.org/v2beta1"),
+    "kind": re.compile("MPIJob"),
+    "metadata": {"name": LABEL, "namespace?": LABEL},
+    "spec": {
+        "mpiImplementation": re.compile("OpenMPI|Intel|MPICH"),
+        "slotsPerWorker": int,
+        "launcherCreationPolicy": re.compile("AtStartup|WaitForWorkersReady"),
+        "runPolicy": {
+            "cleanPodPolicy": re.compile("None|Running|All"),
+            "backoffLimit": int,
+            "activeDeadlineSeconds?": int,
+        },
+        "mpiReplicaSpecs": {"Launcher": REPLICAS, "Worker": REPLICAS},
+    },
+}
+"""Of the operator's definition (v2beta1) and of pods what a manifest of ours may hold; `?`: may be missing."""
+
+
+def find_faults(value: Any, schema: Any, path: str = "") -> Iterator[str]:
+    """Where a manifest differs from what there may be."""
+    if isinstance(schema, dict) and isinstance(value, dict):
+        known = {name.rstrip("?"): inner for name, inner in schema.items()}
+        yield from (f"{path}.{name}: unknown" for name in value.keys() - known.keys())
+        yield from (f"{path}.{name}: missing" for name in schema if "?" not in name and name not in value)
+        for name in value.keys() & known.keys():
+            yield from find_faults(value[name], known[name], f"{path}.{name}")
+    elif isinstance(schema, list) and isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from find_faults(one, schema[0], f"{path}[{number}]")
+    elif isinstance(schema, re.Pattern):
+        yield from [] if isinstance(value, str) and schema.fullmatch(value) else [f"{path}: {value!r}"]
+    elif type(value) is not schema:
+        yield f"{path}: {value!r}"
+
+
+def test_the_manifest(golden: Golden) -> None:
+    golden("submit-mpijob.yaml", format_job(SITE, WORK, "cpuft"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SITE,
+        JobConfig(name="a", image="i"),
+        replace(SITE, claim="", seconds=0, namespace=""),
+        replace(SITE, nodes=8),
+    ],
+)
+def test_it_holds_what_the_operator_knows(config: JobConfig) -> None:
+    assert list(find_faults(yaml.safe_load(format_job(config, WORK, "cpuft")), MPIJOB)) == []
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (lambda job: job["spec"].update(slotPerWorker=2), ".spec.slotPerWorker: unknown"),
+        (lambda job: job["spec"].update(mpiImplementation="IntelMPI"), ".spec.mpiImplementation: 'IntelMPI'"),
+        (lambda job: job["spec"].update(slotsPerWorker="2"), ".spec.slotsPerWorker: '2'"),
+        (lambda job: job["spec"]["runPolicy"].pop("backoffLimit"), ".spec.runPolicy.backoffLimit: missing"),
+        (
+            lambda job: job["spec"]["mpiReplicaSpecs"]["Worker"].update(restartPolicy="Always"),
+            ".spec.mpiReplicaSpecs.Worker.restartPolicy: 'Always'",
+        ),
+    ],
+)
+def test_what_it_does_not_know_is_found(change: Callable[[Any], Any], fault: str) -> None:
+    job = copy.deepcopy(yaml.safe_load(format_job(SITE, WORK, "cpuft")))
+    change(job)
+    assert list(find_faults(job, MPIJOB)) == [fault]
+
+
+def test_pods_get_cores_of_their_own() -> None:
+    replicas = yaml.safe_load(format_job(SITE, WORK, "cpuft"))["spec"]["mpiReplicaSpecs"]
+    shares = [replicas[role]["template"]["spec"]["containers"][0]["resources"] for role in ("Launcher", "Worker")]
+    assert [share["requests"] for share in shares] == [share["limits"] for share in shares]
+    assert shares[1]["limits"] == {"cpu": "16", "memory": "64Gi"}
+    assert (replicas["Launcher"]["replicas"], replicas["Worker"]["replicas"]) == (1, 4)
+
+
+def expand(text: str, known: dict[str, str]) -> str:
+    """What Kubernetes makes of a command: $(NAME) is the variable's value, if there is one, and $$ is $."""
+
+    def put(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else known.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", put, text)
+
+
+@pytest.mark.parametrize("text", [*AWKWARD, *AWKWARD_MORE, "$$$", "$$$(HOME)", "$", "a$", "$$a$(B)$"])
+def test_kubernetes_expands_nothing(text: str) -> None:
+    assert expand(escape(text), {"HOME": "/root", "B": "c"}) == text
+
+
+@pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
+def test_every_word_arrives_as_it_is(value: str) -> None:
+    add_program("cpuft", SAY)
+    job = yaml.safe_load(format_job(replace(SITE, name="x"), make_work(value), "cpuft"))
+    *shell, text = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    done = run_script(shell[0], expand(text, {"HOME": "/root"}))
+    assert (shell, done.returncode, done.stderr) == (["sh", "-c"], 0, "")
+    assert words_said() == told_of(value, *FIRST)
+
+
+def test_a_launcher_that_is_started_again_goes_on() -> None:
+    add_program("cpuft", SAY)
+    Path("runs/mrpc-np8").mkdir(parents=True)
+    Path("runs/mrpc-np8/record.jsonl").write_text("{}")
+    job = yaml.safe_load(format_job(SITE, WORK, "cpuft"))
+    text = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"][-1]
+    assert run_script("sh", expand(text, {})).returncode == 0
+    assert words_said() == ["launch", *FIRST, *WORK.options, "--resume", "runs/mrpc-np8", "--run-dir", ""]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"image": ""}, "which container image? give --image NAME: one that has cpuft and sshd"),
+        ({"name": "a" * 55}, f"--name '{'a' * 55}': use small letters, digits and dashes, 54 at most"),
+        ({"name": "a_b"}, "--name 'a_b': use small letters, digits and dashes, 54 at most"),
+        ({"name": "MRPC"}, "--name 'MRPC': use small letters, digits and dashes, 54 at most"),
+        ({"name": "1a"}, "--name '1a': use small letters, digits and dashes, 54 at most"),
+        ({"name": "a\nb"}, "--name 'a\\nb': use small letters, digits and dashes, 54 at most"),
+        ({"namespace": "a b"}, "--namespace 'a b': use small letters, digits and dashes, 63 at most"),
+        ({"nodes": 9}, "--nodes 9 does not go with --np 8 and --ppn 2: leave it out"),
+    ],
+)
+def test_what_the_operator_would_refuse(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(CpuftError) as refusal:
+        format_job(replace(SITE, **change), WORK, "cpuft")
+    assert str(refusal.value) == said
+
+
+def test_the_longest_name() -> None:
+    assert yaml.safe_load(format_job(replace(SITE, name="a" * 54), WORK, "cpuft"))["metadata"]["name"] == "a" * 54

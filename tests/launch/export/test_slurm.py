@@ -1,0 +1,174 @@
+"""The script of a job of Slurm's, run by the shell that Slurm would run it with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.launch.export.slurm import format_job
+from cpuft.launch.export.work import Work
+from cpuft.options.schedulers import JobConfig
+from tests.conftest import Golden
+from tests.launch.export.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.test_plan import AWKWARD
+
+SITE = JobConfig(
+    name="mrpc-np8",
+    partition="cpu",
+    account="nlp",
+    constraint="amx&icelake",
+    time="8:00:00",
+    extra="--qos=high --mem=0",
+)
+PROGRAM = "/opt/cpuft/env/bin/cpuft"
+WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc", "--seed", "1"), np=8, ppn=2)
+
+
+def test_the_script(golden: Golden) -> None:
+    golden("submit-slurm.sh", format_job(SITE, WORK, PROGRAM))
+
+
+def test_the_script_of_an_array(golden: Golden) -> None:
+    work = Work(("--np", "4", "--run-dir", "my runs/x"), ("--", "train.py", "it's"), np=4, run_dir="my runs/x")
+    golden("submit-slurm-array.sh", format_job(replace(SITE, array="0-3", nodes=2), work, "cpuft"))
+
+
+@pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
+def test_every_word_arrives_as_it_is(value: str) -> None:
+    done = run_script("bash", format_job(JobConfig(name="x"), make_work(value), add_program("cpuft", SAY)))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words_said() == told_of(value)
+
+
+def test_jobs_of_an_array_have_a_run_each() -> None:
+    number = {"SLURM_JOB_ID": "73", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    text = format_job(JobConfig(name="x", array="0-3"), make_work("a"), add_program("cpuft", SAY))
+    assert run_script("bash", text, **number).returncode == 0
+    assert words_said() == told_of("a", end=("--run-dir", "runs/x-3"))
+
+
+@pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
+def test_no_word_becomes_an_option_of_slurm(value: str) -> None:
+    lines = format_job(JobConfig(name="x"), replace(make_work(value), run_dir=value), value).splitlines()
+    # sbatch reads options until the first line that is no comment.
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert lines[:first] == format_job(JobConfig(name="x"), Work((), np=2), "cpuft").splitlines()[:first]
+
+
+@pytest.mark.parametrize(
+    "value", ["a b", "a\n#SBATCH --uid=0", "a'b", 'a"b', "a\\b", "a#b", "$HOME", "`id`", "ä", "\t"]
+)
+@pytest.mark.parametrize("option", ["name", "partition", "account", "constraint", "time", "array"])
+def test_options_that_would_need_quotes_are_refused(option: str, value: str) -> None:
+    with pytest.raises(CpuftError, match=r"cannot stand in a job's script: write --name=value"):
+        format_job(JobConfig(**(vars(SITE) | {option: value})), WORK, PROGRAM)
+
+
+@pytest.mark.parametrize("extra", ["--a 'b c'", "a", "--a=b c", "--a='b#'", "-", "$(id)"])
+def test_so_are_more_options(extra: str) -> None:
+    with pytest.raises(CpuftError, match=r"cannot stand in a job's script"):
+        format_job(replace(SITE, extra=extra), WORK, PROGRAM)
+
+
+def test_more_options_without_an_end() -> None:
+    with pytest.raises(CpuftError, match=r"^--extra cannot be read \(No closing quotation\): write '--name=value"):
+        format_job(replace(SITE, extra="--a='b"), WORK, PROGRAM)
+
+
+@pytest.mark.parametrize(
+    "np, ppn, nodes, hosts, ranks",
+    [(8, 0, 0, 8, 1), (8, 2, 0, 4, 2), (7, 2, 0, 4, 2), (8, 0, 3, 3, 3), (8, 4, 2, 2, 4), (1, 0, 0, 1, 1)],
+)
+def test_hosts_and_ranks(np: int, ppn: int, nodes: int, hosts: int, ranks: int) -> None:
+    assert Work((), np=np, ppn=ppn).spread(nodes) == (hosts, ranks)
+
+
+@pytest.mark.parametrize(
+    "np, ppn, nodes, said",
+    [
+        (2, 0, 4, "--nodes 4 does not go with --np 2 and --ppn 0: leave it out"),
+        (8, 2, 3, "--nodes 3 does not go with --np 8 and --ppn 2: leave it out"),
+    ],
+)
+def test_hosts_that_cannot_be(np: int, ppn: int, nodes: int, said: str) -> None:
+    with pytest.raises(CpuftError) as refusal:
+        Work((), np=np, ppn=ppn).spread(nodes)
+    assert str(refusal.value) == said
+
+
+ANEW, ON = ["--run-dir", "runs/x"], ["--resume", "runs/x", "--run-dir", ""]
+TRAINING, SCRIPT = Work(()), Work((), ("--", "a.py"))
+
+
+@pytest.mark.parametrize(
+    "work, count, files, told",
+    [
+        (TRAINING, "", {}, ANEW),
+        (TRAINING, "", {"record.jsonl": "{}", "logs/a": "b"}, ANEW),  # somebody else's: the launch refuses it
+        (TRAINING, "0", {"record.jsonl": "{}", "logs/a": "b"}, ANEW),
+        (TRAINING, "1", {}, ANEW),
+        (TRAINING, "1", {"record.jsonl": "{}", "logs/a": "b"}, ON),
+        (TRAINING, "12", {"record.jsonl": "{}", "logs/a": "b"}, ON),
+        (TRAINING, "1", {"record.jsonl": "", "other": "c"}, ANEW),
+        (SCRIPT, "", {"logs/a": "b"}, ANEW),
+        (SCRIPT, "1", {}, ANEW),
+        (SCRIPT, "1", {"logs/a": "b"}, ON),
+        (Work((), run_dir="my runs/x"), "1", {}, ["--run-dir", "my runs/x"]),
+        (Work(("--resume", "runs/x"), resume="runs/x"), "1", {"record.jsonl": "{}"}, []),
+    ],
+)
+def test_what_came_far_enough_goes_on(work: Work, count: str, files: dict[str, str], told: list[str]) -> None:
+    for name, text in files.items():
+        path = Path("runs/x", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    text = format_job(JobConfig(name="x"), work, add_program("cpuft", SAY))
+    assert run_script("bash", text, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=count).returncode == 0
+    assert words_said() == ["launch", *work.options, *told, *work.script]
+    assert {name: Path("runs/x", name).read_text() for name in files} == files
+
+
+def test_a_start_that_came_to_nothing_is_put_aside() -> None:
+    for name in ("logs/rank-0.err", "record.jsonl"):
+        path = Path("runs/x", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    text = format_job(JobConfig(name="x"), TRAINING, add_program("cpuft", SAY))
+    assert run_script("bash", text, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").returncode == 0
+    assert words_said() == ["launch", *ANEW]
+    (kept,) = Path("runs").iterdir()
+    assert kept.name.startswith("x-")
+    assert (kept / "logs/rank-0.err").exists()
+
+
+LAUNCH = """trap 'exit 75' USR1 TERM
+[ -z "$SEND" ] || { kill -"$SEND" "$PPID"; for i in $(seq 600); do sleep 0.1; done; }
+exit "$CODE"
+"""
+"""Ends as asked; or has its job's shell told something, and ends with 75 once it is told itself."""
+
+
+@pytest.mark.parametrize(
+    "send, code, more, ended, queued",
+    [
+        ("", "0", {}, 0, ""),
+        ("", "2", {}, 2, ""),
+        ("", "137", {}, 137, ""),
+        ("", "75", {}, 75, "requeue 7\n"),
+        ("USR1", "0", {}, 75, "requeue 7\n"),
+        ("TERM", "0", {}, 75, ""),
+        ("USR1", "0", {"SLURM_RESTART_COUNT": "1"}, 75, "requeue 7\n"),
+        ("USR1", "0", {"SLURM_RESTART_COUNT": "2"}, 75, ""),
+        ("USR1", "0", {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "0"}, 75, "requeue 70_0\n"),
+    ],
+)
+def test_what_can_be_gone_on_with_is_queued_again(
+    send: str, code: str, more: dict[str, str], ended: int, queued: str
+) -> None:
+    add_program("scontrol", 'echo "$@"\n')
+    text = format_job(JobConfig(name="x", retries=2), TRAINING, add_program("cpuft", LAUNCH))
+    done = run_script("bash", text, SLURM_JOB_ID="7", SEND=send, CODE=code, **more)
+    assert (done.returncode, done.stdout, done.stderr) == (ended, queued, "")

@@ -1,0 +1,263 @@
+"""`cpuft submit`: what is handed in, and how a scheduler's answers are told. Its programs are stood in for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cpuft.cli import main
+from cpuft.errors import CpuftError
+from cpuft.launch.export.clients import follow, parse_job
+from tests.launch.export.programs import SAY, add_program, words_said
+
+LAUNCH = ("--", "launch", "--np", "2", "--task", "mrpc")
+IMAGE = ("--image", "i")
+
+
+@pytest.fixture(autouse=True)
+def _only_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No program of this machine but the shell's own, and cat."""
+    add_program("cat", 'exec /bin/cat "$@"\n')
+    monkeypatch.setenv("PATH", str(Path("bin").absolute()))
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, and both streams."""
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", *words])
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
+
+
+@pytest.mark.parametrize(
+    "words, program, answer, job",
+    [
+        (("slurm", "--name", "x"), "sbatch", "12", "slurm:12"),
+        (("slurm", "--name", "x"), "sbatch", "12;gpu", "slurm:12"),
+        (("kubernetes", "--name", "x", *IMAGE), "kubectl", "mpijob.kubeflow.org/x", "kubernetes:x"),
+        (
+            ("kubernetes", "--name", "x", "--namespace", "n", *IMAGE),
+            "kubectl",
+            "mpijob.kubeflow.org/x",
+            "kubernetes:n/x",
+        ),
+    ],
+)
+def test_what_is_shown_is_handed_in(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], program: str, answer: str, job: str
+) -> None:
+    code, shown, _ = run(capsys, *words, "--dry-run", *LAUNCH)
+    assert code == 0
+    add_program(program, f"cat >given\necho '{answer}'\n")
+    assert run(capsys, *words, *LAUNCH) == (0, f"{job}\n", "")
+    assert Path("given").read_text() == shown
+    assert parse_job(job)[1] == job.rpartition(":")[2].rpartition("/")[2]
+
+
+def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown, _ = run(capsys, "slurm", "--dry-run", "--", "launch", "--np", "4", "--", "a b.py")
+    assert "\n#SBATCH --job-name=script-np4-" in shown
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("slurm",), "what is to be submitted? say it at the end: -- launch --np 8 --task mrpc"),
+        (("slurm", "--", "compare"), "what is to be submitted? say it at the end: -- launch --np 8 --task mrpc"),
+        (("slurm", "--", "launch", "--tsk", "a"), "No such option '--tsk'. Did you mean '--task'? (see cpuft launch"),
+        (("slurm", "--", "launch", "--np", "0"), "Invalid value for '--np': 0 is not in the range x>=1. (see cpuft"),
+        (("slurm", "--", "launch", "--task", "mprc"), "--task knows no 'mprc': did you mean mrpc? (see cpuft launch"),
+        (("slurm", "--", "launch", "--num_processes", "4"), "write --np for --num_processes (see cpuft launch"),
+        (
+            ("slurm", "--", "launch", "--dry-run"),
+            "--dry-run stands before -- launch, and a script behind a -- of its own",
+        ),
+        (
+            ("slurm", "--", "launch", "train.py"),
+            "--dry-run stands before -- launch, and a script behind a -- of its own",
+        ),
+        (("slurm", "--", "launch", "--iface", "\udc80"), "the launch's words hold half a character, which no job's"),
+        (("slurm", "--array", "0-3", "--wait", *LAUNCH), "--wait follows one job: leave it out with --array"),
+        (
+            ("slurm", "--partitoin", "a", *LAUNCH),
+            "No such option '--partitoin'. Did you mean '--partition'? (see",
+        ),
+        (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 does not go with --np 2 and --ppn 0: leave it out"),
+        (("slurm", "--partition", "a b", *LAUNCH), "'--partition=a b' cannot stand in a job's script: write"),
+        (("slurm", "--config", "none.yaml", *LAUNCH), "--config none.yaml cannot be read"),
+        (("kubernetes", *LAUNCH), "which container image? give --image NAME: one that has cpuft and sshd"),
+        (("kubernetes", *IMAGE, "--name", "a_b", *LAUNCH), "--name 'a_b': use small letters, digits and dashes, 54 at"),
+        (("batch", *IMAGE, *LAUNCH), "which job queue? give --queue NAME"),
+        (("status", "12"), "'12' is no job: write what cpuft submit has printed, e.g. slurm:1234"),
+        (("cancel", "slurm:-1"), "'slurm:-1' is no job: write what cpuft submit has printed, e.g. slurm:1234"),
+    ],
+)
+def test_bad_input_gets_one_line_and_hands_nothing_in(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    for program in ("sbatch", "kubectl", "scontrol", "scancel"):
+        add_program(program, SAY)
+    code, output, errors = run(capsys, *words)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"cpuft: error: {said}")
+    assert errors.count("\n") == 1
+    assert not Path("said").exists()
+
+
+@pytest.mark.parametrize(
+    "words, program",
+    [
+        (("slurm", *LAUNCH), "sbatch"),
+        (("kubernetes", *IMAGE, *LAUNCH), "kubectl"),
+        (("status", "slurm:1"), "scontrol"),
+        (("cancel", "kubernetes:a/b"), "kubectl"),
+    ],
+)
+def test_without_its_client(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], program: str) -> None:
+    said = f"cpuft: error: {program} does not do it (no such program: {program}): correct that, and say it again\n"
+    assert run(capsys, *words) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    "words, program, says",
+    [
+        (("slurm", *LAUNCH), "sbatch", "sbatch: error: invalid partition specified: cpu"),
+        (("kubernetes", *IMAGE, *LAUNCH), "kubectl", 'Error from server (AlreadyExists): mpijobs "x" already exists'),
+        (("status", "slurm:9"), "scontrol", "slurm_load_jobs error: Invalid job id specified"),
+        (("cancel", "slurm:9"), "scontrol", "slurm_load_jobs error: Invalid job id specified"),
+        (("cancel", "kubernetes:n/x"), "kubectl", 'Error from server (NotFound): mpijobs.kubeflow.org "x" not found'),
+    ],
+)
+def test_a_scheduler_that_refuses_is_heard(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], program: str, says: str
+) -> None:
+    add_program("scancel", SAY)
+    add_program(program, f"cat >given\necho '{says}' >&2\nexit 1\n")
+    said = f"cpuft: error: {program} does not do it ({says}): correct that, and say it again\n"
+    assert run(capsys, *words) == (2, "", said)
+    assert not Path("said").exists()
+
+
+def add_slurm(state: str, ended: str = "0:0") -> None:
+    """A Slurm that has one job, which says something."""
+    lines = (
+        "JobId=12 JobName=x",
+        f"   JobState={state} Reason=None Dependency=(null)",
+        f"   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={ended}",
+        f"   StdOut={Path('x 12.out').absolute()}",
+        "   Power=",
+    )
+    Path("answer").write_text("\n".join(lines))
+    add_program("scontrol", f"{SAY}cat answer\n")
+
+
+@pytest.mark.parametrize(
+    "state, ended, told",
+    [
+        ("PENDING", "0:0", "PENDING"),
+        ("RUNNING", "0:0", "RUNNING"),
+        ("COMPLETING", "0:0", "COMPLETING"),
+        ("REQUEUED", "75:0", "REQUEUED"),
+        ("COMPLETED", "0:0", "COMPLETED, exit code 0"),
+        ("FAILED", "7:0", "FAILED, exit code 7"),
+        ("FAILED", "0:9", "FAILED, exit code 137"),
+        ("TIMEOUT", "0:15", "TIMEOUT, exit code 143"),
+        ("NODE_FAIL", "0:0", "NODE_FAIL, exit code 1"),
+        ("COMPLETED ExitCode=0:0 JobState=FAILED", "3:0", "COMPLETED, FAILED, exit code 3"),
+        ("COMPLETED ExitCode=0:0 JobState=RUNNING", "0:0", "COMPLETED, RUNNING"),
+    ],
+)
+def test_how_a_job_of_slurm_is(capsys: pytest.CaptureFixture[str], state: str, ended: str, told: str) -> None:
+    add_slurm(state, ended)
+    assert run(capsys, "status", "slurm:12") == (0, f"slurm:12 {told}\n", "")
+    assert words_said() == ["show", "job", "12"]
+    Path("x 12.out").write_text("step 1\nstep 2\n")
+    assert run(capsys, "status", "slurm:12") == (0, f"slurm:12 {told}: step 2\n", "")
+
+
+def test_a_job_of_slurm_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    add_slurm("RUNNING")
+    add_program("scancel", SAY)
+    assert run(capsys, "cancel", "slurm:12_3") == (0, "", "")
+    assert words_said() == ["12_3"]
+
+
+def test_who_waits_sees_its_log_and_ends_as_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    add_program("sbatch", "echo 12\n")
+    add_slurm("FAILED", "7:0")
+    Path("x 12.out").write_text("step 1\nstep 2\n")
+    assert run(capsys, "slurm", "--wait", *LAUNCH) == (7, "slurm:12\nstep 1\nstep 2\n", "")
+
+
+def test_a_log_is_followed_over_restarts_and_silence() -> None:
+    log = Path("x 12.out")
+    turns: Iterator[Callable[[], object]] = iter(
+        [
+            lambda: add_slurm("RUNNING"),
+            lambda: log.write_text("step 1\n"),
+            lambda: add_program("scontrol", "exit 1\n"),
+            lambda: add_slurm("PENDING", "75:0"),
+            lambda: log.write_text("step 1\nstep 2\n"),
+            lambda: log.write_text("anew\n"),
+            lambda: add_slurm("COMPLETED"),
+        ]
+    )
+    add_slurm("PENDING")
+    said: list[str] = []
+    assert follow(*parse_job("slurm:12"), said.append, lambda seconds: (next(turns)(), None)[1]) == 0
+    assert "".join(said) == "step 1\nstep 2\nanew\n"
+
+
+def test_a_scheduler_that_is_silent_for_long_ends_the_waiting() -> None:
+    pauses: list[float] = []
+    with pytest.raises(CpuftError, match=r"^scontrol does not do it \(no such program: scontrol\)"):
+        follow(*parse_job("slurm:12"), print, pauses.append)
+    assert len(pauses) == 19
+
+
+KUBECTL = """printf '%s ' "$@" >>said
+case "$*" in
+    *conditions*) echo "CONDITIONS" ;;
+    *exitCode*) echo "CODES" ;;
+    logs*) LOGS ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    "conditions, codes, logs, told",
+    [
+        ("", "", "exit 1", "Pending"),
+        ("Created", "", "exit 1", "Created"),
+        ("Created Running", "", "echo a; echo b", "Running: b"),
+        ("Created Restarting", "75", "echo a", "Restarting: a"),
+        ("Created Succeeded", "0", "echo a", "Succeeded, exit code 0: a"),
+        ("Created Failed", "7", "echo a", "Failed, exit code 7: a"),
+        ("Created Failed", "", "exit 1", "Failed, exit code 1"),
+    ],
+)
+def test_how_a_job_of_kubernetes_is(
+    capsys: pytest.CaptureFixture[str], conditions: str, codes: str, logs: str, told: str
+) -> None:
+    script = KUBECTL.replace("CONDITIONS", conditions).replace("CODES", codes).replace("LOGS", logs)
+    add_program("kubectl", script)
+    assert run(capsys, "status", "kubernetes:n/x") == (0, f"kubernetes:n/x {told}\n", "")
+    assert Path("said").read_text().count("--namespace=n ") == 3
+
+
+def test_a_job_of_kubernetes_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    add_program("kubectl", KUBECTL.replace("LOGS", "exit 1").replace("CODES", ""))
+    assert run(capsys, "cancel", "kubernetes:x") == (0, "", "")
+    assert Path("said").read_text().endswith("delete mpijob x ")
+
+
+def test_a_plain_launch_imports_nothing_of_it() -> None:
+    code = "import sys; sys.argv = ['cpuft', 'launch', '--help']\nimport atexit\nfrom cpuft.cli import main\n"
+    code += "atexit.register(lambda: print(*sorted(sys.modules)))\nmain()"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"cpuft.launch.export.command", "cpuft.options.schedulers", "yaml", "boto3"} & set(loaded.split())
+    assert "cpuft.options.fields" in loaded.split()
