@@ -59,6 +59,8 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--train-file", "x.csv"], "--train-file says nothing to --task demo: add --task files"),
         (["launch", "--data-dir", "glue"], "--data-dir says nothing to --task demo: name a GLUE task"),
         (["compare", "--validation-file", "x.csv"], "--validation-file says nothing to --task demo: add --task files"),
+        (["launch", "--shard", "optimizer", "--sync-every", "4"], "--sync-every has each rank make all updates"),
+        (["compare", "--shard", "optimizer", "--grad-compression", "int8"], "--shard sends gradients as none,"),
         (["launch", "--task", "mrpc", "--", "same"], "--task is for cpuft's own training: a script takes its options"),
         (["bench", "comm", "--np", "2", "--sizes", "7"], "--sizes: 7 bytes hold no whole number of float32: take"),
         (["bench", "comm", "--np", "2", "--backends", "nccl"], "--backends knows no 'nccl': did you mean ccl?"),

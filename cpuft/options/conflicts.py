@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
+from cpuft.options.fields import SHARDED, TrainConfig
 
 _LAYERS = "it trains with layers of its own"
 _WEIGHTS = "it keeps the fp32 weights to itself"
 _SENDS = "it sends gradients in its own way"
+_SHARES = "it shares the optimizer out itself"
+_UNTRIED = "nobody has tried both"
 _OWN_LAYERS = {"plain": _LAYERS, "compile": _LAYERS, "lora": _LAYERS}
 EXCLUDED = {
-    "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS},
-    "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS},
-    "ort": _OWN_LAYERS,
+    "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS},
+    "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS, "shard": _SHARES},
+    "ort": {**_OWN_LAYERS, "shard": _UNTRIED},
 }
 """Engine -> options that it excludes, and why."""
 
@@ -34,5 +36,10 @@ def refuse_conflicts(config: TrainConfig) -> None:
             raise CpuftError(f"{flags}, because {why}: leave one of them out")
     if config.engine == "ort" and config.precision != "fp32":
         raise CpuftError("--engine ort trains in fp32 only: add --precision fp32")
+    if config.shard != "none" and config.sync_every > 1:
+        raise CpuftError("--sync-every has each rank make all updates itself, --shard a part of each: leave one out")
+    if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED):
+        asked = f"--grad-compression {config.grad_compression}"
+        raise CpuftError(f"--shard sends gradients as {', '.join(SHARDED)} only: leave {asked} out, or --shard")
     if config.lora_merge and not config.lora:
         raise CpuftError("--lora-merge says how adapters are kept, and there are none: add --lora 16, or leave it out")

@@ -22,7 +22,9 @@ PROVEN = ("none", "bf16", "int8")
 """What `auto` may choose, from exact to thrifty: shown by scripts/check-seeds to cost less than 0.005 of the metric.
 Four ranks, five seeds: int8 differed from exact by +0.0003 (standard error 0.0005) on MRPC, by -0.0018 (0.0011) on
 SST-2."""
-
+SHARDS = ("none", "optimizer")
+SHARDED = ("none", "bf16", "fp16")
+"""What gradients may be sent as where each rank gets the sum of its part only."""
 
 SECTIONS = ("Where", "What", "How long, and by what recipe", "How fast", "Between ranks", "What is kept")
 """Subjects of options, in the order of the help."""
@@ -94,6 +96,7 @@ class TrainConfig:
     grad_compression: str = _between("auto", "of gradients; auto: as the link needs", choices=COMPRESSIONS)
     sync_every: int = _between(1, "updates between averages; 1: gradients, always", least=1)
     outer_momentum: float = _between(0.0, "of those averages; DiLoCo's: 0.9", least=0.0, most=0.99)
+    shard: str = _between("none", "optimizer: each rank keeps a part", choices=SHARDS)
     comm_timeout: float = _between(300.0, "seconds a collective may take", least=1.0)
     save_model: bool = _kept(True, "keep the trained model and tokenizer")
     lora_merge: bool = _kept(False, "of --lora: the whole model, adapters merged")
@@ -106,7 +109,7 @@ class TrainConfig:
 
 
 _KEEPING = ("checkpoint_every", "save_model", "lora_merge")
-FREE_ON_RESUME = ("backend", "grad_compression", "comm_timeout", "eval_batch_size", *_KEEPING)
+FREE_ON_RESUME = ("backend", "grad_compression", "shard", "comm_timeout", "eval_batch_size", *_KEEPING)
 """Options that may change when a run goes on: they say how it is trained on these hosts, not what."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cpuft.errors import CpuftError, counted
 from cpuft.measurement import Measurement
-from cpuft.options.fields import PROVEN
+from cpuft.options.fields import PROVEN, SHARDED
 from cpuft.record import Record
 
 BUCKET_NUMBERS = 2**20
@@ -79,6 +79,8 @@ class Job:
     factors: int
     row: int
     words: dict[str, float]
+    gathered: float = 0.0
+    """Bytes of weights that ranks have from each other, where the optimizer is shared out."""
 
     @property
     def step_seconds(self) -> float:
@@ -157,7 +159,18 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         header.travels.factors,
         header.travels.row,
         header.travels.words,
+        count_gathered(record),
     )
+
+
+def count_gathered(record: Record) -> float:
+    """Bytes of all weights as ranks compute with them, words' in fp32; 0 where no optimizer is shared out."""
+    header, options = record.header, record.header.options
+    if options.get("shard", "none") == "none":
+        return 0.0
+    is_fast = not (options.get("plain") or options.get("compile"))
+    words = header.parameters - header.travels.parameters if header.travels.row else 0
+    return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.travels.parameters + 4.0 * words
 
 
 def count_rows(record: Record) -> int:
@@ -169,7 +182,8 @@ def count_rows(record: Record) -> int:
 def find_ways(record: Record, compression: str) -> tuple[str, ...]:
     """What gradients may be sent as: this compression, or for auto the recorded one, or what a launch may choose."""
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
-    known = [way for way in WIRE_BYTES if way != "powersgd" or record.header.travels.factors]
+    allowed = SHARDED if count_gathered(record) else tuple(WIRE_BYTES)
+    known = [way for way in allowed if way != "powersgd" or record.header.travels.factors]
     if asked == "auto":
         exact = PROVEN.index("bf16" if record.header.precision == "bf16" else "none")
         return tuple(way for way in PROVEN[exact:] if way in known)
@@ -258,14 +272,18 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     if hosts == 1:
         return job.step_seconds, 0.0, 0.0
     whole, words = job.sent_bytes(hosts, sent_as)
-    sending = 2 * (hosts - 1) / hosts * (whole + words) * network.cpu_seconds_per_byte
+    # An optimizer that is shared out takes half an all-reduce of gradients, and half one of weights.
+    share = 0.5 if job.gathered else 1.0
+    sent = share * whole + words + job.gathered / 2
+    sending = 2 * (hosts - 1) / hosts * sent * network.cpu_seconds_per_byte
     taken = (sending + CODING_SECONDS.get(sent_as, 0.0) * sum(job.sent_numbers(hosts))) / job.cores
     backward = job.backward_seconds + taken
     buckets = max(1, math.ceil(job.parameters / BUCKET_NUMBERS))
-    each = network.all_reduce_seconds(whole / buckets, hosts)
+    each = share * network.all_reduce_seconds(whole / buckets, hosts)
     # The first bucket is ready after its share of backward, and each waits for the one before it.
     waited = max(backward / buckets + buckets * each, backward + each) - backward
     waited += network.all_reduce_seconds(words, hosts) if words else 0.0
+    waited += network.all_reduce_seconds(job.gathered, hosts) / 2 if job.gathered else 0.0
     waited += network.all_reduce_seconds(16, hosts)  # loss and tokens
     return job.forward_seconds + backward + waited + job.update_seconds, waited, taken
 

@@ -26,11 +26,17 @@ def obey(loop: Loop, keeper: Keeper | None, record: Callable[[Line], None]) -> N
             return LEAVE
         return KEEP if keeper and loop.world.rank == 0 and keeper.is_due() else 0.0
 
+    def keep(update: int, leaving: Line | None = None) -> bool:
+        if keeper:
+            return keeper.keep(update, wait=leaving is not None, last=leaving)
+        loop.exchange.stand_by()
+        return False
+
     def rest(update: int, leaves: bool) -> None:
         if leaves:
-            _leave(InterruptedLine(update, loop.updates, *_find_cause()), keeper, record)
-        elif keeper:
-            keeper.keep(update)
+            _leave(InterruptedLine(update, loop.updates, *_find_cause()), keep, record)
+        else:
+            keep(update)
 
     loop.asks, loop.rest = ask, rest
 
@@ -46,9 +52,9 @@ def _own_cause() -> tuple[str, bool]:
     return (describe_cause(os.environ), is_leaving(os.environ)) if came() else ("", False)
 
 
-def _leave(line: InterruptedLine, keeper: Keeper | None, record: Callable[[Line], None]) -> None:
+def _leave(line: InterruptedLine, keep: Callable[[int, Line], bool], record: Callable[[Line], None]) -> None:
     """Raises Stopped when a checkpoint is on a disk; where none took it, training goes on, as had been said."""
-    if any(gather(keeper is not None and keeper.keep(line.step, wait=True, last=line))):
+    if any(gather(keep(line.step, line))):
         record(line)
         dist.barrier()  # the first rank that ends makes mpirun end the others
         raise Stopped

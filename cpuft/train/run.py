@@ -109,12 +109,14 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         if loop.rung_reason:
             story.progress.note(f"gradients as {loop.gradients}: {loop.rung_reason}")
         begin(story, loop, worker, header, stack)
-        prove_equal_parameters(model, "before the first step")
+        with loop.exchange.whole():
+            prove_equal_parameters(model, "before the first step")
         steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, story)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
-        if story.writer:
-            if config.save_model and not worker.apart:
+        with loop.exchange.whole():
+            if story.writer and config.save_model and not worker.apart:
                 save_model(model, config.model, worker.run_dir, config.lora_merge)
+        if story.writer:
             story.writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum, phases))
         end(story, loop, worker)
 
@@ -124,7 +126,8 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
     config, world, past = loop.config, loop.world, Past()
     keeps = bool(worker.run_dir) and not worker.apart and config.engine == "torch"
     root = Path(worker.run_dir, FOLDER)
-    state = State(loop.model, loop.optimizer) if keeps or worker.resume >= 0 else None
+    parts = loop.exchange.parts
+    state = State(loop.model, loop.optimizer, parts) if keeps or worker.resume >= 0 else None
     if state and worker.resume >= 0:
         settle_messages(loop)
         past = resume(state, root, world, header.options, header.data)
@@ -138,7 +141,8 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
             story.writer.write(header)
     if state and keeps:
         if world.rank in find_keepers(header.ranks):
-            story.keeper = Keeper(state, root, world.rank, config.checkpoint_every or math.inf)
+            every = config.checkpoint_every or math.inf
+            story.keeper = Keeper(state, root, world.rank, every, loop.exchange.stand_by)
             story.keeper.begin(lines.splitlines(), past.update)
         obey(loop, story.keeper, story.add)
         listen()
@@ -185,7 +189,8 @@ def train_together(loop: Loop, story: Story) -> Trained:
         steps.append(line)
         story.progress.step(line, loop.updates)
         story.add(line)
-    checksum = prove_equal_parameters(loop.model, "after the last step")
+    with loop.exchange.whole():
+        checksum = prove_equal_parameters(loop.model, "after the last step")
     story.progress.evaluating(sum(len(rows) for rows in loop.prepared.validation.values()))
     evaluation = evaluate(loop, loop.updates)
     story.progress.evaluated(evaluation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
     plain = found["ddp none"]
     assert plain["loss"] < 0.1
     # The same sums in another order: a few units in the last place of float32.
-    for same in ("zero", "fsdp"):
+    for same in ("shards", "zero", "fsdp"):
         assert found[same]["loss"] == pytest.approx(plain["loss"], rel=1e-4)
     # bf16 keeps 8 bits, fp16 11.
     assert found["ddp bf16"]["loss"] == pytest.approx(plain["loss"], rel=5e-2)
@@ -33,6 +34,8 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
     # The factors of the first matrix, in fp32; the rest whole, in bf16.
     assert found["ddp powersgd"]["bytes"] == 2 * 16 * (32 + 64) + 2 * (64 + 64 + 1)
     assert found["ddp powersgd"]["loss"] < 0.2
+    # All gradients to their parts, and all weights from there: half an all-reduce each, of whole lines of 16 numbers.
+    assert found["shards"]["bytes"] == 4 * 32 * math.ceil(PARAMETERS / 32)
     assert found["local_sgd"]["bytes"] == 4 * PARAMETERS
     assert found["local_sgd"]["loss"] < 0.2
     assert found["fsdp"]["rows"] == 64

@@ -23,6 +23,8 @@ from cpuft import comm
 from cpuft.comm.gradients.compression import compress_gradients
 from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.comm.gradients.local_updates import average_parameters
+from cpuft.options.fields import TrainConfig
+from cpuft.train.exchange.shards import ShardExchange
 from tests.comm.ranks import become_rank
 
 STEPS = 14
@@ -68,6 +70,25 @@ def ddp(compression: str, hidden: int = 64) -> Result:
 def zero() -> Result:
     model = DistributedDataParallel(make_model())
     return fit(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
+
+
+def shards() -> Result:
+    """Ours, in the place of the optimizer that torch shares out."""
+    model = make_model()
+    optimizer = adam(model.parameters())
+    exchange = ShardExchange(model, optimizer, TrainConfig(grad_compression="none"), "fp32")
+
+    def average(*_: object) -> None:
+        exchange.average(lambda: torch.zeros(0))
+
+    def meet() -> None:
+        exchange.meet(1, last=False)
+        exchange.clear()
+        exchange.micro_batch(last=True)
+
+    exchange.micro_batch(last=True)
+    optimizer.register_step_pre_hook(average)
+    return fit(model, optimizer, meet)
 
 
 def fsdp() -> Result:
@@ -147,7 +168,7 @@ if __name__ == "__main__":
     found |= {f"rows {name}": embedding(name, name) for name in ("none", "bf16", "fp16")}
     found |= {f"rows {name}": embedding(name, "none") for name in ("int8", "powersgd")}
     found |= {"small powersgd": ddp("powersgd", hidden=4)}
-    found |= {"zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
+    found |= {"shards": shards(), "zero": zero(), "fsdp": fsdp(), "local_sgd": local_sgd()}
     Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -39,7 +39,7 @@ python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words im
     --batch-size=32 --accumulation=1 --learning-rate=2e-05 --warmup-ratio=0.0 --weight-decay=0.0 \
     --clip-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto --padding=dynamic --engine=torch \
     --plain=False --compile=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
-    --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --comm-timeout=300.0 \
+    --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --shard=none --comm-timeout=300.0 \
     --save-model=True --checkpoint-every=-1.0 </dev/null
 echo 'cpuft: start 2 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
@@ -57,7 +57,7 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     --max-train-samples=0 --batch-size=32 --accumulation=1 --learning-rate=2e-05 --warmup-ratio=0.0 \
     --weight-decay=0.0 --clip-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto --padding=dynamic \
     --engine=torch --plain=False --compile=False --emulate-bf16=False --eval-batch-size=32 \
-    --backend=auto --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --comm-timeout=300.0 \
-    --save-model=True --checkpoint-every=-1.0 --run-dir=/runs/one --prepared=/runs/one/data.npz \
-    --progress=lines --apart=False --cores-allowed=0.0 --resume=-1 --since=0.0 --because= \
-    --global-batch=0 --measured= </dev/null
+    --backend=auto --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --shard=none \
+    --comm-timeout=300.0 --save-model=True --checkpoint-every=-1.0 --run-dir=/runs/one \
+    --prepared=/runs/one/data.npz --progress=lines --apart=False --cores-allowed=0.0 --resume=-1 \
+    --since=0.0 --because= --global-batch=0 --measured= </dev/null

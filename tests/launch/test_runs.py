@@ -94,6 +94,21 @@ def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:
     assert sent == [False, False, True, True]
 
 
+def test_an_optimizer_that_is_shared_out_leaves_a_whole_model() -> None:
+    bf16 = ("--precision", "bf16", "--emulate-bf16")
+    record = launch("--np", "2", *DEMO, *bf16, "--shard", "optimizer", "--backend", "mpi", "--checkpoint-every", "0.01")
+    assert record.footer is not None
+    assert record.footer.checksum
+    assert record.metrics
+
+    import torch
+    from safetensors.torch import load_file
+
+    weight = load_file("run/model/model.safetensors")["bert.encoder.layer.0.output.dense.weight"]
+    assert weight.dtype == torch.float32
+    assert not torch.equal(weight, weight.bfloat16().float())
+
+
 def test_the_choice_of_a_backend_is_remembered(tmp_path: Path) -> None:
     first = launch("--np", "2", *DEMO, "--no-save-model", XDG_CACHE_HOME=str(tmp_path / "cache"))
     (remembered,) = (tmp_path / "cache/cpuft").glob("backend-*.json")

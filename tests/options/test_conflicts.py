@@ -8,7 +8,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.options.conflicts import refuse_conflicts, refuse_engine
-from cpuft.options.fields import ENGINES, TrainConfig
+from cpuft.options.fields import COMPRESSIONS, ENGINES, SHARDED, TrainConfig
 
 LAYERS = "because it trains with layers of its own: leave one of them out"
 
@@ -27,6 +27,21 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
             {"engine": "deepspeed", "grad_compression": "int8"},
             "--engine deepspeed excludes --grad-compression, because it sends gradients in its own way: "
             "leave one of them out",
+        ),
+        (
+            {"engine": "ort", "shard": "optimizer"},
+            "--engine ort excludes --shard, because nobody has tried both: leave one of them out",
+        ),
+        (
+            {"shard": "optimizer", "sync_every": 2},
+            "--sync-every has each rank make all updates itself, --shard a part of each: leave one out",
+        ),
+        *(
+            (
+                {"shard": "optimizer", "grad_compression": way},
+                f"--shard sends gradients as none, bf16, fp16 only: leave --grad-compression {way} out, or --shard",
+            )
+            for way in ("int8", "late", "powersgd")
         ),
         ({"engine": "ort"}, "--engine ort trains in fp32 only: add --precision fp32"),
         (
@@ -47,6 +62,8 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
         {},
         {"plain": True, "sync_every": 2},
         {"lora": 16, "lora_merge": True, "plain": True, "sync_every": 4},
+        *({"shard": "optimizer", "grad_compression": way, "accumulation": 2} for way in ("auto", *SHARDED)),
+        {"shard": "optimizer", "compile": True},
         {"engine": "ipex", "grad_compression": "int8"},
         {"engine": "deepspeed", "accumulation": 2},
         {"engine": "ort", "precision": "fp32", "sync_every": 2},
@@ -54,6 +71,10 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
 )
 def test_others_may_go_together(options: dict[str, Any]) -> None:
     refuse_conflicts(TrainConfig(**options))
+
+
+def test_every_way_to_send_gradients_is_decided() -> None:
+    assert {"auto", *SHARDED, "int8", "late", "powersgd"} == set(COMPRESSIONS)
 
 
 def test_engines_of_others_make_no_checkpoints() -> None:

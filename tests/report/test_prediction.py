@@ -61,6 +61,29 @@ def test_a_slow_link_is_waited_for() -> None:
     assert found.waited_seconds > 0.8 * whole
 
 
+def test_weights_of_an_optimizer_that_is_shared_out_are_waited_for() -> None:
+    # Half an all-reduce of four: three quarters of 60 MB at 12.5 MB/s, while half of the gradients' bytes hide as ever.
+    network, shared = Network(100e6, 0.0, 0.0, measured=True), replace(JOB, gathered=60e6)
+    assert predict(shared, network, 1).step_seconds == JOB.step_seconds
+    half = replace(JOB, parameters=5_000_000)
+    more = predict(shared, network, 4).waited_seconds - predict(half, network, 4).waited_seconds
+    # Half as many buckets leave a little more of backward behind which nothing hides.
+    assert more == pytest.approx(0.75 * 60e6 / 12.5e6, abs=0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "layer"),
+    [({}, "bf16", 2), ({"plain": True}, "bf16", 4), ({"compile": True}, "bf16", 4), ({}, "fp32", 4)],
+)
+def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], precision: str, layer: int) -> None:
+    whole = recorded(options=options, precision=precision, parameters=22_713_986)
+    shared = recorded(options={**options, "shard": "optimizer"}, precision=precision, parameters=22_713_986)
+    words = 22_713_986 - 10_993_538
+    assert (read_job(whole).gathered, read_job(shared).gathered) == (0, layer * 10_993_538 + 4 * words)
+    assert "int8" in read_job(whole).ways
+    assert "int8" not in read_job(shared).ways
+
+
 def test_buckets_are_those_that_ranks_send() -> None:
     assert prediction.BUCKET_NUMBERS == choosing.BUCKET_NUMBERS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,3 +73,13 @@ def test_what_gradients_are_sent_as_stays_where_it_is_a_question(
     config, world = TrainConfig(grad_compression=asked), World(0, 2, 0, on_a_host)
     objective = make_objective(config, PREPARED)
     assert settle(config, "fp32", torch.nn.Linear(2, 2), objective, PREPARED, world, "int8") == found
+
+
+def test_what_cannot_be_shared_out_is_not_gone_on_with() -> None:
+    config, world = TrainConfig(shard="optimizer"), World(0, 2, 0, 1)
+    objective = make_objective(config, PREPARED)
+    settled = partial(settle, config, "fp32", torch.nn.Linear(2, 2), objective, PREPARED, world)
+    assert settled("bf16") == ("bf16", "as when the run began")
+    # To measure anew it would have to have other ranks.
+    with pytest.raises(ValueError, match="process group"):
+        settled("int8")

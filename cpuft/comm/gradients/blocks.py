@@ -21,8 +21,8 @@ BLOCK = 256
 """Numbers that share a scale: its four bytes are 1.6 % of the message."""
 _AHEAD = 4
 """Buckets whose parts may be on their way before backward waits for the first."""
-# torch 2.13 warns of the name that torch 2.8 has.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch 2.13 warns of the name that torch 2.8 has."""
 
 
 def coded_bytes(count: int, ranks: int) -> int:
@@ -94,7 +94,7 @@ class BlockMean:
         missed = mean.sub_(decode(own, self._width)).mul_(self._group.size())
         self._missed[self._group.rank()] += missed[0]
         self._message = torch.empty_like(self._parts)
-        self._work = _all_gather(self._message, own, group=self._group, async_op=True)
+        self._work = all_gather(self._message, own, group=self._group, async_op=True)
 
     def finish(self) -> torch.Tensor:
         """Wait for the mean: fp32, one-dimensional, the same bits on all ranks."""

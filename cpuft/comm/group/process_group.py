@@ -128,10 +128,8 @@ class CollectiveGroup(QueuedGroup):
         """The same with parts along the first dimension; no sizes mean equal parts."""
 
         def body() -> None:
-            sent = transfers.split(source.contiguous(), source_sizes, self._member.size)
-            with transfers.in_place(output) as dense:
-                received = transfers.split(dense, output_sizes, self._member.size)
-                transfers.all_to_all(self._library, sent, received)
+            sizes = source_sizes, output_sizes
+            transfers.all_to_all_single(self._library, source, output, sizes, self._member.size)
 
         return self._launch("all_to_all", [source], output, body)
 

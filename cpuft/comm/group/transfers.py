@@ -68,6 +68,23 @@ def split(tensor: torch.Tensor, sizes: Sequence[int], ranks: int) -> list[torch.
     return list(torch.split(tensor, list(sizes) or [tensor.shape[0] // ranks] * ranks))
 
 
+def all_to_all_single(
+    library: Collectives, source: torch.Tensor, target: torch.Tensor, sizes: Sequence[Sequence[int]], ranks: int
+) -> None:
+    """Send rank r its rows of `source`, and put what it sent at its rows of `target`.
+
+    Parameters
+    ----------
+    sizes: rows of each rank, in `source` and in `target`; none for equal parts.
+    """
+    dense = source.contiguous()
+    with in_place(target) as whole:
+        sent, received = (
+            [part.nbytes for part in split(tensor, rows, ranks)] for tensor, rows in zip((dense, whole), sizes)
+        )
+        library.all_to_all(dense.data_ptr(), sent, whole.data_ptr(), received)
+
+
 def all_to_all(library: Collectives, sources: Tensors, targets: Tensors) -> None:
     """Send the r-th source to rank r, and receive the r-th target from it. Empty ones are nothing to send."""
     sent = torch.cat([_bytes(source) for source in sources])

@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,8 +31,14 @@ def find_keepers(ranks: list[RecordedRank]) -> list[int]:
 class Keeper:
     """Keeps a rank's checkpoints in a folder, and the record up to each."""
 
-    def __init__(self, state: State, root: Path, rank: int, every: float) -> None:
-        """`every`: seconds between two; below 0, so many that they cost `SHARE` of the time; inf: none by itself."""
+    def __init__(
+        self, state: State, root: Path, rank: int, every: float, stand_by: Callable[[], None] = lambda: None
+    ) -> None:
+        """`every`: seconds between two; below 0, so many that they cost `SHARE` of the time; inf: none by itself.
+
+        `stand_by`: gives other keepers what their snapshot needs of this rank, where this one takes none.
+        """
+        self._stand_by = stand_by
         self._state, self._root, self._rank, self._every = state, root, rank, every
         self.record: list[str] = []
         """Lines so far: what a checkpoint has of the record."""
@@ -70,6 +77,7 @@ class Keeper:
         Without, nothing is done while the last one is being written. `last`: the record's last line in it.
         """
         if self._thread.is_alive() and not wait:
+            self._stand_by()
             return False
         self._thread.join()
         start = self._last = time.monotonic()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cpuft.errors import CpuftError
+from cpuft.train.exchange.parts import MOMENTS, WEIGHTS, Parts
 from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
 
 _NAMES = {
@@ -31,7 +32,6 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 """AdamW's count of the updates of each parameter, all in one tensor."""
 
@@ -49,27 +49,36 @@ class _Place:
 
 
 class State:
-    """The weights of a model and the moments of its AdamW, and their places in a block."""
+    """The weights of a model and the moments of its AdamW, and their places in a block.
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        parameters, kept = dict(model.named_parameters()), model.state_dict().keys()
-        found = {name: tensor for name, tensor in (parameters | dict(model.named_buffers())).items() if name in kept}
-        frozen = {name: tensor for name, tensor in found.items() if name in parameters and not tensor.requires_grad}
+    `parts`: where ranks have parts of them only. Their block is the same.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, parts: Parts | None = None) -> None:
+        self._model, self._optimizer, self._parts = model, optimizer, parts
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        # Not asked for a state_dict, which gives whole weights: there may be parts of them only.
+        for prefix, module in model.named_modules():
+            for name in module._non_persistent_buffers_set:
+                buffers.pop(f"{prefix}.{name}".removeprefix("."), None)
+        frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+        found: dict[str, Tensor] = parameters | buffers
         self._weights = {name: tensor for name, tensor in found.items() if name not in frozen}
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        everything = parts.parameters if parts else [p for group in optimizer.param_groups for p in group["params"]]
+        stepped = set(map(id, everything))
         self._stepped = {name: p for name, p in parameters.items() if id(p) in stepped}
         self.header, self._places = _lay_out(self._list_tensors(), checksum_frozen(frozen))
         self.nbytes = len(self.header) + sum(self._sizes())
         """Of a block."""
 
     def _list_tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        masters = self._masters()
+        masters: Masters | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
+        wide = masters.parameters if masters else {}
         found = [
-            (f"model.{name}", torch.float32 if name in masters else tensor.dtype, tuple(tensor.shape))
+            (f"{WEIGHTS}.{name}", torch.float32 if name in wide else tensor.dtype, tuple(tensor.shape))
             for name, tensor in self._weights.items()
         ]
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             found += [(f"{moment}.{name}", torch.float32, tuple(p.shape)) for name, p in self._stepped.items()]
         return [*found, (_STEP, torch.float32, (len(self._stepped),))]
 
@@ -77,36 +86,50 @@ class State:
         return [place.dtype.itemsize * torch.Size(place.shape).numel() for place in self._places.values()]
 
     def _masters(self) -> dict[str, Tensor]:
-        """The fp32 masters of bf16 parameters, by name."""
+        """The fp32 masters of bf16 parameters, by name, as far as this rank has them whole."""
         masters: Masters | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
         if masters is None:
             return {}
         return {name: value for name, p in masters.parameters.items() if (value := masters.get(p)) is not None}
 
+    def _place(self, block: Tensor, kind: str, name: str) -> Tensor:
+        return self._places[f"{kind}.{name}"].view(block)
+
     @torch.no_grad()
     def snapshot(self, block: Tensor) -> None:
-        """Copy all of it into a block, uint8 of shape (nbytes,)."""
+        """Copy all of it into a block, uint8 of shape (nbytes,). With parts, all others `stand_by` meanwhile."""
         block[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         masters = self._masters()
         for name, tensor in self._weights.items():
-            self._places[f"model.{name}"].view(block).copy_(masters.get(name, tensor))
+            self._place(block, WEIGHTS, name).copy_(masters.get(name, tensor))
         steps = self._places[_STEP].view(block)
+        if self._parts:
+            names = {parameter: name for name, parameter in self._stepped.items()}
+            for kind, parameter, value in self._parts.gather():
+                self._place(block, kind, names[parameter]).copy_(value)
+            steps.fill_(self._parts.step)
+            return
         for number, (name, parameter) in enumerate(self._stepped.items()):
             state: dict[str, Any] = self._optimizer.state.get(parameter, {})
             steps[number] = float(state.get(_STEP, 0))
-            for moment in _MOMENTS:
-                place = self._places[f"{moment}.{name}"].view(block)
+            for moment in MOMENTS:
+                place = self._place(block, moment, name)
                 place.copy_(state[moment]) if state else place.zero_()
 
     @torch.no_grad()
     def restore(self, block: Tensor) -> None:
         """Take all of it from a block with this header."""
-        values = {name: self._places[f"model.{name}"].view(block) for name in self._weights}
+        values = {name: self._place(block, WEIGHTS, name) for name in self._weights}
         # Not strict: a weight that goes by two names is there once.
         self._model.load_state_dict(values, strict=False)
-        for step, (name, parameter) in zip(self._places[_STEP].view(block), self._stepped.items()):
+        steps = self._places[_STEP].view(block)
+        if self._parts:
+            names = {parameter: name for name, parameter in self._stepped.items()}
+            self._parts.restore(lambda kind, parameter: self._place(block, kind, names[parameter]), steps.max())
+            return
+        for step, (name, parameter) in zip(steps, self._stepped.items()):
             if step:
-                moments = {moment: self._places[f"{moment}.{name}"].view(block).clone() for moment in _MOMENTS}
+                moments = {moment: self._place(block, moment, name).clone() for moment in MOMENTS}
                 self._optimizer.state[parameter] = {_STEP: step.clone(), **moments}
 
 

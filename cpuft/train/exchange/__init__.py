@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from cpuft.options.fields import TrainConfig
+from cpuft.train.exchange.parts import Parts
 from cpuft.train.fast import clip_gradients
 
 
@@ -22,9 +23,20 @@ class Exchange:
         self.own, self.optimizer, self.config = own, optimizer, config
         self.model = own
         """What forward passes go through."""
+        self.parts: Parts | None = None
+        """What this rank holds of the optimizer, where that is not all of it."""
 
     def begin_anew(self) -> None:
         """Called when parameters, the same on all ranks, were put in the place of those that it was made with."""
+
+    def whole(self) -> AbstractContextManager[object]:
+        """Inside, this rank's model has all of its fp32 weights, to be looked at or saved. A collective."""
+        return self.parts.whole() if self.parts else nullcontext()
+
+    def stand_by(self) -> None:
+        """Give ranks that take a snapshot what they need of this one, which takes none. A collective, with theirs."""
+        for _ in self.parts.gather() if self.parts else ():
+            pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
         """Around each forward and backward pass; gradients may travel in the `last`."""

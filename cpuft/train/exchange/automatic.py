@@ -14,7 +14,7 @@ from cpuft.comm.gradients.blocks import average_seconds, coded_bytes
 from cpuft.comm.gradients.compression import choose_compression
 from cpuft.comm.gradients.embedding_rows import find_embedding
 from cpuft.comm.gradients.powersgd import count_bytes
-from cpuft.options.fields import PROVEN, TrainConfig
+from cpuft.options.fields import PROVEN, SHARDED, TrainConfig
 from cpuft.rank.world import World
 from cpuft.train.data.order import deal, plan_updates
 from cpuft.train.data.prepare import Prepared
@@ -44,7 +44,8 @@ def settle(
     apart = config.sync_every > 1 or config.engine == "deepspeed"
     if config.grad_compression != "auto" or apart or not _between_hosts(world):
         return "", ""
-    if known:
+    allowed = [name for name in PROVEN if config.shard == "none" or name in SHARDED]
+    if known in allowed:
         return known, "as when the run began"
     wire = measure_wire()
     words = count_words(objective, config, prepared, world.size)
@@ -56,7 +57,7 @@ def settle(
     seconds, coding = measured.tolist()
     rungs = {rung.name: rung for rung in make_rungs(model, words, world.size, coding)}
     names = list(rungs)[list(rungs).index(base) :]
-    rung, reason = choose_rung([rungs[name] for name in names if name in PROVEN], seconds, wire)
+    rung, reason = choose_rung([rungs[name] for name in names if name in allowed], seconds, wire)
     return rung.name, reason
 
 

@@ -7,6 +7,7 @@ from cpuft.train.exchange import Exchange
 from cpuft.train.exchange.gradients import GradientExchange
 from cpuft.train.exchange.late import LateExchange
 from cpuft.train.exchange.parameters import ParameterExchange
+from cpuft.train.exchange.shards import ShardExchange
 from cpuft.train.exchange.zero import ZeroExchange
 
 
@@ -16,6 +17,8 @@ def choose_exchange(config: TrainConfig, ranks: int) -> type[Exchange]:
         return ZeroExchange
     if ranks == 1:
         return Exchange
+    if config.shard == "optimizer":
+        return ShardExchange
     if config.sync_every > 1:
         return ParameterExchange
     return LateExchange if config.grad_compression == "late" else GradientExchange

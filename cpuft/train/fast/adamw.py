@@ -121,11 +121,17 @@ def run_adamw(
     kernels.run("adamw", updates[0].grad.dtype, *columns, sizes, len(updates), *scalars)
 
 
-def clip_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter], most: float) -> float:
+def clip_gradients(
+    optimizer: Optimizer,
+    parameters: Iterable[nn.Parameter],
+    most: float,
+    add_up: Callable[[Tensor], object] | None = None,
+) -> float:
     """Scale gradients down to norm `most` for the optimizer's next step; their norm, over all `parameters`.
 
     As torch.nn.utils.clip_grad_norm_, of which a fused optimizer saves the second pass: it scales while it steps, so
-    that gradients themselves stay as they are.
+    that gradients themselves stay as they are. Where the gradients are a part of what the norm is of, `add_up` makes
+    the sum of their squares, fp64, that of all parts, in place.
     """
     parameters = [p for p in parameters if p.grad is not None]
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -134,11 +140,18 @@ def clip_gradients(optimizer: Optimizer, parameters: Iterable[nn.Parameter], mos
     mine = {id(p) for p in _group_parameters(optimizer)}
     others = any(id(p) not in mine for p in parameters)
     if kernels is None or plain or others or not isinstance(optimizer, FusedStep):
-        return float(torch.nn.utils.clip_grad_norm_(parameters, most))
+        whole = torch.nn.utils.get_total_norm(grads)
+        if add_up:
+            add_up(squares := whole.double().square())
+            whole = squares.sqrt().to(whole.dtype)
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, whole)
+        return float(whole)
     total = torch.zeros((), dtype=torch.float64)
     for dtype in {g.dtype for g in grads}:
         some = [g for g in grads if g.dtype == dtype]
         kernels.run("square_sum", dtype, addresses(some), numbers([g.numel() for g in some]), total, len(some))
+    if add_up:
+        add_up(total)
     norm: float = float(total) ** 0.5
     # The formula of torch.nn.utils.clip_grads_with_norm_; a norm that is no number is passed on.
     factor = most / (norm + 1e-6)

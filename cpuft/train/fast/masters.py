@@ -5,7 +5,7 @@ Why: bf16 keeps 8 bits. A step of relative size below 1/256 rounds away, and wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,19 @@ class Masters:
             self._follow(parameter)
         return master
 
+    def hand_over(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+        """Give away the masters that these parameters have: whoever asks for them is in charge of both from now on.
+
+        Meanwhile the model cannot be saved, and what is loaded is rounded.
+        """
+        return {parameter: self._masters.pop(parameter) for parameter in parameters if parameter in self._masters}
+
+    def take_back(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Have masters again, of which the parameters are the rounded values."""
+        self._masters.update(masters)
+        for parameter in masters:
+            self.mark(parameter)
+
     def mark(self, parameter: Tensor) -> None:
         """Remember that a parameter's value now is its master, rounded."""
         self._versions[parameter] = parameter._version
@@ -67,7 +80,7 @@ class Masters:
     def _load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, parameter in self.parameters.items():
             value = state.get(prefix + name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self._masters:
                 self._masters[parameter].copy_(value)
 
     @contextmanager

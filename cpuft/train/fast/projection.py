@@ -105,31 +105,36 @@ class PackedLinear:
     """Linear layers of equal shape whose weights are made views of one tensor, so that one product serves all.
 
     The layers stay where they are, with their parameters and names; an optimizer that writes to their weights writes
-    to the packed tensor. If something gives a weight other storage, the weights are concatenated at each call instead.
+    to the packed tensor. Weights may be moved, all together. If something gives one of them other storage, they are
+    concatenated at each call instead.
     """
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
-        self.weight = self._pack([layer.weight for layer in layers])
-        self.bias = self._pack([layer.bias for layer in layers])
+        self._pack([layer.weight for layer in layers])
+        self._pack([layer.bias for layer in layers])
 
     @staticmethod
     @torch.no_grad()
-    def _pack(parameters: Sequence[Tensor]) -> Tensor:
+    def _pack(parameters: Sequence[Tensor]) -> None:
         packed = torch.cat([p.detach() for p in parameters])
         for parameter, view in zip(parameters, packed.chunk(len(parameters)), strict=True):
             parameter.data = view
-        return packed
 
     @staticmethod
-    def _current(packed: Tensor, parameters: Sequence[Tensor], first: int) -> Tensor:
-        views = packed.chunk(len(parameters))
-        if all(p.data_ptr() == v.data_ptr() and p.dtype == v.dtype for p, v in zip(parameters, views, strict=True)):
-            return packed[views[0].shape[0] * first :]
-        return torch.cat([p.detach() for p in parameters[first:]])
+    def _current(parameters: Sequence[Tensor]) -> Tensor:
+        """All of them in one tensor: the one that they are views of, where they lie in it one after another."""
+        first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
+        places = range(first.data_ptr(), first.data_ptr() + len(parameters) * first.nbytes, first.nbytes)
+        if all(
+            p.data_ptr() == place and p.untyped_storage().data_ptr() == block and p.dtype == first.dtype
+            for p, place in zip(parameters, places, strict=True)
+        ):
+            return first.as_strided((len(parameters) * first.shape[0], *first.shape[1:]), first.stride())
+        return torch.cat([p.detach() for p in parameters])
 
     def __call__(self, x: Tensor, first: int = 0) -> Tensor:
         """(tokens, inputs) -> (tokens, layers * outputs): what the layers from number `first` give, side by side."""
-        weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
-        weight, bias = self._current(self.weight, weights, first), self._current(self.bias, biases, first)
-        return _project(x, self.layers[first:], weight, bias)
+        layers = self.layers[first:]
+        weight, bias = self._current([layer.weight for layer in layers]), self._current([one.bias for one in layers])
+        return _project(x, layers, weight, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,21 @@ def test_the_interval_is_as_asked_or_follows_from_the_cost(tmp_path: Path) -> No
     assert measured.is_due()
     measured.keep(1, wait=True)
     assert 0 < measured.cost < 10
+
+
+def test_a_keeper_that_still_writes_takes_no_snapshot_and_stands_by(tmp_path: Path) -> None:
+    stood: list[int] = []
+    model, going_on = torch.nn.Linear(2, 2), threading.Event()
+    state = State(model, torch.optim.AdamW(model.parameters()))
+    keeper = Keeper(state, tmp_path, 1, 0.0, lambda: stood.append(1))
+    assert keeper.keep(1, wait=True)
+    keeper._thread = threading.Thread(target=going_on.wait, args=(60,))
+    keeper._thread.start()
+    assert not keeper.keep(2)
+    going_on.set()
+    assert keeper.keep(3, wait=True)
+    assert stood == [1]
+    assert [update for update, _ in list_checkpoints(tmp_path)] == [3, 1]
 
 
 def test_a_checkpoint_has_the_record_up_to_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
 from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -78,6 +79,46 @@ def test_clipping_is_torch_s(name: str, kernels: bool, most: float) -> None:
     for key, value in fast.state_dict().items():
         moved = plain.state_dict()[key] - start[key]
         torch.testing.assert_close(value - start[key], moved, atol=tolerance * float(moved.abs().max()), rtol=1e-2)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+def test_the_norm_is_that_of_parts_elsewhere_too(kernels: bool) -> None:
+    def elsewhere(squares: torch.Tensor) -> None:
+        assert squares.dtype == torch.float64
+        squares.mul_(4)
+
+    models = [make_model("bert") for _ in range(2)]
+    optimizers = [accelerate(model, make_optimizer(model), precision="fp32")[1] for model in models]
+    with contextlib.nullcontext() if kernels else plain_torch():
+        for model in models:
+            model(**make_batch()).loss.backward()
+        alone, whole = (
+            clip_gradients(optimizer, model.parameters(), most, add_up)
+            for optimizer, model, most, add_up in zip(optimizers, models, (0.01, 0.02), (None, elsewhere), strict=True)
+        )
+        assert whole == pytest.approx(2 * alone, rel=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+    # Half of twice as much is scaled down alike.
+    first, second = (
+        [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        for optimizer, model in zip(optimizers, models, strict=True)
+    )
+    torch.testing.assert_close(first, second, atol=1e-12, rtol=1e-5)
+
+
+def test_masters_that_are_handed_over_are_gone_until_they_are_taken_back() -> None:
+    model, _ = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
+    masters: Masters = getattr(model, MASTERS_ATTRIBUTE)
+    before, parameter = model.state_dict(), model.get_parameter(KEY)
+    given = masters.hand_over([parameter, model.classifier.weight])
+    assert list(given) == [parameter]
+    with pytest.raises(KeyError):
+        model.state_dict()
+    model.load_state_dict({key: value + 1 for key, value in before.items()})
+    torch.testing.assert_close(parameter, (before[KEY] + 1).to(torch.bfloat16), atol=0, rtol=0)
+    masters.take_back({parameter: before[KEY] + 1})
+    torch.testing.assert_close(model.state_dict()[KEY], before[KEY] + 1, atol=0, rtol=0)
 
 
 def test_a_norm_that_is_no_number_is_passed_on() -> None:

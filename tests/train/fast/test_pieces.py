@@ -229,3 +229,19 @@ def test_packed_linear_follows_weights_that_were_moved() -> None:
     layers[1].weight.data = torch.ones(4, 4)
     x = torch.randn(2, 4)
     torch.testing.assert_close(packed(x), torch.cat([layer(x) for layer in layers], -1))
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_packed_linear_is_one_product_where_weights_were_moved_together(gap: int) -> None:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    packed, weights = PackedLinear(layers), [layer.weight for layer in layers]
+    block = torch.zeros(70)
+    for place, weight in zip((0, 16, 32 + gap), weights, strict=True):
+        moved = block[7 + place :][:16].view(4, 4)
+        moved.copy_(weight.detach())
+        weight.data = moved
+    whole = packed._current(weights)
+    assert (whole.data_ptr() == weights[0].data_ptr()) == (gap == 0)
+    assert torch.equal(whole, torch.cat(weights))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(packed(x, 1), torch.cat([layer(x) for layer in layers[1:]], -1))

@@ -1,0 +1,147 @@
+"""What a rank keeps of an optimizer that is shared out (ZeRO's first stage): fp32 weights and moments of its parts.
+
+A part is a parameter to the optimizer, which so steps an Nth of all numbers, with the kernel that it has. Parameters
+are views of their bucket's compute weights, of which parts are gathered in place. An fp32 parameter is its own compute
+weight, so that only its moments are shared out; of a bf16 one the fp32 master is, too, and no rank has all masters.
+
+Of torch's own, ZeroRedundancyOptimizer deals out whole parameters (half of MiniLM's numbers are one) and sends them one
+by one; FSDP2 gathers weights in hooks around each module, and fast layers read those of modules that they do not call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cpuft.comm.choice.choosing import BUCKET_NUMBERS
+from cpuft.comm.gradients.blocks import all_gather
+from cpuft.train.exchange.partition import Member, find_pieces, part_width, plan_buckets
+from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
+
+WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
+
+
+class Bucket:
+    """Parameters of one type, side by side in memory, and this rank's part of them."""
+
+    @torch.no_grad()
+    def __init__(self, parameters: Sequence[nn.Parameter], masters: dict[Tensor, Tensor]) -> None:
+        """`masters`: of the parameters that have one; they are taken out."""
+        self.parameters, self._sizes = parameters, [p.numel() for p in parameters]
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._pieces, width = find_pieces(self._sizes, ranks, rank), part_width(sum(self._sizes), ranks)
+        self.own = slice(rank * width, (rank + 1) * width)
+        self.weights = torch.zeros(ranks * width, dtype=parameters[0].dtype)
+        for parameter, view in zip(parameters, self.split(self.weights), strict=True):
+            view.copy_(parameter)
+            parameter.data = view
+        self.has_masters = parameters[0] in masters
+        part = self.weights[self.own]
+        if self.has_masters:
+            part = self.fill(torch.zeros(width), masters.pop)
+        self.part = nn.Parameter(part)
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """What of a tensor as long as the bucket belongs to each parameter, in its shape."""
+        *found, _ = torch.split(whole, [*self._sizes, len(whole) - sum(self._sizes)])
+        return [value.view(parameter.shape) for value, parameter in zip(found, self.parameters, strict=True)]
+
+    def fill(self, part: Tensor, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """Put what each parameter has into a tensor as long as a part, as far as it is in this rank's."""
+        values = [whole(parameter).reshape(-1) for parameter in self.parameters]
+        for piece in self._pieces:
+            value = values[piece.member][piece.start : piece.start + piece.length]
+            part[piece.place : piece.place + piece.length].copy_(value)
+        return part
+
+
+class Parts:
+    """This rank's parts of all that an optimizer steps, in the place of the parameters themselves.
+
+    To be made when the model has its layers, the same weights on all ranks, and the optimizer no state.
+
+    Parameters
+    ----------
+    alone: a parameter that shares its bucket with no other.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, alone: Tensor | None) -> None:
+        self._optimizer = optimizer
+        self._masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
+        groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.parameters = [parameter for parameter in model.parameters() if parameter in groups]
+        members = [
+            Member(p.numel(), (p.dtype, groups[p], p is alone), p.untyped_storage().data_ptr()) for p in self.parameters
+        ]
+        found, masters = plan_buckets(members, BUCKET_NUMBERS), self._take_masters()
+        self.buckets = [Bucket([self.parameters[number] for number in bucket], masters) for bucket in found]
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"][:] = [one.part for one in self.buckets if groups[one.parameters[0]] == number]
+
+    def _take_masters(self) -> dict[Tensor, Tensor]:
+        return self._masters.hand_over(self.parameters) if self._masters else {}
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Give all ranks the compute weights of all parts. A collective."""
+        works = []
+        for bucket in self.buckets:
+            own = bucket.weights[bucket.own]
+            if bucket.has_masters:
+                own.copy_(bucket.part)
+            works.append(all_gather(bucket.weights, own, async_op=True))
+        for work in works:
+            work.wait()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, this rank's model has all fp32 weights, as one that is not shared out. A collective to begin with."""
+        if self._masters is None:
+            yield
+            return
+        gathered = [(bucket, _gather(bucket.part)) for bucket in self.buckets if bucket.has_masters]
+        self._masters.take_back({p: m for one, all_ in gathered for p, m in zip(one.parameters, one.split(all_))})
+        try:
+            yield
+        finally:
+            self._take_masters()
+
+    @property
+    def step(self) -> float:
+        """Updates that the optimizer has made."""
+        return max(float(state.get("step", 0)) for state in [*self._optimizer.state.values(), {}])
+
+    def gather(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """All that ranks have parts of, as of a parameter's: WEIGHTS or which of MOMENTS, fp32, in its shape.
+
+        A collective: every rank goes through all of it, one bucket's in memory at a time.
+        """
+        for bucket in self.buckets:
+            state = self._optimizer.state.get(bucket.part, {})
+            parts = {moment: state.get(moment, torch.zeros_like(bucket.part)) for moment in MOMENTS}
+            for kind, part in (parts | ({WEIGHTS: bucket.part} if bucket.has_masters else {})).items():
+                for parameter, value in zip(bucket.parameters, bucket.split(_gather(part)), strict=True):
+                    yield kind, parameter, value
+
+    @torch.no_grad()
+    def restore(self, value: Callable[[str, nn.Parameter], Tensor], step: Tensor) -> None:
+        """Take this rank's parts of what `gather` had given, after so many updates. The model has its weights again."""
+        for bucket in self.buckets:
+            if bucket.has_masters:
+                bucket.fill(bucket.part, partial(value, WEIGHTS))
+            if step:
+                moments = {name: bucket.fill(torch.zeros_like(bucket.part), partial(value, name)) for name in MOMENTS}
+                self._optimizer.state[bucket.part] = {"step": step.clone(), **moments}
+
+
+def _gather(part: Tensor) -> Tensor:
+    """The parts of all ranks, one after another."""
+    whole = torch.empty(dist.get_world_size() * len(part))
+    all_gather(whole, part.detach())
+    return whole

@@ -1,0 +1,166 @@
+"""Run by scripts/bench-shards: a step with a whole optimizer, one shared out, and torch's ZeroRedundancyOptimizer.
+
+They take turns in the same ranks, on the same rows and random weights, on a machine with nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BertConfig, BertForSequenceClassification
+
+from cpuft.comm import start, take_traffic
+from cpuft.options.fields import TrainConfig
+from cpuft.tables import format_table
+from cpuft.train.exchange.choice import choose_exchange
+from cpuft.train.fast import accelerate
+from cpuft.train.optimizer import group_parameters, make_optimizer
+from cpuft.train.precision import autocast
+
+SIZES = {
+    "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536},
+    "bert-base": {},
+}
+RATE = 2e-5
+Step = Callable[[dict[str, Any], torch.Tensor], None]
+"""An update on this rank's rows, and all words that any rank's rows name."""
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options; what this does not know goes to `cpuft launch`."""
+    parser = argparse.ArgumentParser(prog="scripts/bench-shards", description=__doc__)
+    parser.add_argument("--np", type=int, default=2, help="ranks [2]")
+    parser.add_argument("--model", choices=SIZES, default="minilm", help="[minilm]")
+    parser.add_argument("--backend", choices=("gloo", "mpi", "ccl"), default="gloo", help="[gloo]")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="[fp32]")
+    parser.add_argument("--rows", type=int, default=32, help="rows of a rank [32]")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a row [64]")
+    parser.add_argument("--rounds", type=int, default=9, help="turns each, after one that does not count [9]")
+    parser.add_argument("--steps", type=int, default=5, help="updates of a turn [5]")
+    known, others = parser.parse_known_args(words)
+    known.options = others
+    return known
+
+
+def make_model(asked: argparse.Namespace) -> Any:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**SIZES[asked.model])).train()
+
+
+def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]]:
+    """As a run of cpuft has it."""
+    model, config = make_model(asked), TrainConfig(shard=shard)
+    optimizer = make_optimizer(model, config, asked.precision)
+    exchange = choose_exchange(config, dist.get_world_size())(model, optimizer, config, asked.precision)
+
+    def step(batch: dict[str, Any], words: torch.Tensor) -> None:
+        with exchange.micro_batch(last=True):
+            with autocast(asked.precision):
+                loss = exchange.model(**batch).loss
+            loss.backward()
+        exchange.average(lambda: words)
+        exchange.clip()
+        optimizer.step()
+        exchange.clear()
+        exchange.meet(1, last=False)
+
+    return step, lambda: count_moments(optimizer)
+
+
+def torch_s(asked: argparse.Namespace) -> tuple[Step, Callable[[], int]]:
+    """The same fast layers in fp32. In bf16 the model's own under autocast: it knows no masters."""
+    model = make_model(asked)
+    if asked.precision == "fp32":
+        accelerate(model, torch.optim.AdamW(model.parameters()), precision="fp32")
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    groups: Any = group_parameters(model, 0.0)
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=RATE, fused=True)
+
+    def step(batch: dict[str, Any], words: torch.Tensor) -> None:
+        with autocast(asked.precision):
+            loss = parallel(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return step, lambda: count_moments(optimizer.optim)
+
+
+def count_moments(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's moments."""
+    return sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
+
+
+def make_batch(asked: argparse.Namespace) -> tuple[dict[str, Any], torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(1000, 5000, (dist.get_world_size() * asked.rows, asked.length), generator=generator)
+    own = rows[dist.get_rank() :: dist.get_world_size()]
+    return {"input_ids": own, "attention_mask": torch.ones_like(own), "labels": own[:, 0] % 2}, rows
+
+
+def take_turn(step: Step, batch: dict[str, Any], words: torch.Tensor, steps: int) -> float:
+    """Seconds of an update, of the slowest rank."""
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        step(batch, words)
+    seconds = torch.tensor((time.perf_counter() - begun) / steps, dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def run_rank(asked: argparse.Namespace) -> None:
+    """All turns; rank 0 prints the table."""
+    start(asked.backend, 300)
+    ways = {"whole": ours(asked, "none"), "shared out": ours(asked, "optimizer"), "torch's": torch_s(asked)}
+    batch, words = make_batch(asked)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(asked.rounds + 1):
+        for name, (step, _) in ways.items():
+            took = take_turn(step, batch, words, asked.steps)
+            seconds[name] += [took] if turn else []
+    rows = []
+    for name, (step, count) in ways.items():
+        take_traffic()
+        step(batch, words)
+        sent = take_traffic().nbytes
+        ratios = [own / base for own, base in zip(seconds[name], seconds["whole"], strict=True)]
+        spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        numbers = [f"{1e3 * statistics.median(seconds[name]):.0f}", spread, f"{sent / 1e6:.1f}", f"{count() / 1e6:.1f}"]
+        rows.append([name, *numbers])
+    if dist.get_rank() == 0:
+        print(format_table(["optimizer", "ms a step", "of whole", "MB sent a step", "MB of moments"], rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks, or be one."""
+    asked = parse()
+    if "RANK" in os.environ:
+        run_rank(asked)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder, "run")
+        own = ["--np", str(asked.np), "--run-dir", str(run_dir), "--no-check", *asked.options]
+        words = [word for word in sys.argv[1:] if word not in asked.options]
+        subprocess.run([sys.executable, "-m", "cpuft", "launch", *own, "--", __file__, *words], check=True)
+        print((run_dir / "logs" / "rank-0.out").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Run by mpirun: a small BERT whose optimizer is whole on each rank, or shared out.
+
+Usage: sharded.py FOLDER KEPT STEPS. Writes FOLDER/RANK-of-SIZE.json: by precision, what both have come to, and what a
+run does that goes on from the checkpoint in KEPT; where there is none, the one shared out makes it there after five.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from cpuft import comm
+from cpuft.options.fields import TrainConfig
+from cpuft.rank.world import World, parse_world
+from cpuft.record import RecordedRank
+from cpuft.train.checkpoint.keeper import Keeper
+from cpuft.train.checkpoint.resuming import resume
+from cpuft.train.checkpoint.state import State
+from cpuft.train.data.prepare import Prepared
+from cpuft.train.exchange.parts import Parts
+from cpuft.train.fast.masters import MASTERS_ATTRIBUTE
+from cpuft.train.job import prove_equal_parameters
+from cpuft.train.loop import Loop, settle_messages, train
+from cpuft.train.objective import Answers, Batch, Objective
+from cpuft.train.optimizer import make_optimizer
+from tests.comm.ranks import become_rank
+from tests.records import make_record
+from tests.train.fast.encoders import make_model
+from tests.train.tokens import make_tokens
+
+CONFIG = TrainConfig(learning_rate=1e-4, warmup_ratio=0.2, batch_size=4, weight_decay=0.1, clip_norm=0.5)
+GLOBAL_BATCH = 24
+"""Several forward passes a rank, of which the last may be a short one."""
+KEPT_AFTER = 5
+HEADER = replace(make_record(2).header, options=dict(vars(CONFIG)), ranks=[RecordedRank(0, "a", [0])])
+
+
+class Telling(Objective):
+    """Which of two classes?"""
+
+    label_type = torch.int64
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(**batch.inputs).logits.float(), batch.labels, reduction="none")
+
+    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
+        raise NotImplementedError
+
+
+def make_loop(world: World, precision: str, shard: str, steps: int) -> Loop:
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5]
+    tokens = replace(make_tokens(lengths), labels=np.arange(len(lengths), dtype=np.float32) % 2)
+    prepared = Prepared((), (), HEADER.data, 0, tokens, {"": tokens})
+    config = replace(CONFIG, shard=shard, max_steps=steps)
+    return Loop(
+        make_model("bert"), Telling((), (), 0, 0), config, prepared, precision, world, global_batch=GLOBAL_BATCH
+    )
+
+
+def make_state(loop: Loop) -> State:
+    return State(loop.model, loop.optimizer, loop.exchange.parts)
+
+
+def keep(loop: Loop, root: Path) -> None:
+    """A checkpoint, by rank 0."""
+    if loop.world.rank == 0:
+        keeper = Keeper(make_state(loop), root, 0, every=0.0)
+        keeper.note(HEADER)
+        assert keeper.keep(KEPT_AFTER, wait=True)
+    else:
+        loop.exchange.stand_by()
+
+
+def go(loop: Loop, root: Path | None = None) -> dict[str, Any]:
+    """Train to the end: losses, the checksum of what all ranks have, its weights, and bytes of optimizer and step."""
+    found: dict[str, Any] = {"losses": [], "sent": []}
+    for line in train(loop):
+        found["losses"].append(line.loss)
+        found["sent"].append(line.bytes_sent)
+        if root and line.step == KEPT_AFTER:
+            keep(loop, root)
+    with loop.exchange.whole():
+        found["checksum"] = prove_equal_parameters(loop.model, "at the end")
+        found["weights"] = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    return found | {"bytes": count_bytes(loop)}
+
+
+def count_bytes(loop: Loop) -> int:
+    """What this rank has of the optimizer: moments, and fp32 masters of bf16 weights."""
+    states = [tensor for state in loop.optimizer.state.values() for name, tensor in state.items() if name != "step"]
+    masters = [*getattr(loop.model, MASTERS_ATTRIBUTE)._masters.values()]
+    parts = loop.exchange.parts
+    masters += [bucket.part for bucket in parts.buckets if bucket.has_masters] if parts else []
+    return sum(tensor.nbytes for tensor in (*states, *masters))
+
+
+def go_on(world: World, precision: str, shard: str, steps: int, root: Path) -> dict[str, Any]:
+    loop = make_loop(world, precision, shard, steps)
+    settle_messages(loop)
+    state = make_state(loop)
+    past = resume(state, root, world, vars(CONFIG), HEADER.data)
+    loop.exchange.begin_anew()
+    loop.done = past.update
+    return go(loop)
+
+
+def furthest(found: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far weights are from each other at most."""
+    return max(float((found["weights"][name] - value).abs().max()) for name, value in other["weights"].items())
+
+
+def saves_whole(loop: Loop, weights: dict[str, torch.Tensor], folder: Path) -> bool:
+    """Whether a saved model has all bits of its fp32 weights. The first rank saves it, as in a run."""
+    model: Any = loop.model
+    with loop.exchange.whole():
+        model.save_pretrained(folder, is_main_process=loop.world.rank == 0)
+    dist.barrier()
+    saved = load_file(folder / "model.safetensors")
+    return saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in saved)
+
+
+def gives_back_masters() -> bool:
+    """Whether fp32 masters of bf16 weights are freed where each rank has its part."""
+    model = make_model("bert")
+    optimizer = make_optimizer(model, CONFIG, "bf16")
+    before = [weakref.ref(master) for master in getattr(model, MASTERS_ATTRIBUTE)._masters.values()]
+    parts = Parts(model, optimizer, None)
+    return bool(before and parts) and all(one() is None for one in before)
+
+
+def packed_layers_stay_packed(loop: Loop) -> bool:
+    """Whether query, key and value still are one product, moved as they are."""
+    inside: Any = loop.model.get_submodule("bert.encoder.layer.1.attention.self")
+    first = inside.query.weight
+    return bool(inside.value.weight.data_ptr() == first.data_ptr() + 2 * first.nbytes)
+
+
+def compare(world: World, folder: Path, root: Path, precision: str, steps: int) -> dict[str, Any]:
+    kept = root.exists()
+    dist.barrier()
+    whole = go(make_loop(world, precision, "none", steps))
+    loop = make_loop(world, precision, "optimizer", steps)
+    shared = go(loop, None if kept else root)
+    dist.barrier()
+    ways = ("none", "optimizer") if steps > KEPT_AFTER else ()
+    resumed = {shard: go_on(world, precision, shard, steps, root) for shard in ways}
+    found = {"off": furthest(shared, whole), "packed": packed_layers_stay_packed(loop)}
+    found["saved"] = saves_whole(loop, shared["weights"], folder / f"{precision}-of-{world.size}")
+    runs = {"whole": whole, "shared": shared, **{f"from {shard}": run for shard, run in resumed.items()}}
+    return found | {name: {k: v for k, v in run.items() if k != "weights"} for name, run in runs.items()}
+
+
+if __name__ == "__main__":
+    become_rank()
+    torch.set_num_threads(1)
+    comm.start("gloo", timeout_seconds=60)
+    own, (folder, kept), steps = parse_world(os.environ), map(Path, sys.argv[1:3]), int(sys.argv[3])
+    found = {name: compare(own, folder, kept / name, name, steps) for name in ("fp32", "bf16")}
+    told = found | {"gives back": gives_back_masters()}
+    (folder / f"{own.rank}-of-{own.size}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
