@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cpuft.errors import CpuftError
-from cpuft.train.data.rows import first_rows, parse_tsv
-from cpuft.train.data.tasks import TASKS
+from cpuft.train.data.rows import parse_tsv
+from cpuft.train.data.tasks import TASKS, first_rows
 
 MAX_LENGTH = 128
 BATCH = 32

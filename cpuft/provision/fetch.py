@@ -19,6 +19,8 @@ from cpuft.words import own_module
 
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _DOWNLOAD_SECONDS = 3600.0
+_WITHOUT_WHEEL = ("seqeval",)
+"""Requirements that the index has as source only, of pure Python: their wheels are built here, for any host."""
 
 
 def fetch_wheels(python: str, environ: Mapping[str, str]) -> None:
@@ -31,8 +33,10 @@ def fetch_wheels(python: str, environ: Mapping[str, str]) -> None:
     shutil.rmtree(beside, ignore_errors=True)
     own = write_own_wheel(beside / "own")
     target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
-    words = [*target, "--only-binary", ":all:", *_find_constraints(beside), "pip", f"{own}[{','.join(EXTRAS)}]"]
-    _pip("download", "--quiet", "--dest", str(beside), *words)
+    constraints = _find_constraints(beside)
+    _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(beside), *constraints, *_WITHOUT_WHEEL)
+    words = [*target, "--only-binary", ":all:", *constraints, "pip", f"{own}[{','.join(EXTRAS)}]"]
+    _pip("download", "--quiet", "--dest", str(beside), "--find-links", str(beside), *words)
     (beside / own.name).unlink(missing_ok=True)
     shutil.rmtree(own.parent)
     beside.rename(folder)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cpuft.record import EvaluationLine
+from cpuft.train.data.order import Order
 from cpuft.train.data.prepare import Tokens
 from cpuft.train.job import gather
 from cpuft.train.loop import Loop
+from cpuft.train.objective import Answers, Batch, Objective
 from cpuft.train.precision import autocast
 
 
@@ -28,14 +31,37 @@ def evaluate(loop: Loop, step: int) -> EvaluationLine:
     return EvaluationLine(step, metrics, rows, time.perf_counter() - start)
 
 
-def _all_answers(loop: Loop, tokens: Tokens) -> NDArray[np.float32]:
-    """The answers to every row, in the rows' order; rows are sorted by length and dealt to the ranks."""
-    own = np.argsort(tokens.lengths, kind="stable")[loop.world.rank :: loop.world.size]
-    size, found = loop.config.eval_batch_size, []
-    with torch.inference_mode(), autocast(loop.precision):
-        for rows in (own[start : start + size] for start in range(0, len(own), size)):
-            found.append((rows, loop.objective.answers(loop.model, loop.objective.make_batch(tokens, rows))))
-    everyone = [part for parts in gather(found) for part in parts]
-    rows, answers = (np.concatenate(column) for column in zip(*everyone))
-    whole: NDArray[np.float32] = answers[np.argsort(rows)]
+Part = tuple[Order, Answers]
+"""Rows of a batch, and what is known of them."""
+
+
+def _all_answers(loop: Loop, tokens: Tokens) -> Answers:
+    """The answers to every row, in the rows' order."""
+    batches = plan_batches(tokens, loop.config.eval_batch_size, loop.world.size)[loop.world.rank]
+    with autocast(loop.precision):
+        own = answer(partial(loop.objective.answers, loop.model), loop.objective, tokens, batches)
+    return join([part for parts in gather(own) for part in parts])
+
+
+def plan_batches(tokens: Tokens, size: int, ranks: int) -> list[list[Order]]:
+    """Each rank's batches: rows are sorted by length and dealt to the ranks."""
+    order = np.argsort(tokens.lengths, kind="stable")
+    shares = [order[rank::ranks] for rank in range(ranks)]
+    return [[share[start : start + size] for start in range(0, len(share), size)] for share in shares]
+
+
+def answer(
+    ask: Callable[[Batch], Answers], objective: Objective, tokens: Tokens, batches: Iterable[Order]
+) -> list[Part]:
+    """What `ask` gives for the rows of each batch, without gradients."""
+    with torch.inference_mode():
+        return [(rows, ask(objective.make_batch(tokens, rows))) for rows in batches]
+
+
+def join(parts: Sequence[Part]) -> Answers:
+    """What is known of all rows, in their order; of batches of shorter rows, -1 stands where others have more."""
+    width = max(answers.shape[1] for _, answers in parts)
+    whole = np.full((sum(len(rows) for rows, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)
+    for rows, answers in parts:
+        whole[rows, : answers.shape[1]] = answers
     return whole

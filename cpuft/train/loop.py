@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -112,14 +113,17 @@ def train(loop: Loop) -> Iterator[StepLine]:
 
 def _update(loop: Loop, number: int, rows: Order, rests: bool) -> Callable[[], StepLine]:
     """One update; gives what waits for all ranks' sums and makes the line of them. Where it `rests`, ranks are one."""
-    clock, exchange = Clock(), loop.exchange
+    clock, exchange, count = Clock(), loop.exchange, partial(loop.objective.count_terms, loop.prepared.train)
     seed_update(loop.config.seed, number, loop.world.rank)
-    batches, weight = _micro_batches(loop, rows)
+    share = deal(rows, loop.world.rank, loop.world.size)
+    weight = 1.0 if loop.world.rank < len(rows) else 0.0  # 0 where this rank is only there to keep step
+    batches, terms = _micro_batches(loop, share), max(1.0, count(rows))
+    seen = (count(share), len(share), sum(batch.tokens for batch in batches))
     clock.lap("data")
     loss_sum = 0.0
     for batch in batches:
         with exchange.micro_batch(last=batch is batches[-1]):
-            loss_sum += weight * _forward_backward(loop, clock, batch, weight * loop.world.size / len(rows))
+            loss_sum += weight * _forward_backward(loop, clock, batch, weight * loop.world.size / terms)
     waited = exchange.average(lambda: loop.objective.name_tokens(loop.prepared.train, rows))
     clock.lap("communication")
     exchange.clip()
@@ -128,8 +132,7 @@ def _update(loop: Loop, number: int, rows: Order, rests: bool) -> Callable[[], S
     exchange.clear()
     clock.lap("update")
     exchange.meet(number, last=rests or number == loop.updates)
-    seen = [(len(batch.labels), batch.tokens) for batch in batches]
-    own = [loop.asks(), loss_sum, *(weight * sum(counts) for counts in zip(*seen))]
+    own = [loop.asks(), loss_sum, *(weight * counted for counted in seen)]
     totals = (lambda: own) if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
 
     def read() -> list[float]:
@@ -153,7 +156,7 @@ def settle_messages(loop: Loop) -> None:
     if loop.world.size < 3 or loop.config.sync_every > 1 or sent_as in WITH_FEEDBACK:
         return
     rows = np.arange(min(loop.world.size, len(loop.prepared.train)))
-    (batch, *_), _ = _micro_batches(loop, rows)
+    batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size))
     loop.exchange.model.train()
     with loop.exchange.micro_batch(last=True):
         _forward_backward(loop, Clock(), batch, 0.0)
@@ -188,18 +191,16 @@ def _add_up(world: World, own: list[float]) -> Callable[[], list[float]]:
     return read
 
 
-def _micro_batches(loop: Loop, rows: Order) -> tuple[list[Batch], float]:
-    """This rank's share of an update, and its weight: 0 where it is only there to keep step."""
-    share, size = deal(rows, loop.world.rank, loop.world.size), loop.config.batch_size
-    parts = [share[start : start + size] for start in range(0, len(share), size)]
-    batches = [loop.objective.make_batch(loop.prepared.train, part) for part in parts]
-    return batches, 1.0 if loop.world.rank < len(rows) else 0.0
+def _micro_batches(loop: Loop, share: Order) -> list[Batch]:
+    """This rank's share of an update, forward pass by forward pass."""
+    parts = [share[start : start + loop.config.batch_size] for start in range(0, len(share), loop.config.batch_size)]
+    return [loop.objective.make_batch(loop.prepared.train, part) for part in parts]
 
 
 def _forward_backward(loop: Loop, clock: Clock, batch: Batch, factor: float) -> float:
     """One forward and one backward pass; the sum of the rows' losses, whose gradient is multiplied by `factor`.
 
-    The exchange averages over ranks: with ranks / rows it is the gradient of the mean over all rows of the update.
+    The exchange averages over ranks: with ranks / terms it is the gradient of the mean over all of the update's terms.
     """
     with autocast(loop.precision):
         losses = loop.objective.losses(loop.exchange.model, batch)
@@ -212,8 +213,8 @@ def _forward_backward(loop: Loop, clock: Clock, batch: Batch, factor: float) -> 
 def _line(
     clock: Clock, number: int, rate: float, totals: list[float], waited: float, sent: int, seconds: float
 ) -> StepLine:
-    loss_sum, rows, tokens, *compute_seconds = totals
-    loss = loss_sum / max(rows, 1)
+    loss_sum, terms, rows, tokens, *compute_seconds = totals
+    loss = loss_sum / max(terms, 1)
     if not math.isfinite(loss):
         raise CpuftError(f"step {number}: the loss is {loss}: lower --learning-rate, or check the data's scores")
     return StepLine(

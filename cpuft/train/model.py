@@ -111,15 +111,16 @@ def find_base(source: str) -> str:
         raise CpuftError(f"the adapters in {source} are for another model, named in {_ADAPTERS}: {error}") from None
 
 
-def load_tokenizer(name: str) -> Any:
-    """The model's own fast tokenizer. Raises CpuftError when it cannot be had."""
+def load_tokenizer(name: str, words: bool = False) -> Any:
+    """The model's own fast tokenizer, for texts or for `words` one by one. Raises CpuftError when it cannot be had."""
     import transformers
 
     source = find_model(name)
     if not Path(source).is_dir():
         print(f"looking for model {name} at the Hugging Face hub", file=sys.stderr, flush=True)
     try:
-        return transformers.AutoTokenizer.from_pretrained(source)
+        # RoBERTa's would take each word for the first of a text; those that know no such option leave it be.
+        return transformers.AutoTokenizer.from_pretrained(source, **({"add_prefix_space": True} if words else {}))
     except (OSError, ValueError) as error:
         raise CpuftError(_cannot_load(name, error)) from None
 

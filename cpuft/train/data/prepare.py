@@ -24,12 +24,15 @@ from cpuft.files import cache_folder, take_sent, written_beside
 from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
-from cpuft.train.data.rows import Data, Rows, first_rows, read_data
+from cpuft.train.data.rows import read_data
+from cpuft.train.data.tasks import Data, Rows, Task, first_rows
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.model import find_model, load_tokenizer
 
-FORMAT = 1
+FORMAT = 2
+UNTAGGED = -100
+"""The label of a token that has none: torch's cross entropy leaves it out."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
 
 
@@ -43,11 +46,12 @@ class Tokens:
     """0 in a row's first text, 1 in its second; shape (all tokens,), or (0,) where the model takes none."""
     offsets: NDArray[np.int64]
     """Row i is ids[offsets[i] : offsets[i + 1]]; shape (rows + 1,)."""
-    labels: NDArray[np.float32]
-    """Class numbers or scores, shape (rows,)."""
+    labels: NDArray[Any]
+    """What the task's kind needs: class numbers or scores, shape (rows,); of several labels, 1 for those that a row
+    has, shape (rows, classes); of tags, class numbers of words' first tokens, else UNTAGGED, shape (all tokens,)."""
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.offsets) - 1
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -70,12 +74,15 @@ class Prepared:
     pad_id: int
     train: Tokens
     validation: dict[str, Tokens]
+    kind: str = "class"
+    """What is learned: the task's kind, by which `make_objective` chooses."""
 
 
 def checksum_rows(data: Data, config: TrainConfig) -> str:
     """SHA-256 of everything that decides the token numbers, cut to 16 hexadecimal digits."""
     digest = hashlib.sha256()
-    for part in (FORMAT, config.max_length, config.max_train_samples, data.task.labels, data.task.metrics):
+    task = data.task
+    for part in (FORMAT, config.max_length, config.max_train_samples, task.kind, task.labels, task.metrics):
         digest.update(repr(part).encode())
     folder = Path(find_model(config.model))
     digest.update(config.model.encode() if not folder.is_dir() else b"")
@@ -86,18 +93,40 @@ def checksum_rows(data: Data, config: TrainConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-def tokenize(rows: Rows, tokenizer: Any, max_length: int) -> Tokens:
-    """Token numbers of all rows, each cut to `max_length`, not padded."""
-    texts = [list(column) for column in zip(*rows.texts)]
-    encoded = tokenizer(*texts, truncation=True, max_length=max_length, padding=False)
+def tokenize(rows: Rows, tokenizer: Any, max_length: int, task: Task) -> Tokens:
+    """Token numbers of all rows, each cut to `max_length`, not padded. Raises CpuftError: it cannot take words."""
+    words = task.kind == "tags"
+    if words and not tokenizer.is_fast:
+        raise CpuftError("this model's tokenizer does not tell which words its tokens are of: name another --model")
+    texts = [[list(row) for row in rows.texts]] if words else [list(column) for column in zip(*rows.texts)]
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length, padding=False, is_split_into_words=words)
     ids = encoded["input_ids"]
     types = encoded.get("token_type_ids", [])
     return Tokens(
         np.concatenate([np.asarray(row, np.int32) for row in ids]),
         np.concatenate([np.asarray(row, np.int8) for row in types]) if types else np.zeros(0, np.int8),
         np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
-        np.asarray(rows.labels, np.float32),
+        _label_tokens(rows, encoded) if words else _label_rows(rows, task),
     )
+
+
+def _label_rows(rows: Rows, task: Task) -> NDArray[np.float32]:
+    if task.kind != "labels":
+        return np.asarray(rows.labels, np.float32)
+    has = np.zeros((len(rows.labels), len(task.labels)), np.float32)
+    for row, numbers in zip(has, rows.labels):
+        row[list(numbers)] = 1
+    return has
+
+
+def _label_tokens(rows: Rows, encoded: Any) -> NDArray[np.int32]:
+    """Each word's number on its first token. A word without any, of what the tokenizer leaves out, goes unseen."""
+    found = []
+    for row, numbers in enumerate(rows.labels):
+        words = encoded.word_ids(row)
+        firsts = (word is not None and word != before for before, word in zip([None, *words], words))
+        found += [numbers[word] if first else UNTAGGED for word, first in zip(words, firsts)]
+    return np.asarray(found, np.int32)
 
 
 def prepare(config: TrainConfig) -> Path:
@@ -111,8 +140,9 @@ def prepare(config: TrainConfig) -> Path:
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
     if path.exists():
         return path
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model, data.task.kind == "tags")
     meta = {
+        "kind": data.task.kind,
         "labels": data.task.labels,
         "metrics": data.task.metrics,
         "checksum": checksum,
@@ -121,7 +151,7 @@ def prepare(config: TrainConfig) -> Path:
     }
     arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(meta))}
     for key, rows in [("train", data.train), *((f"validation{k}", rows) for k, rows in data.validation.items())]:
-        tokens = tokenize(rows, tokenizer, config.max_length)
+        tokens = tokenize(rows, tokenizer, config.max_length, data.task)
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
     try:
         with written_beside(path) as beside, beside.open("wb") as file:
@@ -142,8 +172,8 @@ def read_prepared(path: str) -> Prepared:
                 for key in ("train", *(f"validation{name}" for name in meta["validation"]))
             }
         validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
-        labels, metrics = tuple(meta["labels"]), tuple(meta["metrics"])
-        return Prepared(labels, metrics, meta["checksum"], meta["pad_id"], splits["train"], validation)
+        labels, metrics, kind = tuple(meta["labels"]), tuple(meta["metrics"]), meta["kind"]
+        return Prepared(labels, metrics, meta["checksum"], meta["pad_id"], splits["train"], validation, kind)
     except Exception as error:  # zipfile and NumPy raise whatever their layers raise
         raise CpuftError(f"{path} is no prepared data ({error!r}): remove it, and start again") from None
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Task:
-    """A text classification (or regression) task."""
+    """What is to be told of each row, or of each of its words."""
 
     name: str
     texts: tuple[str, ...]
     """Columns of the one or two texts, in the GLUE download's files."""
     label: str
+    """Column of the label; empty where rows have none."""
     labels: tuple[str, ...]
-    """Label texts in the order of class numbers; empty for regression."""
+    """Label texts in the order of class numbers; empty for scores."""
     metrics: tuple[str, ...]
     folder: str = ""
     """Folder in the GLUE download; empty for a task that is not GLUE's."""
@@ -24,11 +26,34 @@ class Task:
     """Column names of files that have no header line."""
     validation: tuple[tuple[str, str], ...] = (("", "dev"),)
     """Validation splits: what is appended to the metrics' names, and the file's stem."""
+    kind: str = "class"
+    """A row has one of `labels` (class), any of them (labels), one for each word (tags), or a number (score)."""
 
-    @property
-    def is_regression(self) -> bool:
-        """Whether the label is a number to be met, not a class."""
-        return not self.labels
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts (one or two a row; of tags, the row's words) and labels of one split."""
+
+    texts: list[tuple[str, ...]]
+    labels: list[Any]
+    """Class numbers or scores; of tags and of several labels, tuples of class numbers."""
+    labelled: bool = True
+    """Whether the labels are the rows' own, and not there for the form's sake."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """Everything a run trains and evaluates on."""
+
+    task: Task
+    train: Rows
+    validation: dict[str, Rows]
+    """By what is appended to the metrics' names; most tasks have one, of the empty name."""
+
+
+def first_rows(rows: Rows, count: int) -> Rows:
+    """The first `count` rows; all when `count` is 0."""
+    return replace(rows, texts=rows.texts[:count], labels=rows.labels[:count]) if count else rows
 
 
 _PAIR = ("sentence1", "sentence2")
@@ -50,7 +75,7 @@ TASKS = {
         ),
         Task("sst2", ("sentence",), "label", _BINARY, ("accuracy",), "SST-2"),
         Task("mrpc", ("#1 String", "#2 String"), "Quality", _BINARY, ("accuracy", "f1"), "MRPC", hub_texts=_PAIR),
-        Task("stsb", _PAIR, "score", (), ("pearson", "spearman"), "STS-B"),
+        Task("stsb", _PAIR, "score", (), ("pearson", "spearman"), "STS-B", kind="score"),
         Task("qqp", ("question1", "question2"), "is_duplicate", _BINARY, ("accuracy", "f1"), "QQP"),
         Task(
             "mnli",

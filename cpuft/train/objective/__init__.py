@@ -15,7 +15,7 @@ from cpuft.train.data.prepare import Tokens
 from cpuft.train.model import load_model
 
 Answers = NDArray[np.float32]
-"""What the metrics need to know of each row, shape (rows, any)."""
+"""What is known of each row after a forward pass, shape (rows, any, ...)."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Batch:
     inputs: dict[str, torch.Tensor]
     """input_ids, attention_mask and, where the model takes them, token_type_ids; shape (rows, longest row)."""
     labels: torch.Tensor
-    """What answers are compared with; shape (rows,)."""
+    """What answers are compared with; shape (rows, ...)."""
     tokens: int
     """Without padding."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run learns from rows of one or two texts; its kinds say with what head, loss and metrics."""
+    """What a run learns from rows; its kinds say with what head, loss and metrics."""
 
     labels: tuple[str, ...]
     """Of classes, in the order of their numbers."""
@@ -49,17 +49,32 @@ class Objective:
         raise NotImplementedError
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Loss of each row, fp32, shape (rows,)."""
+        """Loss of each row, fp32, shape (rows,): the sum of its terms'."""
         raise NotImplementedError
+
+    def count_terms(self, tokens: Tokens, rows: Order) -> float:
+        """Of how many terms these rows' losses are the sum: the update's loss is the mean over those of all its rows.
+
+        The same on any rank, and before the batches are made.
+        """
+        return float(len(rows))
 
     def measure(self, answers: Answers, tokens: Tokens) -> dict[str, float]:
         """Metrics by name, of the answers to all rows of a split in their order."""
         raise NotImplementedError
 
-    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> Answers:
         """The head's outputs, without gradients."""
         outputs: Answers = model(**batch.inputs).logits.float().numpy()
         return outputs
+
+    def decide(self, outputs: Answers) -> Answers:
+        """What the metrics need of the head's outputs."""
+        return outputs
+
+    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
+        """What the metrics need to know of each row."""
+        return self.decide(self.outputs(model, batch))
 
     def load_model(self, config: TrainConfig) -> Any:
         """The encoder with a fresh head, fp32, on the CPU. Raises CpuftError when it cannot be had."""
@@ -76,7 +91,14 @@ class Objective:
             types = np.zeros(mask.shape, np.int64)
             types[mask] = tokens.types[places]
             inputs["token_type_ids"] = torch.from_numpy(types)
-        return Batch(inputs, torch.from_numpy(tokens.labels[rows]).to(self.label_type), int(lengths.sum()))
+        return Batch(inputs, self.make_labels(tokens, rows, mask), int(lengths.sum()))
+
+    def make_labels(self, tokens: Tokens, rows: Order, mask: NDArray[np.bool_]) -> torch.Tensor:
+        """What answers for the rows of these numbers are compared with.
+
+        `mask` is true where their tokens stand in a batch, shape (rows, longest row).
+        """
+        return torch.from_numpy(tokens.labels[rows]).to(self.label_type)
 
     def name_tokens(self, tokens: Tokens, rows: Order) -> torch.Tensor:
         """All that batches of these rows look up, int64, with repetitions: their words, and the one that pads."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from cpuft.options.fields import TrainConfig
-from cpuft.train.data.prepare import Prepared, Tokens
+from cpuft.train.data.prepare import Tokens
 from cpuft.train.objective import Answers, Batch, Objective
 from cpuft.train.objective.metrics import compute_metrics
+
+
+def name_classes(labels: Sequence[str]) -> dict[str, Any]:
+    """Classes in a model's configuration."""
+    names = dict(enumerate(labels))
+    return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
 
 
 class Classification(Objective):
@@ -19,9 +25,7 @@ class Classification(Objective):
 
     def head(self) -> dict[str, Any]:
         """An output for each class."""
-        numbers = {label: number for number, label in enumerate(self.labels)}
-        names = {"id2label": dict(enumerate(self.labels)), "label2id": numbers}
-        return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **names}
+        return {"problem_type": "single_label_classification", **name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Cross entropy."""
@@ -50,10 +54,3 @@ class Regression(Objective):
     def measure(self, answers: Answers, tokens: Tokens) -> dict[str, float]:
         """Metrics of the scores."""
         return compute_metrics(self.metrics, answers[:, 0], tokens.labels)
-
-
-def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
-    """What the rows are to teach: their classes, or scores where they have none."""
-    kind = Classification if prepared.labels else Regression
-    width = config.max_length if config.padding == "max_length" else 0
-    return kind(prepared.labels, prepared.metrics, prepared.pad_id, width)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
-from cpuft.train.data.rows import parse_tsv, read_data, read_table
+from cpuft.train.data.rows import parse_tsv, read_data
+from cpuft.train.data.tables import read_table
 from cpuft.train.data.tasks import TASKS
 from tests.conftest import GLUE, needs_glue
 
@@ -138,11 +139,7 @@ def test_a_word_that_could_be_a_number_is_a_class_among_words(tmp_path: Path) ->
 def test_the_users_json_lines(tmp_path: Path) -> None:
     row = '{"sentence1": "a", "sentence2": "b", "label": 0.5}\n'
     data = read_data(files(tmp_path, row, row, "jsonl"))
-    assert (data.train.texts, data.task.is_regression, data.task.metrics) == (
-        [("a", "b")],
-        True,
-        ("pearson", "spearman"),
-    )
+    assert (data.train.texts, data.task.kind, data.task.metrics) == ([("a", "b")], "score", ("pearson", "spearman"))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +168,8 @@ def test_what_is_wrong_with_the_users_files(train: str, message: str, tmp_path: 
         ('{"text": "a"}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
         ('{"label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
         ('{"text": "a", "label": null}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
-        ('{"text": ["a"], "label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
+        ('{"text": [["a"]], "label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
+        ('{"text": ["a"], "label": 1}', "line 2: 'text' has to be one text, as it is elsewhere: mend that line"),
         ('{"text": "a", "label": {"b": 1}}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
     ],
 )

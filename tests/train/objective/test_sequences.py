@@ -13,7 +13,8 @@ import torch
 from cpuft.options.fields import TrainConfig
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective import Batch
-from cpuft.train.objective.sequences import Classification, Regression, make_objective
+from cpuft.train.objective.kinds import make_objective
+from cpuft.train.objective.sequences import Classification, Regression
 from tests.train.tokens import make_tokens
 
 BINARY = (("no", "yes"), ("accuracy", "f1", "matthews_correlation"))
@@ -76,14 +77,19 @@ def test_scores_are_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    "labels, kind, outputs",
-    [(("a", "b", "c"), "single_label_classification", 3), ((), "regression", 1)],
+    "labels, kind, wanted, outputs",
+    [
+        (("a", "b", "c"), "class", "single_label_classification", 3),
+        ((), "score", "regression", 1),
+        (("a", "b", "c"), "labels", "multi_label_classification", 3),
+        (("a", "b", "c"), "tags", None, 3),
+    ],
 )
-def test_the_rows_decide_on_the_head(labels: tuple[str, ...], kind: str, outputs: int) -> None:
+def test_the_rows_decide_on_the_head(labels: tuple[str, ...], kind: str, wanted: str | None, outputs: int) -> None:
     rows = make_tokens([1])
-    objective = make_objective(TrainConfig(), Prepared(labels, ("accuracy",), "", 0, rows, {"": rows}))
+    objective = make_objective(TrainConfig(), Prepared(labels, ("accuracy",), "", 0, rows, {"": rows}, kind))
     model = objective.load_model(TrainConfig(dropout=0.25))
-    assert (model.config.problem_type, model.config.num_labels) == (kind, outputs)
+    assert (model.config.problem_type, model.config.num_labels) == (wanted, outputs)
     assert model.classifier.weight.shape == (outputs, 384)
     assert model.config.hidden_dropout_prob == 0.25
     assert {p.dtype for p in model.parameters()} == {torch.float32}

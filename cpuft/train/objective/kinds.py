@@ -1,0 +1,24 @@
+"""The objective of each kind of task."""
+
+from __future__ import annotations
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train.data.prepare import Prepared
+from cpuft.train.objective import Objective
+from cpuft.train.objective.sequences import Classification, Regression
+from cpuft.train.objective.several import SeveralLabels
+from cpuft.train.objective.tags import Tagging
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "class": Classification,
+    "score": Regression,
+    "labels": SeveralLabels,
+    "tags": Tagging,
+}
+"""By `Prepared.kind`."""
+
+
+def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
+    """What the rows are to teach."""
+    width = config.max_length if config.padding == "max_length" else 0
+    return OBJECTIVES[prepared.kind](prepared.labels, prepared.metrics, prepared.pad_id, width)
