@@ -34,6 +34,7 @@ _GROUPS = {
     "doctor": "cpuft.doctor.command",
     "provision": "cpuft.provision.commands",
     "estimate": "cpuft.estimate",
+    "predict": "cpuft.launch.prediction",
     "stacks": "cpuft.launch.stacks.command",
     "submit": "cpuft.launch.export.command",
 }
@@ -98,8 +99,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
         refuse_options(TrainConfig, "is for cpuft's own training: a script takes its options behind its name, after --")
     if wrap:
         end_script((sys.executable, *script), sys.executable, wrap)
-    name = Path(script[0]).stem if script else train.task
-    command = plan_script(script) if script else ()
+    name, command = (Path(script[0]).stem, plan_script(script)) if script else (train.task, ())
     resumed = gather_resumed(resume, config, bool(script)) if resume else None
     if resumed:
         config, train = resumed.take_over(config, train, given_options())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
 from tests.fuzz import sandbox
-from tests.fuzz.parsers import EXEMPT, PARSERS, Parser
+from tests.fuzz.exempt import EXEMPT
+from tests.fuzz.parsers import PARSERS, Parser
 from tests.fuzz.run import NONE, Fault, Faults, check_parser, fuzz
 from tests.provision.simulated import needs_root
 

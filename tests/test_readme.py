@@ -48,6 +48,8 @@ SERVERS = {command for command in COMMANDS if "--hosts" in command}
 """They need servers called so: scripts/check-clusters does the same to real ones."""
 RENTED = {command for command in COMMANDS if re.search(r"provision (aws|image|extend)", command)}
 """They need an account: tests/provision/aws/test_ten_lines.py does them to a region of its own."""
+DRY = {"launch", "compare", "bench", "predict"}
+"""Verbs that are not to do it."""
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - SERVERS - RENTED))
@@ -57,12 +59,14 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     for ranks in (1, 2):
         write_record(make_record(ranks), tmp_path / f"runs/mrpc-np{ranks}")
+    (tmp_path / "runs/mrpc-np1/model").mkdir()
+    (tmp_path / "runs/mrpc-np1/model/config.json").write_text("{}")
     state = {"CPUFT_STATE": str(tmp_path / "state")}
     lab = run_cpuft("provision", "local", "--without-root", "--name", "lab", "--nodes", "4", settings=state)
     assert lab.returncode == 0, lab.stderr
     words = shlex.split(command.removeprefix('eval "$(').removesuffix(')"').partition(" > ")[0], comments=True)[1:]
     place = words.index("--") if "--" in words else len(words)
-    words[place:place] = ["--dry-run"] if words[0] in ("launch", "compare", "bench") or "down" in words else []
+    words[place:place] = ["--dry-run"] if words[0] in DRY or "down" in words else []
     # That lab is this machine alone; hosts of the same name take the place of none.
     words, state = (
         ([*words, "--dry-run"], {"CPUFT_STATE": str(tmp_path / "none")})

@@ -18,8 +18,16 @@ from typing import Any
 
 import torch
 
-from cpuft.bench.rows import BATCH, Row, collate, collate_to_the_recipe_s_length, length_grouped, read_rows
-from cpuft.train.fast import accelerate, clip_gradients, has_bf16_products
+from cpuft.bench.rows import (
+    BATCH,
+    Row,
+    collate,
+    collate_to_the_recipe_s_length,
+    length_grouped,
+    make_tokens,
+    read_rows,
+)
+from cpuft.train.fast import accelerate, clip_gradients, has_bf16_products, quicken
 from cpuft.train.precision import autocast
 
 LEARNING_RATE = 1e-4
@@ -156,17 +164,58 @@ def _trainer(workload: Workload, *, bf16: bool, dynamic: bool, fast: bool) -> tu
     return model, turn
 
 
+def _predictor(workload: Workload) -> tuple[Any, Turn]:
+    """What `cpuft predict` does with rows once they are tokenised."""
+    from cpuft.train.evaluate import ask_all
+    from cpuft.train.objective.sequences import Classification
+
+    model, rows = load(workload)
+    quicken(model)
+    tokens, precision = make_tokens(rows), "bf16" if has_bf16_products() else "fp32"
+    objective = Classification(("0", "1"), (), 0, 0)
+
+    def turn() -> tuple[int, float]:
+        start = time.perf_counter()
+        model.eval()
+        ask_all(model, objective, tokens, BATCH, 1, precision)
+        return len(rows), time.perf_counter() - start
+
+    return model, turn
+
+
+def _trainer_predictor(workload: Workload) -> tuple[Any, Turn]:
+    """The Trainer's predict, made as fast as it gets: bf16 weights, rows by length, padded to a batch's longest."""
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    model, rows = load(workload)
+    faster = {"per_device_eval_batch_size": BATCH, "bf16_full_eval": has_bf16_products()}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(output_dir=folder, **_TRAINING, **faster)
+        trainer = Trainer(model=model, args=arguments, data_collator=collate)
+    dataset = Dataset.from_list(sorted(rows, key=lambda row: len(row["input_ids"])))
+
+    def turn() -> tuple[int, float]:
+        start = time.perf_counter()
+        trainer.predict(dataset)
+        return len(rows), time.perf_counter() - start
+
+    return model, turn
+
+
 CONTESTANTS: dict[str, Callable[[Workload], tuple[Any, Turn]]] = {
     "cpuft": _bare_loop,
     "compiled": lambda workload: _bare_loop(workload, compiled=True),
     "trainer-accelerated": lambda workload: _trainer(workload, bf16=False, dynamic=True, fast=True),
     "trainer-bf16-dynamic": lambda workload: _trainer(workload, bf16=True, dynamic=True, fast=False),
     "trainer-fp32-padded": lambda workload: _trainer(workload, bf16=False, dynamic=False, fast=False),
+    "predict": _predictor,
+    "trainer-predict": _trainer_predictor,
 }
 
 
-USUAL = tuple(name for name in CONTESTANTS if name != "compiled")
-"""Compiling takes minutes: only for who asks."""
+USUAL = tuple(name for name in CONTESTANTS if name not in ("compiled", "predict", "trainer-predict"))
+"""Compiling takes minutes, and predicting is another matter: only for who asks."""
 
 
 class Contestant:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cpuft.errors import CpuftError
+from cpuft.train.data.prepare import Tokens
 from cpuft.train.data.rows import parse_tsv
 from cpuft.train.data.tasks import TASKS, first_rows
 
@@ -31,6 +33,17 @@ def read_rows(path: Path, tokenizer: Any, count: int = 0) -> list[Row]:
         {"input_ids": ids, "token_type_ids": types, "label": int(label)}
         for ids, types, label in zip(encoded["input_ids"], encoded["token_type_ids"], rows.labels, strict=True)
     ]
+
+
+def make_tokens(rows: list[Row]) -> Tokens:
+    """The same rows as our own objectives take them."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    return Tokens(
+        np.concatenate([np.asarray(row["input_ids"], np.int32) for row in rows]),
+        np.concatenate([np.asarray(row["token_type_ids"], np.int8) for row in rows]),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.asarray([row["label"] for row in rows], np.float32),
+    )
 
 
 def collate(rows: list[Row], length: int = 0) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -41,6 +42,15 @@ def _all_answers(loop: Loop, tokens: Tokens) -> Answers:
     with autocast(loop.precision):
         own = answer(partial(loop.objective.answers, loop.model), loop.objective, tokens, batches)
     return join([part for parts in gather(own) for part in parts])
+
+
+def ask_all(
+    model: torch.nn.Module, objective: Objective, tokens: Tokens, size: int, ranks: int, precision: str
+) -> Answers:
+    """The head's outputs for every row, in the rows' order, from the same batches as in the evaluation on `ranks`."""
+    batches = chain(*plan_batches(tokens, size, ranks))
+    with autocast(precision):
+        return join(answer(partial(objective.outputs, model), objective, tokens, batches))
 
 
 def plan_batches(tokens: Tokens, size: int, ranks: int) -> list[list[Order]]:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -113,18 +112,18 @@ def train(loop: Loop) -> Iterator[StepLine]:
 
 def _update(loop: Loop, number: int, rows: Order, rests: bool) -> Callable[[], StepLine]:
     """One update; gives what waits for all ranks' sums and makes the line of them. Where it `rests`, ranks are one."""
-    clock, exchange, count = Clock(), loop.exchange, partial(loop.objective.count_terms, loop.prepared.train)
+    clock, exchange, tokens = Clock(), loop.exchange, loop.prepared.train
     seed_update(loop.config.seed, number, loop.world.rank)
     share = deal(rows, loop.world.rank, loop.world.size)
     weight = 1.0 if loop.world.rank < len(rows) else 0.0  # 0 where this rank is only there to keep step
-    batches, terms = _micro_batches(loop, share), max(1.0, count(rows))
-    seen = (count(share), len(share), sum(batch.tokens for batch in batches))
+    batches, terms = _micro_batches(loop, share), max(1.0, loop.objective.count_terms(tokens, rows))
+    seen = (loop.objective.count_terms(tokens, share), len(share), sum(batch.tokens for batch in batches))
     clock.lap("data")
     loss_sum = 0.0
     for batch in batches:
         with exchange.micro_batch(last=batch is batches[-1]):
             loss_sum += weight * _forward_backward(loop, clock, batch, weight * loop.world.size / terms)
-    waited = exchange.average(lambda: loop.objective.name_tokens(loop.prepared.train, rows))
+    waited = exchange.average(lambda: loop.objective.name_tokens(tokens, rows))
     clock.lap("communication")
     exchange.clip()
     rate = set_rate(loop, number)
@@ -133,7 +132,9 @@ def _update(loop: Loop, number: int, rows: Order, rests: bool) -> Callable[[], S
     clock.lap("update")
     exchange.meet(number, last=rests or number == loop.updates)
     own = [loop.asks(), loss_sum, *(weight * counted for counted in seen)]
-    totals = (lambda: own) if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
+    totals: Callable[[], list[float]] = (
+        (lambda: own) if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
+    )
 
     def read() -> list[float]:
         loop.asked, *others = totals()

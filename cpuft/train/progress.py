@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,11 @@ from cpuft.record import EvaluationLine, Header, ResumedLine, StepLine
 
 _LINES = 10
 """Plain lines of a whole run."""
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """One line for people and programs."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 class Progress:
@@ -79,7 +85,7 @@ class Progress:
         """Show metrics."""
         self._close()
         if self._shown:
-            print("  ".join(f"{name} {value:.4f}" for name, value in line.metrics.items()), flush=True)
+            print(format_metrics(line.metrics), flush=True)
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

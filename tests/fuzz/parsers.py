@@ -6,7 +6,8 @@ import dataclasses
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from cpuft import hardware, loader, plan
 from cpuft.comm.choice.choosing import read_choice
+from cpuft.errors import CpuftError
 from cpuft.hosts import registry, ssh, topology
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
@@ -30,6 +32,7 @@ from cpuft.options.bench import plan_turns
 from cpuft.options.estimate import parse_hosts
 from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
 from cpuft.options.flags import parse_arguments, read_config
+from cpuft.options.predict import PredictConfig
 from cpuft.options.rates import parse_bits
 from cpuft.provision.aws.lease import parse_lease, parse_limit
 from cpuft.provision.aws.preflight import parse_ssh_from
@@ -42,10 +45,12 @@ from cpuft.record import Line, Record, format_line, parse_lines, parse_measureme
 from cpuft.report.instances import COLUMNS, parse_instances
 from cpuft.report.page import read_predictions
 from cpuft.report.prediction import Prediction
+from cpuft.train.data.own import read_asked
 from cpuft.train.data.prepare import read_prepared
 from cpuft.train.data.rows import parse_tsv, read_data
 from cpuft.train.data.tables import parse_label, read_table
 from cpuft.train.data.tasks import TASKS
+from cpuft.train.predict import read_trained
 from tests.conftest import make_facts
 from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
@@ -105,6 +110,21 @@ def _read_files(path: Path) -> object:
     return None
 
 
+def _read_asked(path: Path) -> object:
+    """The text as rows for models of every kind."""
+    for kind in ("class", "score", "labels", "tags"):
+        task = replace(TASKS["files"], kind=kind, labels=("0", "1") if kind != "score" else ())
+        with suppress(CpuftError):
+            read_asked(task, PredictConfig(file=str(path)), TrainConfig())
+    return read_asked(TASKS["mrpc"], PredictConfig(file=str(path)), TrainConfig())
+
+
+def _read_trained(path: Path) -> object:
+    """The text as the configuration of a run's model."""
+    path.parents[1].joinpath("record.jsonl").write_text(format_line(make_record(2).header) + "\n")
+    return read_trained(str(path.parents[1]))
+
+
 def _log_in(path: Path) -> object:
     return [ssh.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
 
@@ -151,6 +171,12 @@ _FACTS = {name: value for name, value in _FACTS.items() if name not in ("cpu_mod
 _PLAN = dataclasses.asdict(
     plan.RunPlan(prepare=((plan.Step("w", ("a", "b"), (plan.Setting("n", "v", "r"),)),),), notes=("n",))
 )
+
+_MODEL = {
+    "architectures": ["BertForSequenceClassification"],
+    "id2label": {"0": "no", "1": "yes"},
+    "problem_type": "single_label_classification",
+}
 
 _ARCHIVES = values.damaged([_make_archive()])
 
@@ -244,50 +270,10 @@ PARSERS: dict[str, Parser] = {
     "parse_label": Parser(partial(parse_label, task=TASKS["stsb"], where="x"), values.damaged(["0.5", "1"])),
     "read_table": Parser(_from_file("rows.csv", read_table), _ROWS),
     "read_table of JSON": Parser(_from_file("rows.jsonl", read_table), _ROWS),
+    "read_trained": Parser(_from_file("trained/model/config.json", _read_trained), values.damaged_json(_MODEL)),
+    "read_asked": Parser(_from_file("rows.csv", _read_asked), _ROWS),
+    "read_asked of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),
     "read_data": Parser(_from_file("rows.csv", _read_files), _ROWS),
     "read_data of JSON": Parser(_from_file("rows.jsonl", _read_files), _ROWS),
     "read_data of tabs": Parser(_from_file("rows.tsv", _read_files), _ROWS),
 }
-
-EXEMPT = {
-    "load_model": "transformers reads it",
-    "load_state": "read_checkpoint, and what save_state has written",
-    "load_tokenizer": "transformers reads it",
-    "parse_call": "what plan_call has written",
-    "parse_cores": "what cpuft launch has written",
-    "parse_group": "what boto3 has read by AWS's own model",
-    "parse_images": "what boto3 has read by AWS's own model",
-    "parse_kernel": "what oneDNN prints in this process",
-    "parse_networks": "what iproute2 prints",
-    "parse_rate": "what iproute2 prints",
-    "parse_routes": "what iproute2 prints",
-    "parse_recorder": "what torch tells in this process",
-    "parse_rules": "what boto3 has read by AWS's own model",
-    "parse_snapshots": "what boto3 has read by AWS's own model",
-    "parse_worker": "parse_arguments, twice",
-    "read_checkpoint": "files with checksums, which its own tests damage",
-    "read_cpu": "the kernel's files",
-    "read_errors": "parse_failure, of each rank",
-    "read_files": "texts only, by the names that they have",
-    "read_free": "a system call",
-    "read_job": "a record that was read",
-    "read_hosts": "read_hostfile, or a cluster's entry",
-    "read_interfaces": "a system call",
-    "read_links": "numbers only, from hosts of the cluster",
-    "read_memory_available": "the kernel's files",
-    "read_mpi": "the first line of what mpirun prints",
-    "read_mtus": "the kernel's files",
-    "read_newest": "read_checkpoint, of the files that are there",
-    "read_note": "a text, whatever it holds",
-    "read_tags": "what boto3 has read by AWS's own model",
-    "read_packages": "what pip has installed",
-    "read_parts": "a model's layers",
-    "read_raw": "a text, whatever it holds",
-    "read_recorder": "what torch tells in this process",
-    "read_route": "a system call",
-    "read_own": "read_data",
-    "read_rows": "parse_tsv",
-    "read_splits": "read_data, of GLUE's",
-    "read_text": "a text, whatever it holds",
-}
-"""Why a function that reads something gets no random texts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import StepLine
-from cpuft.train.data.order import plan_updates
+from cpuft.train.data.order import Order, plan_updates
 from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
@@ -55,6 +56,13 @@ class Weighing(Objective):
         return {"error": float(np.abs(answers[:, 0] - tokens.labels).mean())}
 
 
+class ByWord(Weighing):
+    """The same, and long rows count for more."""
+
+    def count_terms(self, tokens: Tokens, rows: Order) -> float:
+        return float(tokens.lengths[rows].sum())
+
+
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -62,11 +70,17 @@ def _alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def make_loop(config: TrainConfig, heaviest: float = 2.0, world: World = ALONE, apart: bool = False) -> Loop:
+def make_loop(
+    config: TrainConfig,
+    heaviest: float = 2.0,
+    world: World = ALONE,
+    apart: bool = False,
+    objective: type[Objective] = Weighing,
+) -> Loop:
     lengths = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9]
     tokens = replace(make_tokens(lengths, types=False), labels=np.linspace(1, heaviest, 11).astype(np.float32))
     prepared = Prepared((), (), "", 0, tokens, {"": tokens, "_again": tokens})
-    return Loop(Weights(), Weighing((), (), 0, 0), config, prepared, "fp32", world, apart)
+    return Loop(Weights(), objective((), (), 0, 0), config, prepared, "fp32", world, apart)
 
 
 def losses(lines: list[StepLine]) -> list[float]:
@@ -113,6 +127,22 @@ def test_an_update_is_the_same_in_one_pass_and_in_two() -> None:
     whole = losses(list(train(make_loop(CONFIG))))
     parts = losses(list(train(make_loop(replace(CONFIG, batch_size=2, accumulation=2)))))
     assert parts == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.parametrize("parts", [{}, {"batch_size": 2, "accumulation": 2}])
+def test_an_update_s_loss_is_the_mean_over_all_its_terms(parts: dict[str, Any]) -> None:
+    found = []
+    for objective in (Weighing, ByWord):
+        loop = make_loop(replace(CONFIG, max_steps=1, clip_norm=0.0, **parts), objective=objective)
+        (line,) = train(loop)
+        (state,) = loop.optimizer.state.values()
+        found.append((line, state["exp_avg"]))
+    (by_row, row_gradients), (by_word, word_gradients) = found
+    factor = by_row.samples / by_row.tokens
+    assert factor < 0.5
+    assert by_word.loss == pytest.approx(by_row.loss * factor)
+    assert torch.allclose(word_gradients, row_gradients * factor)
+    assert torch.count_nonzero(row_gradients) > 1
 
 
 def test_a_loss_that_is_no_number_ends_the_run() -> None:

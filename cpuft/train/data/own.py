@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError, counted
 from cpuft.options.fields import TrainConfig
+from cpuft.options.predict import PredictConfig
 from cpuft.train.data.tables import Cell, Table, find_column, parse_label, read_table, refuse_empty
 from cpuft.train.data.tasks import Data, Rows, Task
 
@@ -39,6 +40,31 @@ def read_own(task: Task, config: TrainConfig) -> Data:
         check_cells(table, task)
     task = _find_labels(task, train, validation)
     return Data(task, make_rows(train, task), {"": make_rows(validation, task)})
+
+
+def read_asked(task: Task, asked: PredictConfig, train: TrainConfig) -> tuple[Task, Rows]:
+    """Rows for a model that has learned `task` by `train`, and the task with their columns. They have labels if all do.
+
+    Raises CpuftError: as `read_own`, or a label that the task does not know.
+    """
+    option = "--file" if asked.file else "where the run's rows are, or name them with --file"
+    table = read_table(Path(asked.file or train.validation_file), option)
+    is_own = {name: name in table.columns for name in (*task.texts, task.label, train.label_column)}
+    usual = task.label if is_own[task.label] and not is_own[train.label_column] else train.label_column
+    label = asked.label_column or _choose_label(table, usual)
+    wanted = asked.text_columns or train.text_columns
+    texts = task.texts if task.texts and not wanted and all(map(is_own.get, task.texts)) else ()
+    texts = texts or find_texts(table, wanted, label)
+    for name in (*texts, *([label] if asked.label_column else [])):
+        find_column(table.columns, name, table.source)
+    if task.texts and len(texts) != len(task.texts):
+        count = counted(len(task.texts), "column")
+        raise CpuftError(f"--task {task.name} has texts in {count}: name as many with --text-columns, a comma between")
+    task = replace(task, texts=texts, label=label)
+    every = any if task.kind == "labels" else all
+    labelled = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
+    check_cells(table, task, labelled)
+    return task, make_rows(table, task, labelled)
 
 
 def find_texts(table: Table, wanted: str, label: str) -> tuple[str, ...]:
@@ -105,10 +131,9 @@ def _has_text(cell: Cell) -> bool:
 
 def _split_label(cell: Cell, task: Task) -> list[str]:
     """The label texts of a cell."""
-    if isinstance(cell, list):
-        return [text.strip() for text in cell]
-    parts = cell.split(BETWEEN_LABELS) if task.kind == "labels" else [cell]
-    return [text for part in parts if (text := part.strip())]
+    if isinstance(cell, str):
+        cell = cell.split(BETWEEN_LABELS) if task.kind == "labels" else [cell]
+    return [text for part in cell if (text := part.strip())]
 
 
 def _find_labels(task: Task, train: Table, validation: Table) -> Task:
@@ -160,10 +185,8 @@ def make_rows(table: Table, task: Task, labelled: bool = True) -> Rows:
     for number, row in table.rows:
         cells = [row[name] for name in task.texts]
         rows.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
-        rows.labels.append(_number_label(row[task.label], task, f"{table.source}, line {number}") if labelled else 0.0)
+        texts = _split_label(row[task.label], task) if labelled else []
+        numbers = [parse_label(text, task, f"{table.source}, line {number}") for text in texts]
+        several = task.kind in ("labels", "tags")
+        rows.labels.append(tuple(map(int, numbers)) if several else numbers[0] if labelled else 0.0)
     return rows
-
-
-def _number_label(cell: Cell, task: Task, where: str) -> float | tuple[int, ...]:
-    numbers = [parse_label(text, task, where) for text in _split_label(cell, task)]
-    return tuple(map(int, numbers)) if task.kind in ("labels", "tags") else numbers[0]

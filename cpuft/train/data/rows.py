@@ -60,6 +60,17 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Rows:
     return parse_tsv(read_text(path), task, str(path))
 
 
+def read_as_glue(task: Task, path: Path) -> Rows | None:
+    """Rows of a file in the layout of the task's own, with labels or without; None of one in another."""
+    if not task.folder or path.suffix != ".tsv":
+        return None
+    text = read_text(path, "--file")
+    columns = text.partition("\n")[0].rstrip("\r").split("\t")
+    if not set(task.texts) <= set(columns):
+        return None
+    return parse_tsv(text, replace(task, columns=(), label=task.label if task.label in columns else ""), str(path))
+
+
 def parse_tsv(text: str, task: Task, source: str) -> Rows:
     """Rows of a GLUE file: tabs between columns, no quoting (a lone quotation mark is part of the text).
 

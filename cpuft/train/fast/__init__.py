@@ -1,8 +1,8 @@
 """The fast path: cheaper pieces for a loaded model, put in from outside. `accelerate` is the way in."""
 
-from cpuft.train.fast.acceleration import accelerate, has_bf16_products
+from cpuft.train.fast.acceleration import accelerate, has_bf16_products, quicken
 from cpuft.train.fast.adamw import clip_gradients
 from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.fast.masters import fp32_weights
 
-__all__ = ["accelerate", "clip_gradients", "fp32_weights", "has_bf16_products", "kernel_status"]
+__all__ = ["accelerate", "clip_gradients", "fp32_weights", "has_bf16_products", "kernel_status", "quicken"]

@@ -58,15 +58,18 @@ def accelerate(
     Raises CpuftError: for a model wrapped by DistributedDataParallel, one whose weights are not fp32, an unknown
     precision.
     """
+    put_on_masters(optimizer, quicken(model, precision, first_token, adapters))
+    return model, optimizer
+
+
+def quicken(model: nn.Module, precision: str = "auto", first_token: bool = True, adapters: bool = False) -> Masters:
+    """What `accelerate` does to a model: all that one needs that is only asked. Raises CpuftError as that does."""
     _check(model, precision)
     bf16 = precision == "bf16" or (precision == "auto" and has_bf16_products())
     keep_freed_memory()
     _replace_dropout(model)
     masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
-    if masters is None:
-        masters = _quicken(model, bf16, first_token, adapters)
-    put_on_masters(optimizer, masters)
-    return model, optimizer
+    return masters or _quicken(model, bf16, first_token, adapters)
 
 
 def _check(model: nn.Module, precision: str) -> None:

@@ -24,8 +24,8 @@ class Tagging(Objective):
     model_class, label_type = "AutoModelForTokenClassification", torch.int64
 
     def head(self) -> dict[str, Any]:
-        """An output of each token for each class."""
-        return name_classes(self.labels)
+        """An output of each token for each class. Adapters are kept without their model's class: its kind is said."""
+        return {"architectures": [self.model_class], **name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """The sum over the row's words."""
@@ -39,7 +39,8 @@ class Tagging(Objective):
 
     def decide(self, outputs: Answers) -> Answers:
         """The likeliest class of each token."""
-        return outputs.argmax(-1).astype(np.float32)
+        likeliest: Answers = outputs.argmax(-1).astype(np.float32)
+        return likeliest
 
     def make_labels(self, tokens: Tokens, rows: Order, mask: NDArray[np.bool_]) -> torch.Tensor:
         """Class numbers of words' first tokens, else UNTAGGED; shape (rows, longest row)."""

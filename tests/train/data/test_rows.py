@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
-from cpuft.train.data.rows import parse_tsv, read_data
+from cpuft.train.data.rows import name_tests, parse_tsv, read_as_glue, read_data, read_splits
 from cpuft.train.data.tables import read_table
-from cpuft.train.data.tasks import TASKS
+from cpuft.train.data.tasks import TASKS, Rows
 from tests.conftest import GLUE, needs_glue
 
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
@@ -62,6 +62,37 @@ def test_cola_has_no_header_and_stsb_scores() -> None:
 def test_real_files_have_all_their_rows(name: str, rows: int, dev: int) -> None:
     data = read_data(TrainConfig(task=name, data_dir=str(GLUE)))
     assert (len(data.train.labels), len(data.validation[""].labels)) == (rows, dev)
+
+
+@needs_glue
+def test_test_rows_have_texts_and_no_labels() -> None:
+    (rows,) = read_splits(TASKS["mrpc"], TrainConfig(data_dir=str(GLUE)), name_tests(TASKS["mrpc"])).values()
+    assert (len(rows.texts), len(rows.labels), rows.labelled) == (1725, 1725, False)
+    assert rows.texts[0][0].startswith("PCCW's chief operating officer")
+    with pytest.raises(CpuftError, match=r"there is no file .*STS-B/test\.tsv: check --data-dir"):
+        read_splits(TASKS["stsb"], TrainConfig(data_dir=str(GLUE)), name_tests(TASKS["stsb"]))
+
+
+def test_every_glue_task_has_test_rows_of_its_own_columns(tmp_path: Path) -> None:
+    """Cola's have a header line, unlike its others; no file has labels, and Mnli has two."""
+    (tmp_path / "test.tsv").write_text("index\tsentence\n0\tOne more.\n")
+    config = TrainConfig(data_dir=str(tmp_path))
+    assert read_splits(TASKS["cola"], config, name_tests(TASKS["cola"]))[""].texts == [("One more.",)]
+    assert name_tests(TASKS["mnli"]) == (("", "test_matched"), ("_mismatched", "test_mismatched"))
+    assert name_tests(TASKS["demo"]) == ()
+
+
+def test_a_file_in_a_task_s_own_layout_is_read_without_quoting(tmp_path: Path) -> None:
+    path = tmp_path / "dev.tsv"
+    path.write_text(GOOD)
+    rows = read_as_glue(TASKS["mrpc"], path)
+    assert rows is not None
+    assert (rows.texts, rows.labels) == ([('He said "yes.', "She said so."), ("a", "b")], [1.0, 0.0])
+    path.write_text("id\t#1 String\t#2 String\n5\ta\tb\n")
+    assert read_as_glue(TASKS["mrpc"], path) == Rows([("a", "b")], [0.0], labelled=False)
+    path.write_text("sentence1\tsentence2\na\tb\n")
+    assert read_as_glue(TASKS["mrpc"], path) is None
+    assert read_as_glue(TASKS["mrpc"], tmp_path / "dev.csv") is None
 
 
 def files(folder: Path, train: str, validation: str, ending: str = "csv") -> TrainConfig:

@@ -1,0 +1,89 @@
+"""`cpuft predict RUN`: what the model of a run says of other rows, on this machine. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cpuft.errors import CpuftError, near_names
+from cpuft.options.fields import TASKS, format_arguments
+from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
+from cpuft.options.predict import PredictConfig
+
+if TYPE_CHECKING:
+    from cpuft.plan import Setting, Step
+    from cpuft.record import Header
+
+MODEL = "model"
+"""In a run's directory, what it has learned."""
+_NOT_GLUE = ("demo", "files", "text")
+_SPLITS = ("validation", "test")
+_FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
+"""How names begin of the settings that a rank would have, and one process alone has too."""
+
+
+@click.command(
+    cls=Verb,
+    params=[*make_options(PredictConfig, "run"), DRY_RUN, CONFIG_FILE, click.Argument(["run"], metavar="RUN")],
+)
+def predict(dry_run: bool, **values: Any) -> None:
+    """Predict with the model of RUN: labels and probabilities of the rows of --file or --split, as CSV.
+
+    What is known of GLUE's test rows is written as GLUE takes it. Where rows have labels, metrics are printed, too.
+    """
+    from cpuft.execute import run_step
+    from cpuft.plan import Plan, format_plan
+    from cpuft.record import read_record
+
+    asked = pick(PredictConfig, values)
+    check_request(asked, read_record(asked.run).header)
+    step = plan_prediction(asked, compute_settings(os.environ))
+    if dry_run:
+        click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
+        return
+    sys.exit(run_step(step, os.environ, None, lambda: None))
+
+
+def check_request(asked: PredictConfig, header: Header) -> None:
+    """Raises CpuftError: rows are asked for in no way or in two, the task has no such split, or RUN no model."""
+    if bool(asked.file) == bool(asked.split):
+        both = "both say which rows: give one of them" if asked.file else "which rows? name one"
+        raise CpuftError(f"--file and --split: {both}")
+    if asked.split and asked.split not in _SPLITS:
+        raise CpuftError(f"--split knows no {asked.split[:60]!r}: {near_names(asked.split, _SPLITS)}")
+    if asked.split == "test" and (header.task in _NOT_GLUE or header.task not in TASKS):
+        raise CpuftError(f"--task {header.task} has no test rows: name a file with --file")
+    if asked.data_dir and (asked.file or header.task in _NOT_GLUE):
+        raise CpuftError("--data-dir holds the splits of a GLUE task: add --split, or leave it out")
+    if not (Path(asked.run) / MODEL / "config.json").exists():
+        raise CpuftError(
+            f"{asked.run} holds no {MODEL}/: it has not come to its end, or had --no-save-model: name a finished run"
+        )
+
+
+def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...]) -> Step:
+    """The process that predicts."""
+    from cpuft.plan import Step
+    from cpuft.words import own_module
+
+    words = (*own_module(sys.executable, "cpuft.train.predict"), *format_arguments(asked))
+    return Step(f"predict with {asked.run}", words, settings)
+
+
+def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
+    """What a rank alone on this machine would have for its threads and its memory."""
+    from cpuft.hosts.cluster import LOCAL, Access, gather_facts
+    from cpuft.hosts.interfaces import Interface
+    from cpuft.hosts.topology import plan_placement
+    from cpuft.launch.settings import host_settings, keep_users_values, shared_settings, users_variables
+
+    facts, loopback = gather_facts((LOCAL,), Access()), Interface("lo", "127.0.0.1", "")
+    ranks = plan_placement(facts[0].cores, 1, 0)
+    settings = (*shared_settings(loopback, 0, facts, 1), *host_settings(facts[0], loopback, ranks, False, ""))
+    chosen = tuple(setting for setting in settings if setting.name.startswith(_FOR_COMPUTE))
+    return keep_users_values(chosen, users_variables(environ))

@@ -1,0 +1,170 @@
+"""`cpuft predict`: what is asked, in one line where that cannot be, and a process of its own that answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.launch.prediction import check_request, compute_settings, plan_prediction
+from cpuft.options.flags import parse_arguments
+from cpuft.options.predict import PredictConfig
+from cpuft.record import read_record
+from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
+from tests.records import make_record
+from tests.report.test_comparison import write_record
+from tests.train.tiny import save_tiny, write_rows
+
+
+def make_run(folder: Path, task: str = "mrpc") -> PredictConfig:
+    """A run that has a record, and what looks like a model from afar."""
+    write_record(make_record(1, task=task), folder)
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    return PredictConfig(run=str(folder))
+
+
+@pytest.mark.parametrize(
+    "task, asked, message",
+    [
+        ("mrpc", {}, "--file and --split: which rows? name one"),
+        ("mrpc", {"file": "x", "split": "test"}, "--file and --split: both say which rows: give one of them"),
+        ("mrpc", {"split": "tset"}, "--split knows no 'tset': did you mean test?"),
+        ("demo", {"split": "test"}, "--task demo has no test rows: name a file with --file"),
+        ("files", {"split": "test"}, "--task files has no test rows: name a file with --file"),
+        (
+            "files",
+            {"split": "validation", "data_dir": "glue"},
+            "--data-dir holds the splits of a GLUE task: add --split",
+        ),
+        ("mrpc", {"file": "x", "data_dir": "glue"}, "--data-dir holds the splits of a GLUE task: add --split"),
+    ],
+)
+def test_requests_that_say_too_little_or_too_much(
+    task: str, asked: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", task)
+    with pytest.raises(CpuftError) as error:
+        check_request(replace(run, **asked), read_record(run.run).header)  # type: ignore[arg-type]
+    assert str(error.value).startswith(message)
+
+
+def test_good_requests(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    header = read_record(run.run).header
+    for asked in (replace(run, file="x"), replace(run, split="validation"), replace(run, split="test", data_dir="g")):
+        check_request(asked, header)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("none", "--split", "test"), "there is no none: name the directory of a run"),
+        ((".", "--split", "test"), ". holds no record.jsonl: name the directory of a run"),
+        (
+            ("bare", "--file", "x.csv"),
+            "bare holds no model/: it has not come to its end, or had --no-save-model: name a finished run",
+        ),
+        (
+            ("run", "--file", "x.csv"),
+            "run holds no model that was trained here (it is None, and must be a list): name a finished run",
+        ),
+    ],
+)
+def test_what_is_no_run_with_a_model_is_said_in_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    write_record(make_record(1), tmp_path / "bare")
+    done = run_cpuft("predict", *words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"cpuft: error: {message}\n")
+
+
+def test_the_plan_is_the_process_that_is_started(tmp_path: Path) -> None:
+    asked = replace(make_run(tmp_path / "a 'run"), file="rows of mine.csv", batch_size=7, precision="fp32")
+    step = plan_prediction(asked, ())
+    assert parse_arguments(PredictConfig, step.command[-9:]) == asked
+    done = run_cpuft("predict", asked.run, "--file", "rows of mine.csv", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "cpuft.train.predict" in done.stdout
+    assert not (tmp_path / "a 'run/predictions.csv").exists()
+
+
+def test_threads_are_a_lone_rank_s_but_for_what_the_user_has_set() -> None:
+    settings = {setting.name: setting for setting in compute_settings({"OMP_NUM_THREADS": "1"})}
+    assert settings["OMP_NUM_THREADS"].kept
+    assert not {name for name in settings if name.startswith(("CPUFT", "CCL", "I_MPI", "MASTER"))}
+    threads = {setting.name: setting.value for setting in compute_settings({})}["OMP_NUM_THREADS"]
+    assert 1 <= int(threads) <= len(os.sched_getaffinity(0))
+
+
+def train_tags(folder: Path, *words: str) -> str:
+    """Train on words and their tags; the metrics as the run printed them."""
+    data = ["--train-file", write_rows(folder / "train.jsonl", "tags", 96, 0)]
+    data += ["--validation-file", write_rows(folder / "validation.jsonl", "tags", 37, 1)]
+    done = run_cpuft("launch", "--task", "files", *data, "--run-dir", "run", "--max-length", "32", *words)
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stdout.splitlines() if line.startswith("f1 "))
+
+
+def test_tags_are_learned_and_foretold_from_the_command_line(tmp_path: Path) -> None:
+    quick = ("--max-steps", "40", "--learning-rate", "1e-2", "--model", save_tiny(tmp_path / "tiny"))
+    metrics = train_tags(tmp_path, *quick)
+    assert float(metrics.split()[1]) > 0.5
+    done = run_cpuft("predict", "run", "--split", "validation")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{metrics}\npredictions: run/predictions.csv\n"
+    assert Path("run/predictions.csv").read_text().startswith("index,token,tag,p_B-ANI,p_B-COL,p_O\n")
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_two_ranks_learn_tags_with_the_real_encoder(ranks: str, tmp_path: Path) -> None:
+    metrics = train_tags(tmp_path, "--np", ranks, "--epochs", "10", "--learning-rate", "5e-4")
+    assert float(metrics.split()[1]) > 0.95
+    done = run_cpuft("predict", "run", "--split", "validation")
+    assert done.stdout == f"{metrics}\npredictions: run/predictions.csv\n"
+
+
+@needs_glue
+@pytest.mark.proof
+def test_mrpc_s_metric_is_foretold_and_its_test_rows_get_glue_s_form() -> None:
+    words = ("--task", "mrpc", "--data-dir", str(GLUE), "--max-steps", "40", "--learning-rate", "1e-4")
+    launched = run_cpuft("launch", *words, "--run-dir", "run")
+    assert launched.returncode == 0, launched.stderr
+    done = run_cpuft("predict", "run", "--split", "validation")
+    said = next(line for line in launched.stdout.splitlines() if line.startswith("accuracy"))
+    assert done.stdout == f"{said}\npredictions: run/predictions.csv\n"
+    by_name = run_cpuft("predict", "run", "--file", str(GLUE / "MRPC/dev.tsv"), "--output", "dev.csv")
+    assert by_name.stdout == f"{said}\npredictions: dev.csv\n"
+    done = run_cpuft("predict", "run", "--split", "test")
+    assert (done.returncode, done.stdout) == (0, "predictions: run/MRPC.tsv\n")
+    header, *lines = Path("run/MRPC.tsv").read_text().splitlines()
+    assert header == "index\tprediction"
+    assert [line.split("\t")[0] for line in lines] == [str(number) for number in range(1725)]
+    assert {line.split("\t")[1] for line in lines} == {"0", "1"}
+
+
+def test_a_stopped_prediction_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "files")
+    os.mkfifo("rows.csv")  # nobody writes to it: the process waits
+    command = [sys.executable, "-m", "cpuft", "predict", "run", "--file", "rows.csv"]
+    config = '{"architectures": ["X"], "problem_type": "regression"}'
+    Path("run/model/config.json").write_text(config)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 120
+    while not any("cpuft.train.predict" in line for line in list_children()):
+        assert time.monotonic() < limit, "the process was not started"
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+    assert errors == "cpuft: stopped by SIGINT: run the same command again to go on\n"
+    assert list_children() == set()
+    assert sorted(path.name for path in Path("run").iterdir()) == ["model", "record.jsonl"]

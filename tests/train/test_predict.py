@@ -1,0 +1,149 @@
+"""Every kind of task: it is learned, and what was learned is asked again: the same metric to the digit."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from cpuft.errors import CpuftError
+from cpuft.options.predict import PredictConfig
+from cpuft.train.data.tasks import Rows
+from cpuft.train.evaluate import ask_all, plan_batches
+from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.objective import Objective
+from cpuft.train.predict import number_words, predict, tag_tokens
+from cpuft.train.progress import format_metrics
+from tests.train.tiny import MAKERS, learn, make_config
+from tests.train.tokens import make_tokens
+
+
+@pytest.fixture(autouse=True)
+def _alone(own_cache: None) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other, on a busy machine, at every tiny product
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with plain_torch():  # nothing is to be compiled
+        yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def read_csv(path: str) -> list[dict[str, str]]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+WANTED = {
+    "class": ({"accuracy": 0.95, "f1": 0.9}, {"index", "label", "p_red", "p_not red"}),
+    "score": ({"pearson": 0.8, "spearman": 0.8}, {"index", "score"}),
+    "labels": ({"f1_micro": 0.6, "f1_macro": 0.6, "accuracy": 0.3}, {"labels", "p_green", "p_red"}),
+    "tags": ({"f1": 0.95, "precision": 0.95, "recall": 0.95, "accuracy": 0.95}, {"token", "tag", "p_O"}),
+}
+"""Metrics, at least, and columns of the predictions."""
+
+
+@pytest.mark.parametrize("kind, precision", [*((kind, "fp32") for kind in MAKERS), ("tags", "bf16")])
+def test_a_kind_is_learned_and_its_metric_foretold(
+    kind: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    least, columns = WANTED[kind]
+    steps, evaluation = learn(make_config(tmp_path, kind), precision, tmp_path / "run")
+    assert steps[-1].loss < 0.7 * steps[0].loss
+    assert set(evaluation.metrics) == set(least)
+    assert {name for name, value in evaluation.metrics.items() if value < least[name]} == set()
+    predict(PredictConfig(run="run", split="validation"))
+    said = capsys.readouterr()
+    assert said.out == f"{format_metrics(evaluation.metrics)}\npredictions: run/predictions.csv\n"
+    assert "37 rows, " in said.err
+    found = read_csv("run/predictions.csv")
+    rows = map(json.loads, Path("validation.jsonl").read_text().splitlines())
+    assert len(found) == sum(len(row.get("tokens", ["one line"])) for row in rows)
+    assert columns <= found[0].keys()
+
+
+def test_rows_of_a_file_are_answered_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With labels or without: the same answers; and in batches of another size."""
+    learn(make_config(tmp_path, "tags"), "fp32", tmp_path / "run")
+    sentences = [["the", "old", "red", "dog"], ["cat"], ["green", "is", "red"]]
+    Path("new.jsonl").write_text("".join(json.dumps({"tokens": words}) + "\n" for words in sentences))
+    predict(PredictConfig(run="run", file="new.jsonl", output="out/x.csv", batch_size=2))
+    assert capsys.readouterr().out == "predictions: out/x.csv\n"
+    found = read_csv("out/x.csv")
+    told = [(int(row["index"]), row["token"]) for row in found]
+    assert told == [(number, word) for number, words in enumerate(sentences) for word in words]
+    assert [row["tag"] for row in found] == ["O", "O", "B-COL", "B-ANI", "B-ANI", "B-COL", "O", "B-COL"]
+    assert all(float(row[f"p_{row['tag']}"]) > 0.5 for row in found)
+
+
+def test_batches_are_those_of_the_evaluation() -> None:
+    """Rows by length, dealt to two ranks, two at a time; and outputs come back in the rows' order."""
+    tokens = make_tokens([5, 1, 4, 2, 3], types=False)
+    shares = [[batch.tolist() for batch in share] for share in plan_batches(tokens, 2, 2)]
+    assert shares == [[[1, 4], [0]], [[3, 2]]]
+    asked = []
+
+    class Echo(Objective):
+        def make_batch(self, tokens: Any, rows: Any) -> Any:
+            asked.append(rows.tolist())
+            return rows
+
+        def outputs(self, model: Any, batch: Any) -> Any:
+            return np.stack([batch, batch * 10], 1).astype(np.float32)
+
+    outputs = ask_all(None, Echo((), (), 0, 0), tokens, 2, 2, "fp32")  # type: ignore[arg-type]
+    assert asked == [[1, 4], [0], [3, 2]]
+    assert outputs.tolist() == [[row, 10 * row] for row in range(5)]
+
+
+def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
+    rows = Rows([("a", "b", "c"), ("d",)], [(2, 1, 0), (1,)])
+    assert number_words(rows).labels == [(0, 1, 2), (0,)]
+    numbered = replace(make_tokens([4, 2]), labels=np.asarray([-100, 0, 2, -100, -100, 0], np.int32))
+    assert tag_tokens(numbered, rows).labels.tolist() == [-100, 2, 0, -100, -100, 1]
+
+
+@pytest.mark.parametrize(
+    "file, text, options, message",
+    [
+        ("x.csv", "body,label\na,red\n", {}, "x.csv has no column sentence1 or text: name one or two of body with"),
+        ("x.csv", "", {}, "x.csv is empty: give a file with rows"),
+        ("x.csv", "text\n", {}, "x.csv has no rows: give a file with at least one row below its header"),
+        ("x.csv", "text,label\na,blue\n", {}, "x.csv, line 2: label 'blue' is not one of not red, red: mend that line"),
+        ("x.csv", "text\na\n", {"label_column": "colour"}, "x.csv has no column 'colour'"),
+        ("x.csv", "text\na\n", {"text_columns": "txt"}, "x.csv has no column 'txt': did you mean text?"),
+        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv is there already, and holds no predictions: name another"),
+        ("x.jsonl", '{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' has to be one text, as it is elsewhere"),
+    ],
+)
+def test_rows_that_cannot_be_answered(
+    file: str, text: str, options: dict[str, Any], message: str, tmp_path: Path, trained: Path
+) -> None:
+    Path(file).write_text(text)
+    with pytest.raises(CpuftError) as error:
+        predict(PredictConfig(run=str(trained), file=file, **options))
+    assert message in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is read of a run before its model is: nothing here was trained."""
+    from cpuft.record import Writer
+    from tests.records import make_record
+
+    folder = tmp_path_factory.mktemp("trained")
+    with Writer(str(folder)) as writer:
+        writer.write(make_record(1, task="files").header)
+    (folder / "model").mkdir()
+    settings = {"problem_type": "single_label_classification", "id2label": {"0": "not red", "1": "red"}}
+    (folder / "model/config.json").write_text(json.dumps({"architectures": ["XForSequenceClassification"], **settings}))
+    return folder
