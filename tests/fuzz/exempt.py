@@ -4,6 +4,7 @@ EXEMPT = {
     "load_model": "transformers reads it",
     "load_state": "read_checkpoint, and what save_state has written",
     "load_tokenizer": "transformers reads it",
+    "load_weights": "transformers reads it",
     "parse_call": "what plan_call has written",
     "parse_cores": "what cpuft launch has written",
     "parse_group": "what boto3 has read by AWS's own model",
