@@ -60,7 +60,7 @@ def _make_orders(hosts: tuple[Host, ...], addresses: list[str], access: Access, 
         "facts_source": Path(facts.__file__).read_text(encoding="utf-8"),
         "probe_source": Path(probe.__file__).read_text(encoding="utf-8"),
     }
-    options = list(access.mpirun_options)
+    options, by_ssh = list(access.mpirun_options), len(hosts) > 1 and not access.door.bootstrap
     orders = []
     for index, address in enumerate(addresses):
         peers = [other for other in dict.fromkeys(addresses) if other and other != address]
@@ -70,7 +70,7 @@ def _make_orders(hosts: tuple[Host, ...], addresses: list[str], access: Access, 
             "targets": peers[:1] or [address],
             "seconds": PORT_SECONDS,
             "ssh_options": options,
-            "ssh_peers": [h.name for h in hosts if full or index == 0] if len(hosts) > 1 else [],
+            "ssh_peers": [h.name for h in hosts if full or index == 0] if by_ssh else [],
         }
         orders.append(sources | order)
     return orders

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError, counted
 from cpuft.files import hash_text
-from cpuft.hosts import facts, registry
+from cpuft.hosts import facts, registry, slurm
 from cpuft.hosts.door import Door, side_by_side
 from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, read_hostfile
@@ -85,6 +85,11 @@ class Cluster:
         return self.access.python
 
     @property
+    def bootstrap(self) -> str:
+        """How mpirun starts its proxies on other hosts, where that is not by ssh."""
+        return self.access.door.bootstrap if len(self.assignments) > 1 else ""
+
+    @property
     def folder(self) -> str:
         """This user's folder on hosts with disks of their own, the same path on all; `files.PRIVATE` makes it."""
         return f"{WORK_ROOT}/cpuft-{self.uid}"
@@ -146,17 +151,20 @@ def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Ent
 
 
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
-    """Hosts of the cluster or hostfile, or this machine alone."""
+    """Hosts of the cluster or hostfile, else of the scheduler's job that we run in, else this machine alone."""
     entry = find_entry(config, os.environ)
     hostfile = entry.hostfile if entry else config.hostfile
-    return read_hostfile(hostfile) if hostfile else (LOCAL,)
+    if hostfile:
+        return read_hostfile(hostfile)
+    return slurm.read_hosts(os.environ) if slurm.find_door(os.environ) else (LOCAL,)
 
 
 def find_access(config: LaunchConfig) -> Access:
-    """How the hosts of a run are reached: as the cluster was provisioned, or by the user's own ssh."""
+    """How the hosts of a run are reached: as the cluster was provisioned, by Slurm, or by the user's own ssh."""
     entry = find_entry(config, os.environ)
     if entry is None:
-        return Access(Door(config.ssh_config))
+        door = None if config.hostfile else slurm.find_door(os.environ)
+        return Access(door or Door(config.ssh_config), shares_files=bool(door))
     door = Door(config.ssh_config or entry.ssh_config)
     python = entry.python or sys.executable
     there = entry.ssh_config_there

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from cpuft import execute
 from cpuft.errors import CpuftError
@@ -48,6 +48,8 @@ class _Sessions:
 class Door:
     """The way to the hosts of a cluster."""
 
+    bootstrap: ClassVar[str] = ""
+    """How mpirun starts its proxies on them, where that is not by ssh."""
     config: str = ""
     """ssh's client configuration; empty for the user's own."""
     elsewhere: bool = False

@@ -71,14 +71,31 @@ def _openmpi_group(group: RankGroup, shared: tuple[Setting, ...]) -> list[str]:
     return ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env", *settings]
 
 
-def step_settings(flavour: Flavour, ssh_options: tuple[str, ...], as_root: bool) -> tuple[Setting, ...]:
-    """What mpirun itself needs in its environment: how it calls ssh, and leave to run as root."""
+_PLACES = Setting("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "0", "ranks go where the plan says, not where Slurm would")
+_BY_SRUN = "srun starts mpirun's proxies: no host needs ssh"
+_SLURM = {
+    "intel": (Setting("I_MPI_HYDRA_BOOTSTRAP", "slurm", _BY_SRUN), _PLACES),
+    "mpich": (Setting("HYDRA_LAUNCHER", "slurm", _BY_SRUN),),
+    "openmpi": (Setting("OMPI_MCA_plm", "slurm", _BY_SRUN),),
+}
+
+
+def step_settings(
+    flavour: Flavour, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = ""
+) -> tuple[Setting, ...]:
+    """What mpirun itself needs in its environment: how it reaches the other hosts, and leave to run as root."""
     names = {
         "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
         "mpich": "HYDRA_LAUNCHER_EXTRA_ARGS",
         "openmpi": "OMPI_MCA_plm_rsh_args",
     }
     settings: tuple[Setting, ...] = ()
+    if bootstrap == "slurm":
+        settings += (
+            *_SLURM[flavour.name],
+            Setting("SLURM_OVERLAP", "1", "what an mpirun before had is not waited for"),
+            Setting("SLURM_CPU_BIND", "none", "ranks are pinned by the plan"),
+        )
     if ssh_options:
         settings += (Setting(names[flavour.name], " ".join(ssh_options), "how mpirun's ssh reaches the other hosts"),)
     if flavour.name == "openmpi" and as_root:

@@ -179,10 +179,11 @@ def plan_launch(
     rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
     command = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     make = _plan_folder(cluster, run_dir, resumed)
+    own = mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root, cluster.bootstrap)
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
         (*without, *mpirun.MAKE_KEY, *command),
-        (*mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root), *_settings_there(cluster)),
+        (*own, *_settings_there(cluster)),
         cluster.master,
     )
     renewal = tuple(shlex.split(cluster.access.renewal))
