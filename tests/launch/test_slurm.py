@@ -67,7 +67,8 @@ def test_a_job_trains_as_a_plain_launch_does(ranks: int, slurm: Slurm) -> None:
     options = ("--nodes=4", f"--ntasks={max(4, ranks)}")
     code, text = launch(slurm, *words, "--run-dir", f"job-{ranks}", options=options)
     assert code == 0, text
-    plain = slurm.cluster.cpuft("launch", "--cluster", slurm.cluster.name, *words, "--run-dir", f"plain-{ranks}")
+    (slurm.cluster.folder / "here").write_text(f"localhost slots={ranks}\n", encoding="utf-8")
+    plain = slurm.cluster.cpuft("launch", "--hostfile", "here", *words, "--run-dir", f"plain-{ranks}")
     assert plain.returncode == 0, plain.stderr
     ours, theirs = (read_record(str(slurm.cluster.folder / f"{kind}-{ranks}")) for kind in ("job", "plain"))
     assert ours.metrics == theirs.metrics
