@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -71,6 +72,12 @@ class Slurm:
     def ask(self, *words: str, seconds: float = 30.0) -> subprocess.CompletedProcess[str]:
         """What one of Slurm's own programs says."""
         return subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=seconds, check=False)
+
+    def cpuft(self, *words: str, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
+        """A command of ours, where this Slurm is the one that it finds."""
+        command = [sys.executable, "-m", "cpuft", *words]
+        folder = self.cluster.folder
+        return subprocess.run(command, cwd=folder, env=self.environ, capture_output=True, text=True, timeout=seconds)
 
     def submit(self, script: str, *options: str, seconds: float = 240.0) -> tuple[int, str]:
         """Run a script as a job to its end: its exit code, and what it said."""
@@ -139,7 +146,8 @@ def _first_process(cluster: Simulated, number: int) -> str:
 
 @contextmanager
 def _program(words: Sequence[str], slurm: Slurm | None = None) -> Iterator[None]:
-    """It runs until the end, which it may come to by itself."""
+    """It runs until the end, which it may come to by itself, and no longer than the tests."""
+    words = ("setpriv", "--pdeathsig", "KILL", *words)
     environ = slurm.environ if slurm else None
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(words, env=environ, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +18,7 @@ HELLO = """import os, socket
 print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), socket.gethostname())
 """
 TRAINING = ("--task", "demo", "--max-train-samples", "64", "--max-steps", "4", "--precision", "fp32", "--dropout", "0")
+LONG = ("--task", "demo", "--epochs", "4", "--batch-size", "8", "--precision", "fp32", "--dropout", "0")
 QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
 
 
@@ -26,6 +26,7 @@ QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with simulate(tmp_path_factory.mktemp("slurm"), "--nodes", "4") as cluster, open_slurm(cluster) as opened:
         (cluster.folder / "hello.py").write_text(HELLO, encoding="utf-8")
+        (cluster.folder / "two").write_text("localhost slots=2\n", encoding="utf-8")
         yield opened
 
 
@@ -77,17 +78,20 @@ def test_a_job_trains_as_a_plain_launch_does(ranks: int, slurm: Slurm) -> None:
 
 
 @pytest.mark.proof
-def test_before_its_time_is_up_a_job_saves_itself_and_goes_on_later(slurm: Slurm) -> None:
-    """Slurm's signal comes as SIGUSR1, up to a minute early; the exit code says that the run can be resumed."""
-    words = ("--np", "2", "--task", "demo", "--epochs", "40", "--batch-size", "8", *QUIET, "--run-dir", "limited")
-    options = ("--nodes=2", "--ntasks=2", "--time=2", "--signal=B:USR1@100")
-    code, text = launch(slurm, *words, options=options)
-    assert code == 75, text
-    assert "go on with cpuft launch --resume" in text
-    done = len(read_record(str(slurm.cluster.folder / "limited")).steps)
-    assert done > 0
-    assert list(Path(slurm.cluster.folder, "limited", "checkpoints").iterdir())
+def test_a_job_that_is_short_of_time_is_queued_again_and_comes_to_its_end(slurm: Slurm) -> None:
+    """Slurm's signal comes up to a minute early; the job saves itself, waits for its turn, and goes on."""
+    words = ("launch", "--np", "2", *LONG, *QUIET)
+    site = ("--nodes", "2", "--time", "2", "--extra=--signal=B:USR1@60")
+    done = slurm.cpuft("submit", "slurm", *site, "--wait", "--", *words, "--run-dir", "limited", seconds=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain = slurm.cpuft(*words, "--run-dir", "unlimited", "--hostfile", "two")
+    assert plain.returncode == 0, plain.stderr
+    ours, theirs = (read_record(str(slurm.cluster.folder / name)) for name in ("limited", "unlimited"))
+    assert [line.step for line in ours.steps] == [line.step for line in theirs.steps]
+    assert ours.metrics == theirs.metrics
+    assert "resumed" in (slurm.cluster.folder / "limited" / "record.jsonl").read_text()
 
 
 def test_it_is_up_at_once(slurm: Slurm) -> None:
+    """Three seconds where nothing else runs."""
     assert slurm.seconds < 20
