@@ -51,3 +51,13 @@ def test_command_lines(name: str, golden: Golden) -> None:
     words = plan_mpirun(flavour, GROUPS, SHARED, ("python", "train.py", "--lr", "1"), "/run/logs", "ens5")
     step = Step("start", words, step_settings(flavour, ("-F", "/etc/ssh config"), as_root=True))
     golden(f"mpirun-{name}.sh", format_plan(Plan(((step,),))))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("intel", "I_MPI_HYDRA_BOOTSTRAP"), ("mpich", "HYDRA_LAUNCHER"), ("openmpi", "OMPI_MCA_plm")],
+)
+def test_slurm_starts_what_ssh_would(name: str, setting: str) -> None:
+    own = {one.name: one.value for one in step_settings(Flavour("mpirun", name), (), False, "slurm")}
+    assert own.items() >= {(setting, "slurm"), ("SLURM_OVERLAP", "1"), ("SLURM_CPU_BIND", "none")}
+    assert step_settings(Flavour("mpirun", name), (), False) == ()
