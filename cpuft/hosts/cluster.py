@@ -163,8 +163,8 @@ def find_access(config: LaunchConfig) -> Access:
     """How the hosts of a run are reached: as the cluster was provisioned, by Slurm, or by the user's own ssh."""
     entry = find_entry(config, os.environ)
     if entry is None:
-        door = None if config.hostfile else slurm.find_door(os.environ)
-        return Access(door or Door(config.ssh_config), shares_files=bool(door))
+        in_job = None if config.hostfile else slurm.find_door(os.environ)
+        return Access(in_job or Door(config.ssh_config), shares_files=bool(in_job))
     door = Door(config.ssh_config or entry.ssh_config)
     python = entry.python or sys.executable
     there = entry.ssh_config_there
