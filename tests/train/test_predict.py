@@ -71,6 +71,14 @@ def test_a_kind_is_learned_and_its_metric_foretold(
     assert columns <= found[0].keys()
 
 
+@pytest.mark.parametrize("kind", ["class", "tags"])
+def test_adapters_are_asked_like_whole_models(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, evaluation = learn(make_config(tmp_path, kind, lora=4, max_steps=20), "fp32", tmp_path / "run")
+    assert (tmp_path / "run/model/adapter_config.json").exists()
+    predict(PredictConfig(run="run", split="validation"))
+    assert capsys.readouterr().out.startswith(f"{format_metrics(evaluation.metrics)}\n")
+
+
 def test_rows_of_a_file_are_answered_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With labels or without: the same answers; and in batches of another size."""
     learn(make_config(tmp_path, "tags"), "fp32", tmp_path / "run")
