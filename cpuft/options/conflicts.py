@@ -10,7 +10,7 @@ _WEIGHTS = "it keeps the fp32 weights to itself"
 _SENDS = "it sends gradients in its own way"
 _SHARES = "it shares the optimizer out itself"
 _UNTRIED = "nobody has tried both"
-_OWN_LAYERS = {"plain": _LAYERS, "compile": _LAYERS, "lora": _LAYERS}
+_OWN_LAYERS = {"plain": _LAYERS, "compile": _LAYERS, "lora": _LAYERS, "recompute": _UNTRIED}
 EXCLUDED = {
     "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS},
     "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS, "shard": _SHARES},

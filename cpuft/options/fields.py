@@ -25,6 +25,8 @@ SST-2."""
 SHARDS = ("none", "optimizer")
 SHARDED = ("none", "bf16", "fp16")
 """What gradients may be sent as where each rank gets the sum of its part only."""
+WITH_FEEDBACK = ("int8", "late", "powersgd")
+"""Ways in which a rank keeps for the next update what it has not sent."""
 
 SECTIONS = ("Where", "What", "How long, and by what recipe", "How fast", "Between ranks", "What is kept")
 """Subjects of options, in the order of the help."""
@@ -90,6 +92,7 @@ class TrainConfig:
     engine: str = _fast("torch", "torch is ours; others where installed", choices=ENGINES)
     plain: bool = _fast(False, "no fast path: the model's own layers and AdamW")
     compile: bool = _fast(False, "torch.compile instead of the fast path")
+    recompute: bool = _fast(False, "layers compute again in backward: less memory")
     emulate_bf16: bool = _fast(False, "bf16 even where the CPU lacks it: slower than fp32")
     eval_batch_size: int = _fast(32, "rows a rank sees at once in evaluation", least=1)
     backend: str = _between("auto", "carries gradients; auto measures first", choices=BACKENDS)
@@ -109,7 +112,7 @@ class TrainConfig:
 
 
 _KEEPING = ("checkpoint_every", "save_model", "lora_merge")
-FREE_ON_RESUME = ("backend", "grad_compression", "shard", "comm_timeout", "eval_batch_size", *_KEEPING)
+FREE_ON_RESUME = ("backend", "grad_compression", "shard", "comm_timeout", "eval_batch_size", "recompute", *_KEEPING)
 """Options that may change when a run goes on: they say how it is trained on these hosts, not what."""
 
 

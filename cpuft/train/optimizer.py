@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.options.fields import TrainConfig
 from cpuft.train import ipex
@@ -16,6 +19,8 @@ from cpuft.train.fast import accelerate
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
     """AdamW for a model, which gets the layers of the engine asked for, in place."""
+    if config.recompute:
+        recompute_layers(model)
     if config.compile:
         # Else torch loads from a folder of /tmp that anybody may make first. The first optimizer settles it.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(os.environ) / "inductor"))
@@ -30,6 +35,24 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     elif not config.plain:
         accelerate(model, optimizer, precision=precision, adapters=config.lora > 0)
     return optimizer
+
+
+def recompute_layers(model: torch.nn.Module) -> None:
+    """Let all layers of a model but the last forget what they keep for backward, and compute it again then, in place.
+
+    Backward begins with the last one: to forget it would save nothing. Dropout masks repeat, because torch's generator
+    is put back meanwhile: gradients are the same to the bit. Not re-entrant, as DistributedDataParallel needs it.
+
+    Raises CpuftError: the model has no layers that can.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise CpuftError(f"--recompute finds no layers in {type(model).__name__} that can compute again: leave it out")
+    for layer in layers[:-1]:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 def group_parameters(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.gradients.compression import WITH_FEEDBACK, choose_compression, gradient_type
+from cpuft.comm.gradients.compression import choose_compression, gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.conflicts import refuse_conflicts
-from cpuft.options.fields import TrainConfig, WorkerConfig
+from cpuft.options.fields import WITH_FEEDBACK, TrainConfig, WorkerConfig
 from cpuft.rank.notice import listen
 from cpuft.rank.world import parse_world
 from cpuft.record import (

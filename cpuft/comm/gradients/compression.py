@@ -17,8 +17,6 @@ from cpuft.comm.gradients.powersgd import PowerSGD
 from cpuft.errors import CpuftError, near_names
 from cpuft.options.fields import COMPRESSIONS
 
-WITH_FEEDBACK = ("int8", "late", "powersgd")
-"""Ways in which a rank keeps for the next update what it has not sent."""
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
