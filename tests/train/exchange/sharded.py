@@ -28,6 +28,7 @@ from cpuft.train.checkpoint.resuming import resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.parts import Parts
+from cpuft.train.exchange.shards import ShardExchange
 from cpuft.train.fast.masters import MASTERS_ATTRIBUTE
 from cpuft.train.job import prove_equal_parameters
 from cpuft.train.loop import Loop, settle_messages, train
@@ -35,7 +36,7 @@ from cpuft.train.objective import Answers, Batch, Objective
 from cpuft.train.optimizer import make_optimizer
 from tests.comm.ranks import become_rank
 from tests.records import make_record
-from tests.train.fast.encoders import make_model
+from tests.train.fast.encoders import make_batch, make_model
 from tests.train.tokens import make_tokens
 
 CONFIG = TrainConfig(learning_rate=1e-4, warmup_ratio=0.2, batch_size=4, weight_decay=0.1, clip_norm=0.5)
@@ -138,6 +139,20 @@ def gives_back_masters() -> bool:
     return bool(before and parts) and all(one() is None for one in before)
 
 
+def sums_lie_with_gradients() -> bool:
+    """Whether a part's gradient takes no memory beside those of its bucket."""
+    model = make_model("bert")
+    optimizer = make_optimizer(model, CONFIG, "bf16")
+    exchange = ShardExchange(model, optimizer, CONFIG, "bf16")
+    blocks = {gradients.untyped_storage().data_ptr() for gradients in exchange._gradients}
+    batch = make_batch()
+    with exchange.micro_batch(last=True):
+        model(**batch).loss.backward()
+    exchange.average(lambda: batch["input_ids"])
+    sums = [bucket.part.grad for bucket in exchange._dense]
+    return bool(sums) and all(one is not None and one.untyped_storage().data_ptr() in blocks for one in sums)
+
+
 def packed_layers_stay_packed(loop: Loop) -> bool:
     """Whether query, key and value still are one product, moved as they are."""
     inside: Any = loop.model.get_submodule("bert.encoder.layer.1.attention.self")
@@ -166,7 +181,7 @@ if __name__ == "__main__":
     comm.start("gloo", timeout_seconds=60)
     own, (folder, kept), steps = parse_world(os.environ), map(Path, sys.argv[1:3]), int(sys.argv[3])
     found = {name: compare(own, folder, kept / name, name, steps) for name in ("fp32", "bf16")}
-    told = found | {"gives back": gives_back_masters()}
+    told = found | {"gives back": gives_back_masters(), "in place": sums_lie_with_gradients()}
     (folder / f"{own.rank}-of-{own.size}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()

@@ -37,6 +37,7 @@ def check_training(found: Found, precision: str, off: float) -> None:
         assert both["saved"]
         assert both["packed"]
         assert one["gives back"]
+        assert one["in place"]
 
 
 def check_going_on(found: Found, precision: str, off: float) -> None:
