@@ -155,11 +155,10 @@ def main() -> None:
         run_rank(asked)
         return
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder, "run")
-        own = ["--np", str(asked.np), "--run-dir", str(run_dir), "--no-check", *asked.options]
+        own = ["--np", str(asked.np), "--run-dir", str(Path(folder, "run")), "--no-check", *asked.options]
         words = [word for word in sys.argv[1:] if word not in asked.options]
+        # What the first rank prints is passed on.
         subprocess.run([sys.executable, "-m", "cpuft", "launch", *own, "--", __file__, *words], check=True)
-        print((run_dir / "logs" / "rank-0.out").read_text())
 
 
 if __name__ == "__main__":
