@@ -14,7 +14,6 @@ _OWN_LAYERS = {"plain": _LAYERS, "compile": _LAYERS, "lora": _LAYERS, "recompute
 EXCLUDED = {
     "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS},
     "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS, "shard": _SHARES},
-    "ort": {**_OWN_LAYERS, "shard": _UNTRIED},
 }
 """Engine -> options that it excludes, and why."""
 
@@ -34,8 +33,6 @@ def refuse_conflicts(config: TrainConfig) -> None:
         if getattr(config, name) != getattr(default, name):
             flags = f"--engine {config.engine} excludes --{name.replace('_', '-')}"
             raise CpuftError(f"{flags}, because {why}: leave one of them out")
-    if config.engine == "ort" and config.precision != "fp32":
-        raise CpuftError("--engine ort trains in fp32 only: add --precision fp32")
     if config.shard != "none" and config.sync_every > 1:
         raise CpuftError("--sync-every has each rank make all updates itself, --shard a part of each: leave one out")
     if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED):

@@ -7,15 +7,15 @@ ImportError, on any torch but its own.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
 
 IPEX = "intel_extension_for_pytorch"
-ORT = "onnxruntime_training_cpu"
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,25 @@ class Engine:
     """What to do where these are not."""
     machine: str = ""
     """As `uname -m` says it; empty for any."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it reads when it is imported, which transformers does, too."""
 
 
-_MADE = "use the environment that scripts/check-{} makes"
 ENGINES = {
-    "ipex": Engine({IPEX: "2.8", "torch": "2.8"}, _MADE.format("ipex"), "x86_64"),
-    "deepspeed": Engine({"deepspeed": "0.19"}, "pip install --no-build-isolation 'cpuft[deepspeed]'"),
-    "ort": Engine({ORT: "1.19", "torch": "2.3"}, _MADE.format("ort"), "x86_64"),
+    "ipex": Engine({IPEX: "2.8", "torch": "2.8"}, "use the environment that scripts/check-ipex makes", "x86_64"),
+    "deepspeed": Engine(
+        {"deepspeed": "0.19"}, "pip install --no-build-isolation 'cpuft[deepspeed]'", settings={"DS_ACCELERATOR": "cpu"}
+    ),
 }
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Raises CpuftError when the engine asked for cannot run in this environment."""
+    """Set what the engine asked for reads. Raises CpuftError when it cannot run in this environment."""
     versions = {name: _installed_version(name) for name in name_packages(config.engine)}
     if problem := find_problem(config.engine, versions, platform.machine()):
         raise CpuftError(problem)
+    for name, value in ENGINES[config.engine].settings.items() if config.engine in ENGINES else ():
+        os.environ.setdefault(name, value)
 
 
 def name_packages(engine: str) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """`--lora N`: adapters of rank N, by peft, are trained in a model's place; they alone travel and are kept.
 
 Their learning rate is ten times that of whole models: the best one for LoRA is, whatever the rank (Schulman and others,
-LoRA Without Regret, 2025). They are scaled by 2 (alpha is twice the rank), as peft's own example for MRPC does it. What
-is adapted is all of attention, and not the layers between: those double what travels, and gained nothing on MRPC.
+LoRA Without Regret, 2025). They are scaled by 2: alpha is twice the rank, as in peft's example for MRPC. Of attention
+all is adapted. With the layers between, too, MiniLM at rank 16 would send 6 % of what a whole model does, and not 2.6.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ from cpuft.record import (
     drop_warm_up,
     format_line,
 )
-from cpuft.train import ort
 from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.keeper import Keeper, find_keepers
 from cpuft.train.checkpoint.model import save_model
@@ -96,7 +95,6 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         objective = make_objective(config, prepared)
         torch.manual_seed(config.seed)
         model = objective.load_model(config)
-        model = ort.wrap(model) if config.engine == "ort" else model
         story = Story(stack.enter_context(Progress(worker.progress, world.rank)))
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
         header = replace(header, products=find_products(header, measured))

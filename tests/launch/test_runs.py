@@ -87,6 +87,21 @@ def test_compressed_gradients_are_half_the_bytes(tmp_path: Path) -> None:
     assert all(c.bytes_sent < b.bytes_sent / 4 for b, c in zip(half.steps, factors.steps))
 
 
+@pytest.mark.proof
+def test_adapters_alone_travel_and_their_folder_is_a_model(tmp_path: Path) -> None:
+    whole = launch("--np", "2", *DEMO, "--no-save-model", "--backend", "gloo")
+    (tmp_path / "run").rename(tmp_path / "whole")
+    adapted = launch("--np", "2", *DEMO, "--lora", "16", "--backend", "gloo")
+    assert all(b.bytes_sent < 0.03 * a.bytes_sent for a, b in zip(whole.steps, adapted.steps, strict=True))
+    (tmp_path / "run").rename(tmp_path / "adapted")
+    kept = {path.name for path in (tmp_path / "adapted/model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= kept
+    assert "model.safetensors" not in kept
+    again = launch("--np", "1", *DEMO, "--model", "adapted/model", "--lora", "8", "--lora-merge")
+    assert again.footer is not None
+    assert {path.name for path in (tmp_path / "run/model").iterdir()} >= {"model.safetensors", "config.json"}
+
+
 def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:
     record = launch("--np", "2", *DEMO, "--no-save-model", "--sync-every", "3")
     assert record.footer is not None

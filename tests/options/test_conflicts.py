@@ -18,7 +18,7 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
     [
         ({"engine": "ipex", "plain": True}, f"--engine ipex excludes --plain, {LAYERS}"),
         ({"engine": "deepspeed", "compile": True}, f"--engine deepspeed excludes --compile, {LAYERS}"),
-        ({"engine": "ort", "lora": 16}, f"--engine ort excludes --lora, {LAYERS}"),
+        ({"engine": "ipex", "lora": 16}, f"--engine ipex excludes --lora, {LAYERS}"),
         (
             {"engine": "ipex", "sync_every": 2},
             "--engine ipex excludes --sync-every, because it keeps the fp32 weights to itself: leave one of them out",
@@ -29,8 +29,8 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
             "leave one of them out",
         ),
         (
-            {"engine": "ort", "shard": "optimizer"},
-            "--engine ort excludes --shard, because nobody has tried both: leave one of them out",
+            {"engine": "deepspeed", "shard": "optimizer"},
+            "--engine deepspeed excludes --shard, because it shares the optimizer out itself: leave one of them out",
         ),
         (
             {"shard": "optimizer", "sync_every": 2},
@@ -43,7 +43,6 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
             )
             for way in ("int8", "late", "powersgd")
         ),
-        ({"engine": "ort"}, "--engine ort trains in fp32 only: add --precision fp32"),
         (
             {"lora_merge": True},
             "--lora-merge says how adapters are kept, and there are none: add --lora 16, or leave it out",
@@ -66,7 +65,6 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
         {"shard": "optimizer", "compile": True},
         {"engine": "ipex", "grad_compression": "int8"},
         {"engine": "deepspeed", "accumulation": 2},
-        {"engine": "ort", "precision": "fp32", "sync_every": 2},
     ],
 )
 def test_others_may_go_together(options: dict[str, Any]) -> None:

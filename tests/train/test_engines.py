@@ -10,7 +10,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.options.fields import ENGINES as NAMES
 from cpuft.options.fields import TrainConfig
-from cpuft.train.engines import ENGINES, IPEX, ORT, check_engine, find_problem, name_packages
+from cpuft.train.engines import ENGINES, IPEX, check_engine, find_problem, name_packages
 from tests.conftest import run_cpuft
 
 MOVE = "use the environment that scripts/check-ipex makes, or leave --engine out"
@@ -39,14 +39,6 @@ MOVE = "use the environment that scripts/check-ipex makes, or leave --engine out
             "--engine deepspeed needs deepspeed 0.19, and here is none: "
             "pip install --no-build-isolation 'cpuft[deepspeed]', or leave --engine out",
         ),
-        ("ort", ("1.19.2", "2.3.1+cpu"), "x86_64", ""),
-        (
-            "ort",
-            ("1.19.2", "2.13.0"),
-            "x86_64",
-            "--engine ort needs torch 2.3, and here is 2.13.0: "
-            "use the environment that scripts/check-ort makes, or leave --engine out",
-        ),
         ("torch", (), "riscv64", ""),
     ],
 )
@@ -56,7 +48,7 @@ def test_where_an_engine_can_train(engine: str, versions: tuple[str, ...], machi
 
 def test_every_engine_but_our_own_says_what_it_needs() -> None:
     assert ("torch", *ENGINES) == NAMES
-    assert ORT in name_packages("ort")
+    assert name_packages("torch") == ()
 
 
 def install(folder: Path, package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:

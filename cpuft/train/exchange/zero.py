@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -25,6 +26,7 @@ class ZeroExchange(Exchange):
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", ".* is deprecated. Please use `torch.distributed", FutureWarning)
         # It would be compiled now, by ninja, and is for inference.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         keep_freed_memory()
