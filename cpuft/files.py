@@ -43,6 +43,11 @@ def write_text(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
+def split_paths(text: str) -> list[str]:
+    """The paths in a text with commas between, or the text where it is the path of something by itself."""
+    return [text] if os.path.exists(text) else [word.strip() for word in text.split(",")]
+
+
 def hash_text(text: str, digits: int = 64) -> str:
     """SHA-256 of a text, the first hexadecimal `digits` of it."""
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]

@@ -21,6 +21,7 @@ from cpuft.hosts.topology import HostFacts
 
 DATA = Path(__file__).parent / "data"
 GLUE = Path(__file__).parents[2] / "shared" / "data" / "glue"
+TEXTS = GLUE.with_name("text")
 PEERS = Path(__file__).parents[2] / "shared" / "peers"
 
 REAL_NAMES = {"run_cpuft", "mpirun", "spawn", "Popen", "executable", "simulate", "cluster"}
@@ -28,6 +29,7 @@ REAL_NAMES = {"run_cpuft", "mpirun", "spawn", "Popen", "executable", "simulate",
 REAL_FOLDERS = ("bench/", "train/fast/")
 """Whose tests train, or compile what trains."""
 
+needs_texts = pytest.mark.skipif(not TEXTS.is_dir(), reason=f"no books beside the checkout ({TEXTS})")
 needs_glue = pytest.mark.skipif(not GLUE.is_dir(), reason=f"no GLUE download beside the checkout ({GLUE})")
 Golden = Callable[[str, str], None]
 

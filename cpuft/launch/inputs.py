@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE, REMOVE, hash_file, hash_text, remove_command
+from cpuft.files import PRIVATE, REMOVE, hash_file, hash_text, remove_command, split_paths
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
@@ -47,12 +47,16 @@ def pack_training(cluster: Cluster, train: TrainConfig) -> tuple[TrainConfig, tu
         return train, ()
     parcels, changes = [], dict[str, str]()
     for name in _TRAINING_INPUTS:
-        path = Path(getattr(train, name) or "/nowhere").absolute()
-        if path.is_relative_to(cluster.inputs):  # of a run that goes on: it was sent when that began
-            parcels.append(Parcel((), str(path.parent)))
-        elif path.exists():
-            parcels.append(pack((path,), cluster.inputs))
-            changes[name] = f"{parcels[-1].there}/{path.name}"
+        there = []
+        for word in split_paths(getattr(train, name)):
+            path = Path(word or "/nowhere").absolute()
+            if path.is_relative_to(cluster.inputs):  # of a run that goes on: it was sent when that began
+                parcels.append(Parcel((), str(path.parent)))
+            elif path.exists():
+                parcels.append(pack((path,), cluster.inputs))
+                word = f"{parcels[-1].there}/{path.name}"
+            there.append(word)
+        changes[name] = ",".join(there)
     return replace(train, **changes), tuple(parcels)  # type: ignore[arg-type]  # all of them are texts
 
 

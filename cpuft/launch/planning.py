@@ -250,11 +250,13 @@ def plan_notes(
 
 def refuse_unread_rows(train: TrainConfig) -> None:
     """Raises CpuftError when rows are named that `train.task` does not read: it would train on others."""
-    own = ("train_file", "validation_file", "text_columns")
-    unread = [name for name in own if getattr(train, name)] if train.task != "files" else []
-    if unread:
-        raise CpuftError(f"--{unread[0].replace('_', '-')} says nothing to --task {train.task}: add --task files")
-    if train.data_dir and train.task in ("demo", "files"):
+    default, text = TrainConfig(), ("held_out", "mask_share", "whole_words")
+    own = {"files": (), "text": ()}.get(train.task, ("train_file", "validation_file", "text_columns"))
+    for name in (*own, *(text if train.task != "text" else ())):
+        if getattr(train, name) != getattr(default, name):
+            fits = "text" if name in text else "files, or text for a corpus"
+            raise CpuftError(f"--{name.replace('_', '-')} says nothing to --task {train.task}: add --task {fits}")
+    if train.data_dir and train.task in ("demo", "files", "text"):
         raise CpuftError(f"--data-dir says nothing to --task {train.task}: name a GLUE task, such as --task mrpc")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from cpuft.hardware import PRECISIONS
 
 PADDINGS = ("dynamic", "max_length")
-TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files")
+TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files", "text")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex", "deepspeed")
 LAST_PORT = 65535
@@ -67,14 +67,17 @@ _where, _what, _recipe, _fast, _between, _kept = (partial(option, section=sectio
 class TrainConfig:
     """What a rank trains. Defaults are the well-known GLUE recipe: length 128, batch 32 a rank, 2e-5, 3 epochs."""
 
-    task: str = _what("demo", "of GLUE, demo (built in) or files (your own)", choices=TASKS)
+    task: str = _what("demo", "of GLUE, demo (built in), or yours: files, text", choices=TASKS)
     model: str = _what("minilm", "folder or hub name; minilm needs no hub", takes="NAME")
     data_dir: str = _what("", "holds TASK/train.tsv (default: ask the hub)", takes="FOLDER")
-    train_file: str = _what("", "rows for --task files: CSV, TSV or JSON lines", takes="FILE")
-    validation_file: str = _what("", "validation rows for --task files", takes="FILE")
+    train_file: str = _what("", "rows (CSV, TSV, JSON lines), or texts (or FOLDER)", takes="FILE")
+    validation_file: str = _what("", "likewise, to validate on", takes="FILE")
     text_columns: str = _what("", "one or two (default: sentence1,sentence2 or text; tokens, a list of words)")
     label_column: str = _what("label", "a label; several: a list or a|b; of words: a list (default: label, or tags)")
     max_length: int = _what(128, "tokens of a row; longer rows are cut", least=8)
+    held_out: float = _what(0.1, "share of your texts to validate on", least=0.001, most=0.5)
+    mask_share: float = _what(0.15, "share of the tokens of texts to be guessed", least=0.01, most=0.9)
+    whole_words: bool = _what(False, "guess whole words, not parts of them")
     epochs: float = _recipe(3.0, "passes over the training rows", least=0.0)
     max_steps: int = _recipe(0, "stop after so many updates (default: all epochs)", least=0)
     max_train_samples: int = _recipe(0, "train on the first rows only (default: all)", least=0)

@@ -24,6 +24,8 @@ _EQUAL_OPTIONS = (
     "seed",
     "dropout",
     "engine",
+    "mask_share",
+    "whole_words",
 )
 
 MOST_EFFICIENCY = 1.1

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -96,9 +97,9 @@ def train(loop: Loop) -> Iterator[StepLine]:
     # Ranks that train apart learn of all ranks' losses an update later: behind what is sent meanwhile they would wait.
     late = int(config.sync_every > 1)
     unread: list[Callable[[], StepLine]] = []
-    for number, (_, rows) in islice(enumerate(orders, start=1), loop.done, None):
+    for number, (epoch, rows) in islice(enumerate(orders, start=1), loop.done, None):
         rests = loop.asked if loop.asked >= LEAVE or number % config.sync_every == 0 else 0.0
-        unread.append(_update(loop, number, rows, bool(rests)))
+        unread.append(_update(loop, number, epoch, rows, bool(rests)))
         rests = (rests if late else loop.asked) * (number < loop.updates)
         read_now = len(unread) - late * (not rests)
         yield from (read() for read in unread[:read_now])
@@ -109,20 +110,21 @@ def train(loop: Loop) -> Iterator[StepLine]:
     yield from (read() for read in unread)
 
 
-def _update(loop: Loop, number: int, rows: Order, rests: bool) -> Callable[[], StepLine]:
+def _update(loop: Loop, number: int, epoch: int, rows: Order, rests: bool) -> Callable[[], StepLine]:
     """One update; gives what waits for all ranks' sums and makes the line of them. Where it `rests`, ranks are one."""
-    clock, exchange, tokens = Clock(), loop.exchange, loop.prepared.train
+    clock, exchange = Clock(), loop.exchange
+    count = partial(loop.objective.count_terms, loop.prepared.train, epoch=epoch)
     seed_update(loop.config.seed, number, loop.world.rank)
     share = deal(rows, loop.world.rank, loop.world.size)
     weight = 1.0 if loop.world.rank < len(rows) else 0.0  # 0 where this rank is only there to keep step
-    batches, terms = _micro_batches(loop, share), max(1.0, loop.objective.count_terms(tokens, rows))
-    seen = (loop.objective.count_terms(tokens, share), len(share), sum(batch.tokens for batch in batches))
+    batches, terms = _micro_batches(loop, share, epoch), max(1.0, count(rows))
+    seen = (count(share), len(share), sum(batch.tokens for batch in batches))
     clock.lap("data")
     loss_sum = 0.0
     for batch in batches:
         with exchange.micro_batch(last=batch is batches[-1]):
             loss_sum += weight * _forward_backward(loop, clock, batch, weight * loop.world.size / terms)
-    waited = exchange.average(lambda: loop.objective.name_tokens(tokens, rows))
+    waited = exchange.average(lambda: loop.objective.name_tokens(loop.prepared.train, rows))
     clock.lap("communication")
     exchange.clip()
     rate = set_rate(loop, number)
@@ -156,7 +158,7 @@ def settle_messages(loop: Loop) -> None:
     if loop.world.size < 3 or loop.config.sync_every > 1 or sent_as in WITH_FEEDBACK:
         return
     rows = np.arange(min(loop.world.size, len(loop.prepared.train)))
-    batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size))
+    batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size), 0)
     loop.exchange.model.train()
     with loop.exchange.micro_batch(last=True):
         _forward_backward(loop, Clock(), batch, 0.0)
@@ -191,10 +193,10 @@ def _add_up(world: World, own: list[float]) -> Callable[[], list[float]]:
     return read
 
 
-def _micro_batches(loop: Loop, share: Order) -> list[Batch]:
+def _micro_batches(loop: Loop, share: Order, epoch: int) -> list[Batch]:
     """This rank's share of an update, forward pass by forward pass."""
     parts = [share[start : start + loop.config.batch_size] for start in range(0, len(share), loop.config.batch_size)]
-    return [loop.objective.make_batch(loop.prepared.train, part) for part in parts]
+    return [loop.objective.make_batch(loop.prepared.train, part, epoch) for part in parts]
 
 
 def _forward_backward(loop: Loop, clock: Clock, batch: Batch, factor: float) -> float:

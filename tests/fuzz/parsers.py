@@ -50,6 +50,7 @@ from cpuft.train.data.prepare import read_prepared
 from cpuft.train.data.rows import parse_tsv, read_data
 from cpuft.train.data.tables import parse_label, read_table
 from cpuft.train.data.tasks import TASKS
+from cpuft.train.data.texts import divide, survey
 from cpuft.train.predict import read_trained
 from tests.conftest import make_facts
 from tests.fuzz import values
@@ -125,6 +126,10 @@ def _read_trained(path: Path) -> object:
     return read_trained(str(path.parents[1]))
 
 
+def _read_texts(path: Path) -> object:
+    return list(divide(survey(str(path), "", "--train-file"), 0.1, None))
+
+
 def _log_in(path: Path) -> object:
     return [ssh.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
 
@@ -137,7 +142,7 @@ def _read_archive(text: str) -> object:
 def _make_archive() -> str:
     """A small archive of prepared rows, a character for each byte."""
     task = {"kind": "class", "labels": ["0", "1"], "metrics": ["accuracy"]}
-    meta = {**task, "checksum": "0", "pad_id": 0, "validation": [""]}
+    meta = {**task, "checksum": "0", "pad_id": 0, "mask_id": 0, "validation": [""]}
     tokens = {"ids": [5, 6], "types": [0, 0], "offsets": [0, 2], "labels": [1]}
     arrays = {
         f"{split}.{name}": np.asarray(value) for split in ("train", "validation") for name, value in tokens.items()
@@ -274,6 +279,8 @@ PARSERS: dict[str, Parser] = {
     "read_trained": Parser(_from_file("trained/model/config.json", _read_trained), values.damaged_json(_MODEL)),
     "read_asked": Parser(_from_file("rows.csv", _read_asked), _ROWS),
     "read_asked of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),
+    "survey": Parser(_from_file("texts.txt", _read_texts), _ROWS),
+    "survey of JSON": Parser(_from_file("texts.jsonl", _read_texts), _ROWS),
     "read_data": Parser(_from_file("rows.csv", _read_files), _ROWS),
     "read_data of JSON": Parser(_from_file("rows.jsonl", _read_files), _ROWS),
     "read_data of tabs": Parser(_from_file("rows.tsv", _read_files), _ROWS),

@@ -70,7 +70,7 @@ GOOD = {
     "np": ["1", "2", "3"],
     "script": ["train.py", "true", "run"],
     "text_columns": ["text", "a,b"],
-    "train_file": ["rows.csv"],
+    "train_file": ["rows.csv", "rows.csv,train.py", "."],
     "file": ["rows.csv"],
     "split": ["validation", "test"],
     "validation_file": ["rows.csv"],

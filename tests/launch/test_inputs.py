@@ -88,6 +88,14 @@ def test_inputs_of_a_training_travel(work: Path) -> None:
     assert pack_training(AWAY, TrainConfig())[1] == ()
 
 
+def test_each_of_several_files_travels(work: Path) -> None:
+    train = TrainConfig(task="text", train_file="rows.csv,code/notes.txt,missing", model="model")
+    changed, parcels = pack_training(AWAY, train)
+    model, rows, notes = (parcel.there for parcel in parcels)
+    assert changed.train_file == f"{rows}/rows.csv,{notes}/notes.txt,missing"
+    assert (changed.model, changed.validation_file) == (f"{model}/model", "")
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -59,7 +59,7 @@ class Weighing(Objective):
 class ByWord(Weighing):
     """The same, and long rows count for more."""
 
-    def count_terms(self, tokens: Tokens, rows: Order) -> float:
+    def count_terms(self, tokens: Tokens, rows: Order, epoch: int = -1) -> float:
         return float(tokens.lengths[rows].sum())
 
 

@@ -101,7 +101,7 @@ def test_batches_are_those_of_the_evaluation() -> None:
     asked = []
 
     class Echo(Objective):
-        def make_batch(self, tokens: Any, rows: Any) -> Any:
+        def make_batch(self, tokens: Any, rows: Any, epoch: int = -1) -> Any:
             asked.append(rows.tolist())
             return rows
 

@@ -11,29 +11,33 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.errors import CpuftError, describe_disk
+from cpuft.errors import CpuftError, counted, describe_disk
 from cpuft.files import cache_folder, take_sent, written_beside
 from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.train.data.rows import read_data
-from cpuft.train.data.tasks import Data, Rows, Task, first_rows
+from cpuft.train.data.tasks import TASKS, Data, Rows, Task, first_rows
+from cpuft.train.data.texts import Packer, divide, pack, sort_words, survey
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.model import find_model, load_tokenizer
 
-FORMAT = 2
+FORMAT = 3
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
+_NONE: NDArray[Any] = np.zeros(0, np.int8)
 UNTAGGED = -100
 """The label of a token that has none: torch's cross entropy leaves it out."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Tokens:
     """Row i is ids[offsets[i] : offsets[i + 1]]; shape (rows + 1,)."""
     labels: NDArray[Any]
     """What the task's kind needs: class numbers or scores, shape (rows,); of several labels, 1 for those that a row
-    has, shape (rows, classes); of tags, class numbers of words' first tokens, else UNTAGGED, shape (all tokens,)."""
+    has, shape (rows, classes); of tags, class numbers of words' first tokens, else UNTAGGED, shape (all tokens,);
+    of texts nothing, shape (0,)."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -76,6 +81,16 @@ class Prepared:
     validation: dict[str, Tokens]
     kind: str = "class"
     """What is learned: the task's kind, by which `make_objective` chooses."""
+    mask_id: int = 0
+    word_kinds: NDArray[np.int8] = field(default_factory=lambda: _NONE)
+    """What each word is to who masks some, by `sort_words`; of texts only."""
+
+
+def digest_tokenizer(name: str) -> bytes:
+    """All that decides how a model's tokenizer cuts texts."""
+    folder = Path(find_model(name))
+    files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in _TOKENIZER_FILES]
+    return b"".join([name.encode() if not folder.is_dir() else b"", *files])
 
 
 def checksum_rows(data: Data, config: TrainConfig) -> str:
@@ -84,10 +99,7 @@ def checksum_rows(data: Data, config: TrainConfig) -> str:
     task = data.task
     for part in (FORMAT, config.max_length, config.max_train_samples, task.kind, task.labels, task.metrics):
         digest.update(repr(part).encode())
-    folder = Path(find_model(config.model))
-    digest.update(config.model.encode() if not folder.is_dir() else b"")
-    for name in _TOKENIZER_FILES:
-        digest.update((folder / name).read_bytes() if (folder / name).exists() else b"-")
+    digest.update(digest_tokenizer(config.model))
     for rows in (data.train, *data.validation.values()):
         digest.update(json.dumps([rows.texts, rows.labels]).encode())
     return digest.hexdigest()[:16]
@@ -134,6 +146,8 @@ def prepare(config: TrainConfig) -> Path:
 
     Raises CpuftError: anything wrong with the task, the data, the model's tokenizer or the cache.
     """
+    if config.task == "text":
+        return _prepare_texts(config)
     data = read_data(config)
     data = Data(data.task, first_rows(data.train, config.max_train_samples), data.validation)
     checksum = checksum_rows(data, config)
@@ -141,17 +155,51 @@ def prepare(config: TrainConfig) -> Path:
     if path.exists():
         return path
     tokenizer = load_tokenizer(config.model, data.task.kind == "tags")
-    meta = {
-        "kind": data.task.kind,
-        "labels": data.task.labels,
-        "metrics": data.task.metrics,
-        "checksum": checksum,
-        "pad_id": tokenizer.pad_token_id or 0,
-        "validation": list(data.validation),
-    }
-    arrays: dict[str, Any] = {"meta": np.asarray(json.dumps(meta))}
-    for key, rows in [("train", data.train), *((f"validation{k}", rows) for k, rows in data.validation.items())]:
-        tokens = tokenize(rows, tokenizer, config.max_length, data.task)
+    parts = {"train": data.train, **{f"validation{name}": rows for name, rows in data.validation.items()}}
+    splits = {key: tokenize(rows, tokenizer, config.max_length, data.task) for key, rows in parts.items()}
+    _write(path, _describe(data.task, list(data.validation), tokenizer, checksum), splits, {})
+    return path
+
+
+def _prepare_texts(config: TrainConfig) -> Path:
+    """The same of texts, in pieces."""
+    if not config.train_file:
+        raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
+    corpus, other = survey(config.train_file, config.text_columns, "--train-file"), config.validation_file
+    held_out = survey(other, config.text_columns, "--validation-file") if other else None
+    key = f"{corpus.checksum} {held_out.checksum if held_out else config.held_out}"
+    told = repr((FORMAT, key, config.max_length, config.max_train_samples)).encode()
+    checksum = hashlib.sha256(told + digest_tokenizer(config.model)).hexdigest()[:16]
+    path = cache_folder(os.environ) / f"text-{checksum}.npz"
+    if path.exists():
+        return path
+    tokenizer = load_tokenizer(config.model)
+    if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
+        raise CpuftError(f"{config.model} has no [CLS], [SEP] or [MASK], as an encoder's tokenizer has: name another")
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="texts-") as folder:
+        form = (config.max_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
+        train, validation = (Packer(Path(folder, name), *form) for name in ("train", "held-out"))
+        pack(divide(corpus, config.held_out, held_out), tokenizer, (train, validation))
+        packed = {"train": train.finish(config.max_train_samples), "validation": validation.finish()}
+        splits = {name: Tokens(ids, _NONE, offsets, _NONE) for name, (ids, offsets) in packed.items()}
+        if not all(map(len, splits.values())):
+            too_few = f"of {counted(corpus.pieces, 'line')} of {config.train_file} none can be held out"
+            raise CpuftError(f"{too_few}: name more texts, or --validation-file")
+        meta = _describe(TASKS["text"], [""], tokenizer, checksum)
+        _write(path, meta, splits, {"word_kinds": sort_words(tokenizer)})
+    return path
+
+
+def _describe(task: Task, validation: list[str], tokenizer: Any, checksum: str) -> dict[str, Any]:
+    """What the archive has beside the rows."""
+    ids = {"pad_id": tokenizer.pad_token_id or 0, "mask_id": tokenizer.mask_token_id or 0}
+    told = {"kind": task.kind, "labels": task.labels, "metrics": task.metrics, "validation": validation}
+    return {**told, **ids, "checksum": checksum}
+
+
+def _write(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
+    arrays = {"meta": np.asarray(json.dumps(meta)), **others}
+    for key, tokens in splits.items():
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
     try:
         with written_beside(path) as beside, beside.open("wb") as file:
@@ -159,23 +207,42 @@ def prepare(config: TrainConfig) -> Path:
     except OSError as error:
         said = f"cannot take the rows ({error.strerror}): make room there, or set XDG_CACHE_HOME"
         raise CpuftError(f"the cache folder {path.parent} {said} to another") from None
-    return path
 
 
 def read_prepared(path: str) -> Prepared:
-    """The archive at `path`. Raises CpuftError when it is none of ours."""
+    """The archive at `path`. Rows are read as they are looked at: they may be more than memory holds.
+
+    Raises CpuftError when it is none of ours.
+    """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            meta = load(dict[str, Any], parse_json(str(archive["meta"])))
-            splits = {
-                key: Tokens(*(archive[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels")))
-                for key in ("train", *(f"validation{name}" for name in meta["validation"]))
-            }
+        meta, arrays = map_archive(path)
+        splits = {
+            key: Tokens(*(arrays[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels")))
+            for key in ("train", *(f"validation{name}" for name in meta["validation"]))
+        }
         validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
-        labels, metrics, kind = tuple(meta["labels"]), tuple(meta["metrics"]), meta["kind"]
-        return Prepared(labels, metrics, meta["checksum"], meta["pad_id"], splits["train"], validation, kind)
+        values = (tuple(meta["labels"]), tuple(meta["metrics"]), meta["checksum"], meta["pad_id"], splits["train"])
+        return Prepared(*values, validation, meta["kind"], meta["mask_id"], arrays.get("word_kinds", _NONE))
     except Exception as error:  # zipfile and NumPy raise whatever their layers raise
         raise CpuftError(f"{path} is no prepared data ({error!r}): remove it, and start again") from None
+
+
+def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What JSON holds in the array `meta`, and all others, mapped. Raises whatever NumPy, zipfile and JSON do."""
+    with np.load(path, allow_pickle=False) as archive:
+        meta = load(dict[str, Any], parse_json(str(archive["meta"])))
+        return meta, {name: _map(path, archive, name) for name in archive if name != "meta"}
+
+
+def _map(path: str, archive: Any, name: str) -> Any:
+    """An array where it lies in the file, which is not compressed. NumPy maps none in an archive by itself."""
+    with open(path, "rb") as file:
+        file.seek(archive.zip.getinfo(f"{name}.npy").header_offset)
+        # A file in an archive begins with 30 bytes, the last four of which say how long the two texts after them are.
+        file.seek(sum(struct.unpack("<26xHH", file.read(30))), os.SEEK_CUR)
+        np.lib.format.read_magic(file)
+        shape, _, kind = np.lib.format.read_array_header_1_0(file)
+        return np.memmap(path, kind, "r", file.tell(), shape) if np.prod(shape) else np.zeros(shape, kind)
 
 
 def main() -> None:

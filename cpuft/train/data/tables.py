@@ -41,7 +41,7 @@ def read_table(path: Path, option: str = "--train-file") -> Table:
         raise CpuftError(f"{path} is empty: give a file with rows")
     if path.suffix in (".json", ".jsonl", ".ndjson"):
         lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        found = [_parse_json_row(line, f"{path}, line {number}", number) for number, line in lines]
+        found = [parse_json_row(line, f"{path}, line {number}", number) for number, line in lines]
         return Table(str(path), sorted(found[0][1]), found)
     (_, columns), *rows = _split_cells(text, "\t" if path.suffix == ".tsv" else ",", str(path))
     for number, cells in rows:
@@ -75,7 +75,7 @@ def _split_cells(text: str, delimiter: str, source: str) -> list[tuple[int, list
         raise CpuftError(f"{source}, line {reader.line_num} is no CSV ({error}): mend that line") from None
 
 
-def _parse_json_row(line: str, where: str, number: int) -> tuple[int, dict[str, Cell]]:
+def parse_json_row(line: str, where: str, number: int) -> tuple[int, dict[str, Cell]]:
     """Objects, and lists of anything but texts and numbers, are no cells: of columns asked for, they are missing."""
     try:
         values = load(dict[str, Any], parse_json(line))

@@ -91,6 +91,7 @@ TASKS = {
         Task("rte", _PAIR, "label", _ENTAILS, ("accuracy",), "RTE"),
         Task("wnli", _PAIR, "label", _BINARY, ("accuracy",), "WNLI"),
         Task("demo", _PAIR, "label", _BINARY, ("accuracy", "f1")),
+        Task("text", ("text",), "", (), ("perplexity", "masked_accuracy"), kind="masked"),
         Task("files", (), "label", (), ("accuracy", "f1")),
     )
 }

@@ -52,7 +52,7 @@ class Objective:
         """Loss of each row, fp32, shape (rows,): the sum of its terms'."""
         raise NotImplementedError
 
-    def count_terms(self, tokens: Tokens, rows: Order) -> float:
+    def count_terms(self, tokens: Tokens, rows: Order, epoch: int = -1) -> float:
         """Of how many terms these rows' losses are the sum: the update's loss is the mean over those of all its rows.
 
         The same on any rank, and before the batches are made.
@@ -80,8 +80,8 @@ class Objective:
         """The encoder with a fresh head, fp32, on the CPU. Raises CpuftError when it cannot be had."""
         return load_model(config, self.model_class, self.head())
 
-    def make_batch(self, tokens: Tokens, rows: Order) -> Batch:
-        """The rows of these numbers."""
+    def make_batch(self, tokens: Tokens, rows: Order, epoch: int = -1) -> Batch:
+        """The rows of these numbers, as they are seen in an epoch of training; in -1 as in every evaluation."""
         lengths, places = tokens.lengths[rows], tokens.places(rows)
         mask = np.arange(self.width or int(lengths.max())) < lengths[:, None]
         ids = np.full(mask.shape, self.pad_id, np.int64)

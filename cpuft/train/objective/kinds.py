@@ -5,6 +5,7 @@ from __future__ import annotations
 from cpuft.options.fields import TrainConfig
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective import Objective
+from cpuft.train.objective.masking import Masking
 from cpuft.train.objective.sequences import Classification, Regression
 from cpuft.train.objective.several import SeveralLabels
 from cpuft.train.objective.tags import Tagging
@@ -21,4 +22,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
     """What the rows are to teach."""
     width = config.max_length if config.padding == "max_length" else 0
-    return OBJECTIVES[prepared.kind](prepared.labels, prepared.metrics, prepared.pad_id, width)
+    usual = (prepared.labels, prepared.metrics, prepared.pad_id, width)
+    if prepared.kind == "masked":
+        return Masking(*usual, kinds=prepared.word_kinds, mask_id=prepared.mask_id, config=config)
+    return OBJECTIVES[prepared.kind](*usual)

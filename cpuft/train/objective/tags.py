@@ -33,7 +33,7 @@ class Tagging(Objective):
         entropy = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none", ignore_index=UNTAGGED)
         return entropy.sum(-1)
 
-    def count_terms(self, tokens: Tokens, rows: Order) -> float:
+    def count_terms(self, tokens: Tokens, rows: Order, epoch: int = -1) -> float:
         """Words that have tags."""
         return float(np.count_nonzero(tokens.labels[tokens.places(rows)] != UNTAGGED))
 

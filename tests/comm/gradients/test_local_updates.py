@@ -45,3 +45,14 @@ def test_what_a_resumed_run_brings_with_it_is_no_gain() -> None:
     finally:
         dist.destroy_process_group()
     assert torch.equal(parameter.detach(), learnt)
+
+
+def test_names_of_words_say_nothing_where_no_look_up_travels_by_rows() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        local = LocalUpdates([torch.nn.Parameter(torch.zeros(3))], "none")
+        local.name(torch.arange(9))
+        local.meet()
+        local.finish()
+    finally:
+        dist.destroy_process_group()

@@ -69,9 +69,9 @@ class Reading(Objective):
         super().__init__((), (), 0, 0)
         self.rows: list[list[int]] = []
 
-    def make_batch(self, tokens: Tokens, rows: Any) -> Batch:
+    def make_batch(self, tokens: Tokens, rows: Any, epoch: int = -1) -> Batch:
         self.rows.append(rows.tolist())
-        return super().make_batch(tokens, rows)
+        return super().make_batch(tokens, rows, epoch)
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         losses: torch.Tensor = (model(**batch.inputs) - batch.labels) ** 2

@@ -1,0 +1,141 @@
+"""Texts, piece by piece; what is held out of them; and what is no text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuft.errors import CpuftError
+from cpuft.train.data.texts import BEGINS, GOES_ON, MOST_BYTES, NEVER, Corpus, divide, list_pieces, sort_words, survey
+
+
+def write(**files: str | bytes) -> None:
+    """Files by their names, in which _ stands for a dot."""
+    for name, content in files.items():
+        data = content if isinstance(content, bytes) else content.encode()
+        Path(name.replace("_", ".")).write_bytes(data)
+
+
+def pieces_of(paths: str, columns: str = "") -> list[tuple[str, bool]]:
+    return list(list_pieces(survey(paths, columns, "--train-file")))
+
+
+def test_lines_of_a_text_are_pieces_of_one_document() -> None:
+    write(a_txt="\ufeffOne.\r\n\n  Two.  \n", b_txt="Three.")
+    assert pieces_of("a.txt,b.txt") == [("One.", True), ("Two.", False), ("Three.", True)]
+
+
+def test_rows_of_json_lines_are_documents() -> None:
+    write(a_jsonl='{"text": "One.", "n": 1}\n{"text": "Two.", "n": 2}\n')
+    assert pieces_of("a.jsonl") == [("One.", True), ("Two.", True)]
+    assert pieces_of("a.jsonl", "text,n") == [("One. 1", True), ("Two. 2", True)]
+
+
+def test_a_folder_stands_for_its_texts_in_their_order() -> None:
+    Path("c/d").mkdir(parents=True)
+    write(**{"c/b_txt": "b", "c/d/a_txt": "d", "c/a_jsonl": '{"text": "a"}', "c/x_bin": "\0"})
+    assert [text for text, _ in pieces_of("c")] == ["a", "b", "d"]
+
+
+def test_a_file_may_have_a_comma_in_its_name() -> None:
+    write(**{"a,b_txt": "One."})
+    assert pieces_of("a,b.txt") == [("One.", True)]
+
+
+@pytest.mark.parametrize("change", [{"a_txt": "other"}, {"b_txt": "more"}, {"a_txt": "same\n\nb"}])
+def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
+    write(a_txt="same\n", b_txt="b")
+    before = survey("a.txt,b.txt", "", "-").checksum
+    assert survey("a.txt,b.txt", "", "-").checksum == before
+    write(**change)
+    assert survey("a.txt,b.txt", "", "-").checksum != before
+
+
+@pytest.mark.parametrize(
+    "files, paths, message",
+    [
+        ({}, "a.txt", "a.txt cannot be read (No such file or directory): check --train-file"),
+        ({"a_txt": " \n\n"}, "a.txt", "a.txt holds no text: name files of text, or of JSON lines, with --train-file"),
+        ({"a_txt": b"one\nt\0o\n"}, "a.txt", "a.txt, line 2 holds a null byte, so it is no text: name other files"),
+        (
+            {"a_txt": b"one\n\xff\xfe"},
+            "a.txt",
+            "a.txt, line 2 is no UTF-8 (invalid start byte): name text files, or mend it",
+        ),
+        ({"a_txt": b"a" * (MOST_BYTES + 1)}, "a.txt", "a.txt, line 1 is longer than 8 MB: break it into lines"),
+        ({"a_csv": ""}, ".", "folder . holds no .txt, .text, .md, .json, .jsonl, .ndjson: name other files with"),
+        ({"a_jsonl": '{"text": "a"}\n["b"]'}, "a.jsonl", "a.jsonl, line 2 is not a JSON object"),
+        (
+            {"a_jsonl": '{"t": "a"}'},
+            "a.jsonl",
+            "a.jsonl, line 1 has no 'text': mend it, or name its texts with --text-columns (it has t)",
+        ),
+    ],
+)
+def test_what_is_no_text_is_named(files: dict[str, str | bytes], paths: str, message: str) -> None:
+    write(**files)
+    with pytest.raises(CpuftError) as error:
+        pieces_of(paths)
+    assert str(error.value).startswith(message)
+
+
+def test_a_line_may_be_as_long_as_it_is_said() -> None:
+    write(a_txt=b"a" * MOST_BYTES)
+    assert survey("a.txt", "", "-").pieces == 1
+
+
+def parts_of(corpus: Corpus, share: float) -> list[bool]:
+    return [held for held, _, _ in divide(corpus, share, None)]
+
+
+@given(st.integers(10, 3000), st.sampled_from([0.05, 0.1, 0.25, 0.5]))
+def test_the_share_that_is_held_out_is_spread_evenly(count: int, share: float) -> None:
+    write(a_txt="".join(f"{number}\n" for number in range(count)))
+    corpus = survey("a.txt", "", "-")
+    held = parts_of(corpus, share)
+    assert held == parts_of(corpus, share)
+    # To within a block of neighbours, which is a hundredth of a small corpus.
+    assert abs(sum(held) - share * count) <= max(1, min(64, count // 100)) + 1
+    half = held[: count // 2]
+    assert abs(sum(half) - share * len(half)) <= max(1, min(64, count // 100)) + 1
+
+
+def test_neighbours_are_held_out_together_and_seams_are_told() -> None:
+    write(a_txt="".join(f"{number}\n" for number in range(1000)), b_jsonl=json.dumps({"text": "x"}))
+    found = list(divide(survey("a.txt,b.jsonl", "", "-"), 0.1, None))
+    assert [int(text) for held, text, _ in found if held] == [
+        number for block in range(90, 1000, 100) for number in range(block, block + 10)
+    ]
+    begins = [text for _, text, begins in found if begins]
+    assert begins == [*(str(start + after) for start in range(0, 1000, 100) for after in (0, 90)), "x"]
+
+
+def test_texts_of_their_own_are_held_out_instead() -> None:
+    write(a_txt="".join(f"{number}\n" for number in range(30)), b_txt="x\ny\n")
+    held_out = survey("b.txt", "", "-")
+    found = list(divide(survey("a.txt", "", "-"), 0.5, held_out))
+    assert [held for held, _, _ in found] == [False] * 30 + [True] * 2
+    assert found[-2:] == [(True, "x", True), (True, "y", False)]
+
+
+@pytest.mark.parametrize(
+    "words, kinds",
+    [
+        (["[PAD]", "[MASK]", "play", "##ing", "."], [NEVER, NEVER, BEGINS, GOES_ON, BEGINS]),
+        (["<pad>", "<mask>", "\u0120play", "ing", "\u0120the"], [NEVER, NEVER, BEGINS, GOES_ON, BEGINS]),
+        (["<pad>", "<mask>", "\u2581play", "ing", "\u2581the"], [NEVER, NEVER, BEGINS, GOES_ON, BEGINS]),
+    ],
+)
+def test_words_and_their_parts(words: list[str], kinds: list[int]) -> None:
+    numbers = {word: number for number, word in enumerate(words)}
+    assert sort_words(SimpleNamespace(get_vocab=lambda: numbers, all_special_ids=[0, 1])).tolist() == kinds
+
+
+def test_a_number_that_no_word_has_is_never_masked() -> None:
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 3}, all_special_ids=[])
+    assert sort_words(tokenizer).tolist() == [BEGINS, NEVER, NEVER, BEGINS]

@@ -1,0 +1,139 @@
+"""Masked language modelling on texts of the user's own, from files to a model that learns another task."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
+from cpuft.rank.world import World
+from cpuft.record import Record, read_record
+from cpuft.train.data.prepare import prepare, read_prepared
+from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
+from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.loop import Loop, train
+from cpuft.train.objective.kinds import make_objective
+from tests.conftest import TEXTS, needs_texts, run_cpuft
+from tests.train.tiny import save_tiny
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven small birds watch from their warm nest"
+CONFIG = TrainConfig(task="text", train_file="a.txt", model="tiny", max_length=32, batch_size=16, dropout=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _texts(tmp_path: Path) -> None:
+    """A text of which each line has a word of its own, that the model soon finds in the context; and the model."""
+    chosen = random.Random(0).choices(WORDS.split(), k=600)
+    (tmp_path / "a.txt").write_text("\n".join(" ".join([word] * 40) for word in chosen))
+    save_tiny(tmp_path / "tiny")
+
+
+@pytest.fixture
+def alone(own_cache: None) -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with plain_torch():  # nothing is to be compiled
+        yield
+    dist.destroy_process_group()
+
+
+def launch(run: str, *words: str, seconds: float = 300) -> Record:
+    done = run_cpuft("launch", "--run-dir", run, "--no-check", *words, seconds=seconds)
+    assert done.returncode == 0, done.stderr
+    return read_record(run)
+
+
+def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: None) -> None:
+    path = prepare(CONFIG)
+    assert prepare(replace(CONFIG, mask_share=0.3, whole_words=True, seed=1)) == path
+    prepared = read_prepared(str(path))
+    assert (len(prepared.word_kinds), prepared.mask_id, prepared.kind) == (30522, 103, "masked")
+    assert {*prepared.word_kinds.tolist()} == {BEGINS, GOES_ON, NEVER}
+    assert isinstance(prepared.train.ids, np.memmap)
+    assert set(prepared.train.lengths[:-1]) == {32}
+    sizes = [len(tokens.ids) for tokens in (prepared.train, prepared.validation[""])]
+    assert sizes[1] / sum(sizes) == pytest.approx(0.1, abs=0.01)
+    others = [replace(CONFIG, **change) for change in ({"max_length": 16}, {"held_out": 0.2}, {"max_train_samples": 9})]
+    paths = [prepare(other) for other in others]
+    assert len({path, *paths}) == 4
+    assert len(read_prepared(str(paths[2])).train) == 9
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"train_file": ""}, "--task text needs --train-file: name text files, JSON lines, or a folder of them"),
+        ({"train_file": "b.txt"}, "b.txt cannot be read (No such file or directory): check --train-file"),
+        ({"validation_file": "b.txt"}, "b.txt cannot be read (No such file or directory): check --validation-file"),
+        ({"train_file": "one.txt"}, "of 1 line of one.txt none can be held out: name more texts, or --validation-file"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before(change: dict[str, Any], message: str, own_cache: None) -> None:
+    Path("one.txt").write_text("One line.")
+    with pytest.raises(CpuftError) as error:
+        prepare(replace(CONFIG, **change))
+    assert str(error.value).startswith(message)
+
+
+def losses_of_both(config: TrainConfig) -> tuple[list[float], list[float]]:
+    """Of our updates, and of the Hugging Face Trainer's on the same model, rows and masks."""
+    from tests.train.masked_trainer import make_batches
+    from tests.train.masked_trainer import train as train_theirs
+
+    prepared = read_prepared(str(prepare(config)))
+    objective = make_objective(config, prepared)
+    torch.manual_seed(0)
+    model = objective.load_model(config)
+    theirs, _ = train_theirs(copy.deepcopy(model), make_batches(prepared, config), config.learning_rate)
+    loop = Loop(model, objective, config, prepared, "fp32", World(0, 1, 0, 1))
+    return [line.loss for line in train(loop)], theirs
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_the_trainer_has_the_same_losses(plain: bool, alone: None) -> None:
+    ours, theirs = losses_of_both(replace(CONFIG, max_steps=5, plain=plain, learning_rate=3e-3))
+    assert len(ours) == len(theirs) == 5
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert ours[-1] < ours[0] - 0.2
+
+
+@needs_texts
+@pytest.mark.proof
+def test_the_trainer_has_the_same_curve_on_a_book(alone: None) -> None:
+    usual: dict[str, Any] = {"model": "minilm", "max_length": 128, "batch_size": 8}
+    config = replace(CONFIG, train_file=str(TEXTS), max_steps=50, learning_rate=1e-4, **usual)
+    ours, theirs = losses_of_both(config)
+    assert len(ours) == 50
+    assert max(abs(one - other) for one, other in zip(ours, theirs, strict=True)) < 1e-3
+
+
+def test_a_model_adapts_on_two_ranks_and_then_learns_another_task() -> None:
+    words = ("--task", "text", "--train-file", "a.txt", "--model", "tiny", "--max-length", "32", "--backend", "gloo")
+    sizes = ("--batch-size", "16", "--max-steps", "30", "--learning-rate", "1e-2", "--precision", "fp32")
+    record = launch("run", "--np", "2", *words, *sizes)
+    assert (record.header.world_size, record.steps[0].samples) == (2, 32)
+    # Of 30522 words; the text has 18.
+    assert record.steps[0].loss > 10 > 7 > record.steps[-1].loss
+    assert record.metrics["perplexity"] < 1000
+    assert record.metrics.keys() == {"perplexity", "masked_accuracy"}
+    again = launch("next", "--model", "run/model", "--task", "demo", "--max-train-samples", "32", "--max-steps", "1")
+    assert again.metrics.keys() == {"accuracy", "f1"}
+
+
+@needs_texts
+@pytest.mark.proof
+def test_a_model_adapts_to_a_book() -> None:
+    words = ("--task", "text", "--train-file", str(TEXTS), "--learning-rate", "2e-4")
+    before = launch("before", *words, "--epochs", "0", "--no-save-model")
+    after = launch("after", *words, "--epochs", "1", "--no-save-model", seconds=1500)
+    assert after.metrics["perplexity"] < before.metrics["perplexity"] / 20
