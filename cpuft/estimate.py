@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cpuft.report.instances import Instance
     from cpuft.report.prediction import Job, Network
 
-_OF_PROBE = ("task", "model", "data_dir", "train_file", "validation_file")
+_OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
 PROBE_SECONDS = 60.0
 """A probe's steps end by then, whatever they have done; a start-up takes about as long again on a slow disk."""

@@ -58,6 +58,10 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--config", "half.yaml"], "Invalid value for '--max-steps': '3.5' is not a valid whole number."),
         (["launch", "--train-file", "x.csv"], "--train-file says nothing to --task demo: add --task files"),
         (["launch", "--whole-words"], "--whole-words says nothing to --task demo: add --task text"),
+        (
+            ["launch", "--task", "text", "--model", "minilm", "--from-config", "bert-base"],
+            "--model and --from-config both say what is trained: leave one of them out (see cpuft launch --help)",
+        ),
         (["launch", "--mask-share", "0.95"], "'--mask-share': 0.95 is not in the range 0.01<=x<=0.9."),
         (["launch", "--data-dir", "glue"], "--data-dir says nothing to --task demo: name a GLUE task"),
         (["compare", "--validation-file", "x.csv"], "--validation-file says nothing to --task demo: add --task files"),

@@ -28,7 +28,7 @@ _FIND = PRIVATE + _HERE.with_name("lacking.sh").read_text(encoding="utf-8")
 _PACK = _HERE.with_name("pack.sh").read_text(encoding="utf-8")
 """The supervisor holds the lock until the last rank has ended. A run that refused its input has left nothing."""
 _FETCH = _HERE.with_name("fetch.sh").read_text(encoding="utf-8")
-_TRAINING_INPUTS = ("model", "data_dir", "train_file", "validation_file")
+_TRAINING_INPUTS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 
 
 @dataclass(frozen=True)

@@ -38,5 +38,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
     if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED):
         asked = f"--grad-compression {config.grad_compression}"
         raise CpuftError(f"--shard sends gradients as {', '.join(SHARDED)} only: leave {asked} out, or --shard")
+    if config.lora and config.from_config:
+        raise CpuftError("--lora adapts a model that has learned, and --from-config makes one: leave one of them out")
     if config.lora_merge and not config.lora:
         raise CpuftError("--lora-merge says how adapters are kept, and there are none: add --lora 16, or leave it out")

@@ -69,6 +69,9 @@ class TrainConfig:
 
     task: str = _what("demo", "of GLUE, demo (built in), or yours: files, text", choices=TASKS)
     model: str = _what("minilm", "folder or hub name; minilm needs no hub", takes="NAME")
+    from_config: str = _what("", "untrained: bert-base, bert-large, bert-1.5b, FILE", takes="NAME")
+    tokenizer: str = _what("", "folder or hub name (default: the model's own)", takes="NAME")
+    vocabulary: int = _what(30522, "words of one made for --from-config", least=64, most=1 << 20)
     data_dir: str = _what("", "holds TASK/train.tsv (default: ask the hub)", takes="FOLDER")
     train_file: str = _what("", "rows (CSV, TSV, JSON lines), or texts (or FOLDER)", takes="FILE")
     validation_file: str = _what("", "likewise, to validate on", takes="FILE")
@@ -156,6 +159,9 @@ class LaunchConfig:
     notice: str = _kept("", "once it is there, the run saves itself and ends", takes="FILE|URL")
     grace: float = _kept(0.0, "seconds that SIGTERM leaves for that", least=0.0)
 
+
+ONE_OF = (("model", "from_config"),)
+"""Options that mean the same thing: of each pair one may be given."""
 
 LAUNCH_ALONE = ("notice", "grace", "restarts", "min_np")
 """Options of LaunchConfig that say something to `cpuft launch` only."""

@@ -13,12 +13,12 @@ from click.core import ParameterSource
 
 from cpuft.errors import CpuftError, near_names
 from cpuft.loader import load, parse_yaml
-from cpuft.options.fields import option_names
+from cpuft.options.fields import ONE_OF, option_names
 from cpuft.options.foreign import translate
 from cpuft.options.help import FieldOption, Sectioned
 
 C = TypeVar("C")
-
+_TOLD = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
 
 CONFIG_FILE = FieldOption(["--config"], "", "FILE", help="YAML file with option values; flags win", default="")
 DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a script; do nothing")
@@ -40,7 +40,12 @@ class Verb(Sectioned):
             path = following if word == "--config" else word.partition("=")[2] if word.startswith("--config=") else ""
             if path:
                 ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for pair in ONE_OF:
+            if all(name in ctx.params and ctx.get_parameter_source(name) in _TOLD for name in pair):
+                one, other = (f"--{name.replace('_', '-')}" for name in pair)
+                raise click.UsageError(f"{one} and {other} both say what is trained: leave one of them out", ctx)
+        return rest
 
 
 class _Name(click.Choice[str]):
@@ -93,8 +98,7 @@ def given_options() -> dict[str, ParameterSource]:
     """Names of the options of the running verb that the command line or --config gave, and which of them it was."""
     context = click.get_current_context()
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    told = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
-    return {name: source for name, source in sources.items() if source in told}
+    return {name: source for name, source in sources.items() if source in _TOLD}
 
 
 def refuse_options(config: type, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Encoders: where a model's files are, and loading one for a task."""
+"""Encoders: where a model's files are, and loading or making one for a task."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ _DROPOUTS = (
     "summary_last_dropout",
 )
 
+SIZES: dict[str, dict[str, Any]] = {
+    "bert-base": {},
+    "bert-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    "bert-1.5b": {"hidden_size": 1600, "num_hidden_layers": 48, "num_attention_heads": 25, "intermediate_size": 6400},
+}
+"""Of BERT (Devlin et al. 2019, arXiv:1810.04805, section 3), and of one as large as GPT-2's largest; what is not said
+is BERT-base's."""
+# RoBERTa's kind counts places from the number after the one that pads.
+_PLACES_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")
+
 
 def find_model(name: str) -> str:
     """The folder of a model, or its hub name. Raises CpuftError for a folder or offline model that is not there."""
@@ -50,28 +60,107 @@ def find_model(name: str) -> str:
     return name
 
 
-def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any]) -> Any:
-    """The encoder with a fresh head, fp32, on the CPU; with `--lora` held by peft.
+def name_model(config: TrainConfig) -> str:
+    """What is trained, in its user's word."""
+    return config.from_config or config.model
+
+
+def load_settings(config: TrainConfig, head: Mapping[str, Any], words: int = 0, pad_id: int = 0) -> Any:
+    """The model's configuration, with the settings of its head.
+
+    Parameters
+    ----------
+    words, pad_id: of the tokenizer, for a model that is untrained. One of `SIZES` has so many words.
+
+    Raises CpuftError: there is none, or it makes no sense.
+    """
+    import transformers
+
+    name = config.from_config
+    source = "" if name else find_model(config.model)
+    if name and name not in SIZES and not Path(name).is_file():
+        raise CpuftError(f"--from-config knows no {name!r}: {near_names(name, SIZES)}, or name a JSON file")
+    try:
+        if not name:
+            return transformers.AutoConfig.from_pretrained(source, **head)
+        values = SIZES[name] if name in SIZES else _read_values(name)
+        size = {"vocab_size": words} if name in SIZES and words else {}
+        return transformers.AutoConfig.for_model(
+            **{"model_type": "bert", **values, "pad_token_id": pad_id, **size, **head}
+        )
+    except (OSError, ValueError) as error:
+        raise CpuftError(_cannot_make(name, error) if name else _cannot_load(config.model, error)) from None
+    except Exception as error:  # checks of settings raise classes of their own
+        raise CpuftError(_cannot_make(name or config.model, error)) from None
+
+
+def _read_values(name: str) -> dict[str, Any]:
+    return load(dict[str, Any], parse_json(Path(name).read_text(encoding="utf-8")), name)
+
+
+def check_untrained(config: TrainConfig) -> None:
+    """Raises CpuftError: no model can be made of the file that --from-config names."""
+    if not config.from_config:
+        return
+    settings = load_settings(config, {})
+    if config.from_config not in SIZES:
+        import torch
+        import transformers
+
+        try:
+            with torch.device("meta"):  # shapes, and no memory
+                transformers.AutoModel.from_config(settings)
+        except Exception as error:  # whatever its sizes lead to
+            raise CpuftError(_cannot_make(config.from_config, error)) from None
+
+
+def _cannot_make(name: str, error: Exception) -> str:
+    said = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"no model can be made of {name} ({said}): mend its settings, or take one of {', '.join(SIZES)}"
+
+
+def check_tokenizer(config: TrainConfig, words: int) -> None:
+    """Raises CpuftError: the model has no place for a tokenizer of so many words, or for rows of --max-length."""
+    settings = load_settings(config, {}, words)
+    if words > settings.vocab_size:
+        raise CpuftError(
+            f"the tokenizer has {words} words, and {name_model(config)} embeds {settings.vocab_size}: "
+            f"leave --tokenizer out, or name the one that the model was made with"
+        )
+    most = getattr(settings, "max_position_embeddings", config.max_length)
+    if settings.model_type in _PLACES_AFTER_PAD:
+        most -= (settings.pad_token_id or 0) + 1
+    if config.max_length > most:
+        raise CpuftError(f"{name_model(config)} has places for {most} tokens: lower --max-length {config.max_length}")
+
+
+def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: int = 0, pad_id: int = 0) -> Any:
+    """The encoder with a fresh head, fp32, on the CPU; untrained with `--from-config`, held by peft with `--lora`.
 
     Parameters
     ----------
     kind: name of the class of transformers that loads any model with such a head.
     head: its settings, by their names in a model's configuration.
+    words, pad_id: of the tokenizer, see `load_settings`.
 
     Raises CpuftError: the model cannot be had, or is of a kind that has no such head.
     """
+    import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    source = find_model(config.model)
+    settings = load_settings(config, head, words, pad_id)
+    _set_dropout(settings, config.dropout)
+    made = getattr(transformers, kind)
     try:
-        settings = transformers.AutoConfig.from_pretrained(source, **head)
-        _set_dropout(settings, config.dropout)
-        read = partial(getattr(transformers, kind).from_pretrained, config=settings, attn_implementation="eager")
+        if config.from_config:
+            return made.from_config(settings, attn_implementation="eager", dtype=torch.float32)
+        source = find_model(config.model)
+        read = partial(made.from_pretrained, config=settings, attn_implementation="eager")
         model, fresh = load_weights(read, source)
     except (OSError, ValueError) as error:
-        raise CpuftError(_cannot_load(config.model, error)) from None
+        raise CpuftError(_cannot_load(name_model(config), error)) from None
     return adapt(model, config.lora, source, fresh) if config.lora else model
 
 

@@ -134,7 +134,7 @@ def answer(
     wanted = run.precision if asked.precision == "auto" else asked.precision
     precision = choose_precision(wanted, True, read_cpu().flags)
     objective, train = make_objective(run.train, prepared), run.train
-    model = objective.load_model(replace(train, model=str(run.model), dropout=-1.0, lora=0)).eval()
+    model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora=0)).eval()
     if not train.plain and not train.compile and train.engine == "torch":
         quicken(model, precision.name)
     start, outputs, found = time.perf_counter(), dict[str, Outputs](), dict[str, float]()

@@ -48,7 +48,7 @@ from cpuft.train.interruption import obey
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.lora import check_lora
-from cpuft.train.model import count_parameters
+from cpuft.train.model import count_parameters, name_model
 from cpuft.train.objective.kinds import make_objective
 from cpuft.train.precision import format_products
 from cpuft.train.progress import Progress
@@ -80,9 +80,8 @@ class Story:
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     """Train as configured; `started` is the perf_counter value at which this process began."""
-    refuse_conflicts(config)
-    check_engine(config)
-    check_lora(config)
+    for check in (refuse_conflicts, check_engine, check_lora):
+        check(config)
     cpu = read_cpu()
     world, precision = parse_world(os.environ), choose_precision(config.precision, config.emulate_bf16, cpu.flags)
     measured = recall(worker.measured, world.size)
@@ -113,7 +112,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         with loop.exchange.whole():
             if story.writer and config.save_model and not worker.apart:
-                save_model(model, config.model, worker.run_dir, config.lora_merge)
+                source = config.tokenizer or config.model
+                save_model(model, source, worker.run_dir, config.lora_merge, prepared.tokenizer)
         if story.writer:
             story.writer.write(make_footer(steps, peak, time.perf_counter() - started, checksum, phases))
         end(story, loop, worker)
@@ -227,7 +227,7 @@ def make_header(
     packages = (*_PACKAGES, *name_packages(config.engine))
     return Header(
         task=config.task,
-        model=config.model,
+        model=name_model(config),
         data=prepared.checksum,
         options=dict(vars(config)),
         world_size=len(ranks),

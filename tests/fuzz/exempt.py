@@ -2,6 +2,7 @@
 
 EXEMPT = {
     "load_model": "transformers reads it",
+    "load_settings": "transformers reads it",
     "load_state": "read_checkpoint, and what save_state has written",
     "load_tokenizer": "transformers reads it",
     "load_weights": "transformers reads it",

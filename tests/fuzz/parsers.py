@@ -142,7 +142,7 @@ def _read_archive(text: str) -> object:
 def _make_archive() -> str:
     """A small archive of prepared rows, a character for each byte."""
     task = {"kind": "class", "labels": ["0", "1"], "metrics": ["accuracy"]}
-    meta = {**task, "checksum": "0", "pad_id": 0, "mask_id": 0, "validation": [""]}
+    meta = {**task, "checksum": "0", "pad_id": 0, "mask_id": 0, "words": 9, "tokenizer": "", "validation": [""]}
     tokens = {"ids": [5, 6], "types": [0, 0], "offsets": [0, 2], "labels": [1]}
     arrays = {
         f"{split}.{name}": np.asarray(value) for split in ("train", "validation") for name, value in tokens.items()

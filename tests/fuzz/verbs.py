@@ -71,6 +71,8 @@ GOOD = {
     "script": ["train.py", "true", "run"],
     "text_columns": ["text", "a,b"],
     "train_file": ["rows.csv", "rows.csv,train.py", "."],
+    "from_config": ["bert-base", "c.yaml"],
+    "tokenizer": ["minilm", "run"],
     "file": ["rows.csv"],
     "split": ["validation", "test"],
     "validation_file": ["rows.csv"],

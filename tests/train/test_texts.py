@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +30,20 @@ from tests.conftest import TEXTS, needs_texts, run_cpuft
 from tests.train.tiny import save_tiny
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven small birds watch from their warm nest"
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+"""Of an untrained BERT."""
 CONFIG = TrainConfig(task="text", train_file="a.txt", model="tiny", max_length=32, batch_size=16, dropout=0.0)
+
+
+UNTRAINED = {"from_config": "tiny.json"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +51,7 @@ def _texts(tmp_path: Path) -> None:
     """A text of which each line has a word of its own, that the model soon finds in the context; and the model."""
     chosen = random.Random(0).choices(WORDS.split(), k=600)
     (tmp_path / "a.txt").write_text("\n".join(" ".join([word] * 40) for word in chosen))
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     save_tiny(tmp_path / "tiny")
 
 
@@ -45,6 +61,14 @@ def alone(own_cache: None) -> Iterator[None]:
     with plain_torch():  # nothing is to be compiled
         yield
     dist.destroy_process_group()
+
+
+def entropy(run: str) -> float:
+    """Of the words of a run by themselves, in nats: the loss of who knows how often each comes, and no context."""
+    prepared = read_prepared(f"{run}/data.npz")
+    counts = np.bincount(prepared.train.ids[prepared.word_kinds[prepared.train.ids] != NEVER]).astype(float)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
 
 
 def launch(run: str, *words: str, seconds: float = 300) -> Record:
@@ -75,14 +99,43 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
         ({"train_file": ""}, "--task text needs --train-file: name text files, JSON lines, or a folder of them"),
         ({"train_file": "b.txt"}, "b.txt cannot be read (No such file or directory): check --train-file"),
         ({"validation_file": "b.txt"}, "b.txt cannot be read (No such file or directory): check --validation-file"),
+        ({"train_file": "tiny.json,a.txt"}, "tiny.json, line 1 has no 'text': mend it"),
+        (
+            UNTRAINED | {"tokenizer": "tiny"},
+            "the tokenizer has 30522 words, and tiny.json embeds 300: leave --tokenizer",
+        ),
+        (UNTRAINED | {"max_length": 1024}, "tiny.json has places for 512 tokens: lower --max-length 1024"),
+        ({"from_config": "bert-bse"}, "--from-config knows no 'bert-bse': did you mean bert-base or"),
+        ({"from_config": "bad.json"}, "no model can be made of bad.json (The hidden size (10) is not a multiple of"),
+        ({"from_config": "a.txt"}, "no model can be made of a.txt ("),
         ({"train_file": "one.txt"}, "of 1 line of one.txt none can be held out: name more texts, or --validation-file"),
     ],
 )
 def test_what_cannot_be_trained_is_said_before(change: dict[str, Any], message: str, own_cache: None) -> None:
     Path("one.txt").write_text("One line.")
+    Path("bad.json").write_text(json.dumps({"hidden_size": 10, "num_attention_heads": 3}))
     with pytest.raises(CpuftError) as error:
         prepare(replace(CONFIG, **change))
     assert str(error.value).startswith(message)
+
+
+def test_a_model_that_does_not_fit_is_refused_where_its_rows_are_there_already(own_cache: None) -> None:
+    prepare(CONFIG)
+    with pytest.raises(CpuftError, match=r"the tokenizer has 30522 words, and tiny\.json embeds 300"):
+        prepare(replace(CONFIG, from_config="tiny.json", tokenizer="tiny"))
+
+
+def test_an_untrained_model_embeds_the_words_of_a_tokenizer_made_for_it(own_cache: None) -> None:
+    config = replace(CONFIG, from_config="bert-base", vocabulary=80)
+    prepared = read_prepared(str(prepare(config)))
+    assert int(prepared.train.ids.max()) < prepared.words == len(prepared.word_kinds) <= 80
+    assert json.loads(prepared.tokenizer)["model"]["type"] == "WordPiece"
+    assert prepare(config) != prepare(replace(config, vocabulary=90))
+    model = make_objective(config, prepared).load_model(config)
+    assert model.get_input_embeddings().weight.shape == (prepared.words, 768)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    rows = read_prepared(str(prepare(replace(config, task="demo"))))
+    assert (rows.kind, rows.words <= 80) == ("class", True)
 
 
 def losses_of_both(config: TrainConfig) -> tuple[list[float], list[float]]:
@@ -117,17 +170,26 @@ def test_the_trainer_has_the_same_curve_on_a_book(alone: None) -> None:
     assert max(abs(one - other) for one, other in zip(ours, theirs, strict=True)) < 1e-3
 
 
-def test_a_model_adapts_on_two_ranks_and_then_learns_another_task() -> None:
-    words = ("--task", "text", "--train-file", "a.txt", "--model", "tiny", "--max-length", "32", "--backend", "gloo")
-    sizes = ("--batch-size", "16", "--max-steps", "30", "--learning-rate", "1e-2", "--precision", "fp32")
-    record = launch("run", "--np", "2", *words, *sizes)
-    assert (record.header.world_size, record.steps[0].samples) == (2, 32)
-    # Of 30522 words; the text has 18.
-    assert record.steps[0].loss > 10 > 7 > record.steps[-1].loss
-    assert record.metrics["perplexity"] < 1000
+def test_a_model_made_of_nothing_on_two_ranks_learns_and_then_learns_another_task() -> None:
+    words = ("--task", "text", "--train-file", "a.txt", "--from-config", "tiny.json", "--max-length", "32")
+    sizes = ("--batch-size", "16", "--max-steps", "90", "--learning-rate", "3e-3", "--warmup-ratio", "0.1")
+    record = launch("run", "--np", "2", *words, *sizes, "--precision", "fp32", "--backend", "gloo")
+    assert (record.header.model, record.header.world_size, record.steps[0].samples) == ("tiny.json", 2, 32)
+    assert record.steps[0].loss > entropy("run") > record.steps[-1].loss
+    assert math.log(record.metrics["perplexity"]) < entropy("run")
     assert record.metrics.keys() == {"perplexity", "masked_accuracy"}
     again = launch("next", "--model", "run/model", "--task", "demo", "--max-train-samples", "32", "--max-steps", "1")
     assert again.metrics.keys() == {"accuracy", "f1"}
+
+
+@needs_texts
+@pytest.mark.proof
+def test_a_small_bert_made_of_nothing_beats_the_books_unigrams() -> None:
+    Path("small.json").write_text(json.dumps(TINY | {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 8000}))
+    words = ("--task", "text", "--train-file", str(TEXTS), "--from-config", "small.json", "--max-length", "64")
+    steps = ("--learning-rate", "2e-3", "--warmup-ratio", "0.1", "--epochs", "8", "--no-save-model")
+    record = launch("run", "--np", "2", *words, *steps, seconds=1500)
+    assert math.log(record.metrics["perplexity"]) < entropy("run")
 
 
 @needs_texts

@@ -9,21 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError
+from cpuft.train.data.vocabulary import wrap_tokenizer
 from cpuft.train.lora import is_adapted, save_adapters
 from cpuft.train.model import load_tokenizer, load_weights
 
 MODEL_DIR = "model"
 
 
-def save_model(model: Any, source: str, run_dir: str, merged: bool = False) -> Path:
-    """Write `run_dir`/model; a save that is cut short leaves none. Raises CpuftError: the disk is full.
+def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made: str = "") -> Path:
+    """Write `run_dir`/model; a save that is cut short leaves none.
 
-    `merged`: of a model with adapters the whole, instead of these alone.
+    Parameters
+    ----------
+    source: model or tokenizer whose tokenizer is saved with it, unless one was `made` for this run.
+    merged: of a model with adapters the whole, instead of these alone.
+
+    Raises CpuftError: the disk is full.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:
         _write_weights(model, beside, merged)
-        load_tokenizer(source).save_pretrained(beside)
+        (wrap_tokenizer(made) if made else load_tokenizer(source)).save_pretrained(beside)
         shutil.rmtree(target, ignore_errors=True)  # of a run that broke off after this, and was resumed
         beside.rename(target)
     except Exception as error:  # safetensors raises a class of its own that is no OSError

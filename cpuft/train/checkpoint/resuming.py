@@ -20,7 +20,7 @@ from cpuft.train.checkpoint.files import RECORD, STATE, read_newest, remove_afte
 from cpuft.train.checkpoint.state import State
 from cpuft.train.job import gather
 
-_OF_HOSTS = ("model", "data_dir", "train_file", "validation_file", "precision")
+_OF_HOSTS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file", "precision")
 """Other hosts have other paths, and not all have bf16: rows are known by their checksum, weights are fp32 ones."""
 _PIECE = 1 << 26
 

@@ -15,6 +15,7 @@ import struct
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from cpuft.options.flags import parse_arguments
 from cpuft.train.data.rows import read_data
 from cpuft.train.data.tasks import TASKS, Data, Rows, Task, first_rows
 from cpuft.train.data.texts import Packer, divide, pack, sort_words, survey
+from cpuft.train.data.vocabulary import choose_tokenizer, count_words, digest_tokenizer, is_checked, name_tokenizer
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
-from cpuft.train.model import find_model, load_tokenizer
+from cpuft.train.model import check_tokenizer, check_untrained, find_model
 
-FORMAT = 3
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
+FORMAT = 4
 _NONE: NDArray[Any] = np.zeros(0, np.int8)
 UNTAGGED = -100
 """The label of a token that has none: torch's cross entropy leaves it out."""
@@ -84,13 +85,10 @@ class Prepared:
     mask_id: int = 0
     word_kinds: NDArray[np.int8] = field(default_factory=lambda: _NONE)
     """What each word is to who masks some, by `sort_words`; of texts only."""
-
-
-def digest_tokenizer(name: str) -> bytes:
-    """All that decides how a model's tokenizer cuts texts."""
-    folder = Path(find_model(name))
-    files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in _TOKENIZER_FILES]
-    return b"".join([name.encode() if not folder.is_dir() else b"", *files])
+    words: int = 0
+    """Of the tokenizer."""
+    tokenizer: str = ""
+    """One that was made here, as JSON."""
 
 
 def checksum_rows(data: Data, config: TrainConfig) -> str:
@@ -99,7 +97,7 @@ def checksum_rows(data: Data, config: TrainConfig) -> str:
     task = data.task
     for part in (FORMAT, config.max_length, config.max_train_samples, task.kind, task.labels, task.metrics):
         digest.update(repr(part).encode())
-    digest.update(digest_tokenizer(config.model))
+    digest.update(digest_tokenizer(config))
     for rows in (data.train, *data.validation.values()):
         digest.update(json.dumps([rows.texts, rows.labels]).encode())
     return digest.hexdigest()[:16]
@@ -146,6 +144,7 @@ def prepare(config: TrainConfig) -> Path:
 
     Raises CpuftError: anything wrong with the task, the data, the model's tokenizer or the cache.
     """
+    check_untrained(config)
     if config.task == "text":
         return _prepare_texts(config)
     data = read_data(config)
@@ -153,11 +152,11 @@ def prepare(config: TrainConfig) -> Path:
     checksum = checksum_rows(data, config)
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
     if path.exists():
-        return path
-    tokenizer = load_tokenizer(config.model, data.task.kind == "tags")
+        return _check_fit(config, path)
+    tokenizer, made = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     parts = {"train": data.train, **{f"validation{name}": rows for name, rows in data.validation.items()}}
     splits = {key: tokenize(rows, tokenizer, config.max_length, data.task) for key, rows in parts.items()}
-    _write(path, _describe(data.task, list(data.validation), tokenizer, checksum), splits, {})
+    _write(path, _describe(data.task, list(data.validation), tokenizer, made, checksum), splits, {})
     return path
 
 
@@ -169,32 +168,40 @@ def _prepare_texts(config: TrainConfig) -> Path:
     held_out = survey(other, config.text_columns, "--validation-file") if other else None
     key = f"{corpus.checksum} {held_out.checksum if held_out else config.held_out}"
     told = repr((FORMAT, key, config.max_length, config.max_train_samples)).encode()
-    checksum = hashlib.sha256(told + digest_tokenizer(config.model)).hexdigest()[:16]
+    checksum = hashlib.sha256(told + digest_tokenizer(config)).hexdigest()[:16]
     path = cache_folder(os.environ) / f"text-{checksum}.npz"
     if path.exists():
-        return path
-    tokenizer = load_tokenizer(config.model)
+        return _check_fit(config, path)
+    pieces = partial(divide, corpus, config.held_out, held_out)
+    tokenizer, made = choose_tokenizer(config, lambda: (text for held, text, _ in pieces() if not held), key)
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
-        raise CpuftError(f"{config.model} has no [CLS], [SEP] or [MASK], as an encoder's tokenizer has: name another")
+        raise CpuftError(f"{name_tokenizer(config)} has no [CLS], [SEP] or [MASK], as encoders have: name another")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="texts-") as folder:
         form = (config.max_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
         train, validation = (Packer(Path(folder, name), *form) for name in ("train", "held-out"))
-        pack(divide(corpus, config.held_out, held_out), tokenizer, (train, validation))
+        pack(pieces(), tokenizer, (train, validation))
         packed = {"train": train.finish(config.max_train_samples), "validation": validation.finish()}
         splits = {name: Tokens(ids, _NONE, offsets, _NONE) for name, (ids, offsets) in packed.items()}
         if not all(map(len, splits.values())):
             too_few = f"of {counted(corpus.pieces, 'line')} of {config.train_file} none can be held out"
             raise CpuftError(f"{too_few}: name more texts, or --validation-file")
-        meta = _describe(TASKS["text"], [""], tokenizer, checksum)
+        meta = _describe(TASKS["text"], [""], tokenizer, made, checksum)
         _write(path, meta, splits, {"word_kinds": sort_words(tokenizer)})
     return path
 
 
-def _describe(task: Task, validation: list[str], tokenizer: Any, checksum: str) -> dict[str, Any]:
+def _check_fit(config: TrainConfig, path: Path) -> Path:
+    """What was prepared for any model, where it fits this one. Raises CpuftError: it does not."""
+    if is_checked(config):
+        check_tokenizer(config, map_archive(str(path))[0]["words"])
+    return path
+
+
+def _describe(task: Task, validation: list[str], tokenizer: Any, made: str, checksum: str) -> dict[str, Any]:
     """What the archive has beside the rows."""
     ids = {"pad_id": tokenizer.pad_token_id or 0, "mask_id": tokenizer.mask_token_id or 0}
     told = {"kind": task.kind, "labels": task.labels, "metrics": task.metrics, "validation": validation}
-    return {**told, **ids, "checksum": checksum}
+    return {**told, **ids, "checksum": checksum, "words": count_words(tokenizer), "tokenizer": made}
 
 
 def _write(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
@@ -222,7 +229,8 @@ def read_prepared(path: str) -> Prepared:
         }
         validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
         values = (tuple(meta["labels"]), tuple(meta["metrics"]), meta["checksum"], meta["pad_id"], splits["train"])
-        return Prepared(*values, validation, meta["kind"], meta["mask_id"], arrays.get("word_kinds", _NONE))
+        told = (meta["kind"], meta["mask_id"], arrays.get("word_kinds", _NONE), meta["words"], meta["tokenizer"])
+        return Prepared(*values, validation, *told)
     except Exception as error:  # zipfile and NumPy raise whatever their layers raise
         raise CpuftError(f"{path} is no prepared data ({error!r}): remove it, and start again") from None
 
@@ -252,7 +260,8 @@ def main() -> None:
         os.environ.update(take_sent(os.environ, "prepare"))
         check_engine(config)
         check_lora(config)
-        find_model(config.model)
+        if not config.from_config:
+            find_model(config.model)
         with written_beside(Path(output)) as beside:
             shutil.copyfile(prepare(config), beside)
     except CpuftError as error:

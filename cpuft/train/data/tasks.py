@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 
@@ -39,6 +41,10 @@ class Rows:
     """Class numbers or scores; of tags and of several labels, tuples of class numbers."""
     labelled: bool = True
     """Whether the labels are the rows' own, and not there for the form's sake."""
+
+    def list_texts(self) -> Iterator[str]:
+        """All texts, row by row."""
+        return chain.from_iterable(self.texts)
 
 
 @dataclass(frozen=True)

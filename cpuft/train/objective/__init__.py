@@ -40,6 +40,8 @@ class Objective:
     pad_id: int
     width: int
     """Tokens that rows are padded to; 0 for those of the longest row of a batch."""
+    words: int = 0
+    """Of the tokenizer: so many does an untrained model embed."""
     model_class: ClassVar[str]
     """The class of transformers that loads any encoder with such a head."""
     label_type: ClassVar[torch.dtype]
@@ -78,7 +80,7 @@ class Objective:
 
     def load_model(self, config: TrainConfig) -> Any:
         """The encoder with a fresh head, fp32, on the CPU. Raises CpuftError when it cannot be had."""
-        return load_model(config, self.model_class, self.head())
+        return load_model(config, self.model_class, self.head(), self.words, self.pad_id)
 
     def make_batch(self, tokens: Tokens, rows: Order, epoch: int = -1) -> Batch:
         """The rows of these numbers, as they are seen in an epoch of training; in -1 as in every evaluation."""

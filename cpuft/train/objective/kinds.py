@@ -22,7 +22,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
     """What the rows are to teach."""
     width = config.max_length if config.padding == "max_length" else 0
-    usual = (prepared.labels, prepared.metrics, prepared.pad_id, width)
+    usual = (prepared.labels, prepared.metrics, prepared.pad_id, width, prepared.words)
     if prepared.kind == "masked":
         return Masking(*usual, kinds=prepared.word_kinds, mask_id=prepared.mask_id, config=config)
     return OBJECTIVES[prepared.kind](*usual)

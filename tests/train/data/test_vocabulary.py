@@ -1,0 +1,83 @@
+"""Tokenizers that are made, and what their words are to who masks them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
+from cpuft.train.data.vocabulary import (
+    choose_tokenizer,
+    count_words,
+    make_tokenizer,
+    wrap_tokenizer,
+)
+
+TEXTS = ["The nurse called the pilot at noon.", "The pilot called the nurse at night.", "Nurses and pilots."] * 3
+
+
+def list_texts() -> Iterator[str]:
+    return iter(TEXTS)
+
+
+def list_none() -> Iterator[str]:
+    raise AssertionError("one is there already")
+
+
+def test_a_tokenizer_of_texts_is_as_berts() -> None:
+    made = make_tokenizer(list_texts, 60)
+    assert {make_tokenizer(list_texts, 60) for _ in range(20)} == {made}
+    tokenizer = wrap_tokenizer(made)
+    assert count_words(tokenizer) <= 60
+    found = tokenizer("The NURSE!", "the pilot")
+    words = tokenizer.convert_ids_to_tokens(found["input_ids"])
+    assert words == ["[CLS]", "the", "nurse", "[UNK]", "[SEP]", "the", "pilot", "[SEP]"]
+    assert found["token_type_ids"] == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert (tokenizer.pad_token_id, tokenizer.mask_token) == (0, "[MASK]")
+
+
+def test_it_is_saved_and_read_as_any_models(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, BertConfig
+
+    tokenizer = wrap_tokenizer(make_tokenizer(list_texts, 60))
+    tokenizer.save_pretrained(tmp_path)
+    BertConfig().save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("The pilot", "a nurse") == tokenizer("The pilot", "a nurse")
+    assert (again.mask_token_id, again.pad_token_id) == (tokenizer.mask_token_id, tokenizer.pad_token_id)
+
+
+def test_one_is_made_once_for_the_same_texts(own_cache: None) -> None:
+    config = TrainConfig(from_config="bert-base", vocabulary=60)
+    _, made = choose_tokenizer(config, list_texts, "texts")
+    assert choose_tokenizer(config, list_none, "texts")[1] == made
+    _, other = choose_tokenizer(config, lambda: iter(["Something else."]), "others")
+    assert other != made
+
+
+def test_one_that_is_named_is_not_made(own_cache: None) -> None:
+    tokenizer, made = choose_tokenizer(TrainConfig(from_config="bert-base", tokenizer="minilm"), list_none, "")
+    assert (count_words(tokenizer), made) == (30522, "")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"vocab_size": 1000},
+            "the tokenizer has 30522 words, and small.json embeds 1000: leave --tokenizer out, or name the one that",
+        ),
+        ({"max_position_embeddings": 64}, "small.json has places for 64 tokens: lower --max-length 128"),
+        ({"model_type": "bort"}, "no model can be made of small.json (Unrecognized model identifier: bort."),
+        ({"hidden_size": "x"}, "no model can be made of small.json ("),
+    ],
+)
+def test_one_that_does_not_belong_to_the_model(settings: dict[str, object], message: str, own_cache: None) -> None:
+    Path("small.json").write_text(json.dumps({"vocab_size": 30522, **settings}))
+    with pytest.raises(CpuftError) as error:
+        choose_tokenizer(TrainConfig(from_config="small.json", tokenizer="minilm"), list_none, "")
+    assert str(error.value).startswith(message)
