@@ -87,6 +87,36 @@ def _cpu_quota() -> float:
     return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else 0.0
 
 
+def read_free_memory(root: str = "") -> int:
+    """Bytes that processes of this machine can still get, with swap; 0: the kernel does not say. `root`: for tests."""
+    memory = _read_numbers(f"{root}/proc/meminfo")
+    return memory.get("MemAvailable", 0) + memory.get("SwapFree", 0) << 10
+
+
+def read_memory_left(root: str = "") -> int:
+    """Bytes that control groups around this process (v1, v2) leave of their limits, files' cache too; -1: no limit."""
+    found = []
+    for line in _read_text(f"{root}/proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        # In a container the path may be the host's, and what is mounted the container's own.
+        folder = f"{root}/sys/fs/cgroup{'/memory' if controllers else ''}"
+        for part in ("", *path.strip("/").split("/")) if not controllers or "memory" in controllers.split(",") else ():
+            folder += f"/{part}"
+            limit = _read_text(f"{folder}/memory.max") or _read_text(f"{folder}/memory.limit_in_bytes")
+            used = _read_text(f"{folder}/memory.current") or _read_text(f"{folder}/memory.usage_in_bytes")
+            told = _read_numbers(f"{folder}/memory.stat")
+            # Of v1, only what begins with total_ has the groups below in it, as the usage has.
+            cache = sum(told.get(f"total_{name}", told.get(name, 0)) for name in ("active_file", "inactive_file"))
+            found += [int(limit) - int(used) + cache] if limit.isdecimal() and used.isdecimal() else []
+    return max(0, min(found)) if found else -1
+
+
+def _read_numbers(path: str) -> dict[str, int]:
+    """Lines of a name and a whole number."""
+    lines = [line.split() for line in _read_text(path).splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
 def find_free_port() -> int:
     """A TCP port that nothing listens on now, from the range the kernel gives to clients."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -107,6 +137,8 @@ def gather(targets: list[str]) -> dict[str, object]:
         "allowed_cpus": sorted(os.sched_getaffinity(0)),
         "cpu_quota": _cpu_quota(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_free": read_free_memory(),
+        "memory_left": read_memory_left(),
         "interfaces": read_interfaces(),
         "routes": {target: read_route(target) for target in targets},
         "free_port": find_free_port(),

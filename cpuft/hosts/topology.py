@@ -44,6 +44,10 @@ class HostFacts:
     """Of the user that runs commands there."""
     efa: bool = False
     """Whether it has AWS's adapter for fast fabrics, with driver and library."""
+    memory_free: int = 0
+    """Bytes that processes of the machine can get now; 0: nobody knows."""
+    memory_left: int = -1
+    """Bytes that control groups leave of their limits; -1: no limit."""
 
     @property
     def seen_cores(self) -> tuple[Core, ...]:

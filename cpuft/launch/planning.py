@@ -23,6 +23,7 @@ from cpuft.launch import settings as environment
 from cpuft.launch.kept import ROWS
 from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import Resumed
+from cpuft.launch.rooms import describe_rooms
 from cpuft.launch.secrets import plan_secrets
 from cpuft.options.bench import plan_turns
 from cpuft.options.conflicts import refuse_conflicts, refuse_engine
@@ -111,9 +112,11 @@ def plan_training(
         if resumed.measured and resumed.places.issuperset(facts.hostname for facts in cluster.facts):
             worker = replace(worker, measured=json.dumps(asdict(resumed.measured)))
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
+    # Of a run that starts again by itself, ranks before may not be gone yet, and it fitted then.
+    rooms = () if resumed and resumed.because else describe_rooms(cluster, train, environ, apart)
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
-        (*own_module(cluster.python, "cpuft.train.data.prepare"), prepared, *format_arguments(train)),
+        (*own_module(cluster.python, "cpuft.train.data.prepare"), prepared, *rooms, *format_arguments(train)),
         (*_settings_there(cluster), *(plan_secrets(cluster, run_dir, environ)[0][0] if cluster.away else ())),
         cluster.master,
     )

@@ -24,8 +24,10 @@ from cpuft.launch.planning import (
     plan_settings,
     plan_training,
 )
+from cpuft.launch.resume import Resumed
 from cpuft.launch.supervise import run_plan
 from cpuft.options.fields import LaunchConfig, TrainConfig
+from cpuft.options.rooms import Room, Rooms, take_rooms
 from cpuft.plan import RunPlan, Step, format_plan
 from tests.conftest import Golden, make_facts
 
@@ -191,3 +193,25 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CpuftError, match="is full"):
         choose_run_dir("other", "x")
     assert LEAST_FREE_BYTES < 1 << 30
+
+
+def find_rooms(cluster: Cluster, apart: bool = False, resumed: Resumed | None = None) -> Rooms | None:
+    """What the plan of a training tells its preparation of these hosts."""
+    plan = plan_training(cluster, LaunchConfig(np=2), TrainConfig(), "/runs/one", "lines", {}, apart, resumed)
+    ((prepare,),) = plan.prepare
+    return take_rooms(prepare.command)[0]
+
+
+def test_the_preparation_learns_what_memory_ranks_have() -> None:
+    cluster = make_cluster((1, 1))
+    assert find_rooms(cluster) is None  # hosts that do not know refuse nothing
+    free = [dataclasses.replace(facts, memory_free=8 << 30) for facts in cluster.facts]
+    free[1] = dataclasses.replace(free[1], memory_left=2 << 30, boot_id="boot-1")
+    cluster = dataclasses.replace(cluster, facts=tuple(free))
+    first = Room("node1", 1, 8 << 30, "boot-1", 8 << 30)
+    told = Rooms((first, Room("node2", 1, 2 << 30, "boot-1", 8 << 30)), "fp32")
+    assert find_rooms(cluster) == told
+    assert find_rooms(cluster, apart=True) == dataclasses.replace(told, apart=True)
+    assert find_rooms(cluster, resumed=Resumed("/runs/one")) == told
+    # What is left of the ranks that were lost may still be on its way out.
+    assert find_rooms(cluster, resumed=Resumed("/runs/one", because="rank 1 was lost")) is None

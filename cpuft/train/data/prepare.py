@@ -1,6 +1,6 @@
 """Rows -> token numbers, once for a run and before any rank starts; checks all input while it is at it.
 
-    python -m cpuft.train.data.prepare OUTPUT --task=... (all training options)
+    python -m cpuft.train.data.prepare OUTPUT --rooms=... --task=... (all training options)
 
 writes OUTPUT, a NumPy archive. What was prepared once is kept under the user's cache directory, by checksum.
 """
@@ -27,6 +27,7 @@ from cpuft.files import cache_folder, take_sent, written_beside
 from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
 from cpuft.options.flags import parse_arguments
+from cpuft.options.rooms import take_rooms
 from cpuft.train.data.rows import read_data
 from cpuft.train.data.tasks import TASKS, Data, Rows, Task, first_rows
 from cpuft.train.data.texts import Packer, divide, pack, sort_words, survey
@@ -254,16 +255,22 @@ def _map(path: str, archive: Any, name: str) -> Any:
 
 
 def main() -> None:
-    """Prepare, and put a copy where the run wants it."""
+    """Prepare, see whether the training fits, and put a copy where the run wants it."""
+    from cpuft.train.fit import check_fit  # it reads what is prepared here
+
     try:
-        output, config = sys.argv[1], parse_arguments(TrainConfig, sys.argv[2:])
+        rooms, words = take_rooms(sys.argv[2:])
+        output, config = sys.argv[1], parse_arguments(TrainConfig, words)
         os.environ.update(take_sent(os.environ, "prepare"))
         check_engine(config)
         check_lora(config)
         if not config.from_config:
             find_model(config.model)
+        path = prepare(config)
+        if rooms:
+            check_fit(config, read_prepared(str(path)), rooms)
         with written_beside(Path(output)) as beside:
-            shutil.copyfile(prepare(config), beside)
+            shutil.copyfile(path, beside)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,0 +1,153 @@
+"""What a rank will hold in memory, in bytes by part: a pure function of the model's shape, the options and the rows.
+
+Activations are counted from what each layer keeps for backward: on the fast path by its own functions (`fast/`), else
+as transformers' eager layers were seen to keep. `scripts/check-fit` compares all of it with what ranks used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cpuft.options.fields import WITH_FEEDBACK, TrainConfig
+
+SHARED = 250_000_000
+"""Of a rank's own: libraries' pages, which a host holds once for all its ranks."""
+_PROCESS = 550_000_000
+"""Python, torch 2.13 and transformers before the model, oneDNN's own, and SciPy for the metrics: what is resident."""
+_PIECES = 0.15
+"""What glibc's heap holds in pieces that nothing fits into, as a share of what comes and goes: 5 to 35 % were seen."""
+_BUCKETS = 64_000_000
+"""Messages of gradients on their way: buckets, and a library's copies of them."""
+_KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
+"""Those with fast layers: by their sizes it is known what they hold."""
+_PLAIN = dict(zip(((4, True), (4, False), (2, True), (2, False)), ((40, 8, 12), (32, 8, 4), (28, 4, 6), (24, 4, 2))))
+"""Bytes that an eager layer keeps, by bytes of a number in products and whether there is dropout: of each token for
+every hidden number, inner number, and score of attention."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides the memory it takes. With no layers nobody knows, and activations are left out."""
+
+    linears: int
+    """Numbers of its layers' linear weights and biases, which the fast path multiplies as bf16."""
+    others: int
+    layers: int = 0
+    hidden: int = 0
+    inner: int = 0
+    heads: int = 0
+    drops: bool = True
+    """Whether attention has dropout."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest batch of a rank: its rows, their longest, and their tokens without padding."""
+
+    rows: int
+    length: int
+    tokens: int
+    reads_all: bool = False
+    """The head reads all tokens, not each row's first."""
+
+    @property
+    def places(self) -> int:
+        """Tokens with padding."""
+        return self.rows * self.length
+
+
+def find_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Shape | None:
+    """The shape of a model with these settings (its config.json); None for a kind that is not known here."""
+
+    def size(*names: str) -> int:
+        found = next((settings[name] for name in names if name in settings), 0)
+        return found if type(found) is int and found > 0 else 0
+
+    layers, hidden = size("num_hidden_layers", "n_layers"), size("hidden_size", "dim")
+    inner, heads = size("intermediate_size", "hidden_dim"), size("num_attention_heads", "n_heads")
+    words, places = size("vocab_size"), size("max_position_embeddings")
+    if settings.get("model_type") not in _KINDS or not all((layers, hidden, inner, heads, words, places)):
+        return None
+    linears = layers * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
+    width = size("embedding_size") or hidden
+    rows = (words + places + size("type_vocab_size") + 2) * width
+    # Norms, the pooler or what a head has in its place, and ELECTRA's way from narrow embeddings.
+    others = rows + layers * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
+    rate = settings.get("attention_probs_dropout_prob", settings.get("attention_dropout", 0.1))
+    return Shape(linears, others, layers, hidden, inner, heads, bool(rate if dropout < 0 else dropout))
+
+
+def foretell(
+    shape: Shape, config: TrainConfig, precision: str, train: Largest, evaluation: Largest, ranks: int, keeps: bool
+) -> dict[str, int]:
+    """Bytes that a rank of so many holds at its peak, by part; it may be one that `keeps` checkpoints."""
+    size, fast = 2 if precision == "bf16" else 4, config.engine == "torch" and not (config.plain or config.compile)
+    low, share = size if fast else 4, ranks if config.shard == "optimizer" else 1
+    # --lora trains two factors for each of attention's linear layers, and the head's product.
+    adapters = 8 * config.lora * shape.layers * shape.hidden + (shape.hidden + 1) * shape.hidden
+    linears, others = (0, adapters) if config.lora else (shape.linears, shape.others)
+    every = linears + others
+    steps = kept_bytes(shape, fast, config.recompute, size, train)[1] + passing_bytes(shape, fast, size, train)
+    unsent = 16 * every if config.sync_every > 1 else 4 * every if config.grad_compression in WITH_FEEDBACK else 0
+    parts = {
+        "weights": low * shape.linears + 4 * shape.others,
+        "masters": 4 * linears // share if low == 2 else 0,
+        "moments": 8 * every // share,
+        # Alone, a rank forgets them while there are activations; in what they leave in the heap these find no room.
+        "gradients": low * linears + 4 * others + (4 * every // share if share > 1 else 0),
+        # At the end, ranks that share masters out have all of them for a moment.
+        "activations": max(steps, looking_bytes(shape, size, evaluation), 4 * linears if share > 1 else 0),
+        "checkpoint's copy": 12 * every if keeps and config.checkpoint_every and config.engine == "torch" else 0,
+        "buffers": _BUCKETS + unsent if ranks > 1 else 0,
+    }
+    pieces = _PIECES * (parts["moments"] + parts["gradients"] + parts["activations"])
+    return parts | {"process": _PROCESS + round(pieces)}
+
+
+def kept_bytes(shape: Shape, fast: bool, recompute: bool, size: int, batch: Largest) -> tuple[int, int]:
+    """Bytes that the forward pass keeps for backward, and what is there at most of that in backward: with `--recompute`
+    a layer that is computed again is more. `size`: bytes of a number in products."""
+    if not shape.layers:
+        return 0, 0
+    layer = _layer(shape, fast, size, batch)
+    last = _first_tokens(shape, size, batch) if fast and not batch.reads_all else layer
+    # Embeddings are added up and normed in fp32; eager ones keep a mask, too, and in fp32 what the head gets.
+    times = 1 + batch.reads_all if fast else 1 + shape.drops + (size == 4)
+    words = (4 * times * shape.hidden + 24) * batch.places
+    given = size * batch.tokens if fast else 4 * batch.places
+    kept = words + (given * shape.hidden if recompute else layer) * (shape.layers - 1) + last
+    # Backward has used what the last layer keeps before it comes to one that computes again.
+    return kept, max(kept, kept - last + layer) if recompute else kept
+
+
+def _layer(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
+    """Of `fast.layer.run_layer`: inputs of four products and of two norms; heads; GELU's slope and result. Of an eager
+    layer what was seen, and autocast's copy of its weights."""
+    tokens, scores = batch.tokens, batch.places * batch.length * shape.heads
+    if fast:
+        numbers = 5 * tokens * shape.hidden + 3 * batch.places * shape.hidden + 2 * tokens * shape.inner
+        return size * (numbers + (1 + shape.drops) * scores) + 16 * tokens
+    hidden, inner, score = _PLAIN[size, shape.drops]
+    copy = 2 * shape.linears // shape.layers if size == 2 else 0
+    return batch.places * (hidden * shape.hidden + inner * shape.inner + 16) + score * scores + copy
+
+
+def _first_tokens(shape: Shape, size: int, batch: Largest) -> int:
+    """Of the last layer, where the head reads first tokens only: all tokens' keys and values, the rest of a few."""
+    few = 8 * shape.hidden + 2 * shape.inner + (1 + shape.drops) * shape.heads * batch.length
+    return size * ((batch.tokens + 2 * batch.places) * shape.hidden + batch.rows * few)
+
+
+def passing_bytes(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
+    """Bytes that come and go in the top layer: of its inner half, or of attention, when the inner half's are gone."""
+    scores, inner = batch.places * batch.length * shape.heads, batch.tokens * shape.inner
+    hidden = batch.tokens * shape.hidden * fast
+    return (size if fast else 4) * max((2 - fast) * inner + 3 * hidden, 3 * scores - 2 * inner - 4 * hidden)
+
+
+def looking_bytes(shape: Shape, size: int, batch: Largest) -> int:
+    """Bytes that evaluation takes: what one layer has at a time."""
+    attention = 7 * shape.hidden + 2 * batch.length * shape.heads
+    return batch.places * (8 * shape.hidden + size * max(attention, 4 * shape.hidden + 2 * shape.inner))

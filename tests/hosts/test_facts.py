@@ -1,0 +1,51 @@
+"""What a host says of itself, read from made-up kernels' files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cpuft.hosts.facts import read_free_memory, read_memory_left
+
+MEMORY = {"proc/meminfo": "MemTotal:  1000 kB\nMemAvailable:  800 kB\nSwapFree:  100 kB\nHugePages_Total:  0\n"}
+V2 = {"proc/self/cgroup": "0::/job/one\n"}
+V1 = {"proc/self/cgroup": "5:cpu,cpuacct:/job\n3:memory:/job\n0::/\n"}
+KIB = 1 << 10
+
+
+def group(path: str, limit: str, used: int, cache: str = "") -> dict[str, str]:
+    names = ("limit_in_bytes", "usage_in_bytes") if path.startswith("memory") else ("max", "current")
+    folder = f"sys/fs/cgroup/{path}/memory."
+    return {f"{folder}{names[0]}": limit, f"{folder}{names[1]}": str(used), f"{folder}stat": cache}
+
+
+@pytest.mark.parametrize(
+    ("files", "free", "left"),
+    [
+        ({}, 0, -1),
+        (MEMORY, 900 * KIB, -1),
+        (MEMORY | V2, 900 * KIB, -1),
+        (MEMORY | V2 | group("job/one", "max", 0), 900 * KIB, -1),
+        (V2 | group("job/one", "500000", 200000, "inactive_file 50000\nactive_file 1000\n"), 0, 351000),
+        (V2 | group("job", "400000", 200000) | group("job/one", "max", 200000), 0, 200000),
+        (V2 | group("", "300000", 200000), 0, 100000),  # a container's own, which the host tells by another path
+        (V2 | group("job", "300000", 300001), 0, 0),
+        (V1 | group("memory/job", "300000", 9000, "inactive_file 1\ntotal_inactive_file 4000\n"), 0, 295000),
+        (V1 | group("memory", "300000", 9000), 0, 291000),
+        (V1 | group("memory", "9000", 900) | group("memory/job", "9223372036854771712", 5), 0, 8100),
+        ({"proc/self/cgroup": "nonsense\n3:memory\n"}, 0, -1),
+        ({"proc/meminfo": "MemAvailable: much\n"} | V2 | group("job", "much", 3), 0, -1),
+    ],
+)
+def test_free_memory_is_the_kernel_s_and_what_all_groups_leave(
+    files: dict[str, str], free: int, left: int, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert (read_free_memory(str(tmp_path)), read_memory_left(str(tmp_path))) == (free, left)
+
+
+def test_this_host_has_some() -> None:
+    assert read_free_memory() > 1 << 20
