@@ -36,6 +36,8 @@ class _Message:
     """A bucket's gradients on their way."""
 
     bucket: Bucket
+    gradients: Tensor
+    """The bucket's own."""
     sent: Tensor
     """Kept until all have it."""
     received: Tensor
@@ -85,18 +87,22 @@ class ShardExchange(Exchange):
             self._within += time.perf_counter() - start
 
     def _send(self) -> None:
-        sent = narrow(self._gradients[self._next], self._compression)
+        bucket, gradients = self._dense[self._next], self._gradients[self._next]
+        sent = narrow(gradients, self._compression)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, async_op=True)
         assert work is not None
-        self._messages.append(_Message(self._dense[self._next], sent, received, work))
+        self._messages.append(_Message(bucket, gradients, sent, received, work))
         self._next += 1
 
     def _receive(self) -> None:
         message = self._messages.pop(0)
         message.work.wait()
-        total = message.received.view(self._ranks, -1).sum(0, dtype=torch.float32)
-        message.bucket.part.grad = total.div_(self._ranks)
+        part = message.bucket.part
+        # Where gradients were, which are all sent: a part of two ranks' bf16 ones has as many bytes in fp32.
+        total = message.gradients.view(torch.float32)[: len(part)]
+        torch.sum(message.received.view(self._ranks, -1), 0, dtype=torch.float32, out=total)
+        part.grad = total.div_(self._ranks)
 
     @torch.no_grad()
     def average(self, name_tokens: Callable[[], Tensor]) -> float:
@@ -106,7 +112,7 @@ class ShardExchange(Exchange):
             self._send()
         if self._rows and self._words:
             self._rows.average(name_tokens())
-            self._words.part.grad = self._words.fill(torch.zeros_like(self._words.part), _gradient)
+            self._words.part.grad = _cut(self._rows.weight, self._words)
         while self._messages:
             self._receive()
         return waited
@@ -130,6 +136,9 @@ class ShardExchange(Exchange):
         self._parts.spread()
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+def _cut(weight: Tensor, bucket: Bucket) -> Tensor:
+    """This rank's part of a weight's gradient, which is alone in its bucket: no copy, unless it ends in padding."""
+    assert weight.grad is not None
+    own = weight.grad.view(-1)[bucket.own]
+    missing = len(bucket.part) - len(own)
+    return torch.nn.functional.pad(own, (0, missing)) if missing else own
