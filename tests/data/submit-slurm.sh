@@ -1,4 +1,5 @@
 #!/bin/bash
+#SBATCH --comment=cpuft
 #SBATCH --exclusive
 #SBATCH --requeue
 #SBATCH --no-kill

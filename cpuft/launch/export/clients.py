@@ -51,6 +51,10 @@ class _Slurm(_Programs):
 
     _submit, _cancel = ("sbatch", "--parsable"), ("scancel",)
 
+    def is_ours(self, name: str) -> bool:
+        """Whether its script is one of cpuft's."""
+        return bool(re.search(r"^ *Comment=cpuft$", _ask("scontrol", "show", "job", name), re.MULTILINE))
+
     def look(self, name: str) -> Sight:
         """Of an array, its states and the worst of its exit codes."""
         said = _ask("scontrol", "show", "job", name)
@@ -66,6 +70,10 @@ class _Kubernetes(_Programs):
     """By `create`: `apply` would change a job that has the same name."""
 
     _submit, _cancel = ("kubectl", "create", "--output=name", "--filename=-"), ("kubectl", "delete", "mpijob")
+
+    def is_ours(self, name: str) -> bool:
+        """Whether its manifest is one of cpuft's."""
+        return self._get("mpijob", name, r"{.metadata.labels.app\.kubernetes\.io/managed-by}") == ["cpuft"]
 
     def look(self, name: str) -> Sight:
         """The log and the exit code are those of its launcher's container, while that is there."""
@@ -98,11 +106,20 @@ class _Batch:
     def cancel(self, name: str) -> None:
         self._ask("batch", "terminate_job", {"jobId": name, "reason": "cpuft submit cancel"})
 
-    def look(self, name: str) -> Sight:
-        """The main node, which is a job of its own, has the log and the exit code."""
+    def is_ours(self, name: str) -> bool:
+        """Whether it has cpuft's tag."""
+        return bool(self._find(name)[name].get("tags", {}).get("managed-by") == "cpuft")
+
+    def _find(self, name: str) -> dict[str, Any]:
+        """What AWS tells of a job, and of its main node, by their names. Raises CpuftError: it is gone."""
         jobs = {job["jobId"]: job for job in self._ask("batch", "describe_jobs", {"jobs": [name, f"{name}#0"]})["jobs"]}
         if name not in jobs:
             raise CpuftError(f"AWS Batch knows no job {name} any more: CloudWatch may still have its log")
+        return jobs
+
+    def look(self, name: str) -> Sight:
+        """The main node, which is a job of its own, has the log and the exit code."""
+        jobs = self._find(name)
         main, state, log = jobs.get(f"{name}#0", {}).get("container", {}), jobs[name]["status"], ""
         page = {"logGroupName": "/aws/batch/job", "logStreamName": main.get("logStreamName"), "startFromHead": True}
         while page["logStreamName"] and (found := self._ask("logs", "get_log_events", page))["events"]:

@@ -89,7 +89,8 @@ def status(job: str) -> None:
 @submit.command()
 @click.argument("job")
 def cancel(job: str) -> None:
-    """End JOB."""
+    """End JOB, if cpuft has submitted it."""
     client, name = parse_job(job)
-    client.look(name)
+    if not client.is_ours(name):
+        raise CpuftError(f"cpuft submit has not made {job}: check the name, or end it with its scheduler's own client")
     client.cancel(name)

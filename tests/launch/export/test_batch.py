@@ -170,6 +170,8 @@ def test_a_region_takes_them(queue: str, capsys: pytest.CaptureFixture[str]) -> 
     code, said = run(capsys, "status", job)
     assert (code, said.split()[0]) == (0, job)
     assert run(capsys, "cancel", job) == (0, "")
+    theirs = boto3.client("batch").submit_job(jobName="y", jobQueue=queue, jobDefinition="x")["jobId"]
+    assert run(capsys, "cancel", f"batch:us-east-1/{theirs}")[0] == 2
     code, said = run(capsys, "batch", "--image", "i", "--queue", "other", *launch)
     assert (code, said.count("\n")) == (2, 1)
     assert re.match(r"cpuft: error: AWS does not do it \(An error .* Job queue other does not exist\): correct", said)

@@ -57,7 +57,7 @@ REPLICAS = {
 MPIJOB = {
     "apiVersion": re.compile(r"kubeflow\.org/v2beta1"),
     "kind": re.compile("MPIJob"),
-    "metadata": {"name": LABEL, "namespace?": LABEL},
+    "metadata": {"name": LABEL, "namespace?": LABEL, "labels": {"app.kubernetes.io/managed-by": LABEL}},
     "spec": {
         "mpiImplementation": re.compile("OpenMPI|Intel|MPICH"),
         "slotsPerWorker": int,

@@ -142,13 +142,14 @@ def test_a_scheduler_that_refuses_is_heard(
     assert not Path("said").exists()
 
 
-def add_slurm(state: str, ended: str = "0:0") -> None:
+def add_slurm(state: str, ended: str = "0:0", comment: str = "cpuft") -> None:
     """A Slurm that has one job, which says something."""
     lines = (
         "JobId=12 JobName=x",
         f"   JobState={state} Reason=None Dependency=(null)",
         f"   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={ended}",
         f"   StdOut={Path('x 12.out').absolute()}",
+        f"   Comment={comment}",
         "   Power=",
     )
     Path("answer").write_text("\n".join(lines))
@@ -184,6 +185,21 @@ def test_a_job_of_slurm_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
     add_program("scancel", SAY)
     assert run(capsys, "cancel", "slurm:12_3") == (0, "", "")
     assert words_said() == ["12_3"]
+
+
+FOREIGN = "cpuft: error: cpuft submit has not made {}: check the name, or end it with its scheduler's own client\n"
+
+
+@pytest.mark.parametrize("mark", ["", "not-cpuft", "cpuft-not"])
+def test_a_job_of_somebody_else_is_left_alone(capsys: pytest.CaptureFixture[str], mark: str) -> None:
+    add_slurm("RUNNING", comment=mark)
+    add_program("scancel", SAY)
+    assert run(capsys, "cancel", "slurm:12") == (2, "", FOREIGN.format("slurm:12"))
+    assert words_said() == ["show", "job", "12"]
+    Path("said").unlink()
+    add_program("kubectl", KUBECTL.replace("LOGS", "exit 1").replace("OWNER", mark))
+    assert run(capsys, "cancel", "kubernetes:x") == (2, "", FOREIGN.format("kubernetes:x"))
+    assert "delete" not in Path("said").read_text()
 
 
 def test_who_waits_sees_its_log_and_ends_as_it_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,6 +238,7 @@ def test_a_scheduler_that_is_silent_for_long_ends_the_waiting() -> None:
 KUBECTL = """printf '%s ' "$@" >>said
 case "$*" in
     *conditions*) echo "CONDITIONS" ;;
+    *managed-by*) echo "OWNER" ;;
     *exitCode*) echo "CODES" ;;
     logs*) LOGS ;;
 esac
@@ -250,7 +267,7 @@ def test_how_a_job_of_kubernetes_is(
 
 
 def test_a_job_of_kubernetes_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    add_program("kubectl", KUBECTL.replace("LOGS", "exit 1").replace("CODES", ""))
+    add_program("kubectl", KUBECTL.replace("LOGS", "exit 1").replace("OWNER", "cpuft"))
     assert run(capsys, "cancel", "kubernetes:x") == (0, "", "")
     assert Path("said").read_text().endswith("delete mpijob x ")
 
