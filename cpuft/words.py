@@ -1,4 +1,4 @@
-"""Commands as they travel: modules of ours, and a user's words on their way through mpirun."""
+"""Words as they travel: commands and modules of ours, a user's through mpirun, Slurm's counts of hosts."""
 
 from __future__ import annotations
 
@@ -43,3 +43,14 @@ def unpack_words(words: Sequence[str]) -> list[str]:
     """The command that `pack_words` packed, as it is to be executed."""
     given = [json.loads(word.removeprefix(_MARK)) if word.startswith(_MARK) else word for word in words]
     return [*own_module(sys.executable, given[1]), *given[2:]] if words[:1] == ["-m"] else given
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Slurm's count for each host: "2(x3),1" is 2, 2, 2, 1; nothing for a text that is none."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if not found:
+            return ()
+        counts += [int(found[1])] * int(found[2] or 1)
+    return tuple(counts)

@@ -16,6 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
+from cpuft.words import parse_counts
 
 _SECONDS = 20.0
 """Within which Slurm's controller answers."""
@@ -114,17 +115,6 @@ def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     hosts = [Host(name, count) for name, count in zip(names, slots)]
     own = environ.get("SLURMD_NODENAME", "")
     return tuple(sorted(hosts, key=lambda host: host.name != own))
-
-
-def parse_counts(text: str) -> tuple[int, ...]:
-    """A count for each host: "2(x3),1" is 2, 2, 2, 1; nothing for a text that is none."""
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
-        if not found:
-            return ()
-        counts += [int(found[1])] * int(found[2] or 1)
-    return tuple(counts)
 
 
 def _ask(command: Sequence[str]) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
+from cpuft.words import parse_counts
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,8 @@ def _parse_ranks(environ: Mapping[str, str], names: tuple[str, str, str, str]) -
 
 def _tasks_of_node(text: str, node: str) -> str:
     """How many tasks the step's node of this number has: of "2(x3),1", nodes 0 to 2 have 2 and node 3 has 1."""
-    left = int(node) if node.isdecimal() else 0
-    for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        left -= int(nodes or 1)
-        if left < 0:
-            return str(count)
-    return ""
+    counts, number = parse_counts(text), int(node) if node.isdecimal() else 0
+    return str(counts[number]) if number < len(counts) else ""
 
 
 def world_variables(world: World) -> dict[str, str]:

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from cpuft import hardware, loader, plan
+from cpuft import hardware, loader, plan, words
 from cpuft.comm.choice.choosing import read_choice
 from cpuft.errors import CpuftError
-from cpuft.hosts import registry, slurm, ssh, topology
+from cpuft.hosts import registry, ssh, topology
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
@@ -242,7 +242,7 @@ PARSERS: dict[str, Parser] = {
     "read_login": Parser(_from_file("config", _log_in), SSH_CONFIGS),
     "parse_lock": Parser(partial(parse_lock, path="two.lock"), LOCKS),
     "read_prepared": Parser(_read_archive, _ARCHIVES),
-    "parse_counts": Parser(slurm.parse_counts, values.damaged(["2(x3),1"])),
+    "parse_counts": Parser(words.parse_counts, values.damaged(["2(x3),1"])),
     "parse_lscpu": Parser(lambda text: topology.parse_lscpu(text, (0, 1)), values.damaged([_LSCPU])),
     "parse_flavour": Parser(
         partial(parse_flavour, "/m"), values.damaged(["Intel(R) MPI Library", "mpirun (Open MPI) 4"])

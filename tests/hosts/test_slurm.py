@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.slurm import SlurmDoor, find_door, parse_counts, read_hosts
+from cpuft.hosts.slurm import SlurmDoor, find_door, read_hosts
+from cpuft.words import parse_counts
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"}
 
