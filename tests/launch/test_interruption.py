@@ -18,7 +18,8 @@ from tests.rank.metadata import serve_metadata
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 
 WORDS = ("launch", "--np", "2", "--backend", "gloo", "--no-save-model")
-JOB = ("--task", "demo", "--max-steps", "6", "--batch-size", "4", "--max-length", "32", "--max-train-samples", "64")
+SIZE = ("--max-steps", "6", "--batch-size", "4", "--max-length", "32", "--max-train-samples", "64")
+TEXT = "\n".join(f"line {number} of a book that nobody wrote, and few will read" for number in range(400))
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist
@@ -40,8 +41,15 @@ def wait_for(there: Path) -> None:
     assert there.exists()
 
 
-def test_a_training_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "cpuft", *WORDS, *JOB, "--run-dir", "run", "--checkpoint-every", "0"]
+@pytest.mark.parametrize(
+    "job",
+    [("--task", "demo"), pytest.param(("--task", "text", "--train-file", "book.txt"), marks=pytest.mark.proof)],
+    ids=lambda job: job[1],
+)
+def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], tmp_path: Path) -> None:
+    Path("book.txt").write_text(TEXT)
+    own = (*WORDS, *job, *SIZE)
+    words = [sys.executable, "-m", "cpuft", *own, "--run-dir", "run", "--checkpoint-every", "0"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         wait_for(Path("run/logs/rank-0.err"))
         process.send_signal(signal.SIGUSR1)
@@ -49,7 +57,7 @@ def test_a_training_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert process.returncode == 75
     done = run_cpuft("launch", "--resume", "run")
     assert done.returncode == 0, done.stderr
-    undisturbed = run_cpuft(*WORDS, *JOB, "--run-dir", "whole")
+    undisturbed = run_cpuft(*own, "--run-dir", "whole")
     assert undisturbed.returncode == 0, undisturbed.stderr
     record, whole = read_record("run"), read_record("whole")
     ((update, repeated),) = [(line.step, line.repeated) for line in record.resumptions]

@@ -23,6 +23,7 @@ from tests.provision.simulated import Simulated, needs_root, own_root, simulate
 
 pytestmark = needs_root
 TRAINING = ("--np", "2", "--task", "demo", "--max-train-samples", "64", "--max-steps", "2", "--precision", "fp32")
+TEXTS = ("--task", "text", "--train-file", "book.txt", "--max-length", "32")
 QUIET = ("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check", "--plain")
 
 
@@ -191,10 +192,12 @@ def start_lasting(cluster: Simulated, run: str, *words: str) -> subprocess.Popen
     return subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_run_that_loses_its_master_comes_to_its_end(cluster: Simulated) -> None:
+@pytest.mark.parametrize("job", [(), pytest.param(TEXTS, marks=pytest.mark.proof)], ids=["demo", "text"])
+def test_a_run_that_loses_its_master_comes_to_its_end(job: tuple[str, ...], cluster: Simulated) -> None:
     """By itself; how far the master was is known though its record is lost, and nobody is told of checkpoints."""
-    steps = 16
-    with start_lasting(cluster, "bereft", "--np", "2", "--max-steps", str(steps)) as process:
+    steps, run = 16, f"bereft-{len(job)}"
+    (cluster.folder / "book.txt").write_text("a line of a book that nobody wrote, and few will read\n" * 400)
+    with start_lasting(cluster, run, "--np", "2", "--max-steps", str(steps), *job) as process:
         wait_for_checkpoint(cluster, 2)
         switch_off(cluster, 1)
         assert process.stderr is not None
@@ -203,7 +206,7 @@ def test_a_run_that_loses_its_master_comes_to_its_end(cluster: Simulated) -> Non
         assert process.wait(10) == 0, "".join([*before, *after])
     repair(cluster)
     shown = [int(line.split("/")[0].removeprefix("step ")) for line in before if line.startswith("step ")]
-    record = read_record(str(cluster.folder / "bereft"))
+    record = read_record(str(cluster.folder / run))
     (resumed,) = record.resumptions
     assert resumed.because == f"host {cluster.hosts[0].name} was lost"
     assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-{index}" for index in (2, 3)]
