@@ -10,6 +10,27 @@ from cpuft.errors import CpuftError
 PRECISIONS = ("auto", "bf16", "fp32")
 DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 """CPU flags that decide how fast a product is."""
+CLASSES = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX512_BF16, no AMX",
+    "avx512_vnni": "AVX-512 with VNNI, no bf16",
+    "avx2": "AVX2 only",
+}
+"""CPUs by the fastest products that training can use: the flag that tells, and what people say."""
+_OLD = ("amx_", "avx512")
+_HIDDEN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI"), _OLD),
+    "AVX512_CORE": ("amx_", "avx512_bf16", "avx512_vnni"),
+    "AVX512_CORE_VNNI": ("amx_", "avx512_bf16"),
+    "AVX512_CORE_BF16": ("amx_",),
+}
+"""What flags begin with that are of no use under a limit of oneDNN's."""
+_TARGETS = {
+    "AVX2": "haswell",
+    "AVX512_CORE": "skylake-avx512",
+    "AVX512_CORE_VNNI": "cascadelake",
+    "AVX512_CORE_BF16": "cooperlake",
+}
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
 
 
@@ -33,12 +54,17 @@ def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
 
     Source: oneDNN's documentation, "CPU dispatcher control".
     """
-    limits = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
-    hidden: tuple[str, ...] = ()
-    if max_isa.upper() in limits:
-        hidden = ("amx_bf16", "amx_tile", "amx_int8")
-        hidden += () if max_isa.upper() == limits[-1] else ("avx512_bf16",)
-    return tuple(flag for flag in flags if flag not in hidden)
+    return tuple(flag for flag in flags if not flag.startswith(_HIDDEN.get(max_isa.upper(), ())))
+
+
+def compiler_target(max_isa: str) -> str:
+    """What a compiler's -march takes, so that its code keeps to ONEDNN_MAX_CPU_ISA, too."""
+    return _TARGETS.get(max_isa.upper(), "native")
+
+
+def cpu_class(flags: tuple[str, ...]) -> str:
+    """The first of CLASSES whose flag is among a CPU's; empty for one that has none of them."""
+    return next((flag for flag in CLASSES if flag in flags), "")
 
 
 def bf16_hardware(flags: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hardware import bf16_hardware, choose_precision, effective_flags, parse_cpuinfo
+from cpuft.hardware import bf16_hardware, choose_precision, compiler_target, cpu_class, effective_flags, parse_cpuinfo
 
 XEON = """processor\t: 0
 model name\t: Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz
@@ -38,11 +38,28 @@ def test_the_first_processor_is_named_with_its_flags(text: str, name: str, flags
         (("avx512f", "amx_bf16", "avx512_bf16"), "AVX512_CORE_BF16", "avx512_bf16"),
         (("avx512f", "amx_bf16", "avx512_bf16"), "avx2", ""),
         (("avx512f", "avx512_bf16"), "AVX512_CORE_AMX", "avx512_bf16"),
+        (("avx2", "avx512_vnni", "amx_bf16"), "AVX512_CORE_VNNI", ""),
         (("avx2",), "", ""),
     ],
 )
 def test_bf16_hardware(flags: tuple[str, ...], limit: str, hardware: str) -> None:
     assert bf16_hardware(effective_flags(flags, limit)) == hardware
+
+
+@pytest.mark.parametrize(
+    "limit, name, target",
+    [
+        ("", "amx_bf16", "native"),
+        ("AVX512_CORE_BF16", "avx512_bf16", "cooperlake"),
+        ("AVX512_CORE_VNNI", "avx512_vnni", "cascadelake"),
+        ("avx2", "avx2", "haswell"),
+        ("AVX512_CORE", "avx2", "skylake-avx512"),
+    ],
+)
+def test_classes_of_cpus(limit: str, name: str, target: str) -> None:
+    flags = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+    assert (cpu_class(effective_flags(flags, limit)), compiler_target(limit)) == (name, target)
+    assert cpu_class(("asimd", "bf16")) == ""
 
 
 @pytest.mark.parametrize(

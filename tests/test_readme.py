@@ -15,6 +15,7 @@ from typing import Any
 import click
 import pytest
 
+from cpuft.bench.figures import format_contestants, format_figures, read_figures
 from cpuft.cli import cli
 from cpuft.launch.planning import plan_settings
 from cpuft.options.fields import LaunchConfig
@@ -111,7 +112,7 @@ def test_the_line_around_a_loop_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_line_for_the_shell_makes_it_complete() -> None:
-    (line,) = re.findall(r"^eval .*_CPUFT_COMPLETE.*$", TEXTS["README.md"], re.M)
+    (line,) = re.findall(r"^eval .*_CPUFT_COMPLETE.*$", EVERYTHING, re.M)
     script = f"PATH={Path(sys.executable).parent}:$PATH\n{line}\ncomplete -p cpuft"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "cpuft"
@@ -180,8 +181,22 @@ def format_others() -> str:
     return "\n".join(["", "| theirs | ours | theirs | ours |", "| --- | --- | --- | --- |", *rows, "", text, "", ""])
 
 
+def format_speeds() -> str:
+    return f"\n{format_figures(read_figures(ROOT / 'scripts/figures'))}\n\n"
+
+
+def format_rows() -> str:
+    return f"\n{format_contestants(read_figures(ROOT / 'scripts/figures'))}\n\n"
+
+
 @pytest.mark.parametrize(
-    "path, mark, made", [("hostfiles/README.md", "settings", format_settings), ("README.md", "others", format_others)]
+    "path, mark, made",
+    [
+        ("hostfiles/README.md", "settings", format_settings),
+        ("README.md", "others", format_others),
+        ("README.md", "speeds", format_speeds),
+        ("scripts/README.md", "contestants", format_rows),
+    ],
 )
 def test_tables_are_made_from_the_code(path: str, mark: str, made: Any, request: pytest.FixtureRequest) -> None:
     between = re.compile(rf"(?<=<!-- {mark} -->\n).*(?=<!-- /{mark} -->)", re.DOTALL)

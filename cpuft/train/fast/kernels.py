@@ -23,6 +23,7 @@ import torch
 
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
+from cpuft.hardware import compiler_target
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 
@@ -99,7 +100,7 @@ def _load() -> tuple[Kernels | None, str]:
     if compiler is None:
         return None, "off: no C++ compiler; install g++ for the fast kernels"
     try:
-        return Kernels(build(compiler)), "on"
+        return Kernels(build(compiler, compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", "")))), "on"
     except CpuftError as error:
         return None, f"off: {error}"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:

@@ -1,0 +1,81 @@
+"""What a class of CPU came to, kept as a file of its own; and the table that README makes of all of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from cpuft.files import write_text
+from cpuft.hardware import CLASSES
+
+BASE = "cpuft"
+OWN = (BASE, "trainer-accelerated")
+"""Contestants that train on the fast path."""
+MODELS = {"minilm": "MiniLM (22 M)", "bert-base": "BERT-base-sized (110 M)"}
+PATTERN = "bench-train-{}.json"
+
+
+def read_figures(folder: Path) -> dict[str, dict[str, Any]]:
+    """For each class that has a file in `folder`, by model: `header`, `summary` and `breakdown` of its last run."""
+    paths = {name: folder / PATTERN.format(name) for name in CLASSES}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+
+
+def keep_figures(folder: Path, name: str, model: str, found: dict[str, Any]) -> None:
+    """Put a model's last run into the file of a class; the other model's stays. A CPU that was limited to a class does
+    not stand for it once a real one does."""
+    kept = read_figures(folder).get(name, {})
+    if _is_limited(found) and model in kept and not _is_limited(kept[model]):
+        return
+    kept[model] = found
+    write_text(folder / PATTERN.format(name), json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def _is_limited(found: dict[str, Any]) -> bool:
+    return bool(found["header"]["options"]["isa"])
+
+
+def format_figures(kept: dict[str, dict[str, Any]]) -> str:
+    """Class by class: samples/s of ours and of the fastest Trainer, and how much faster ours is."""
+    rows = [
+        [label, *(_format_cell(kept.get(name, {}).get(model)) for model in MODELS)] for name, label in CLASSES.items()
+    ]
+    lines = [["two cores with", *MODELS.values()], ["---"] * (1 + len(MODELS)), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_contestants(kept: dict[str, dict[str, Any]]) -> str:
+    """Everybody's samples/s, how much faster ours is, and peak memory; and what part of our step products are."""
+    head = [
+        "two cores with",
+        "model",
+        "whom",
+        "samples/s",
+        "cpuft is faster by",
+        "peak MB",
+        "products' share of the step",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for name, label in CLASSES.items():
+        for model, found in sorted(kept.get(name, {}).items(), key=lambda item: list(MODELS).index(item[0])):
+            products = found["breakdown"]["kinds"]["products"] / sum(found["breakdown"]["kinds"].values())
+            for one in found["summary"]:
+                own = one["contestant"] == BASE
+                where = [label if own else "", MODELS[model] if own else "", one["contestant"]]
+                ratio = "" if own else f"{one['ratio']:.2f} ({one['ratio_least']:.2f} to {one['ratio_most']:.2f})"
+                cells = [f"{one['samples_per_second']:.1f}", ratio, str(one["peak_megabytes"] or "")]
+                lines.append([*where, *cells, f"{products:.0%}" if own else ""])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _format_cell(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "not measured"
+    ours = next(line for line in found["summary"] if line["contestant"] == BASE)
+    peer = min((line for line in found["summary"] if line["contestant"] not in OWN), key=lambda line: line["ratio"])
+    times = f"**{peer['ratio']:.2f} times** ({peer['ratio_least']:.2f} to {peer['ratio_most']:.2f})"
+    rates = f"{ours['samples_per_second']:.1f} against {peer['samples_per_second']:.1f}"
+    day = time.strftime("%Y-%m-%d", time.gmtime(found["header"]["time"]))
+    return f"{times}: {rates}; {found['header']['cpu']}, {day}"
