@@ -14,7 +14,7 @@ from cpuft.files import hash_text
 from cpuft.hosts import facts, registry, slurm
 from cpuft.hosts.door import Door, side_by_side
 from cpuft.hosts.flavours import Flavour, find_flavour
-from cpuft.hosts.hostfile import Host, read_hostfile
+from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.options.fields import LaunchConfig
 from cpuft.plan import Plan, Step
@@ -153,15 +153,20 @@ def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Ent
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     """Hosts of the cluster or hostfile, else of the scheduler's job that we run in, else this machine alone."""
     entry = find_entry(config, os.environ)
-    hostfile = entry.hostfile if entry else config.hostfile
+    hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
         return read_hostfile(hostfile)
     return slurm.read_hosts(os.environ) if slurm.find_door(os.environ) else (LOCAL,)
 
 
 def find_access(config: LaunchConfig) -> Access:
-    """How the hosts of a run are reached: as the cluster was provisioned, by Slurm, or by the user's own ssh."""
-    entry = find_entry(config, os.environ)
+    """How the hosts of a run are reached: as the cluster was provisioned, as the job that we run in has it, or by the
+    user's own ssh."""
+    entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
+    if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
+        from cpuft.hosts import mpijob
+
+        return Access(mpijob.open_door())
     if entry is None:
         in_job = None if config.hostfile else slurm.find_door(os.environ)
         return Access(in_job or Door(config.ssh_config), shares_files=bool(in_job))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from cpuft.options.fields import LAST_PORT, is_count
 NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
 """A host's name or address. Of labels that are empty or longer than 63 letters, sockets raise."""
 _KEYS = {"slots": "slots", "max_slots": "slots", "max-slots": "slots", "port": "port", "user": "user"}
+
+_OF_JOBS = ("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE", "OMPI_MCA_orte_default_hostfile")
+"""Where an MPIJob's launcher has it, by what its operator tells Intel MPI, MPICH and Open MPI."""
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,10 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"hostfile {path} cannot be read ({error}): name a file with one host a line") from None
     return parse_hostfile(text, path)
+
+
+def find_job_hostfile(environ: Mapping[str, str]) -> str:
+    """The hostfile that Kubeflow's operator gives to an MPIJob's launcher; empty for any other process."""
+    if environ.get("K_MPI_JOB_ROLE") != "launcher":
+        return ""
+    return next((environ[name] for name in _OF_JOBS if environ.get(name)), "/etc/mpi/hostfile")

@@ -28,6 +28,8 @@ _SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
 _PLACES = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY"}
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
+_OPERATORS = ("I_MPI_HYDRA_", "I_MPI_PERHOST")
+"""How names begin of what an MPIJob's operator tells an mpirun of the launcher's: ours starts on a worker."""
 _TIED_TO_A_RUN = "CPUFT_"
 _EXPORTED = "CPUFT_EXPORTED"
 
@@ -136,12 +138,14 @@ def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
 
 
 def users_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without what `cpuft env` exported into it and the user has not changed since."""
+    """`environ` without what `cpuft env` exported into it and the user has not changed since; in an MPIJob also without
+    what its operator tells mpirun."""
     try:
         exported = load(dict[str, str], parse_json(environ.get(_EXPORTED, "{}")))
     except ValueError:
         exported = {}
-    return {name: value for name, value in environ.items() if exported.get(name) != value}
+    given = _OPERATORS if "K_MPI_JOB_ROLE" in environ else ()
+    return {n: value for n, value in environ.items() if exported.get(n) != value and not n.startswith(given)}
 
 
 def keep_users_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:

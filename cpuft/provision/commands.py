@@ -221,8 +221,9 @@ def _make_ami(config: ImageConfig, dry_run: bool) -> None:
 
 @provision.command("recipe")
 @click.argument("path", default="ami/recipe.yaml")
-def print_install(path: str) -> None:
+@click.option("--container", is_flag=True, help="print the container file that it makes, for podman and docker")
+def print_install(path: str, container: bool) -> None:
     """Print the install script that a recipe makes."""
-    from cpuft.provision.image.recipe import format_install, read_recipe
+    from cpuft.provision.image.recipe import format_container, format_install, read_recipe
 
-    click.echo(format_install(read_recipe(path)), nl=False)
+    click.echo((format_container if container else format_install)(read_recipe(path)), nl=False)

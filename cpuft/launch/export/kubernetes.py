@@ -10,8 +10,8 @@ from cpuft.launch.export.work import Work, fill
 from cpuft.options.schedulers import JobConfig
 
 _LABEL = re.compile("[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
-_FIRST = ("--hostfile", "/etc/mpi/hostfile", "--grace", "110")
-"""The operator's hostfile; a little less than the pod's own grace."""
+_FIRST = ("--grace", "110")
+"""A little less than the pod's own."""
 
 
 def format_job(config: JobConfig, work: Work, cpuft: str) -> str:

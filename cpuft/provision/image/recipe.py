@@ -11,7 +11,9 @@ from cpuft.files import hash_text
 from cpuft.loader import load, parse_yaml
 from cpuft.plan import format_comment
 from cpuft.provision.ownership import check_prefix
-from cpuft.provision.wheels import INSTALL
+from cpuft.provision.wheels import EXTRAS, INSTALL
+
+_CONTAINER = Path(__file__).with_name("Containerfile.in").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,10 @@ def format_install(recipe: Recipe) -> str:
         parts.append(f"printf %s {shlex.quote(file.text)} >{shlex.quote(file.path)}")
     parts += ["[ $# -gt 0 ] || exit 0", format_comment(recipe.environment.reason), INSTALL.rstrip("\n")]
     return "\n".join(parts) + "\n"
+
+
+def format_container(recipe: Recipe) -> str:
+    """A container file that makes the same of Debian's own image, for root, with sshd and without any host's key."""
+    suite, environment = recipe.base.suite, recipe.environment
+    told = {"prefix": environment.prefix, "reason": environment.reason, "extras": ",".join(EXTRAS)}
+    return _CONTAINER.format(suite=suite, **told)

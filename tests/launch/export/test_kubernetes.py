@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -18,6 +19,7 @@ from cpuft.launch.export.work import Work
 from cpuft.options.schedulers import JobConfig
 from tests.conftest import Golden
 from tests.launch.export.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.launch.operator import expand
 from tests.test_plan import AWKWARD
 
 SITE = JobConfig(
@@ -30,7 +32,7 @@ SITE = JobConfig(
     seconds=3600,
 )
 WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
-FIRST = ("--hostfile", "/etc/mpi/hostfile", "--grace", "110")
+FIRST = ("--grace", "110")
 
 QUANTITY = re.compile("[1-9][0-9]*(Mi|Gi)?")
 SHARE = {"cpu": QUANTITY, "memory": QUANTITY}
@@ -41,7 +43,7 @@ CONTAINER = {
     "command": [str],
     "workingDir?": str,
     "resources": {"requests": SHARE, "limits": SHARE},
-    "readinessProbe?": {"tcpSocket": {"port": int}, "periodSeconds": int},
+    "readinessProbe?": {"tcpSocket": {"port": range(1, 1 << 16)}, "periodSeconds": range(1, 10**6)},
     "volumeMounts": [{"name": LABEL, "mountPath": str}],
 }
 VOLUME = {
@@ -50,7 +52,7 @@ VOLUME = {
     "persistentVolumeClaim?": {"claimName": LABEL},
 }
 REPLICAS = {
-    "replicas": int,
+    "replicas": range(1, 10**6),
     "restartPolicy": re.compile("Never|OnFailure"),
     "template": {"spec": {"containers": [CONTAINER], "volumes": [VOLUME], "terminationGracePeriodSeconds?": int}},
 }
@@ -60,17 +62,18 @@ MPIJOB = {
     "metadata": {"name": LABEL, "namespace?": LABEL, "labels": {"app.kubernetes.io/managed-by": LABEL}},
     "spec": {
         "mpiImplementation": re.compile("OpenMPI|Intel|MPICH"),
-        "slotsPerWorker": int,
+        "slotsPerWorker": range(1, 10**6),
         "launcherCreationPolicy": re.compile("AtStartup|WaitForWorkersReady"),
         "runPolicy": {
             "cleanPodPolicy": re.compile("None|Running|All"),
             "backoffLimit": int,
             "activeDeadlineSeconds?": int,
         },
-        "mpiReplicaSpecs": {"Launcher": REPLICAS, "Worker": REPLICAS},
+        "mpiReplicaSpecs": {"Launcher": REPLICAS | {"replicas": range(1, 2)}, "Worker": REPLICAS},
     },
 }
-"""Of the operator's definition (v2beta1) and of pods what a manifest of ours may hold; `?`: may be missing."""
+"""Of the operator's definition (v2beta1), its controller's rules and pods what a manifest of ours may hold; `?`: may be
+missing."""
 
 
 def find_faults(value: Any, schema: Any, path: str = "") -> Iterator[str]:
@@ -84,6 +87,8 @@ def find_faults(value: Any, schema: Any, path: str = "") -> Iterator[str]:
     elif isinstance(schema, list) and isinstance(value, list):
         for number, one in enumerate(value):
             yield from find_faults(one, schema[0], f"{path}[{number}]")
+    elif isinstance(schema, range):
+        yield from [] if type(value) is int and value in schema else [f"{path}: {value!r}"]
     elif isinstance(schema, re.Pattern):
         yield from [] if isinstance(value, str) and schema.fullmatch(value) else [f"{path}: {value!r}"]
     elif type(value) is not schema:
@@ -94,15 +99,15 @@ def test_the_manifest(golden: Golden) -> None:
     golden("submit-mpijob.yaml", format_job(SITE, WORK, "cpuft"))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        SITE,
-        JobConfig(name="a", image="i"),
-        replace(SITE, claim="", seconds=0, namespace=""),
-        replace(SITE, nodes=8),
-    ],
-)
+CONFIGS = [
+    SITE,
+    JobConfig(name="a", image="i"),
+    replace(SITE, claim="", seconds=0, namespace=""),
+    replace(SITE, nodes=8),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_it_holds_what_the_operator_knows(config: JobConfig) -> None:
     assert list(find_faults(yaml.safe_load(format_job(config, WORK, "cpuft")), MPIJOB)) == []
 
@@ -118,6 +123,15 @@ def test_it_holds_what_the_operator_knows(config: JobConfig) -> None:
             lambda job: job["spec"]["mpiReplicaSpecs"]["Worker"].update(restartPolicy="Always"),
             ".spec.mpiReplicaSpecs.Worker.restartPolicy: 'Always'",
         ),
+        (
+            lambda job: job["spec"]["mpiReplicaSpecs"]["Launcher"].update(replicas=2),
+            ".spec.mpiReplicaSpecs.Launcher.replicas: 2",
+        ),
+        (
+            lambda job: job["spec"]["mpiReplicaSpecs"]["Worker"].update(replicas=0),
+            ".spec.mpiReplicaSpecs.Worker.replicas: 0",
+        ),
+        (lambda job: job["metadata"].update(name="a.b"), ".metadata.name: 'a.b'"),
     ],
 )
 def test_what_it_does_not_know_is_found(change: Callable[[Any], Any], fault: str) -> None:
@@ -126,21 +140,28 @@ def test_what_it_does_not_know_is_found(change: Callable[[Any], Any], fault: str
     assert list(find_faults(job, MPIJOB)) == [fault]
 
 
+def check_pods(job: Any) -> None:
+    """Against the definitions that Kubernetes itself has of pods, unknown fields refused."""
+    for replicas in job["spec"]["mpiReplicaSpecs"].values():
+        pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}, "template": replicas["template"]}
+        kubernetes_validate.validate(pods, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_kubernetes_knows_its_pods(config: JobConfig) -> None:
+    job = yaml.safe_load(format_job(config, WORK, "cpuft"))
+    check_pods(job)
+    job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["imagePullpolicy"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError, match="'imagePullpolicy' was unexpected"):
+        check_pods(job)
+
+
 def test_pods_get_cores_of_their_own() -> None:
     replicas = yaml.safe_load(format_job(SITE, WORK, "cpuft"))["spec"]["mpiReplicaSpecs"]
     shares = [replicas[role]["template"]["spec"]["containers"][0]["resources"] for role in ("Launcher", "Worker")]
     assert [share["requests"] for share in shares] == [share["limits"] for share in shares]
     assert shares[1]["limits"] == {"cpu": "16", "memory": "64Gi"}
     assert (replicas["Launcher"]["replicas"], replicas["Worker"]["replicas"]) == (1, 4)
-
-
-def expand(text: str, known: dict[str, str]) -> str:
-    """What Kubernetes makes of a command: $(NAME) is the variable's value, if there is one, and $$ is $."""
-
-    def put(found: re.Match[str]) -> str:
-        return "$" if found[0] == "$$" else known.get(found[1], found[0])
-
-    return re.sub(r"\$\$|\$\(([^)]*)\)", put, text)
 
 
 @pytest.mark.parametrize("text", [*AWKWARD, *AWKWARD_MORE, "$$$", "$$$(HOME)", "$", "a$", "$$a$(B)$"])

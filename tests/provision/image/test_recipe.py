@@ -10,7 +10,7 @@ from cpuft.errors import CpuftError
 from cpuft.options.clusters import HostsConfig
 from cpuft.plan import Plan
 from cpuft.provision.image.planning import ImageFacts, plan_image
-from cpuft.provision.image.recipe import format_install, read_recipe
+from cpuft.provision.image.recipe import format_container, format_install, read_recipe
 from cpuft.provision.image.stamp import hash_contents
 from cpuft.provision.wheels import Supply, Wheel, make_stamp
 
@@ -19,6 +19,19 @@ AMI = Path(__file__).parents[3] / "ami"
 
 def test_the_install_script_is_the_recipes() -> None:
     assert (AMI / "install.sh").read_text() == format_install(read_recipe(str(AMI / "recipe.yaml")))
+
+
+def test_the_container_file_is_the_recipes() -> None:
+    assert (AMI / "Containerfile").read_text() == format_container(read_recipe(str(AMI / "recipe.yaml")))
+
+
+def test_the_container_file_copies_what_there_is_and_proves_what_it_made() -> None:
+    lines = (AMI / "Containerfile").read_text().splitlines()
+    copied = [line.split()[1:] for line in lines if line.startswith("COPY ")]
+    assert [name for *names, _ in copied for name in names if not (AMI.parent / name).exists()] == []
+    steps = [line for line in lines if line.startswith("RUN ")]
+    assert steps[-1].startswith("RUN sh /opt/cpuft/src/cpuft/provision/image/prove.sh /opt/cpuft/env/bin/python ")
+    assert "rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*" in steps[0]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "base: {}", "a: [", "base: {suite: x}\npackages: []\nfiles: []\n"])

@@ -1,0 +1,148 @@
+"""What Kubeflow's operator tells a job, and who is of it: a real ssh server with the job's key, and with another."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.cluster import find_access, read_hosts
+from cpuft.hosts.hostfile import Host, find_job_hostfile
+from cpuft.hosts.mpijob import PORT, JobDoor, sshd_command, trust
+from cpuft.launch.settings import users_variables
+from cpuft.options.fields import LaunchConfig
+from tests.conftest import run_shell
+from tests.hosts.test_door import Server, make_key, serve
+
+LAUNCHER = {"K_MPI_JOB_ROLE": "launcher"}
+HOST = Host("j-worker-0.j.nlp.svc")
+
+
+@pytest.mark.parametrize(
+    ("environ", "hostfile"),
+    [
+        ({}, ""),
+        ({"I_MPI_HYDRA_HOST_FILE": "/a"}, ""),
+        ({"K_MPI_JOB_ROLE": "worker", "I_MPI_HYDRA_HOST_FILE": "/a"}, ""),
+        (LAUNCHER, "/etc/mpi/hostfile"),
+        (LAUNCHER | {"I_MPI_HYDRA_HOST_FILE": "/a"}, "/a"),
+        (LAUNCHER | {"HYDRA_HOST_FILE": "/b"}, "/b"),
+        (LAUNCHER | {"OMPI_MCA_orte_default_hostfile": "/c", "HYDRA_HOST_FILE": ""}, "/c"),
+    ],
+)
+def test_the_hostfile_of_a_job(environ: dict[str, str], hostfile: str) -> None:
+    assert find_job_hostfile(environ) == hostfile
+
+
+@contextmanager
+def told(**more: str) -> Iterator[None]:
+    """As the operator tells a launcher."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (LAUNCHER | more).items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.mark.parametrize("line", ["j-worker-{}.j.nlp.svc:2\n", "j-worker-{}.j.nlp.svc slots=2\n"])
+def test_a_launcher_takes_the_hosts_of_its_job(line: str, tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text(line.format(0) + line.format(1))
+    with told(I_MPI_HYDRA_HOST_FILE=str(tmp_path / "hostfile")):
+        assert read_hosts(LaunchConfig()) == tuple(Host(f"j-worker-{number}.j.nlp.svc", 2) for number in (0, 1))
+
+
+@pytest.mark.parametrize("own", [LaunchConfig(hostfile="mine"), LaunchConfig(ssh_config="mine")])
+def test_who_names_other_hosts_or_ways_has_them(own: LaunchConfig) -> None:
+    with told():
+        assert type(find_access(own).door) is not JobDoor
+
+
+def test_what_the_operator_tells_mpirun_is_not_the_users() -> None:
+    told = {"I_MPI_HYDRA_HOST_FILE": "/a", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-o X=1", "I_MPI_PERHOST": "2"}
+    users = {"I_MPI_DEBUG": "5", "OMP_NUM_THREADS": "2"}
+    assert users_variables(LAUNCHER | told | users) == LAUNCHER | users
+    assert users_variables(told | users) == told | users
+
+
+@contextmanager
+def serve_job(folder: Path) -> Iterator[tuple[Server, str]]:
+    """A worker, and ssh's configuration of a pod that has the job's key."""
+    make_key(folder / "client")
+    with serve(folder / "worker", forwards=False) as server:
+        keys = folder / "keys"
+        keys.mkdir()
+        (keys / "id_rsa").write_bytes((folder / "client").read_bytes())
+        (keys / "id_rsa").chmod(0o600)
+        (keys / "id_rsa.pub").write_text(f"{server.key} of the job\n")
+        config = Path(trust(keys, folder / "trust"))
+        config.write_text(config.read_text().replace(f"Port {PORT}", f"Port {server.port}\n    HostName 127.0.0.1"))
+        yield server, str(config)
+
+
+@pytest.mark.real
+def test_a_worker_is_known_by_the_jobs_key(tmp_path: Path) -> None:
+    with serve_job(tmp_path) as (_, config):
+        assert JobDoor(config).run(HOST, ("echo", "a 0")).output == "a 0\n"
+        assert not JobDoor(config).is_here(HOST)
+        make_key(tmp_path / "other")
+        (tmp_path / "trust" / "known_hosts").write_text(f"mpijob {(tmp_path / 'other.pub').read_text()}")
+        with pytest.raises(CpuftError) as refusal:
+            JobDoor(config, until=time.monotonic() + 60).run(HOST, ("true",))
+    said = (
+        f"host {HOST.name} does not have the job's key for its host key: start workers by python -m cpuft.hosts.mpijob"
+    )
+    assert str(refusal.value) == f"{said}, or name your own --ssh-config"
+
+
+def test_pods_that_start_are_waited_for_and_no_longer(tmp_path: Path) -> None:
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGx0uLAkZ4lSbDxZlUmXo8oWDvKPIDUcBTXIyVK7vAVS"
+    (tmp_path / "id_rsa.pub").write_text(key)
+    config = trust(tmp_path, tmp_path / "trust")
+    Path(config).write_text("Host *\n    HostName 127.0.0.1\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = Host(HOST.name, port=server.getsockname()[1])
+    for until, least in ((0.0, 0.0), (time.monotonic() + 0.5, 0.5)):
+        start = time.monotonic()
+        with pytest.raises(CpuftError, match="cannot be used over ssh"):
+            JobDoor(config, until=until).run(closed, ("true",))
+        assert time.monotonic() - start >= least
+
+
+def test_a_pod_is_where_its_name_begins_with_its_own() -> None:
+    own = socket.gethostname()
+    assert [JobDoor().is_here(Host(name)) for name in (f"{own}.j.nlp.svc", "localhost", f"{own}x.j.nlp.svc")] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_only_this_user_writes_what_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "id_rsa.pub").write_text("ecdsa-sha2-nistp521 AAAA\n")
+    (tmp_path / "trust").mkdir()
+    (tmp_path / "trust").chmod(0o777)
+    with pytest.raises(CpuftError, match=r"is open to others' writing .* start the pod anew$"):
+        trust(tmp_path, tmp_path / "trust")
+
+
+def test_a_worker_without_a_key_says_so(tmp_path: Path) -> None:
+    done = run_shell(f"HOME={tmp_path} exec {sys.executable} -m cpuft.hosts.mpijob")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("cpuft: error: this pod has no key of an MPIJob (")
+    assert done.stderr.endswith(f"let sshAuthMountPath be {tmp_path}/.ssh, or name --ssh-config\n")
+
+
+def test_sshd_takes_its_options(tmp_path: Path) -> None:
+    """And says which it has then, the first of each name."""
+    make_key(tmp_path / "id_rsa")
+    if_root = f"mkdir -p /run/sshd; {' '.join(sshd_command(tmp_path))} -T -f /dev/null"
+    done = run_shell(if_root.replace(" -D ", " "))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.lower().splitlines()
+    assert {f"port {PORT}", f"hostkey {tmp_path}/id_rsa".lower(), "strictmodes no"} <= {*lines}
+    assert [line for line in lines if line.startswith("hostkey ")] == [f"hostkey {tmp_path}/id_rsa".lower()]
