@@ -23,6 +23,8 @@ FORMAT = {"format": "cpuft-check-engine", "version": 1}
 LEAST_ACCURACY = 0.76
 WHERE = "1:gloo 2:gloo 2:mpi 2:ccl"
 """Ranks and backends."""
+NEEDED = {"ort": ("--precision", "fp32")}
+"""Options without which an engine does not train; ours gets them, too."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def main() -> None:
     engine, python, *rest = sys.argv[1:]
     data, words = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("", rest)
     task = ("--task", "mrpc", "--data-dir", data) if data else ("--task", "demo")
-    job = Job({"torch": sys.executable, engine: python}, (*task, "--learning-rate", "1e-4", *words))
+    given = (*task, "--learning-rate", "1e-4", *NEEDED.get(engine, ()), *words)
+    job = Job({"torch": sys.executable, engine: python}, given)
     write(engine, {**FORMAT, "time": time.time(), "words": job.words})
     columns = f"{'torch, samples/s':>18}{f'{engine}, samples/s':>22}{'ratio':>7}{'least':>7}{'most':>7}"
     print(f"{'ranks':>5} {'backend':8}{columns}")

@@ -14,6 +14,7 @@ _OWN_LAYERS = {"plain": _LAYERS, "compile": _LAYERS, "lora": _LAYERS, "recompute
 EXCLUDED = {
     "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS},
     "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS, "shard": _SHARES},
+    "ort": {**_OWN_LAYERS, "shard": _UNTRIED},
 }
 """Engine -> options that it excludes, and why."""
 
@@ -33,6 +34,11 @@ def refuse_conflicts(config: TrainConfig) -> None:
         if getattr(config, name) != getattr(default, name):
             flags = f"--engine {config.engine} excludes --{name.replace('_', '-')}"
             raise CpuftError(f"{flags}, because {why}: leave one of them out")
+    if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
+        # Under torch 2.3, DistributedDataParallel waits for process groups written in Python with the GIL in its hand.
+        raise CpuftError("--engine ort trains in fp32 and over gloo only: add --precision fp32 --backend gloo")
+    if config.engine == "ort" and config.task == "text":
+        raise CpuftError("--engine ort takes the first batch's masked places for all: train --task text without it")
     if config.shard != "none" and config.sync_every > 1:
         raise CpuftError("--sync-every has each rank make all updates itself, --shard a part of each: leave one out")
     if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED):

@@ -15,7 +15,7 @@ from cpuft.hardware import PRECISIONS
 PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files", "text")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
-ENGINES = ("torch", "ipex", "deepspeed")
+ENGINES = ("torch", "ipex", "deepspeed", "ort")
 LAST_PORT = 65535
 COMPRESSIONS = ("auto", "none", "bf16", "fp16", "int8", "late", "powersgd")
 PROVEN = ("none", "bf16", "int8")

@@ -11,11 +11,13 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
 
 IPEX = "intel_extension_for_pytorch"
+ORT = "onnxruntime-training-cpu"
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Engine:
     """As `uname -m` says it; empty for any."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Variables that it reads when it is imported, which transformers does, too."""
+    compiled: str = ""
+    """Pattern of files beside its first package, of which one is there once it was compiled for that torch."""
 
 
 ENGINES = {
@@ -37,13 +41,21 @@ ENGINES = {
     "deepspeed": Engine(
         {"deepspeed": "0.19"}, "pip install --no-build-isolation 'cpuft[deepspeed]'", settings={"DS_ACCELERATOR": "cpu"}
     ),
+    # Else it trains with torch wherever it fails, and only warns.
+    "ort": Engine(
+        {ORT: "1.19", "torch": "2.3"},
+        "use the environment that scripts/check-ort makes",
+        "x86_64",
+        {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"},
+        "onnxruntime/training/ortmodule/torch_cpp_extensions/aten_op_executor*.so",
+    ),
 }
 
 
 def check_engine(config: TrainConfig) -> None:
     """Set what the engine asked for reads. Raises CpuftError when it cannot run in this environment."""
     versions = {name: _installed_version(name) for name in name_packages(config.engine)}
-    if problem := find_problem(config.engine, versions, platform.machine()):
+    if problem := find_problem(config.engine, versions, platform.machine(), _is_compiled(config.engine)):
         raise CpuftError(problem)
     for name, value in ENGINES[config.engine].settings.items() if config.engine in ENGINES else ():
         os.environ.setdefault(name, value)
@@ -61,13 +73,24 @@ def _installed_version(package: str) -> str:
         return ""
 
 
-def find_problem(engine: str, versions: Mapping[str, str], machine: str) -> str:
+def _is_compiled(engine: str) -> bool:
+    if engine not in ENGINES or not ENGINES[engine].compiled:
+        return True
+    try:
+        beside = importlib.metadata.distribution(name_packages(engine)[0]).locate_file("")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return any(Path(str(beside)).glob(ENGINES[engine].compiled))
+
+
+def find_problem(engine: str, versions: Mapping[str, str], machine: str, compiled: bool = True) -> str:
     """Why an engine cannot train here, with the next move; empty when it can.
 
     Parameters
     ----------
     versions: installed version of what it needs, by package; empty for one that is absent.
     machine: as `uname -m` says it.
+    compiled: whether there is what it compiles for its torch, if it does.
     """
     if engine not in ENGINES:
         return ""
@@ -78,4 +101,6 @@ def find_problem(engine: str, versions: Mapping[str, str], machine: str) -> str:
         if not versions[name].startswith(f"{wanted}."):
             here = f"and here is {versions[name] or 'none'}"
             return f"--engine {engine} needs {name} {wanted}, {here}: {needs.elsewhere}, or leave --engine out"
+    if not compiled:
+        return f"--engine {engine} has not been compiled for its torch: {needs.elsewhere}, or leave --engine out"
     return ""

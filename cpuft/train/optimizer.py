@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.options.fields import TrainConfig
-from cpuft.train import ipex
+from cpuft.train import ipex, ort
 from cpuft.train.fast import accelerate
 
 
@@ -24,9 +24,12 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     if config.compile:
         # Else torch loads from a folder of /tmp that anybody may make first. The first optimizer settles it.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(os.environ) / "inductor"))
-    optimizer = torch.optim.AdamW(group_parameters(model, config.weight_decay), config.learning_rate, fused=True)
+    fused = config.engine != "ort"  # whose torch has no fused AdamW for CPUs
+    optimizer = torch.optim.AdamW(group_parameters(model, config.weight_decay), config.learning_rate, fused=fused)
     if config.engine == "ipex":
         ipex.optimize(model, optimizer, precision)
+    elif config.engine == "ort":
+        ort.optimize(model)
     elif config.engine != "torch":
         return optimizer
     elif config.compile:

@@ -33,6 +33,21 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
             "--engine deepspeed excludes --shard, because it shares the optimizer out itself: leave one of them out",
         ),
         (
+            {"engine": "ort", "shard": "optimizer"},
+            "--engine ort excludes --shard, because nobody has tried both: leave one of them out",
+        ),
+        *(
+            (
+                {"engine": "ort", **some},
+                "--engine ort trains in fp32 and over gloo only: add --precision fp32 --backend gloo",
+            )
+            for some in ({}, {"precision": "fp32"}, {"backend": "gloo"}, {"precision": "bf16", "backend": "gloo"})
+        ),
+        (
+            {"engine": "ort", "precision": "fp32", "backend": "gloo", "task": "text"},
+            "--engine ort takes the first batch's masked places for all: train --task text without it",
+        ),
+        (
             {"shard": "optimizer", "sync_every": 2},
             "--sync-every has each rank make all updates itself, --shard a part of each: leave one out",
         ),
@@ -65,6 +80,7 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
         {"shard": "optimizer", "compile": True},
         {"engine": "ipex", "grad_compression": "int8"},
         {"engine": "deepspeed", "accumulation": 2},
+        {"engine": "ort", "precision": "fp32", "backend": "gloo", "sync_every": 2},
     ],
 )
 def test_others_may_go_together(options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.options.fields import ENGINES as NAMES
 from cpuft.options.fields import TrainConfig
-from cpuft.train.engines import ENGINES, IPEX, check_engine, find_problem, name_packages
+from cpuft.train.engines import ENGINES, IPEX, ORT, check_engine, find_problem, name_packages
 from tests.conftest import run_cpuft
 
 MOVE = "use the environment that scripts/check-ipex makes, or leave --engine out"
+MOVE_ORT = MOVE.replace("ipex", "ort")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,15 @@ MOVE = "use the environment that scripts/check-ipex makes, or leave --engine out
             "--engine deepspeed needs deepspeed 0.19, and here is none: "
             "pip install --no-build-isolation 'cpuft[deepspeed]', or leave --engine out",
         ),
+        ("ort", ("1.19.2", "2.3.1+cu121"), "x86_64", ""),
+        ("ort", ("1.19.2", "2.13.0"), "x86_64", f"--engine ort needs torch 2.3, and here is 2.13.0: {MOVE_ORT}"),
+        ("ort", ("", "2.3.1"), "x86_64", f"--engine ort needs {ORT} 1.19, and here is none: {MOVE_ORT}"),
+        (
+            "ort",
+            ("1.19.2", "2.3.1"),
+            "aarch64",
+            "--engine ort runs on x86_64 only, and this host is aarch64: leave --engine out",
+        ),
         ("torch", (), "riscv64", ""),
     ],
 )
@@ -51,11 +62,16 @@ def test_every_engine_but_our_own_says_what_it_needs() -> None:
     assert name_packages("torch") == ()
 
 
-def install(folder: Path, package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a package of that name and version before all others: its import raises what IPEX's does."""
-    info = folder / f"{package}-{version}.dist-info"
+def describe(folder: Path, package: str, version: str) -> None:
+    """Let a folder's packages be of that version, by what is said of them."""
+    info = folder / f"{package.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+
+def install(folder: Path, package: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a package of that name and version before all others: its import raises what IPEX's does."""
+    describe(folder, package, version)
     (folder / f"{package}.py").write_text("import os\nos.exit(127)\n")
     monkeypatch.syspath_prepend(str(folder))
 
@@ -65,12 +81,29 @@ def test_ipex_beside_another_torch_is_refused_without_importing_it(
 ) -> None:
     install(tmp_path, IPEX, "2.8.0", monkeypatch)
     check_engine(TrainConfig())
-    torch = tmp_path / "torch-2.13.0.dist-info"
-    torch.mkdir()
-    (torch / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
+    describe(tmp_path, "torch", "2.13.0")
     with pytest.raises(CpuftError, match=r"needs torch 2\.8, and here is 2\.13\.0: "):
         check_engine(TrainConfig(engine="ipex"))
     assert IPEX not in sys.modules
+
+
+def test_ort_trains_where_it_was_compiled_for_its_torch_and_never_with_that_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    describe(tmp_path, ORT, "1.19.2")
+    describe(tmp_path, "torch", "2.3.1+cpu")
+    extensions = tmp_path / "onnxruntime/training/ortmodule/torch_cpp_extensions"
+    extensions.mkdir(parents=True)
+    with pytest.raises(CpuftError) as refused:
+        check_engine(TrainConfig(engine="ort"))
+    assert str(refused.value) == f"--engine ort has not been compiled for its torch: {MOVE_ORT}"
+    (extensions / "aten_op_executor.cpython-311-x86_64-linux-gnu.so").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTMODULE_FALLBACK_POLICY", "put back afterwards")
+        patch.delenv("ORTMODULE_FALLBACK_POLICY")
+        check_engine(TrainConfig(engine="ort"))
+        assert os.environ["ORTMODULE_FALLBACK_POLICY"] == "FALLBACK_DISABLE"
 
 
 def test_a_launch_with_ipex_where_it_is_not_starts_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

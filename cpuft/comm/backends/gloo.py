@@ -66,6 +66,24 @@ class WatchedWork(dist.Work):
     _source_rank = source_rank
 
 
+def _wrap(gloo: ProcessGroupGloo, store: Store, member: Membership) -> ProcessGroup:
+    """A group that is gloo's, and nothing else."""
+    if hasattr(ProcessGroup, "_set_default_backend"):
+        group = ProcessGroup(store, member.rank, member.size)
+    else:  # torch 2.3, of --engine ort
+        older: Any = ProcessGroup
+        group = older(store, member.rank, member.size, older.Options("gloo"))
+    _hand_on(group, gloo)
+    return group
+
+
+def _hand_on(group: ProcessGroup, gloo: ProcessGroupGloo) -> None:
+    """Let gloo do what torch asks a group for from C++."""
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    if hasattr(group, "_set_default_backend"):
+        group._set_default_backend(ProcessGroup.BackendType.GLOO)
+
+
 class WatchedGloo(dist.ProcessGroup):
     """Hands every operation on to gloo, and notes when it begins and ends."""
 
@@ -75,16 +93,13 @@ class WatchedGloo(dist.ProcessGroup):
         # The constructor that takes a store cannot make subclasses.
         super().__init__(member.rank, member.size)  # type: ignore[call-arg]
         # The full interface of a process group, without a second trip through this class's methods.
-        self._gloo = ProcessGroup(store, member.rank, member.size)
-        self._gloo._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-        self._gloo._set_default_backend(ProcessGroup.BackendType.GLOO)
+        self._gloo = _wrap(gloo, store, member)
         self._member = member
         self._timeout = timeout
         self._register = register
         self._watch = watch
         # What torch calls from C++ past this class goes to gloo itself.
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(ProcessGroup.BackendType.GLOO)
+        _hand_on(self, gloo)
 
     def name(self) -> str:
         """What torch calls the backend."""

@@ -140,10 +140,11 @@ def clip_gradients(
     mine = {id(p) for p in _group_parameters(optimizer)}
     others = any(id(p) not in mine for p in parameters)
     if kernels is None or plain or others or not isinstance(optimizer, FusedStep):
+        if not add_up:
+            return float(torch.nn.utils.clip_grad_norm_(parameters, most))
         whole = torch.nn.utils.get_total_norm(grads)
-        if add_up:
-            add_up(squares := whole.double().square())
-            whole = squares.sqrt().to(whole.dtype)
+        add_up(squares := whole.double().square())
+        whole = squares.sqrt().to(whole.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, most, whole)
         return float(whole)
     total = torch.zeros((), dtype=torch.float64)
