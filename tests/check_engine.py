@@ -25,6 +25,8 @@ WHERE = "1:gloo 2:gloo 2:mpi 2:ccl"
 """Ranks and backends."""
 NEEDED = {"ort": ("--precision", "fp32")}
 """Options without which an engine does not train; ours gets them, too."""
+OURS = {"deepspeed": ("--shard", "optimizer")}
+"""Options of our engine with which it does the same as another."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,15 @@ class Job:
 
     pythons: dict[str, str]
     words: tuple[str, ...]
+    ours: tuple[str, ...]
+    """Of our engine alone."""
 
     def train(self, engine: str, np: int, backend: str, *words: str) -> Record:
         """One run of cpuft launch; its record. What it says on stderr is shown when it fails."""
         with tempfile.TemporaryDirectory() as folder:
             command = [self.pythons[engine], "-m", "cpuft", "launch", "--run-dir", f"{folder}/run", "--no-save-model"]
             command += ["--engine", engine, "--np", str(np), "--backend", backend, *self.words, *words]
+            command += self.ours if engine == "torch" else ()
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -99,7 +104,7 @@ def main() -> None:
     data, words = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("", rest)
     task = ("--task", "mrpc", "--data-dir", data) if data else ("--task", "demo")
     given = (*task, "--learning-rate", "1e-4", *NEEDED.get(engine, ()), *words)
-    job = Job({"torch": sys.executable, engine: python}, given)
+    job = Job({"torch": sys.executable, engine: python}, given, OURS.get(engine, ()))
     write(engine, {**FORMAT, "time": time.time(), "words": job.words})
     columns = f"{'torch, samples/s':>18}{f'{engine}, samples/s':>22}{'ratio':>7}{'least':>7}{'most':>7}"
     print(f"{'ranks':>5} {'backend':8}{columns}")
