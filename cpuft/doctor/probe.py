@@ -56,11 +56,10 @@ def read_packages() -> dict[str, str]:
     return versions
 
 
-def read_mpi() -> str:
-    """The first line that this environment's mpirun says of itself; empty when there is none."""
-    folder = os.path.dirname(sys.executable)
+def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
+    """The first line that this environment's mpirun, else in a job of Slurm's srun, says of itself; empty: none."""
     path = next((p for p in (f"{folder}/mpiexec.hydra", f"{folder}/mpirun") if os.access(p, os.X_OK)), "")
-    path = path or shutil.which("mpirun") or ""
+    path = path or shutil.which("mpirun") or ("SLURM_JOB_ID" in os.environ and shutil.which("srun")) or ""
     if not path:
         return ""
     try:

@@ -74,6 +74,8 @@ class Cluster:
     access: Access = Access()
     away: bool = False
     """Whether the run has a directory on the master's own disk, and results are fetched from there."""
+    outside: bool = False
+    """Whether this machine is none of the hosts but sees the same files: a login node that has an allocation."""
     uid: int = 0
     """Of this user on the master."""
     ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class Cluster:
     @property
     def bootstrap(self) -> str:
         """How mpirun starts its proxies on other hosts, where that is not by ssh."""
-        return self.access.door.bootstrap if len(self.assignments) > 1 else ""
+        return self.access.door.bootstrap if len(self.assignments) > 1 or self.outside else ""
 
     @property
     def folder(self) -> str:
@@ -125,7 +127,7 @@ class Cluster:
     @property
     def inherits(self) -> bool:
         """Whether all ranks run here, and so inherit the user's variables."""
-        return not self.away and len(self.assignments) == 1
+        return not self.away and not self.outside and len(self.assignments) == 1
 
     @property
     def rank_hosts(self) -> tuple[str, ...]:
@@ -229,11 +231,14 @@ def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: A
     assignments = assign_ranks(wanted, config.np, config.ppn, cores)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     # Hosts with disks of their own get their inputs in one way, wherever this machine is among them.
-    away = (bool(access.config_there) and len(used) > 1) or not access.door.is_here(hosts[0])
+    here = access.door.is_here(hosts[0])
+    outside = bool(access.door.bootstrap) and not here
+    away = (bool(access.config_there) and len(used) > 1) or not (here or outside)
     flavour = find_flavour(hosts[0], config.mpirun, access.python, access.door)
     ways = {a.host.name: access.door.way(a.host) for a in assignments} if away else {}
     uid = used[0].uid
-    return Cluster(assignments, used, flavour, access.mpirun_options, os.geteuid() == 0, access, away, uid, ways)
+    as_root, options = os.geteuid() == 0, access.mpirun_options
+    return Cluster(assignments, used, flavour, options, as_root, access, away, outside, uid, ways)
 
 
 def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None:

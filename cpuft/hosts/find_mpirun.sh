@@ -1,7 +1,7 @@
 for path; do
     path=$(command -v "$path") || continue
     case $(readlink -f "$path") in
-        *ompi*) ;;
+        *ompi* | */srun) ;;
         *) own=$(dirname "$path")/mpiexec.hydra; [ ! -x "$own" ] || path=$own ;;
     esac
     echo "$path"

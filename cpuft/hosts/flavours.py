@@ -1,4 +1,4 @@
-"""The flavours of mpirun: which one there is, here or on the master."""
+"""What starts ranks: the flavours of mpirun, and Slurm's srun; which one there is, here or on the master."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ _FIND = Path(__file__).with_name("find_mpirun.sh").read_text(encoding="utf-8")
 
 @dataclass(frozen=True)
 class Flavour:
-    """An mpirun that was found: its path and whose it is."""
+    """What was found to start ranks: its path and whose it is."""
 
     path: str
     name: str
-    """intel, mpich or openmpi"""
+    """intel, mpich, openmpi, or srun, which takes the place of an mpirun in a job of Slurm's"""
+
+    @property
+    def title(self) -> str:
+        """What a user calls it."""
+        return self.name if self.name == "srun" else f"{self.name}'s mpirun"
 
 
 def parse_flavour(path: str, version_text: str) -> Flavour:
     """Whose mpirun this is, from what `mpirun --version` prints. Raises CpuftError for an unknown one."""
     signs = (("intel", "Intel(R) MPI"), ("openmpi", "Open MPI"), ("openmpi", "OpenRTE"), ("mpich", "HYDRA"))
-    for name, sign in signs:
+    for name, sign in (*signs, ("srun", "slurm")):
         if sign in version_text:
             return Flavour(path, name)
     first = (version_text.strip().splitlines() or ["nothing"])[0]
@@ -36,14 +41,20 @@ def parse_flavour(path: str, version_text: str) -> Flavour:
 
 
 def find_flavour(master: Host, wanted: str, python: str, door: Door) -> Flavour:
-    """The master's mpirun: the named one, else that of `python`'s environment, else PATH's.
+    """The master's mpirun: the named one, else that of `python`'s environment, else PATH's, else in a job srun.
+
+    Where this machine is none of a job's hosts, a login node's `salloc`, it is srun: hosts need not reach back here.
 
     Intel MPI's and MPICH's `mpirun` is a shell script that looks for mpiexec.hydra on PATH and passes no signals on:
     where the program itself is beside it, that is used.
 
-    Raises CpuftError: there is none, or one that is not known.
+    Raises CpuftError: there is none, or one that is not known, or that cannot start ranks there from here.
     """
-    paths = (wanted,) if wanted else (f"{os.path.dirname(python)}/mpirun", "mpirun")
+    outside = bool(door.bootstrap) and not door.is_here(master)
+    if outside and not wanted:
+        return Flavour("srun", "srun")
+    found = (f"{os.path.dirname(python)}/mpirun", "mpirun", *(["srun"] if door.bootstrap else []))
+    paths = (wanted,) if wanted else found
     answer = door.run(master, ("sh", "-c", _FIND, "find", *paths), seconds=30)
     if answer.exit_code:
         where = f" at {wanted}" if wanted else ""
@@ -53,4 +64,9 @@ def find_flavour(master: Host, wanted: str, python: str, door: Door) -> Flavour:
             f"or name yours with --mpirun"
         )
     path, _, version = answer.output.partition("\n")
-    return parse_flavour(path, version + answer.errors)
+    flavour = parse_flavour(path, version + answer.errors)
+    if flavour.name == "srun" and not door.bootstrap:
+        raise CpuftError("srun starts ranks in a job of Slurm's, and this is none: leave --mpirun out, or say sbatch")
+    if flavour.name != "srun" and outside:
+        raise CpuftError(f"hosts of the job may not reach back to {wanted} here: leave --mpirun out, srun starts ranks")
+    return flavour

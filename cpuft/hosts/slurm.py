@@ -28,10 +28,10 @@ _ENDED = re.compile(r"^srun: error: \S+: task 0: ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class SlurmDoor(Door):
-    """The way to the hosts of a job, from one of them."""
+    """The way to the hosts of a job, from one of them or from where it was asked for."""
 
     own: str = ""
-    """What Slurm calls this host."""
+    """What Slurm calls this host; empty on a login node that has an allocation."""
     bootstrap: ClassVar[str] = "slurm"
 
     def is_here(self, host: Host) -> bool:
@@ -84,7 +84,7 @@ class SlurmDoor(Door):
 def find_door(environ: Mapping[str, str]) -> SlurmDoor | None:
     """The way to the hosts of the job that this process runs in; None where it is in none.
 
-    Raises CpuftError: srun has started this process several times, or it runs on no host of the job.
+    Raises CpuftError: srun has started this process several times.
     """
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_JOB_NODELIST"):
         return None
@@ -94,13 +94,7 @@ def find_door(environ: Mapping[str, str]) -> SlurmDoor | None:
             f"srun starts cpuft launch {tasks} times: write it into the job's script without srun, "
             f"and say how many ranks there are with --np"
         )
-    own = environ.get("SLURMD_NODENAME", "")
-    if not own:
-        raise CpuftError(
-            "this shell has an allocation of Slurm but is on none of its hosts: "
-            "submit a script with sbatch, or start a shell there with srun --pty bash"
-        )
-    return SlurmDoor(own=own)
+    return SlurmDoor(own=environ.get("SLURMD_NODENAME", ""))
 
 
 def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:

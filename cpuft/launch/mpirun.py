@@ -1,4 +1,4 @@
-"""mpirun's command line, for each flavour of it."""
+"""The command line of what starts ranks: mpirun, each flavour of it, or srun."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ def plan_mpirun(
     `logs` is the directory that gets each rank's output in files of its own; `iface` the interface that mpirun's
     own connections use.
     """
+    if flavour.name == "srun":
+        return _plan_srun(flavour, groups, shared, command, logs)
     is_openmpi = flavour.name == "openmpi"
     words = [flavour.path, *(_openmpi_options(logs, iface) if is_openmpi else _hydra_options(flavour, logs, iface))]
     words += [] if is_openmpi else [word for one in shared for word in ("-genv", one.name, one.value)]
@@ -71,6 +73,29 @@ def _openmpi_group(group: RankGroup, shared: tuple[Setting, ...]) -> list[str]:
     return ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env", *settings]
 
 
+_PICK = """until [ "${1:?this host is in no plan}" = "@$SLURMD_NODENAME" ]; do shift; done; shift
+while case $1 in @* | --) false ;; esac; do export "$1"; shift; done
+until [ "$1" = -- ]; do shift; done; shift; exec "$@"
+"""
+"""srun has one environment for all tasks: each exports those of its own host, @HOST NAME=VALUE ... -- COMMAND."""
+
+
+def _plan_srun(
+    flavour: Flavour, groups: tuple[RankGroup, ...], shared: tuple[Setting, ...], command: tuple[str, ...], logs: str
+) -> tuple[str, ...]:
+    """One step on the cores that the job has, all of them: cpuft.rank pins. --cpus-per-task would give it fewer."""
+    tasks = [group.host for group in groups for _ in range(group.ranks)]
+    folder = logs.replace("%", "%%")  # %t is srun's own
+    words = [flavour.path, "--quiet", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--input=none"]
+    words += ["--overlap", "--overcommit", "--cpu-bind=none", f"--output={folder}/rank-%t.out"]
+    words += [f"--error={folder}/rank-%t.err", f"--nodes={len(groups)}", f"--ntasks={len(tasks)}"]
+    words += ["--distribution=arbitrary", f"--nodelist={','.join(tasks)}"]
+    words += ["env", *(f"{one.name}={one.value}" for one in shared), "sh", "-c", _PICK, "pick"]
+    for group in groups:
+        words += [f"@{group.host}", *(f"{one.name}={one.value}" for one in group.settings)]
+    return (*words, "--", *command)
+
+
 _PLACES = Setting("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "0", "ranks go where the plan says, not where Slurm would")
 _BY_SRUN = "srun starts mpirun's proxies: no host needs ssh"
 _SLURM = {
@@ -90,7 +115,7 @@ def step_settings(
         "openmpi": "OMPI_MCA_plm_rsh_args",
     }
     settings: tuple[Setting, ...] = ()
-    if bootstrap == "slurm":
+    if bootstrap == "slurm" and flavour.name in _SLURM:
         settings += (
             *_SLURM[flavour.name],
             Setting("SLURM_OVERLAP", "1", "what an mpirun before had is not waited for"),

@@ -64,7 +64,7 @@ def plan_settings(
     placements, reason = plan_placements(cluster, config, backend)
     interfaces = plan_interfaces(cluster, config.iface)
     port = config.master_port or cluster.facts[0].free_port
-    shared = environment.shared_settings(interfaces[0], port, cluster.facts, config.np)
+    shared = environment.shared_settings(interfaces[0], port, cluster.facts, config.np, cluster.flavour.name == "srun")
     shared = environment.keep_users_values(shared, environ)
     hosts = []
     for host_facts, interface, ranks in zip(cluster.facts, interfaces, placements):
@@ -184,7 +184,7 @@ def plan_launch(
     make = _plan_folder(cluster, run_dir, resumed)
     own = mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root, cluster.bootstrap)
     start = Step(
-        f"start {config.np} ranks with {cluster.flavour.name}'s mpirun; output of rank N: {logs}/rank-N.out and .err",
+        f"start {config.np} ranks with {cluster.flavour.title}; output of rank N: {logs}/rank-N.out and .err",
         (*without, *mpirun.MAKE_KEY, *command),
         (*own, *_settings_there(cluster)),
         cluster.master,

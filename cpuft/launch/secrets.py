@@ -32,7 +32,8 @@ def plan_secrets(
         return ((),), (), tuple(notes)
     sent = ", ".join([KEY, *sorted(environment.secrets_for_ranks(environ))])
     kept = ", ".join(sorted(set(names) - environment.secrets_for_ranks(environ).keys()))
-    notes += [f"may be secret, so each rank gets it by a file of its own, over ssh: {sent}"]
+    way = "srun" if cluster.access.door.bootstrap else "ssh"
+    notes += [f"may be secret, so each rank gets it by a file of its own, over {way}: {sent}"]
     notes += [f"may be secret, so they stay here, and ranks do without: {kept}"] if kept else []
     settings = tuple(
         (Setting(SENT, cluster.sent_file(run_dir, index), f"each rank takes {sent} from its file, which goes then"),)

@@ -34,8 +34,11 @@ _TIED_TO_A_RUN = "CPUFT_"
 _EXPORTED = "CPUFT_EXPORTED"
 
 
-def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int) -> tuple[Setting, ...]:
+def shared_settings(
+    master: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
+) -> tuple[Setting, ...]:
     """Settings that are equal on every host."""
+    ranks = ("none", "the backend tells oneCCL its ranks") if by_srun else ("hydra", "oneCCL reads ranks from mpirun")
     return (
         Setting("MASTER_ADDR", master.address, f"the master's address: {master.reason}"),
         Setting("MASTER_PORT", str(port), "a port that is free on the master"),
@@ -43,7 +46,7 @@ def shared_settings(master: Interface, port: int, hosts: tuple[HostFacts, ...], 
         *_fabrics_settings(hosts),
         _choose_provider(hosts),
         Setting("CCL_ATL_TRANSPORT", "ofi", "oneCCL's own transport over libfabric, as in the recipe"),
-        Setting("CCL_PROCESS_LAUNCHER", "hydra", "oneCCL reads ranks from mpirun"),
+        Setting("CCL_PROCESS_LAUNCHER", *ranks),
         Setting("CCL_LOG_LEVEL", "error", "oneCCL's warnings would only repeat these settings"),
         Setting("KMP_BLOCKTIME", "1", "idle OpenMP threads yield their core after 1 ms"),
         Setting("KMP_AFFINITY", "granularity=fine,compact,1,0", "one OpenMP thread a core, none moves"),

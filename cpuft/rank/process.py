@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 from cpuft.errors import CpuftError
 from cpuft.files import take_sent
 from cpuft.rank.notice import start_watch
-from cpuft.rank.world import World, parse_world, world_variables
+from cpuft.rank.world import World, is_of_srun, parse_world, world_variables
 from cpuft.words import unpack_words
 
 FAILURE = "cpuft-rank-failed:"
@@ -59,11 +59,11 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
 
 
 def abort_job(environ: Mapping[str, str], code: int) -> None:
-    """Tell mpirun to end all ranks. Hydra does not do so by itself for a rank that never called MPI_Init.
+    """Tell mpirun to end all ranks. Hydra does not do so by itself for a rank that never called MPI_Init. srun does.
 
     Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it on the descriptor PMI_FD.
     """
-    if environ.get("PMI_FD", "").isdecimal():
+    if environ.get("PMI_FD", "").isdecimal() and not is_of_srun(environ):
         with contextlib.suppress(OSError):
             os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
 

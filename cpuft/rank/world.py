@@ -44,6 +44,11 @@ def parse_world(environ: Mapping[str, str]) -> World:
     return World(0, 1, 0, 1)
 
 
+def is_of_srun(environ: Mapping[str, str]) -> bool:
+    """Whether variables of PMI are srun's own. Hydra's ranks in a job have the step of its proxy, and more to go by."""
+    return "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ
+
+
 def _parse_ranks(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> World:
     texts = [environ.get(name, default) for name, default in zip(names, ("", "", "0", "1"))]
     if names == _SLURM:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.doctor.probe import find_leftovers
+from cpuft.doctor.probe import find_leftovers, read_mpi
 from tests.provision.simulated import needs_root
 
 RUNS = ("cpuft-0123456789ab", "cpuft-0/0123456789ab", "cpuft-0/0123456789ab.sent")
@@ -52,3 +52,13 @@ def test_what_another_user_left_is_theirs(tmp_path: Path) -> None:
     make(tmp_path, RUNS[:1])
     os.chown(tmp_path / RUNS[0], 65534, 65534)
     assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(("job", "found"), [({"SLURM_JOB_ID": "7"}, "slurm-wlm 22.05.8"), ({}, "")])
+def test_srun_starts_ranks_where_there_is_no_mpirun(job: dict[str, str], found: str, tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
+    (tmp_path / "srun").chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"PATH": str(tmp_path), **job}.items():
+            patch.setenv(name, value)
+        assert read_mpi("/nowhere") == found

@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
+from cpuft.hosts.door import Door
+from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.slurm import SlurmDoor, find_door, read_hosts
 from cpuft.words import parse_counts
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n2"}
+OUTSIDE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
+JOB = OUTSIDE | {"SLURMD_NODENAME": "n2"}
 
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 9)), min_size=1))
@@ -37,23 +40,66 @@ def test_what_are_no_counts(text: str) -> None:
         (JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, SlurmDoor(own="n2")),
         # A batch script has these of its job, and no step.
         (JOB | {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, SlurmDoor(own="n2")),
+        (OUTSIDE, SlurmDoor()),
     ],
-    ids=("no Slurm", "half of it", "a script", "a step of one", "a script of four"),
+    ids=("no Slurm", "half of it", "a script", "a step of one", "a script of four", "a login node's salloc"),
 )
 def test_where_a_process_runs(environ: dict[str, str], door: SlurmDoor | None) -> None:
     assert find_door(environ) == door
 
 
+def test_where_it_may_not() -> None:
+    with pytest.raises(CpuftError, match="srun starts cpuft launch 4 times"):
+        find_door(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
+
+
+INTEL, SRUN = "Intel(R) MPI Library for Linux* OS", "slurm-wlm 22.05.8"
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH but for the shell's own; an mpiexec.hydra in it is no reason to take that."""
+    for name, says in (("mpirun", INTEL), ("mpiexec.hydra", INTEL), ("srun", SRUN)):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("sh", "readlink", "dirname"):
+        (tmp_path / name).symlink_to(f"/bin/{name}")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+HERE, THERE = Host("n2"), Host("n1")
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("removed", "wanted", "found"),
     [
-        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "srun starts cpuft launch 4 times"),
-        ({"SLURMD_NODENAME": ""}, "on none of its hosts"),
+        ((), "", ("mpiexec.hydra", "intel")),
+        ((), "srun", ("srun", "srun")),
+        (("mpirun",), "", ("srun", "srun")),
     ],
+    ids=("mpirun first", "srun asked for", "no mpirun"),
 )
-def test_where_it_may_not(changes: dict[str, str], message: str) -> None:
-    with pytest.raises(CpuftError, match=message):
-        find_door(JOB | changes)
+def test_what_starts_ranks_on_a_host_of_the_job(
+    removed: tuple[str, ...], wanted: str, found: tuple[str, str], programs: Path
+) -> None:
+    for name in removed:
+        (programs / name).unlink()
+    flavour = find_flavour(HERE, wanted, "/nowhere/python", SlurmDoor(own="n2"))
+    assert flavour == Flavour(str(programs / found[0]), found[1])
+
+
+def test_what_starts_ranks_from_a_login_node(programs: Path) -> None:
+    """The fake srun says its version, whatever it is to start."""
+    assert find_flavour(THERE, "", "/nowhere/python", SlurmDoor()) == Flavour("srun", "srun")
+    (programs / "srun").write_text(f"#!/bin/sh\necho /opt/mpirun\necho '{INTEL}'\n")
+    with pytest.raises(CpuftError, match="hosts of the job may not reach back to mpirun here: leave --mpirun out"):
+        find_flavour(THERE, "mpirun", "/nowhere/python", SlurmDoor())
+
+
+def test_srun_starts_nothing_where_there_is_no_job(programs: Path) -> None:
+    with pytest.raises(CpuftError, match="srun starts ranks in a job of Slurm's, and this is none"):
+        find_flavour(Host("localhost"), "srun", "/nowhere/python", Door())
 
 
 @pytest.fixture

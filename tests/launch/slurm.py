@@ -47,7 +47,11 @@ KillWait=5
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 {nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:4
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:4 PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=60 State=UP PriorityTier=2
 """
 _CGROUP = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\n"
 _UP_SECONDS = 30.0
@@ -112,7 +116,11 @@ def open_slurm(cluster: Simulated) -> Iterator[Slurm]:
         stack.callback(slurm.ask, "scontrol", "shutdown")
         count = str(len(names))
         _wait_until(
-            lambda: slurm.ask("sinfo", "--noheader", "--states=idle", "--format=%D").stdout.strip() == count, "Slurm"
+            lambda: (
+                slurm.ask("sinfo", "--noheader", "--partition=all", "--states=idle", "--format=%D").stdout.strip()
+                == count
+            ),
+            "Slurm",
         )
         yield Slurm(cluster, folder, time.monotonic() - started)
         slurm.ask("scancel", "--user=root", "--full")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from cpuft.errors import CpuftError
@@ -14,6 +18,7 @@ VERSIONS = {
     "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\nCopyright 2003-2026",
     "openmpi": "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n",
     "mpich": "HYDRA build details:\n    Version:                                 4.0.2\n",
+    "srun": "slurm-wlm 22.05.8\n",
 }
 GROUPS = (
     RankGroup("node1", 2, (Setting("OMP_NUM_THREADS", "16", ""), Setting("X", "a b", ""))),
@@ -49,8 +54,43 @@ def test_a_folder_that_open_mpi_would_take_for_options(folder: str) -> None:
 def test_command_lines(name: str, golden: Golden) -> None:
     flavour = Flavour("mpirun", name)
     words = plan_mpirun(flavour, GROUPS, SHARED, ("python", "train.py", "--lr", "1"), "/run/logs", "ens5")
-    step = Step("start", words, step_settings(flavour, ("-F", "/etc/ssh config"), as_root=True))
+    options = () if name == "srun" else ("-F", "/etc/ssh config")
+    step = Step("start", words, step_settings(flavour, options, as_root=True))
     golden(f"mpirun-{name}.sh", format_plan(Plan(((step,),))))
+
+
+def test_srun_expands_nothing_in_the_folder_of_logs() -> None:
+    words = plan_mpirun(Flavour("srun", "srun"), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
+    assert {"--output=/runs/50%%rate/logs/rank-%t.out", "--error=/runs/50%%rate/logs/rank-%t.err"} <= {*words}
+    assert step_settings(Flavour("srun", "srun"), (), False, "slurm") == ()
+
+
+@pytest.mark.parametrize("host", ["node1", "node2"])
+def test_each_task_of_srun_has_the_settings_of_its_own_host(host: str) -> None:
+    awkward = {"A": "a 0", "B": 'a"=0"', "C": "a'; echo foo", "D": "$HOME", "E": "one\ntwo", "F": "--", "G": "@node2"}
+    groups = tuple(
+        RankGroup(name, 1, (*(Setting(*one, "") for one in awkward.items()), Setting("OWN", name, "")))
+        for name in ("node1", "node2", "node11")
+    )
+    show = (
+        sys.executable,
+        "-c",
+        "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))",
+        "--",
+        ":",
+    )
+    words = plan_mpirun(Flavour("srun", "srun"), groups, SHARED, show, "/run/logs", "ens5")
+    command = words[words.index("env") :]
+    done = subprocess.run(command, env={"SLURMD_NODENAME": host, "PATH": "/bin"}, capture_output=True, text=True)
+    found, rest = json.loads(done.stdout)
+    assert found.items() >= (awkward | {"OWN": host, "MASTER_ADDR": "10.0.0.1"}).items()
+    assert rest == ["--", ":"]
+
+
+def test_a_task_on_a_host_that_is_in_no_plan_ends() -> None:
+    words = plan_mpirun(Flavour("srun", "srun"), GROUPS, SHARED, ("true",), "/run/logs", "ens5")
+    done = subprocess.run(words[words.index("env") :], env={"SLURMD_NODENAME": "node3", "PATH": "/bin"}, timeout=10)
+    assert done.returncode
 
 
 @pytest.mark.parametrize(

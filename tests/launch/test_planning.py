@@ -43,7 +43,7 @@ def make_cluster(ranks: tuple[int, ...], flavour: str = "intel") -> Cluster:
     )
 
 
-@pytest.mark.parametrize("flavour", ["intel", "mpich", "openmpi"])
+@pytest.mark.parametrize("flavour", ["intel", "mpich", "openmpi", "srun"])
 def test_plan_of_a_script_on_four_hosts(flavour: str, golden: Golden) -> None:
     plan = plan_launch(
         make_cluster((1, 1, 1, 1), flavour),

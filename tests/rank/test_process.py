@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.files import take_sent
-from cpuft.rank.process import remove_abandoned_memory
+from cpuft.rank.process import abort_job, remove_abandoned_memory
 
 
 def _segment(folder: Path, name: str, age: float) -> None:
@@ -54,3 +54,21 @@ def test_a_rank_may_open_as_many_files_as_its_host_lets_it(soft: int, most: int,
     limit = f'ulimit -Sn {soft}; ulimit -Hn 512; exec "$0" -c "$1"'
     done = subprocess.run(["sh", "-c", limit, sys.executable, code], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{allowed} 512\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ({}, b"cmd=abort exitcode=7\n"),
+        ({"SLURM_STEP_ID": "1", "MPI_LOCALRANKID": "0"}, b"cmd=abort exitcode=7\n"),
+        ({"SLURM_STEP_ID": "1"}, b""),
+    ],
+    ids=("Hydra", "Hydra in a job", "srun"),
+)
+def test_who_does_not_end_all_ranks_by_itself_is_told(launcher: dict[str, str], said: bytes) -> None:
+    """srun takes it for a broken beginning of PMI, and says so in the rank's log."""
+    reading, writing = os.pipe()
+    abort_job({"PMI_FD": str(writing), **launcher}, 7)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        assert file.read() == said

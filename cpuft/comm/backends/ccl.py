@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from cpuft.errors import CpuftError
-from cpuft.rank.world import parse_world
+from cpuft.rank.world import is_of_srun, parse_world
 
 # Places in the enums `datatype` and `reduction` of oneCCL 2021's oneapi/ccl/types.hpp.
 _TYPES = {
@@ -105,7 +105,7 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
         # the reason in the shim.
         settings["CCL_YIELD"] = "sleep"
     # srun's pmi2 does not tell oneCCL the rank's place on its host.
-    if "PMI_RANK" not in environment or ("SLURM_STEP_ID" in environment and "MPI_LOCALRANKID" not in environment):
+    if "PMI_RANK" not in environment or is_of_srun(environment):
         settings |= {
             "CCL_PROCESS_LAUNCHER": "none",
             "CCL_LOCAL_RANK": environment.get("LOCAL_RANK", "0"),
