@@ -25,6 +25,7 @@ LAUNCH = (sys.executable, "-m", "cpuft", "launch")
 BY_SRUN = ("--mpirun", "srun")
 TRAINING = ("--task", "demo", "--max-train-samples", "64", "--max-steps", "4", "--precision", "fp32", "--dropout", "0")
 LONG = ("--task", "demo", "--epochs", "4", "--batch-size", "8", "--precision", "fp32", "--dropout", "0")
+SHORTER = (*LONG, "--max-steps", "60")
 QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
 SUM = """import os, sys, torch, torch.distributed as dist
 from cpuft import comm
@@ -121,7 +122,7 @@ def test_worlds_of_one_are_refused_by_every_rank(slurm: Slurm) -> None:
 def test_a_job_that_is_short_of_time_is_queued_again_and_comes_to_its_end(slurm: Slurm) -> None:
     """Slurm's signal comes up to a minute early; the job saves itself, waits for its turn, and goes on."""
     theirs = launch_plainly(slurm, 2, *LONG, *QUIET)
-    site = ("--nodes", "2", "--time", "2", "--retries", "30", "--extra=--signal=B:USR1@60")
+    site = ("--nodes", "2", "--time", "3", "--retries", "30", "--extra=--signal=B:USR1@60")
     words = ("launch", "--np", "2", *LONG, *QUIET, "--run-dir", "limited")
     done = slurm.cpuft("submit", "slurm", *site, "--wait", "--", *words, seconds=1500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -130,11 +131,11 @@ def test_a_job_that_is_short_of_time_is_queued_again_and_comes_to_its_end(slurm:
 
 def test_a_job_that_gives_way_goes_on_later(slurm: Slurm) -> None:
     """A more urgent one wants its hosts: Slurm's signal, a minute, and its place in the queue again."""
-    theirs = launch_plainly(slurm, 2, *LONG, *QUIET)
-    words = ("launch", "--np", "2", *LONG, *QUIET, "--run-dir", "preempted")
+    theirs = launch_plainly(slurm, 2, *SHORTER, *QUIET)
+    words = ("launch", "--np", "2", *SHORTER, *QUIET, "--run-dir", "preempted")
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(slurm.cpuft, "submit", "slurm", "--nodes", "2", "--wait", "--", *words, seconds=900)
-        wait_until(lambda: count_steps(slurm, "preempted") > 20 or job.done(), "it does not train")
+        wait_until(lambda: count_steps(slurm, "preempted") > 5 or job.done(), "it does not train")
         other = ("sbatch", "--wait", "--partition=urgent", "--nodes=4", "--exclusive", "--wrap=true")
         urgent = slurm.ask(*other, seconds=120)
         assert urgent.returncode == 0, urgent.stderr
@@ -152,12 +153,12 @@ def check_going_on(ours: Record, theirs: Record) -> None:
 @pytest.mark.parametrize("starter", [(), BY_SRUN], ids=("mpirun", "srun"))
 def test_a_job_that_loses_a_host_goes_on_without_it(starter: tuple[str, ...], slurm: Slurm) -> None:
     """Inside its allocation, long before Slurm itself misses the host."""
-    words = (*starter, "--np", "3", *LONG, *QUIET, "--checkpoint-every", "1", "--run-dir", "lost")
+    words = (*starter, "--np", "2", *SHORTER, *QUIET, "--checkpoint-every", "1", "--run-dir", "lost")
     cluster = slurm.cluster
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(launch, slurm, *words, options=("--nodes=3", "--ntasks=3", "--no-kill"))
-        wait_until(lambda: count_steps(slurm, "lost") > 20 or job.done(), "it does not train")
-        done = cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "3")
+        job = pool.submit(launch, slurm, *words, options=("--nodes=2", "--ntasks=2", "--no-kill"))
+        wait_until(lambda: count_steps(slurm, "lost") > 5 or job.done(), "it does not train")
+        done = cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "2")
         assert done.returncode == 0, done.stderr
         begun = time.monotonic()
         wait_until(lambda: bool(read(slurm, "lost").resumptions) or job.done(), "it does not go on")
