@@ -65,9 +65,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return known
 
 
-def plan_launch(asked: argparse.Namespace, model: str, text: str, run_dir: Path) -> list[str]:
-    """Words of a training's `cpuft launch`, wherever it runs."""
-    what = ["--task", "text", "--train-file", text, "--from-config", model, "--tokenizer", "minilm"]
+def plan_launch(asked: argparse.Namespace, model: str, texts: tuple[str, str], run_dir: Path) -> list[str]:
+    """Words of a training's `cpuft launch`, wherever it runs. `texts`: to train on, and the little to evaluate on."""
+    what = ["--task", "text", "--train-file", texts[0], "--validation-file", texts[1]]
+    what += ["--from-config", model, "--tokenizer", "minilm"]
     size = ["--max-length", str(asked.length), "--batch-size", str(asked.batch_size)]
     size += ["--accumulation", str(asked.accumulation), "--max-steps", str(asked.steps)]
     own = ["--shard", "optimizer", "--no-save-model", "--checkpoint-every", "0", "--no-check", "--restarts", "0"]
@@ -127,30 +128,30 @@ def cpuft(folder: Path, *words: str) -> None:
     subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, check=True, timeout=_SECONDS + 600)
 
 
-def measure_hosts(folder: Path, asked: argparse.Namespace, text: str, hosts: int) -> Point:
+def measure_hosts(folder: Path, asked: argparse.Namespace, texts: tuple[str, str], hosts: int) -> Point:
     """A training on so many simulated hosts, a rank each."""
     cluster, run_dir = f"p{hosts}", folder / f"hosts-{hosts}"
     nodes = ["--nodes", str(hosts), "--cores-per-node", str(asked.cores), "--net", asked.net]
     cpuft(folder, "provision", "local", "--name", cluster, *nodes)
     try:
-        words = plan_launch(asked, asked.model, text, run_dir)
+        words = plan_launch(asked, asked.model, texts, run_dir)
         cpuft(folder, *words, "--cluster", cluster, "--np", str(hosts))
     finally:
         cpuft(folder, "provision", "down", cluster)
     return read_point(hosts, read_record(str(run_dir)))
 
 
-def measure_depth(folder: Path, asked: argparse.Namespace, text: str, layers: int) -> Point:
+def measure_depth(folder: Path, asked: argparse.Namespace, texts: tuple[str, str], layers: int) -> Point:
     """A training of so many wide layers, one rank on all cores of this machine."""
     settings, run_dir = folder / f"wide-{layers}.json", folder / f"depth-{layers}"
     settings.write_text(json.dumps({"model_type": "bert", **WIDE, "num_hidden_layers": layers}), encoding="utf-8")
-    cpuft(folder, *plan_launch(asked, str(settings), text, run_dir))
+    cpuft(folder, *plan_launch(asked, str(settings), texts, run_dir))
     return read_point(layers, read_record(str(run_dir)))
 
 
-def write_text(path: Path) -> str:
+def write_text(path: Path, lines: int) -> str:
     """A corpus of no meaning, for who has none at hand: what it says does not change how long a step takes."""
-    path.write_text("the river runs by a house of stone and under old trees\n" * 40_000, encoding="utf-8")
+    path.write_text("the river runs by a house of stone and under old trees\n" * lines, encoding="utf-8")
     return str(path)
 
 
@@ -160,11 +161,12 @@ def main() -> None:
     print(f"{asked.batch_size} x {asked.accumulation} sequences of {asked.length} tokens a rank and update", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        text = str(Path(asked.text).absolute()) if asked.text else write_text(folder / "text.txt")
-        hosts = [measure_hosts(folder, asked, text, int(number)) for number in asked.hosts.split(",") if number]
+        own = str(Path(asked.text).absolute()) if asked.text else write_text(folder / "text.txt", 40_000)
+        texts = (own, write_text(folder / "few.txt", 20))
+        hosts = [measure_hosts(folder, asked, texts, int(number)) for number in asked.hosts.split(",") if number]
         if hosts:
             print(f"{asked.model}, {asked.cores:g} cores a host:\n{format_hosts(hosts)}", flush=True)
-        depths = [measure_depth(folder, asked, text, int(number)) for number in asked.depths.split(",") if number]
+        depths = [measure_depth(folder, asked, texts, int(number)) for number in asked.depths.split(",") if number]
         if depths:
             print(f"{WIDE['hidden_size']} wide, one rank:\n{format_depths(depths, asked.layers)}", flush=True)
 

@@ -36,6 +36,6 @@ def test_a_run_s_point_leaves_its_first_update_out() -> None:
 
 
 def test_options_that_are_not_its_own_are_the_launch_s() -> None:
-    words = plan_launch(parse(["--precision", "fp32", "--length", "64"]), "bert-large", "corpus", Path("run"))
+    words = plan_launch(parse(["--precision", "fp32", "--length", "64"]), "bert-large", ("corpus", "few"), Path("run"))
     assert words[-2:] == ["--precision", "fp32"]
     assert words[words.index("--max-length") + 1] == "64"

@@ -83,7 +83,7 @@ DEMO = {"task": "demo", "max-train-samples": "128", "max-steps": "4", "batch-siz
 UNHEARD = pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&1 | head -1"])
 
 
-@UNHEARD
+@pytest.mark.parametrize("streams", [pytest.param("<&- >&- 2>&-", marks=pytest.mark.proof), "2>&1 | head -1"])
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_a_run_that_nobody_listens_to_goes_on(streams: str) -> None:
     words = " ".join(f"--{name} {value}" for name, value in DEMO.items() if name != "save-model")

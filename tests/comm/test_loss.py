@@ -23,12 +23,12 @@ OTHERS = tuple(
     ("backend", "how"),
     (
         ("ccl", "stop"),
-        ("ccl", "kill"),
-        ("mpi", "stop"),
+        pytest.param("ccl", "kill", marks=pytest.mark.proof),
+        pytest.param("mpi", "stop", marks=pytest.mark.proof),
         ("mpi", "kill"),
         ("gloo", "raise"),
         ("gloo", "kill"),
-        ("gloo", "sleep"),
+        pytest.param("gloo", "sleep", marks=pytest.mark.proof),
         *OTHERS,
     ),
 )
@@ -46,7 +46,7 @@ def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None
     assert {line.split(":")[1] for line in named} == {" rank 0", " rank 2"} or by_launcher, run.stdout
 
 
-@pytest.mark.parametrize("lost", (0, 1))
+@pytest.mark.parametrize("lost", (0, pytest.param(1, marks=pytest.mark.proof)))
 def test_a_stopped_rank_is_missed_and_no_other(lost: int) -> None:
     """Also the one that relays what all say."""
     run = mpirun(3, "tests.comm.loss", "gloo", "stop", str(lost), seconds=60)

@@ -205,6 +205,7 @@ def test_an_interrupt_ends_the_ranks_on_all_hosts(cluster: Simulated) -> None:
         assert "sleeps.py" not in cluster.on(index, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
 
 
+@pytest.mark.proof
 def test_a_host_that_freezes_ends_the_run(cluster: Simulated) -> None:
     """The other rank gives up after five seconds; mpirun alone would wait for the frozen host for ever."""
     script = cluster.folder / "waits.py"

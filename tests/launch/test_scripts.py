@@ -127,7 +127,7 @@ print("done")
 def test_a_script_that_leaves_while_gloo_still_tidies_up_ends() -> None:
     script = write_script(LEAVES)
     # Run by Python itself, two of five times it hung.
-    for turn in range(4):
+    for turn in range(2):
         done = run_cpuft("launch", "--np", "2", "--run-dir", f"run{turn}", "--", script, seconds=60)
         assert (done.returncode, done.stdout.splitlines()[0]) == (0, "done"), done.stderr
 
