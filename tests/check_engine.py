@@ -63,6 +63,7 @@ def take_turns(job: Job, np: int, backend: str, rounds: int, steps: int) -> Iter
                 "round": number,
                 "engine": engine,
                 "samples_per_second": record.footer.steady_samples_per_second,
+                "phases": record.footer.phases,
                 "peak_megabytes": record.footer.peak_memory_bytes >> 20,
                 "losses": [line.loss for line in record.steps],
                 "precision": record.header.precision,
