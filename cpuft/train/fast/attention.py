@@ -2,6 +2,9 @@
 
 torch's flash kernel on the CPU refuses dropout, and its math path makes a dozen passes over the scores. Here the
 products are oneDNN's batched ones and everything between them is one pass over the scores each way.
+
+Scores of long rows are computed some rows at a time: blocks of hundreds of megabytes leave holes in malloc's heap that
+the next ones do not fit into, and its peak is twice what is used.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from cpuft.train.fast.dropout import Mask, masked
 from cpuft.train.fast.kernels import kernels_for
+
+_BLOCK = 32 << 20
+"""Bytes of scores that are worth a block of their own: products of that size keep many cores busy."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,20 @@ def join_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:
     return joined if grid.places is None else joined.index_select(0, grid.places)
 
 
+def cut(batch: int, each: int, size: int) -> list[slice]:
+    """Parts of a batch whose rows have `each` scores of `size` bytes; each begins at a multiple of four scores."""
+    step = 4 if each % 4 else 1
+    rows = max(1, _BLOCK // (each * size * step)) * step
+    return [slice(start, min(start + rows, batch)) for start in range(0, batch, rows)]
+
+
 def _softmax(scores: Tensor, bias: Tensor | None, heads: Heads, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Probabilities and dropped probabilities, both shaped as `scores`; one tensor twice without dropout."""
+    """Probabilities, written over `scores` or not, and dropped ones, both shaped as these; one tensor twice without
+    dropout."""
     rows, queries, keys = scores.shape
     batch = rows // heads.count
     if kernels := kernels_for(scores):
-        probs = torch.empty_like(scores)
+        probs = scores  # a row is read before it is written
         dropped = torch.empty_like(scores) if mask.threshold else probs
         strides = (0, 0, 0) if bias is None else _strides(bias)
         sizes = (batch, heads.count, queries, keys)
@@ -125,22 +139,35 @@ class _Attention(torch.autograd.Function):
         else:
             ctx.queries = Grid(grid.batch, query.shape[0] // grid.batch)
             (q,), (k, v) = split_heads(query, 1, heads, ctx.queries), split_heads(packed, 2, heads, grid)
-        probs, dropped = _softmax(torch.bmm(q, k.transpose(1, 2)), bias, heads, mask)
         ctx.heads, ctx.mask, ctx.grid, ctx.separate = heads, mask, grid, query is not None
-        ctx.save_for_backward(q, k, v, probs, dropped)
-        return join_heads(torch.bmm(dropped, v).unsqueeze(0), heads, ctx.queries)
+        each = heads.count * q.shape[1] * k.shape[1]
+        kept, context = [], torch.empty_like(q)
+        for rows in cut(grid.batch, each, q.element_size()):
+            part = slice(rows.start * heads.count, rows.stop * heads.count)
+            scores = torch.bmm(q[part], k[part].transpose(1, 2))
+            own = bias if bias is None or bias.shape[0] == 1 else bias[rows]
+            probs, dropped = _softmax(scores, own, heads, mask.after(rows.start * each))
+            torch.bmm(dropped, v[part], out=context[part])
+            kept += [probs, dropped]
+        ctx.save_for_backward(q, k, v, *kept)
+        return join_heads(context.unsqueeze(0), heads, ctx.queries)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, probs, dropped = ctx.saved_tensors
+        q, k, v, *kept = ctx.saved_tensors
         heads: Heads = ctx.heads
         grad = split_heads(grad, 1, heads, ctx.queries)[0]
-        dscores = _softmax_backward(probs, dropped, torch.bmm(grad, v.transpose(1, 2)), heads, ctx.mask)
         made = k.new_empty(2 if ctx.separate else 3, *k.shape)
-        torch.bmm(dropped.transpose(1, 2), grad, out=made[-1])
-        torch.bmm(dscores.transpose(1, 2), q, out=made[-2])
-        dquery = torch.bmm(dscores, k) if ctx.separate else torch.bmm(dscores, k, out=made[0])
+        dquery, done = torch.empty_like(q) if ctx.separate else made[0], 0
+        for probs, dropped in zip(kept[::2], kept[1::2]):
+            part = slice(done, done + len(probs))
+            mask = ctx.mask.after(done * probs[0].numel())
+            dscores = _softmax_backward(probs, dropped, torch.bmm(grad[part], v[part].transpose(1, 2)), heads, mask)
+            torch.bmm(dropped.transpose(1, 2), grad[part], out=made[-1][part])
+            torch.bmm(dscores.transpose(1, 2), q[part], out=made[-2][part])
+            torch.bmm(dscores, k[part], out=dquery[part])
+            done = part.stop
         separate = join_heads(dquery.unsqueeze(0), heads, ctx.queries) if ctx.separate else None
         return separate, join_heads(made, heads, ctx.grid), None, None, None, None
 

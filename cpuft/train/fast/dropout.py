@@ -18,6 +18,8 @@ from cpuft.train.fast.kernels import kernels_for
 
 LEVELS = 1 << 16
 _INT64 = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15
+"""What SplitMix64 counts by."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class Mask:
     def scale(self) -> float:
         """What kept values are multiplied by: one over the probability, to 16 bits, of being kept."""
         return LEVELS / (LEVELS - self.threshold)
+
+    def after(self, elements: int) -> Mask:
+        """The mask of what comes after so many elements, a multiple of four."""
+        return Mask((self.seed + elements // 4 * _GOLDEN) % _INT64, self.threshold)
 
     @property
     def kernel_arguments(self) -> tuple[int, int, float]:
@@ -70,7 +76,7 @@ def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """True where `mask` keeps an element of a contiguous tensor of `shape`. Plain torch; SplitMix64's constants."""
     count = torch.Size(shape).numel()
     z = torch.arange(1, (count + 3) // 4 + 1, dtype=torch.int64)
-    z = z * _signed(0x9E3779B97F4A7C15) + _signed(mask.seed)
+    z = z * _signed(_GOLDEN) + _signed(mask.seed)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
     lanes = (z ^ _shifted(z, 31)).view(torch.int16)[:count].view(shape)

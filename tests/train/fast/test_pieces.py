@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cpuft.train.fast.activation import gelu
-from cpuft.train.fast.attention import Grid, Heads, attention, join_heads, split_heads
+from cpuft.train.fast.attention import Grid, Heads, attention, cut, join_heads, split_heads
 from cpuft.train.fast.dropout import NO_MASK, Mask, kept_elements
 from cpuft.train.fast.kernels import kernels_for, plain_torch
 from cpuft.train.fast.norm import dropout_add_norm
@@ -148,6 +148,32 @@ def test_attention_without_padding(dtype: torch.dtype, mask: Mask) -> None:
         [torch.randn(15, 72)],
         dtype,
     )
+
+
+def test_attention_of_long_rows_comes_in_blocks_with_the_mask_of_the_whole() -> None:
+    torch.manual_seed(0)
+    blocks: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        blocks.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compare(
+            lambda packed: attention(None, packed.flatten(0, 1), None, HEADS, MASK, Grid(2, 1700)).view(2, 1700, 24),
+            lambda packed: plain_attention(packed[..., :24], packed[..., 24:], None, MASK),
+            [torch.randn(2, 1700, 72)],
+            torch.float32,
+        )
+    assert blocks.count(4 * 3 * 1700 * 1700) == 4  # of each row, probabilities and dropped ones
+
+
+@pytest.mark.parametrize("each", [2**20, 2**20 + 1, 2**24])
+def test_blocks_are_all_of_the_batch_and_begin_where_masks_do(each: int) -> None:
+    parts = cut(10, each, 4)
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(10))
+    assert all(part.start * each % 4 == 0 for part in parts)
+    assert len(parts) == {2**20: 2, 2**20 + 1: 3, 2**24: 10}[each]
 
 
 @pytest.mark.parametrize("grid", [GRID, LOOSE], ids=["full", "loose"])
