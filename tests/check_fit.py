@@ -34,6 +34,7 @@ class Case:
     precision: str
     ranks: int = 1
     options: tuple[str, ...] = ()
+    task: str = "files"
 
 
 CASES = (
@@ -45,6 +46,9 @@ CASES = (
     Case("bert-base", 8, 512, "bf16", 1, ("--recompute",)),
     Case("bert-base", 8, 128, "fp32"),
     Case("bert-base", 8, 128, "bf16", 2),
+    Case("bert-base", 8, 128, "bf16", 2, ("--shard", "optimizer")),
+    Case("minilm", 32, 128, "bf16", 1, (), "text"),
+    Case("bert-base", 8, 128, "bf16", 1, (), "text"),
 )
 
 
@@ -62,6 +66,7 @@ def write_rows(path: Path, count: int) -> None:
     """Rows that are longer than any length asked for."""
     lines = [f"{_TEXT},{number % 2}" for number in range(count)]
     path.write_text("\n".join(["text,label", *lines, ""]), encoding="utf-8")
+    path.with_suffix(".txt").write_text("\n".join([_TEXT] * count), encoding="utf-8")
 
 
 def make_base(folder: Path) -> None:
@@ -77,8 +82,9 @@ def make_base(folder: Path) -> None:
 def plan_launch(case: Case, folder: Path, asked: argparse.Namespace, run_dir: Path) -> list[str]:
     """Words of a case's `cpuft launch`."""
     model = str(folder / "base") if case.model == "bert-base" else case.model
-    rows = ["--task", "files", "--train-file", str(folder / "train.csv")]
-    rows += ["--validation-file", str(folder / "validation.csv"), "--max-length", str(case.length)]
+    kind = {"files": "csv", "text": "txt"}[case.task]
+    rows = ["--task", case.task, "--train-file", str(folder / f"train.{kind}")]
+    rows += ["--validation-file", str(folder / f"validation.{kind}"), "--max-length", str(case.length)]
     size = ["--batch-size", str(case.batch), "--precision", case.precision, "--np", str(case.ranks)]
     own = ["--max-steps", str(asked.steps), "--no-save-model", "--no-check", "--run-dir", str(run_dir)]
     return ["launch", "--model", model, *rows, *size, *case.options, *own, *asked.options]
@@ -98,7 +104,8 @@ def format_row(case: Case, record: Record, foretold: int) -> list[str]:
     assert record.footer, "the run broke off"
     measured = record.footer.peak_memory_bytes
     seconds = statistics.median(line.step_seconds for line in drop_warm_up(record.steps)[1:])
-    sizes = [str(case.batch), str(case.length), case.precision, str(case.ranks), " ".join(case.options)]
+    options = " ".join([*case.options, *(["--task text"] if case.task == "text" else [])])
+    sizes = [str(case.batch), str(case.length), case.precision, str(case.ranks), options]
     figures = [f"{seconds:.2f}", f"{measured / 1e9:.2f}", f"{foretold / 1e9:.2f}", f"{foretold / measured - 1:+.1%}"]
     return [case.model, *sizes, *figures]
 

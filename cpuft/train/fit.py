@@ -72,6 +72,10 @@ def foretell_rank(
     lengths = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))
     looked = lengths[::-1][: config.eval_batch_size * ranks : ranks]
     evaluation = Largest(len(looked), int(looked[0]), int(looked.sum()))
+    if prepared.kind == "masked":
+        train, evaluation = (
+            replace(batch, guessed=round(config.mask_share * batch.tokens)) for batch in (train, evaluation)
+        )
     return foretell(shape, config, precision, train, evaluation, ranks, keeps)
 
 

@@ -40,6 +40,8 @@ class Shape:
     heads: int = 0
     drops: bool = True
     """Whether attention has dropout."""
+    words: int = 0
+    """That it embeds, and may guess."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Largest:
     tokens: int
     reads_all: bool = False
     """The head reads all tokens, not each row's first."""
+    guessed: int = 0
+    """Masked places."""
 
     @property
     def places(self) -> int:
@@ -76,7 +80,7 @@ def find_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Shape | No
     # Norms, the pooler or what a head has in its place, and ELECTRA's way from narrow embeddings.
     others = rows + layers * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
     rate = settings.get("attention_probs_dropout_prob", settings.get("attention_dropout", 0.1))
-    return Shape(linears, others, layers, hidden, inner, heads, bool(rate if dropout < 0 else dropout))
+    return Shape(linears, others, layers, hidden, inner, heads, bool(rate if dropout < 0 else dropout), words)
 
 
 def foretell(
@@ -89,7 +93,10 @@ def foretell(
     adapters = 8 * config.lora * shape.layers * shape.hidden + (shape.hidden + 1) * shape.hidden
     linears, others = (0, adapters) if config.lora else (shape.linears, shape.others)
     every = linears + others
-    steps = kept_bytes(shape, fast, config.recompute, size, train)[1] + passing_bytes(shape, fast, size, train)
+    passing = passing_bytes(shape, fast, size, train)
+    steps = kept_bytes(shape, fast, config.recompute, size, train)[1]
+    steps += max(passing, guessing_bytes(shape, size, train.guessed))
+    looked = looking_bytes(shape, size, evaluation) + guessing_bytes(shape, size, evaluation.guessed)
     unsent = 16 * every if config.sync_every > 1 else 4 * every if config.grad_compression in WITH_FEEDBACK else 0
     parts = {
         "weights": low * shape.linears + 4 * shape.others,
@@ -98,11 +105,14 @@ def foretell(
         # Alone, a rank forgets them while there are activations; in what they leave in the heap these find no room.
         "gradients": low * linears + 4 * others + (4 * every // share if share > 1 else 0),
         # At the end, ranks that share masters out have all of them for a moment.
-        "activations": max(steps, looking_bytes(shape, size, evaluation), 4 * linears if share > 1 else 0),
+        "activations": max(steps, looked, 4 * linears if share > 1 else 0),
         "checkpoint's copy": 12 * every if keeps and config.checkpoint_every and config.engine == "torch" else 0,
         "buffers": _BUCKETS + unsent if ranks > 1 else 0,
     }
     pieces = _PIECES * (parts["moments"] + parts["gradients"] + parts["activations"])
+    # Of what forward layers pass through the heap, small things that stay keep the pieces apart: backward, which
+    # computes them again between its own, finds no room there.
+    pieces += (_layer(shape, fast, size, train) + passing) * (config.recompute and shape.layers > 0)
     return parts | {"process": _PROCESS + round(pieces)}
 
 
@@ -141,10 +151,18 @@ def _first_tokens(shape: Shape, size: int, batch: Largest) -> int:
 
 
 def passing_bytes(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
-    """Bytes that come and go in the top layer: of its inner half, or of attention, when the inner half's are gone."""
+    """Bytes that come and go in the top layer: of its inner half, or of attention, when the inner half's are gone.
+
+    Fast attention has a few scores at a time.
+    """
     scores, inner = batch.places * batch.length * shape.heads, batch.tokens * shape.inner
-    hidden = batch.tokens * shape.hidden * fast
-    return (size if fast else 4) * max((2 - fast) * inner + 3 * hidden, 3 * scores - 2 * inner - 4 * hidden)
+    return size * (inner + 3 * batch.tokens * shape.hidden) if fast else 4 * max(2 * inner, 3 * scores - 2 * inner)
+
+
+def guessing_bytes(shape: Shape, size: int, guessed: int) -> int:
+    """Bytes that come and go where words are guessed: all words' logits and their gradients, thrice in fp32, and
+    autocast's copy of the weights."""
+    return (12 * guessed + (2 * shape.hidden if size == 2 and guessed else 0)) * shape.words
 
 
 def looking_bytes(shape: Shape, size: int, batch: Largest) -> int:

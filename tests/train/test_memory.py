@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -95,6 +96,27 @@ def test_parts(options: dict[str, Any], ranks: int, keeps: bool, parts: dict[str
     config = TrainConfig(**{"precision": "bf16", **options})
     told = foretell(BERT, config, config.precision, BATCH, BATCH, ranks, keeps)
     assert {name: round(told[name] / 1e6, 1) for name in parts} == parts
+
+
+def test_logits_of_all_words_count_where_some_are_guessed() -> None:
+    def told(guessed: int, **options: Any) -> int:
+        config = TrainConfig(precision="bf16", **options)
+        batch = Largest(8, 128, 1024, True, guessed)
+        return foretell(words, config, "bf16", batch, Largest(1, 8, 8), 1, False)["activations"]
+
+    words = dataclasses.replace(BERT, words=30522)
+    assert told(2000) - told(1000) == 12 * 1000 * 30522
+    assert told(1000, recompute=True) > 12 * 1000 * 30522
+
+
+def test_layers_that_compute_again_leave_pieces() -> None:
+    def told(**options: Any) -> float:
+        config = TrainConfig(precision="bf16", **options)
+        parts = foretell(BERT, config, "bf16", BATCH, BATCH, 1, False)
+        return parts["process"] - 0.15 * (parts["moments"] + parts["gradients"] + parts["activations"])
+
+    layer = 2 * (8 * 1024 * 768 + 2 * 1024 * 3072 + 2 * 8 * 12 * 128 * 128) + 16 * 1024
+    assert told(recompute=True) - told() == pytest.approx(layer + 2 * 1024 * (3072 + 3 * 768), rel=0.01)
 
 
 def test_what_grows_and_what_does_not() -> None:
