@@ -52,7 +52,7 @@ ALONE = "and its rank needs 5.5 GB (activations 1.5 GB, checkpoint's copy 1.3 GB
         (
             rooms(4.0, ranks=2),
             {"checkpoint_every": 0.0, "recompute": True, "batch_size": 1},
-            "n1 has 4.0 GB free, and its 2 ranks need 4.8 GB (moments 1.8 GB, process 1.4 GB, masters 0.7 GB): "
+            "n1 has 4.0 GB free, and its 2 ranks need 4.9 GB (moments 1.8 GB, process 1.5 GB, masters 0.7 GB): "
             "take 2 hosts like n1, a rank each: --np 2 --batch-size 1",
         ),
         (rooms(0.2), {}, f"n1 has 0.2 GB free, {ALONE}: take a smaller model, or hosts with more memory"),
