@@ -21,6 +21,7 @@ from cpuft.plan import Plan, Step
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255
 """ssh's own exit code."""
+PIPE = subprocess.PIPE
 _POLL_SECONDS = 0.05
 _LAST_LINES = 6
 _GRACE_SECONDS = 3.0
@@ -80,11 +81,11 @@ def run_step(
         try:
             _wait([process], watch, seconds)
         finally:
-            _end([process])
+            end([process])
             for relay in relays:
                 relay.join(_GRACE_SECONDS)
             watch()
-    return _exit_code(process)
+    return exit_code(process)
 
 
 def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float) -> list[Answer]:
@@ -100,8 +101,8 @@ def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float)
             processes += (_start(step, environ, *pair) for step, *pair in zip(stage, inputs, outputs))
             _wait(processes, lambda: None, seconds)
         finally:
-            _end(processes)
-        return [Answer(_exit_code(process), _read(output)) for process, output in zip(processes, outputs)]
+            end(processes)
+        return [Answer(exit_code(process), _read(output)) for process, output in zip(processes, outputs)]
 
 
 def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Callable[[str], None], advice: str) -> None:
@@ -181,7 +182,19 @@ def _start(
     )
 
 
-def _exit_code(process: subprocess.Popen[bytes]) -> int:
+def start(command: Sequence[str], environ: Mapping[str, str], streams: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own; it gets SIGTERM once the thread that called this is gone.
+
+    `streams`: PIPE for all three; None: it reads nothing, and writes where this process does.
+    """
+    given, end = subprocess.DEVNULL if streams is None else streams, _end_with_parent
+    return subprocess.Popen(
+        command, env=environ, stdin=given, stdout=streams, stderr=streams, start_new_session=True, preexec_fn=end
+    )
+
+
+def exit_code(process: subprocess.Popen[bytes]) -> int:
+    """That of a process which has ended; 128 + N when signal N did it."""
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
@@ -198,7 +211,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None
             raise TimeoutError(f"{seconds:.0f} s passed")
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Leave nothing of the processes' sessions behind: SIGTERM, a moment's grace, SIGKILL."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         left = [process for process in processes if _signal(process, signal_number)]

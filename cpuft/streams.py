@@ -1,4 +1,5 @@
-"""Standard streams that a run outlives: closed from the start, their reader gone, or their disk full."""
+"""Standard streams that a run outlives: closed from the start, their reader gone, or their disk full; and connections
+that end when their other end has gone."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import errno
 import io
 import os
 import select
+import socket
 import sys
 from typing import Any, TextIO
 
@@ -65,3 +67,10 @@ def check_output() -> None:
     lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
     if lost and lost.errno not in _READER_GONE:
         raise CpuftError(f"standard output could not be written ({lost.strerror}): make room where it goes")
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Have the kernel end it 7 s after the other host was cut off; the last option is for data on its way (tcp(7))."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 7000)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

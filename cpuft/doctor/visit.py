@@ -70,7 +70,8 @@ def _make_orders(hosts: tuple[Host, ...], addresses: list[str], access: Access, 
             "targets": peers[:1] or [address],
             "seconds": PORT_SECONDS,
             "ssh_options": options,
-            "ssh_peers": [h.name for h in hosts if full or index == 0] if by_ssh else [],
+            # On its own host mpirun starts its proxy without ssh.
+            "ssh_peers": [h.name for h in hosts if (full or index == 0) and h is not hosts[index]] if by_ssh else [],
         }
         orders.append(sources | order)
     return orders

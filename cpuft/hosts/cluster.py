@@ -21,6 +21,8 @@ from cpuft.plan import Plan, Step
 from cpuft.words import WITHOUT_FOLDER
 
 LOCAL = Host("localhost")
+JOB = "CPUFT_JOB"
+"""Folder of the cluster that a scheduler's job is, where that starts launches on its hosts itself."""
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep, in a folder of each user's, what was sent for runs, and runs' own files."""
 _FROM_STDIN = f"{WITHOUT_FOLDER}; exec(sys.stdin.read())"
@@ -141,11 +143,12 @@ def name_work(run_dir: str) -> str:
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """The provisioned cluster that the run is for, by its name or its hostfile."""
+    """The provisioned cluster that the run is for, by its name or its hostfile, else by the job that we run in."""
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
     if not config.cluster and not config.hostfile:
-        return None
+        job = Path(environ[JOB]) if JOB in environ else None
+        return registry.read_entry(job.parent, job.name) if job else None
     roots = registry.search_roots(environ)
     if config.cluster:
         return registry.find_entry(roots, config.cluster)

@@ -28,6 +28,8 @@ class JobConfig:
     claim: str = option("", "volume claim that keeps runs (default: they go with the job)", takes="NAME")
     queue: str = option("", "job queue", takes="NAME")
     region: str = option("", "region of AWS (default: your AWS settings')", takes="NAME")
+    secret: str = option("", "secret of Secrets Manager by which nodes know each other", takes="ARN")
+    role: str = option("", "execution role that may read the secret", takes="ARN")
     efs: str = option("", "file system of EFS that keeps runs (default: they go with the job)", takes="ID")
 
 
@@ -35,6 +37,6 @@ _ALL, _POD = ("name", "nodes", "retries"), ("image", "cores", "memory", "seconds
 KINDS = {
     "slurm": (*_ALL, "partition", "account", "constraint", "time", "array", "extra"),
     "kubernetes": (*_ALL, *_POD, "namespace", "claim"),
-    "batch": (*_ALL, *_POD, "queue", "region", "efs"),
+    "batch": (*_ALL, *_POD, "queue", "region", "secret", "role", "efs"),
 }
 """Who takes what."""

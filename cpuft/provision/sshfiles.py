@@ -81,15 +81,21 @@ def format_known_hosts(members: Sequence[Member]) -> str:
 
 
 def format_inside(
-    members: Sequence[Member], folder: str, python: str, notice: str = "", renewal: str = ""
+    members: Sequence[Member],
+    folder: str,
+    python: str,
+    notice: str = "",
+    renewal: str = "",
+    shares_files: bool = False,
 ) -> dict[str, str]:
     """Files by which a host of a cluster reaches all of it, for a folder of its own disk beside the cluster's key.
 
-    `notice` and `renewal` are as in the cluster's entry.
+    `notice`, `renewal` and `shares_files` are as in the cluster's entry.
     """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"
-    entry = Entry(name, "inside", f"{folder}/hostfile", config, python, {}, {}, config, False, notice, renewal)
+    place, there = (name, "inside", f"{folder}/hostfile", config, python), "" if shares_files else config
+    entry = Entry(*place, ssh_config_there=there, shares_files=shares_files, notice=notice, renewal=renewal)
     return {
         "known_hosts": format_known_hosts(members),
         "ssh_config": format_ssh_config(members, f"{folder}/id_ed25519", f"{folder}/known_hosts"),

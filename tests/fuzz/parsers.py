@@ -36,6 +36,8 @@ from cpuft.options.predict import PredictConfig
 from cpuft.options.rates import parse_bits
 from cpuft.provision.aws.lease import parse_lease, parse_limit
 from cpuft.provision.aws.preflight import parse_ssh_from
+from cpuft.provision.batch.meeting import parse_meet
+from cpuft.provision.batch.variables import parse_node
 from cpuft.provision.image import recipe, stamp
 from cpuft.provision.servers.facts import parse_survey
 from cpuft.provision.servers.planning import parse_lock
@@ -56,6 +58,7 @@ from tests.conftest import make_facts
 from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
 from tests.launch.stacks.test_sights import DUMP, found
+from tests.provision.batch.test_variables import CHILD
 from tests.records import make_record
 
 Texts = st.SearchStrategy[str]
@@ -218,6 +221,13 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_arguments": Parser(lambda text: parse_arguments(TrainConfig, text.split("\n")), _WORDS),
     "parse_job": Parser(parse_job, values.damaged(["slurm:12", "kubernetes:a-b/c-d", "batch:us-east-1/0a-1b"])),
+    "parse_meet": Parser(parse_meet, values.damaged(["meet 2 4711 yes"])),
+    "parse_node": Parser(
+        lambda text: parse_node(CHILD | dict([text.split("=", 1)])),
+        st.tuples(st.sampled_from(sorted(CHILD)), values.damaged(["0", "2", "10.0.0.7", "7f#2", "b" * 32])).map(
+            "=".join
+        ),
+    ),
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
     "read_predictions": Parser(
         _from_file("p.json", lambda path: read_predictions(str(path))), values.damaged_json(_PREDICTIONS)

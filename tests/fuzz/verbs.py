@@ -30,7 +30,7 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("provision", "aws"): [["--dry-run", "--region=us-east-1"], ["--policy"]],
     ("provision", "hosts"): [["--dry-run", "--accept-host-keys", "--hosts=127.0.0.1"]],
     ("provision", "image"): [["--dry-run", "--output=out", "--wheels=wheels"]],
-    ("submit", "batch"): [["--dry-run", "--image=i", "--queue=q"]],
+    ("submit", "batch"): [["--dry-run", "--image=i", "--queue=q", "--secret=s", "--role=r"]],
     ("submit", "kubernetes"): [["--dry-run", "--image=i"]],
     ("submit", "slurm"): [["--dry-run"]],
     ("provision", "local"): [

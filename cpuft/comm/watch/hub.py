@@ -15,6 +15,8 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
+from cpuft.streams import notice_silence
+
 STRANGERS = 256
 """Connections that have not said hello yet; one more costs the oldest its place."""
 WELCOME = b"welcome\n"
@@ -139,13 +141,6 @@ class Hub:
         more = "; no more of these are told" if self._refused == _TOLD else ""
         if self._refused <= _TOLD:
             self._say(f"cpuft comm: the hub {text}{more}")
-
-
-def notice_silence(connection: socket.socket) -> None:
-    """Have the kernel end it 7 s after the other host was cut off; the last option is for data on its way (tcp(7))."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 7000)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def prove(key: bytes, *words: bytes) -> bytes:

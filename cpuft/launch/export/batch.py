@@ -8,8 +8,10 @@ from cpuft.errors import CpuftError
 from cpuft.launch.export.work import Work, fill
 from cpuft.options.schedulers import JobConfig
 
-ENTRY = ("python", "-m", "cpuft.rank.batch")
-"""What every node starts; on the main node it runs the words behind it, once all nodes have met there."""
+ENTRY = ("python", "-m", "cpuft.provision.batch", "/work")
+"""What every node starts, to work in that folder; the main node runs the words behind it, once all have met there."""
+_TOKEN = "CPUFT_BATCH_TOKEN"
+"""What it reads the job's secret from."""
 _FIRST = ("--grace", "20")
 """Batch sends SIGKILL 30 s after SIGTERM."""
 
@@ -17,15 +19,18 @@ _FIRST = ("--grace", "20")
 def format_job(config: JobConfig, work: Work, cpuft: str) -> str:
     """Two calls of AWS's, each name with its parameters: the job's definition, and the job.
 
-    Raises CpuftError: no image or queue, or words of which Batch would take some for its own.
+    Raises CpuftError: no image, queue or secret, or words of which Batch would take some for its own.
     """
     lines = work.format(config.name, "${AWS_BATCH_JOB_ATTEMPT#1}", *_FIRST)
     if not config.queue:
         raise CpuftError("which job queue? give --queue NAME")
     if "Ref::" in lines:
         raise CpuftError("AWS Batch puts parameters for Ref::NAME: leave such words out, or put them into a file")
-    script = f'mkdir -p /work && cd /work || exit 1\ncpuft={cpuft}\n{lines}launch "$@"\n'
-    given: dict[str, Any] = {"hosts": work.spread(config.nodes)[0], "command": [*ENTRY, "sh", "-c", script]}
+    hosts, script = work.spread(config.nodes)[0], f'cpuft={cpuft}\n{lines}launch "$@"\n'
+    if hosts > 1 and not (config.secret and config.role):
+        raise CpuftError("how do the job's nodes know each other? give --secret ARN and --role ARN, which may read it")
+    given: dict[str, Any] = {"hosts": hosts, "command": [*ENTRY, "sh", "-c", script], "role": config.role or None}
+    given["secrets"] = [{"name": _TOKEN, "valueFrom": config.secret}] if config.secret else None
     given |= {"cores": str(config.cores), "memory": str(config.memory << 10), "shm": config.memory << 8}
     given |= {"attempts": config.retries + 1, "timeout": None, "volumes": None, "mounts": None}
     if config.seconds:

@@ -23,7 +23,17 @@ from tests.conftest import Golden
 from tests.launch.export.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
 from tests.test_plan import AWKWARD
 
-SITE = JobConfig(name="mrpc-np8", image="registry.example/cpuft:0.1.0", queue="cpu", cores=16, memory=64)
+SECRET = "arn:aws:secretsmanager:us-east-1:111122223333:secret:cpuft-AbCdEf"
+ROLE = "arn:aws:iam::111122223333:role/ecsTaskExecutionRole"
+SITE = JobConfig(
+    name="mrpc-np8",
+    image="registry.example/cpuft:0.1.0",
+    queue="cpu",
+    cores=16,
+    memory=64,
+    secret=SECRET,
+    role=ROLE,
+)
 FULL = replace(SITE, efs="fs-0123456789abcdef0", seconds=3600, region="us-east-1")
 WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
 
@@ -46,9 +56,10 @@ def find_faults(calls: dict[str, Any]) -> str:
     )
 
 
-@pytest.mark.parametrize("config", [SITE, FULL])
-def test_botocore_takes_them(config: JobConfig) -> None:
-    assert find_faults(yaml.safe_load(format_job(config, WORK, "cpuft"))) == ""
+@pytest.mark.parametrize("config, work", [(SITE, WORK), (FULL, WORK), (replace(SITE, secret="", role=""), Work(()))])
+def test_botocore_takes_them(config: JobConfig, work: Work) -> None:
+    """One node alone needs no secret."""
+    assert find_faults(yaml.safe_load(format_job(config, work, "cpuft"))) == ""
 
 
 @pytest.mark.parametrize(
@@ -69,11 +80,11 @@ def test_it_would_not_take_others(change: Callable[[Any], Any], said: str) -> No
 
 
 def script_of(config: JobConfig, work: Work) -> str:
-    """What the main node runs, with the test's folder for /work."""
+    """What the main node runs in its folder."""
     nodes = yaml.safe_load(format_job(config, work, "cpuft"))["register_job_definition"]["nodeProperties"]
     *words, text = nodes["nodeRangeProperties"][0]["container"]["command"]
     assert words == [*ENTRY, "sh", "-c"]
-    return str(text).replace("/work", ".")
+    return str(text)
 
 
 @pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
@@ -98,6 +109,8 @@ def test_another_attempt_goes_on(attempt: str, told: list[str]) -> None:
     [
         (replace(SITE, image=""), WORK, "which container image? give --image NAME: one that has cpuft and sshd"),
         (replace(SITE, queue=""), WORK, "which job queue? give --queue NAME"),
+        (replace(SITE, secret=""), WORK, "how do the job's nodes know each other? give --secret ARN and --role"),
+        (replace(SITE, role=""), WORK, "how do the job's nodes know each other? give --secret ARN and --role"),
         (SITE, make_work("Ref::a"), "AWS Batch puts parameters for Ref::NAME: leave such words out, or put them into"),
         (replace(SITE, nodes=9), WORK, "--nodes 9 does not go with --np 8 and --ppn 2: leave it out"),
     ],
@@ -162,7 +175,8 @@ def test_a_region_takes_them(queue: str, capsys: pytest.CaptureFixture[str]) -> 
     import boto3
 
     launch = ("--name", "x", "--", "launch", "--np", "2")
-    code, said = run(capsys, "batch", "--image", "i", "--queue", queue, *launch)
+    known = ("--secret", SECRET, "--role", ROLE)
+    code, said = run(capsys, "batch", "--image", "i", "--queue", queue, *known, *launch)
     assert (code, said[:16]) == (0, "batch:us-east-1/")
     job = said.strip()
     (made,) = boto3.client("batch").describe_jobs(jobs=[job.rpartition("/")[2]])["jobs"]
@@ -172,7 +186,7 @@ def test_a_region_takes_them(queue: str, capsys: pytest.CaptureFixture[str]) -> 
     assert run(capsys, "cancel", job) == (0, "")
     theirs = boto3.client("batch").submit_job(jobName="y", jobQueue=queue, jobDefinition="x")["jobId"]
     assert run(capsys, "cancel", f"batch:us-east-1/{theirs}")[0] == 2
-    code, said = run(capsys, "batch", "--image", "i", "--queue", "other", *launch)
+    code, said = run(capsys, "batch", "--image", "i", "--queue", "other", *known, *launch)
     assert (code, said.count("\n")) == (2, 1)
     assert re.match(r"cpuft: error: AWS does not do it \(An error .* Job queue other does not exist\): correct", said)
     gone = "cpuft: error: AWS Batch knows no job 0 any more: CloudWatch may still have its log\n"

@@ -1,0 +1,98 @@
+"""Nodes of a job, as AWS Batch would start them: each with its variables, none with ssh."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from cpuft.launch.export.batch import ENTRY, format_job
+from cpuft.launch.export.work import Work
+from cpuft.options.schedulers import JobConfig
+
+SECRET = "0123456789abcdef" * 2
+_START = "import sys; from cpuft.provision.batch.nodes import run_node as run; import os"
+_START += "; sys.exit(run(sys.argv[2:], os.environ, int(sys.argv[1])))"
+
+
+def command_of(work: Work, cpuft: str, folder: Path, name: str = "x") -> list[str]:
+    """What a container starts, behind the entry and with a folder of the test's for /work, by the job's definition."""
+    config = JobConfig(name=name, image="i", queue="q", secret="s", role="r")
+    calls = yaml.safe_load(format_job(config, work, cpuft))
+    container = calls["register_job_definition"]["nodeProperties"]["nodeRangeProperties"][0]["container"]
+    assert container["command"][: len(ENTRY)] == list(ENTRY)
+    return [str(folder), *container["command"][len(ENTRY) :]]
+
+
+@dataclass
+class Job:
+    """A job's nodes, of which each is started once, here or in `inside` (words before a command, by a node's index)."""
+
+    folder: Path
+    address: str
+    port: int
+    command: Sequence[str]
+    count: int = 3
+    seconds: int = 60
+    inside: Callable[[int], Sequence[str]] = lambda index: ()
+    nodes: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, index: int, **more: str) -> None:
+        environ = dict(os.environ) | {
+            "AWS_BATCH_JOB_ID": f"7f#{index}",
+            "AWS_BATCH_JOB_ATTEMPT": "1",
+            "AWS_BATCH_JOB_NODE_INDEX": str(index),
+            "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+            "AWS_BATCH_JOB_NUM_NODES": str(self.count),
+            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": self.address,
+            "CPUFT_BATCH_TOKEN": SECRET,
+            "CPUFT_MEET_SECONDS": str(self.seconds),
+            "OMP_NUM_THREADS": "1",  # three hosts are one machine here
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+            **more,
+        }
+        words = (*self.inside(index), sys.executable, "-c", _START, str(self.port), *self.command)
+        with open(self.folder / f"node-{index}", "w", encoding="utf-8") as log:
+            self.nodes[index] = subprocess.Popen(words, env=environ, stdout=log, stderr=log, text=True)
+
+    def end(self, seconds: float = 60.0) -> list[int]:
+        """All nodes' exit codes, in their order."""
+        return [node.wait(seconds) for _, node in sorted(self.nodes.items())]
+
+    def said(self, index: int) -> str:
+        return (self.folder / f"node-{index}").read_text(encoding="utf-8")
+
+
+@contextmanager
+def open_job(job: Job, nodes: Sequence[int] = (0, 1, 2)) -> Iterator[Job]:
+    try:
+        for index in nodes:
+            job.start(index)
+        yield job
+    finally:
+        for node in job.nodes.values():
+            if node.poll() is None:
+                os.kill(node.pid, signal.SIGKILL)
+            node.wait(20)
+
+
+def shell(text: str, folder: Path) -> list[str]:
+    """A folder to work in, and a shell line as the job's command."""
+    return [str(folder), "sh", "-c", text]
+
+
+def wait_until_said(job: Job, pattern: str, seconds: float = 150.0) -> None:
+    """By the main node, while it runs."""
+    end = time.monotonic() + seconds
+    while not re.search(pattern, job.said(0)):
+        assert (time.monotonic() < end, job.nodes[0].poll()) == (True, None), job.said(0)
+        time.sleep(0.05)
