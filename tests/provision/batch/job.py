@@ -64,6 +64,12 @@ class Job:
         with open(self.folder / f"node-{index}", "w", encoding="utf-8") as log:
             self.nodes[index] = subprocess.Popen(words, env=environ, stdout=log, stderr=log, text=True)
 
+    def send(self, index: int, number: int) -> None:
+        """A signal to a node's first process; nsenter, which waits for it, would not pass it on."""
+        pid = self.nodes[index].pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+        os.kill(int(children[0]) if self.inside(index) else pid, number)
+
     def end(self, seconds: float = 60.0) -> list[int]:
         """All nodes' exit codes, in their order."""
         return [node.wait(seconds) for _, node in sorted(self.nodes.items())]

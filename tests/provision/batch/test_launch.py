@@ -20,7 +20,10 @@ from tests.provision.simulated import Simulated, needs_root, simulate
 
 pytestmark = needs_root
 TRAINING = ("--task", "demo", "--batch-size", "2", "--max-length", "16", "--precision", "fp32", "--dropout", "0")
-QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
+TRAINING += ("--backend", "gloo", "--no-save-model", "--plain")
+HELLO = """import os, socket
+print(os.environ["RANK"], os.environ["WORLD_SIZE"], socket.gethostname())
+"""
 OWN_DISKS = 'mkdir -p "$0" && mount -t tmpfs tmpfs "$0" && mount -t tmpfs tmpfs /var/tmp && exec "$@"'
 """Of a node, as containers have them."""
 
@@ -31,14 +34,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
         yield made
 
 
-def make_job(cluster: Simulated, name: str, *words: str) -> Job:
+def make_job(cluster: Simulated, name: str, *words: str, script: tuple[str, ...] = ()) -> Job:
     """A job of that name; its nodes are the hosts in turn."""
     folder = cluster.folder / name
     folder.mkdir(exist_ok=True)
     program = folder / "cpuft"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m cpuft "$@"\n', encoding="utf-8")
     program.chmod(0o755)
-    command = command_of(Work(("--np", "3", *TRAINING, *QUIET, *words), np=3), str(program), folder / "work", name)
+    command = command_of(Work(("--np", "3", *words), script, np=3), str(program), folder / "work", name)
     return Job(folder, cluster.hosts[0].name, PORT, command, inside=lambda index: enter(cluster, index))
 
 
@@ -49,12 +52,22 @@ def enter(cluster: Simulated, index: int) -> tuple[str, ...]:
     return ("setpriv", "--pdeathsig", "KILL", "nsenter", "--target", child, "--all", "--wd=/")
 
 
-def test_a_job_trains_on_all_its_nodes(cluster: Simulated) -> None:
+def test_ranks_run_on_all_its_nodes(cluster: Simulated) -> None:
     logs = [cluster.folder / "state" / cluster.name / "nodes" / str(number) / "log" for number in (1, 2, 3)]
+    names = [cluster.on(number, "hostname") for number in (1, 2, 3)]
     before = [log.stat().st_size for log in logs]
-    with open_job(make_job(cluster, "trains", "--max-steps", "3")) as job:
+    (cluster.folder / "hello.py").write_text(HELLO, encoding="utf-8")
+    with open_job(make_job(cluster, "says", script=("--", str(cluster.folder / "hello.py")))) as job:
         assert job.end(200) == [0, 0, 0], job.said(0)
+    outputs = sorted((job.folder / "work" / "runs" / "says" / "logs").glob("rank-*.out"))
+    assert [path.read_text().split() for path in outputs] == [[str(rank), "3", names[rank]] for rank in range(3)]
     assert [log.stat().st_size for log in logs] == before
+
+
+@pytest.mark.proof
+def test_a_job_trains(cluster: Simulated) -> None:
+    with open_job(make_job(cluster, "trains", *TRAINING, "--max-steps", "3")) as job:
+        assert job.end(200) == [0, 0, 0], job.said(0)
     record = read_record(str(job.folder / "work" / "runs" / "trains"))
     assert (len(record.steps), len({rank.host for rank in record.header.ranks})) == (3, 3)
 
@@ -62,7 +75,7 @@ def test_a_job_trains_on_all_its_nodes(cluster: Simulated) -> None:
 @pytest.mark.proof
 def test_nodes_need_not_share_a_disk(cluster: Simulated) -> None:
     """What the run reads is sent to them, and what it wrote comes back to the main node."""
-    job = make_job(cluster, "apart", "--max-steps", "3")
+    job = make_job(cluster, "apart", *TRAINING, "--max-steps", "3")
     apart = ("unshare", "--mount", "sh", "-c", OWN_DISKS, job.command[0])
     with open_job(replace(job, inside=lambda index: (*enter(cluster, index), *apart))) as job:
         assert job.end(200) == [0, 0, 0], job.said(0)
@@ -72,7 +85,7 @@ def test_nodes_need_not_share_a_disk(cluster: Simulated) -> None:
 
 @pytest.mark.proof
 def test_too_many_ranks_are_refused_on_all_nodes(cluster: Simulated) -> None:
-    with open_job(make_job(cluster, "many", "--np", "999", "--ppn", "333")) as job:
+    with open_job(make_job(cluster, "many", *TRAINING, "--np", "999", "--ppn", "333")) as job:
         assert job.end(200) == [2, 2, 2]
     assert re.search(r"^cpuft: error: 333 ranks on [0-9.]+, which has \d+ cores: lower --np", job.said(0), re.MULTILINE)
 
@@ -81,12 +94,12 @@ def test_too_many_ranks_are_refused_on_all_nodes(cluster: Simulated) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_another_attempt_goes_on_where_a_node_went(number: int, cluster: Simulated) -> None:
     """Told to go, or dead: the job ends with what Batch starts again, and the runs' folder is shared."""
-    words = ("--max-steps", "60", "--checkpoint-every", "0.5")
+    words = (*TRAINING, "--max-steps", "60", "--checkpoint-every", "0.5")
     job = make_job(cluster, f"goes-{number}", *words)
     with open_job(job):
         wait_until_said(job, "step [1-9]")
         time.sleep(3)
-        job.nodes[2].send_signal(number)
+        job.send(2, number)
         codes = job.end(120)
     assert (codes[:2], codes[2] in (75, -signal.SIGKILL)) == ([75, 75], True), job.said(0)
     again = replace(job, nodes={})

@@ -57,7 +57,7 @@ def test_who_has_another_secret_is_refused_and_who_is_missing_is_named(tmp_path:
 def test_a_node_that_dies_ends_the_job(tmp_path: Path) -> None:
     with open_job(make_job(tmp_path, shell(WAITS, tmp_path))) as job:
         wait_until_said(job, "begun")
-        job.nodes[2].send_signal(signal.SIGKILL)
+        job.send(2, signal.SIGKILL)
         assert job.end() == [75, 75, -signal.SIGKILL]
     assert job.said(0).splitlines()[1:] == [
         "cpuft: node 2 of the job is gone, and with it the job: another attempt goes on"
@@ -68,7 +68,7 @@ def test_a_node_that_dies_ends_the_job(tmp_path: Path) -> None:
 def test_the_others_do_not_outlive_the_main_node(tmp_path: Path) -> None:
     with open_job(make_job(tmp_path, shell(WAITS, tmp_path))) as job:
         wait_until_said(job, "begun")
-        job.nodes[0].send_signal(signal.SIGKILL)
+        job.send(0, signal.SIGKILL)
         assert job.end() == [-signal.SIGKILL, 75, 75]
     assert job.said(1) == "cpuft: error: node 1 has lost the main node 127.0.0.1: see the log there\n"
 
@@ -79,9 +79,9 @@ def test_a_node_that_is_told_to_go_tells_the_command(tmp_path: Path) -> None:
     waits = "trap 'echo told; end=1' TERM; echo begun; while [ ! $end ]; do sleep 0.1; done; sleep 3; exit 75"
     with open_job(make_job(tmp_path, shell(waits, tmp_path))) as job:
         wait_until_said(job, "begun")
-        job.nodes[1].send_signal(signal.SIGTERM)
+        job.send(1, signal.SIGTERM)
         wait_until_said(job, "told\n")
-        job.nodes[0].send_signal(signal.SIGTERM)
+        job.send(0, signal.SIGTERM)
         assert job.end() == [75, 75, 75]
     assert job.said(0).splitlines() == ["begun", "cpuft: node 1 of the job was told to go", "told"]
 
