@@ -19,8 +19,10 @@ from tests.provision.batch.job import Job, command_of, open_job, wait_until_said
 from tests.provision.simulated import Simulated, needs_root, simulate
 
 pytestmark = needs_root
-TRAINING = ("--task", "demo", "--batch-size", "2", "--max-length", "16", "--precision", "fp32", "--dropout", "0")
-TRAINING += ("--backend", "gloo", "--no-save-model", "--plain")
+TRAINING = (
+    *("--task", "demo", "--batch-size", "2", "--max-length", "16", "--precision", "fp32", "--dropout", "0"),
+    *("--backend", "gloo", "--no-save-model", "--plain"),
+)
 HELLO = """import os, socket
 print(os.environ["RANK"], os.environ["WORLD_SIZE"], socket.gethostname())
 """
