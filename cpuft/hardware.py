@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cpuft.errors import CpuftError
 
-PRECISIONS = ("auto", "bf16", "fp32")
+PRECISIONS = ("auto", "bf16", "fp32", "int8")
 DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 """CPU flags that decide how fast a product is."""
 CLASSES = {
@@ -74,20 +74,22 @@ def bf16_hardware(flags: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Precision:
-    """What products are computed in (bf16 or fp32), and why."""
+    """What products are computed in (bf16, fp32 or int8), and why."""
 
     name: str
     reason: str
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """The precision of a run on a CPU with these (effective) flags; `wanted` is auto, bf16 or fp32.
+    """The precision of a run on a CPU with these (effective) flags; `wanted` is one of PRECISIONS.
 
     Raises CpuftError: bf16 asked for where the hardware lacks it, without leave to emulate it.
     """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":
         return Precision("fp32", "as you asked")
+    if wanted == "int8":
+        return Precision("int8", _judge_int8(flag, cpu_flags))
     if flag:
         return Precision("bf16", f"this CPU multiplies bf16 ({flag})")
     if wanted == "auto":
@@ -98,3 +100,11 @@ def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> 
             "use --precision fp32, or insist with --emulate-bf16"
         )
     return Precision("bf16", "warning: emulated, this CPU has neither AMX nor AVX512_BF16: slower than fp32")
+
+
+def _judge_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
+    """What 8-bit products are worth on such a CPU."""
+    if bf16_flag:
+        return f"warning: bf16, which this CPU multiplies ({bf16_flag}), is as fast or faster"
+    vnni = next((flag for flag in ("avx512_vnni", "avx_vnni") if flag in cpu_flags), "")
+    return f"as you asked; this CPU multiplies 8-bit numbers ({vnni})" if vnni else "as you asked; this CPU has no VNNI"

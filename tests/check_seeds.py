@@ -25,6 +25,8 @@ TASKS = {
 }
 PATHS: dict[str, tuple[str, ...]] = {
     "plain": ("--plain",),
+    "fp32": ("--precision", "fp32"),
+    "int8p": ("--precision", "int8"),
     "fast": (),
     "exact": ("--grad-compression", "none"),
     "bf16": ("--grad-compression", "bf16"),

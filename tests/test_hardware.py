@@ -69,10 +69,24 @@ def test_classes_of_cpus(limit: str, name: str, target: str) -> None:
         ("auto", (), "fp32"),
         ("fp32", ("amx_bf16",), "fp32"),
         ("bf16", ("avx512_bf16",), "bf16"),
+        ("int8", ("avx2",), "int8"),
+        ("auto", ("avx512_vnni",), "fp32"),
     ],
 )
 def test_precision(wanted: str, flags: tuple[str, ...], name: str) -> None:
     assert choose_precision(wanted, False, flags).name == name
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        (("avx512_vnni", "amx_bf16"), "warning: bf16, which this CPU multiplies (amx_bf16), is as fast or faster"),
+        (("avx512_vnni",), "as you asked; this CPU multiplies 8-bit numbers (avx512_vnni)"),
+        (("avx2",), "as you asked; this CPU has no VNNI"),
+    ],
+)
+def test_int8_says_what_it_is_worth(flags: tuple[str, ...], reason: str) -> None:
+    assert choose_precision("int8", False, flags).reason == reason
 
 
 def test_bf16_without_hardware_is_refused_unless_insisted_on() -> None:

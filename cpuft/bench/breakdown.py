@@ -15,7 +15,7 @@ import torch
 KINDS: dict[str, tuple[str, ...]] = {
     "optimizer": ("Optimizer.", "aten::_foreach_norm", "aten::linalg_vector_norm"),
     "attention": ("_Attention", "aten::scaled_dot_product", "aten::_scaled_dot", "aten::bmm", "aten::_softmax"),
-    "products": ("aten::mm", "aten::addmm"),
+    "products": ("aten::mm", "aten::addmm", "aten::_int_mm"),
     "dropout": ("_Dropout", "aten::dropout", "aten::native_dropout", "aten::bernoulli_"),
     "norms and activations": ("aten::native_layer_norm", "aten::gelu", "_Gelu", "aten::tanh"),
     "casts and copies": ("aten::copy_", "aten::fill_", "aten::cat", "aten::index", "aten::_to_copy", "aten::empty"),

@@ -83,14 +83,15 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Ro
     return step
 
 
-def accelerated(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+def accelerated(model: Any, precision: str = "auto") -> tuple[Any, torch.optim.Optimizer]:
     """The model with its AdamW, both accelerated."""
-    return accelerate(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    return accelerate(model, optimizer, precision=precision)
 
 
-def _bare_loop(workload: Workload, *, compiled: bool = False) -> tuple[Any, Turn]:
+def _bare_loop(workload: Workload, *, compiled: bool = False, own: str = "auto") -> tuple[Any, Turn]:
     model, rows = load(workload)
-    optimizer = _compiled(model) if compiled else accelerated(model)[1]
+    optimizer = _compiled(model) if compiled else accelerated(model, own)[1]
     step = make_step(model, optimizer)
     precision = "bf16" if compiled and has_bf16_products() else "fp32"  # of autocast: the fast path needs none
 
@@ -205,6 +206,7 @@ def _trainer_predictor(workload: Workload) -> tuple[Any, Turn]:
 
 CONTESTANTS: dict[str, Callable[[Workload], tuple[Any, Turn]]] = {
     "cpuft": _bare_loop,
+    "cpuft-int8": lambda workload: _bare_loop(workload, own="int8"),
     "compiled": lambda workload: _bare_loop(workload, compiled=True),
     "trainer-accelerated": lambda workload: _trainer(workload, bf16=False, dynamic=True, fast=True),
     "trainer-bf16-dynamic": lambda workload: _trainer(workload, bf16=True, dynamic=True, fast=False),

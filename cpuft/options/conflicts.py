@@ -39,6 +39,10 @@ def refuse_conflicts(config: TrainConfig) -> None:
         raise CpuftError("--engine ort trains in fp32 and over gloo only: add --precision fp32 --backend gloo")
     if config.engine == "ort" and config.task == "text":
         raise CpuftError("--engine ort takes the first batch's masked places for all: train --task text without it")
+    if config.precision == "int8":
+        for name in ("engine", "plain", "compile", "lora"):
+            if getattr(config, name) != getattr(default, name):
+                raise CpuftError(f"--precision int8 is the fast path's own, and --{name} goes without: leave one out")
     if config.shard != "none" and config.sync_every > 1:
         raise CpuftError("--sync-every has each rank make all updates itself, --shard a part of each: leave one out")
     if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED):

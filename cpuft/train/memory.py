@@ -96,6 +96,7 @@ def foretell(
     passing = passing_bytes(shape, fast, size, train)
     steps = kept_bytes(shape, fast, config.recompute, size, train)[1]
     steps += max(passing, guessing_bytes(shape, size, train.guessed))
+    steps += shape.linears * (precision == "int8")  # the weights in 8 bits, which backward takes, too
     looked = looking_bytes(shape, size, evaluation) + guessing_bytes(shape, size, evaluation.guessed)
     unsent = 16 * every if config.sync_every > 1 else 4 * every if config.grad_compression in WITH_FEEDBACK else 0
     parts = {

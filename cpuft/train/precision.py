@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def measure_products(precision: str) -> dict[str, Any]:
     `kernel`: the implementation that oneDNN says it ran in `precision`, e.g. brg_matmul:avx512_core_amx; empty where
     the product was not oneDNN's (fp32 is MKL's on some processors). `teraflops`: its rate; `fp32_teraflops`: fp32's.
     """
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = {"bf16": torch.bfloat16, "int8": torch.int8}.get(precision, torch.float32)
     fp32 = _rate(torch.float32)
     rate = fp32 if dtype == torch.float32 else _rate(dtype)
     return {"kernel": _kernel(dtype), "teraflops": round(rate, 3), "fp32_teraflops": round(fp32, 3)}
@@ -59,13 +59,19 @@ def parse_kernel(text: str) -> str:
 def _rate(dtype: torch.dtype) -> float:
     """TFLOP/s of a square product, the best of a few."""
     left, right = torch.randn(2, _SIZE, _SIZE).to(dtype)
-    out = left @ right
+    multiply = _multiplier(dtype)
+    out = multiply(left, right)
     seconds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        torch.mm(left, right, out=out)
+        multiply(left, right, out=out)
         seconds.append(time.perf_counter() - start)
     return 2 * _SIZE**3 / min(seconds) / 1e12
+
+
+def _multiplier(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """What multiplies matrices of such numbers."""
+    return torch._int_mm if dtype == torch.int8 else torch.mm
 
 
 def _kernel(dtype: torch.dtype) -> str:
@@ -75,7 +81,7 @@ def _kernel(dtype: torch.dtype) -> str:
         return ""
     left, right = torch.randn(2, 64, 64).to(dtype)
     with _output() as lines, onednn.verbose(onednn.VERBOSE_ON):
-        torch.mm(left, right)
+        _multiplier(dtype)(left, right)
     return parse_kernel("".join(lines))
 
 

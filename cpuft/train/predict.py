@@ -132,7 +132,8 @@ def answer(
     from cpuft.train.run import read_cpu
 
     wanted = run.precision if asked.precision == "auto" else asked.precision
-    precision = choose_precision(wanted, True, read_cpu().flags)
+    # 8 bits are for training only.
+    precision = choose_precision("fp32" if wanted == "int8" else wanted, True, read_cpu().flags)
     objective, train = make_objective(run.train, prepared), run.train
     model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora=0)).eval()
     if not train.plain and not train.compile and train.engine == "torch":

@@ -58,6 +58,13 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
             )
             for way in ("int8", "late", "powersgd")
         ),
+        *(
+            (
+                {"precision": "int8", name: value},
+                f"--precision int8 is the fast path's own, and --{name} goes without: leave one out",
+            )
+            for name, value in {"engine": "ipex", "plain": True, "compile": True, "lora": 16}.items()
+        ),
         (
             {"lora_merge": True},
             "--lora-merge says how adapters are kept, and there are none: add --lora 16, or leave it out",
@@ -78,6 +85,7 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
         {"lora": 16, "lora_merge": True, "plain": True, "sync_every": 4},
         *({"shard": "optimizer", "grad_compression": way, "accumulation": 2} for way in ("auto", *SHARDED)),
         {"shard": "optimizer", "compile": True},
+        {"precision": "int8", "recompute": True, "sync_every": 2},
         {"engine": "ipex", "grad_compression": "int8"},
         {"engine": "deepspeed", "accumulation": 2},
         {"engine": "ort", "precision": "fp32", "backend": "gloo", "sync_every": 2},

@@ -127,4 +127,6 @@ def test_what_grows_and_what_does_not() -> None:
 
     assert told(16) == pytest.approx(2 * told(8), rel=0.01)
     assert told(8, recompute=True) < 0.5 * told(8)
+    eight, whole = (foretell(BERT, TrainConfig(), name, BATCH, BATCH, 1, False) for name in ("int8", "fp32"))
+    assert eight["activations"] - whole["activations"] == BERT.linears
     assert foretell(Shape(0, 1000), TrainConfig(), "bf16", BATCH, BATCH, 2, False)["activations"] == 0

@@ -52,7 +52,7 @@ WANTED = {
 """Metrics, at least, and columns of the predictions."""
 
 
-@pytest.mark.parametrize("kind, precision", [*((kind, "fp32") for kind in MAKERS), ("tags", "bf16")])
+@pytest.mark.parametrize("kind, precision", [*((kind, "fp32") for kind in MAKERS), ("tags", "bf16"), ("tags", "int8")])
 def test_a_kind_is_learned_and_its_metric_foretold(
     kind: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

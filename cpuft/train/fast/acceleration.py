@@ -50,13 +50,15 @@ def accelerate(
 
     Parameters
     ----------
-    precision: bf16 compute weights and activations with fp32 masters, or fp32; auto: bf16 where the hardware has it.
+    precision: bf16 compute weights and activations with fp32 masters, or fp32; auto: bf16 where the hardware has it;
+        int8: fp32, but in training the encoder's linear layers' outputs and their inputs' gradients are products of
+        8-bit numbers (layers with adapters stay as they are).
     first_token: in sequence classifiers, the last layer computes only the first token, which alone is read.
     adapters: layers with peft's LoRA (plain, no dropout) become fast ones, too. Their encoder's frozen linear weights
         have no masters: with bf16 they are rounded for good, so save adapters, and merge them into a fresh model.
 
     Raises CpuftError: for a model wrapped by DistributedDataParallel, one whose weights are not fp32, an unknown
-    precision.
+    precision, and int8 where there are no such layers.
     """
     put_on_masters(optimizer, quicken(model, precision, first_token, adapters))
     return model, optimizer
@@ -65,11 +67,12 @@ def accelerate(
 def quicken(model: nn.Module, precision: str = "auto", first_token: bool = True, adapters: bool = False) -> Masters:
     """What `accelerate` does to a model: all that one needs that is only asked. Raises CpuftError as that does."""
     _check(model, precision)
-    bf16 = precision == "bf16" or (precision == "auto" and has_bf16_products())
+    if precision == "auto":
+        precision = "bf16" if has_bf16_products() else "fp32"
     keep_freed_memory()
     _replace_dropout(model)
     masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
-    return masters or _quicken(model, bf16, first_token, adapters)
+    return masters or _quicken(model, precision, first_token, adapters)
 
 
 def _check(model: nn.Module, precision: str) -> None:
@@ -84,16 +87,20 @@ def _check(model: nn.Module, precision: str) -> None:
         raise CpuftError(f"{low} is not fp32, so there is no master to train: load the model with dtype=torch.float32")
 
 
-def _quicken(model: nn.Module, bf16: bool, first_token: bool, adapters: bool) -> Masters:
+def _quicken(model: nn.Module, precision: str, first_token: bool, adapters: bool) -> Masters:
     encoders = find_encoders(model, adapters)
+    if precision == "int8" and not encoders:
+        raise CpuftError(
+            f"int8 is for layers of BERT's kind, and {type(model).__name__} has none: use another precision"
+        )
     linears = [linear for encoder in encoders for linear in encoder.linears]
-    low: list[nn.Parameter] = [p for linear in linears for p in linear.parameters()] if bf16 else []
+    low: list[nn.Parameter] = [p for linear in linears for p in linear.parameters()] if precision == "bf16" else []
     masters = Masters(model, [p for p in low if p.requires_grad or not adapters])
     for parameter in low:
         if masters.get(parameter) is None:
             parameter.data = parameter.detach().to(torch.bfloat16)
     for encoder in encoders:
-        encoder.install(bf16)
+        encoder.install(precision)
     if first_token and len(encoders) == 1 and reads_first_token(model):
         encoders[0].watch_head(model)
     return masters

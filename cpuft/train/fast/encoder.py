@@ -39,10 +39,11 @@ class FastEncoder:
         """The linear layers of all encoder layers."""
         return [linear for parts in self.parts for linear in parts.linears]
 
-    def install(self, bf16: bool) -> None:
+    def install(self, precision: str) -> None:
         """Quicken the layers, whose linear weights have the dtype that they are to compute in by now."""
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
+            parts.int8 = precision == "int8"
             quicken(layer, parts)
         self.encoder.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.encoder.register_forward_hook(self._leave)

@@ -358,6 +358,46 @@ template <class T> void column_sums(const T *x, float *sums, int64_t rows, int64
     }
 }
 
+// Rows of x as whole numbers from -127 to 127 times a scale for each row, every column counting `factors` times first
+// (null: once). Magnitudes are compared as bits, by which a NaN is the largest: its row's scale says so.
+template <class T>
+void quantise_rows(const T *x, const float *__restrict factors, int8_t *y, float *scales, int64_t rows, int64_t cols,
+                   int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const T *__restrict xi = x + i * cols;
+        int8_t *__restrict yi = y + i * cols;
+        auto value = [=](int64_t j) { return factors ? load(xi[j]) * factors[j] : load(xi[j]); };
+        int32_t top = 0;
+        for (int64_t j = 0; j < cols; j++) {
+            int32_t bits = int32_t(as_bits(value(j)) & 0x7fffffffu);
+            top = bits > top ? bits : top;
+        }
+        float most = as_float(uint32_t(top)), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        scales[i] = most / 127.0f;
+        // As in exp_of; GCC narrows plain loops to bytes well, and vectors lane by lane.
+        for (int64_t j = 0; j < cols; j++) yi[j] = int8_t(as_bits(value(j) * inverse + 12582912.0f));
+    }
+}
+
+// A product of rows of 8-bit numbers, times the scales of its rows and of its columns, plus the columns' bias (null:
+// no scales, no bias). y may be where the product is.
+template <class T>
+void dequantise(const int32_t *product, const float *scales, const float *columns, const float *bias, T *y,
+                int64_t rows, int64_t cols, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *pi = reinterpret_cast<const float *>(product) + i * cols;
+        for (int64_t j = 0; j < cols; j += W) {
+            int64_t m = lanes_of(j, cols);
+            vec v = __builtin_convertvector((ivec)get(pi + j, m), vec) * scales[i];
+            if (columns) v *= get(columns + j, m);
+            if (bias) v += get(bias + j, m);
+            put(y + i * cols + j, v, m);
+        }
+    }
+}
+
 // A head's share of a row, 64 bytes at a time where it is that long: a copy of known length is one load and one store.
 inline void copy(void *to, const void *from, size_t bytes) {
     if (bytes % 64) {
@@ -493,6 +533,8 @@ EXPORT(softmax_forward)
 EXPORT(softmax_backward)
 EXPORT(gelu)
 EXPORT(column_sums)
+EXPORT(quantise_rows)
+EXPORT(dequantise)
 EXPORT(split_heads)
 EXPORT(join_heads)
 EXPORT(square_sum)

@@ -43,6 +43,8 @@ _SIGNATURES = {
     "softmax_backward": "pppqqffi",
     "gelu": "pppqi",
     "column_sums": "ppqqi",
+    "quantise_rows": "ppppqqi",
+    "dequantise": "pppppqqi",
     "split_heads": "pppqqqqqi",
     "join_heads": "pppqqqqqi",
     "square_sum": "pppqi",

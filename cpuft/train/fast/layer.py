@@ -39,6 +39,8 @@ class LayerParts:
     outer_norm: nn.LayerNorm
     is_last: bool
     packed: PackedLinear | None = None
+    int8: bool = False
+    """Products are in 8 bits while the layer is in training."""
 
     @property
     def linears(self) -> list[Any]:
@@ -144,18 +146,18 @@ def run_layer(parts: LayerParts, x: Tensor, layout: Layout) -> Tensor:
     assert parts.packed is not None
     attention_mask = draw_mask(_rate(parts.attention_dropout), True)
     if parts.is_last and layout.first_only:
-        both = parts.packed(x, first=1)
+        both = parts.packed(x, 1, parts.int8)
         x = x[layout.first_rows]
-        query: Tensor | None = linear(parts.query, x)
+        query: Tensor | None = linear(parts.query, x, parts.int8)
     else:
-        both, query = parts.packed(x), None
+        both, query = parts.packed(x, 0, parts.int8), None
     context = attention(query, both, layout.bias, parts.heads, attention_mask, layout.grid)
     mask = draw_mask(_rate(parts.attention_output_dropout), True)
-    x = dropout_add_norm(linear(parts.attention_output, context), x, parts.attention_norm, mask)
-    inner = linear(parts.inner, x)
+    x = dropout_add_norm(linear(parts.attention_output, context, parts.int8), x, parts.attention_norm, mask)
+    inner = linear(parts.inner, x, parts.int8)
     inner = gelu(inner) if _is_exact_gelu(parts.activation) else parts.activation(inner)
     mask = draw_mask(_rate(parts.outer_dropout), True)
-    return dropout_add_norm(linear(parts.outer, inner), x, parts.outer_norm, mask)
+    return dropout_add_norm(linear(parts.outer, inner, parts.int8), x, parts.outer_norm, mask)
 
 
 class FastForward:

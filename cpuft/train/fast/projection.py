@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from cpuft.train.fast.eight import LEAST_ROWS, multiply, quantise_rows
 from cpuft.train.fast.kernels import kernels_for
 
 
@@ -28,22 +29,27 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 class _PackedLinear(torch.autograd.Function):
+    """x W^T + b, with `int8` in 8 bits, as the input's gradient then is; the weight's gradient never is."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, int8: bool, *parameters: Tensor) -> Tensor:
         ctx.count = len(parameters) // 2
+        weight, scales = quantise_rows(weight) if int8 else (weight, None)
         # A frozen layer's input is no longer needed.
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[3:]) else None, weight)
-        return functional.linear(x, weight, bias)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, weight, scales)
+        return multiply(quantise_rows(x), weight.t(), scales, bias) if int8 else functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dx = grad @ weight if ctx.needs_input_grad[0] else None
+        x, weight, scales = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = grad @ weight if scales is None else multiply(quantise_rows(grad, scales), weight)
         dweights: tuple[Tensor | None, ...] = (None,) * (2 * ctx.count)
-        if any(ctx.needs_input_grad[3:]):
+        if any(ctx.needs_input_grad[4:]):
             dweights = (*(grad.t() @ x).chunk(ctx.count), *column_sums(grad).chunk(ctx.count))
-        return dx, None, None, *dweights
+        return dx, None, None, None, *dweights
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -85,20 +91,22 @@ def _factors(layer: Any) -> tuple[Tensor, Tensor]:
     return layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
 
 
-def _project(x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor) -> Tensor:
+def _project(x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor, int8: bool) -> Tensor:
     """What layers give for `x` side by side, whose weights and biases are these. All are adapted, or none is."""
     if type(layers[0]) is nn.Linear:
-        return _packed_linear(x, weight, bias, *(layer.weight for layer in layers), *(layer.bias for layer in layers))
+        int8 = int8 and layers[0].training and len(x) >= LEAST_ROWS
+        parameters = (*(layer.weight for layer in layers), *(layer.bias for layer in layers))
+        return _packed_linear(x, weight, bias, int8, *parameters)
     downs, ups = zip(*map(_factors, layers))
     return _adapted_linear(x, weight, bias, torch.cat(downs), _block_diagonal(*ups))
 
 
-def linear(layer: Any, x: Tensor) -> Tensor:
+def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
     """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs).
 
-    It is a torch.nn.Linear, or one of which `is_adapted` holds.
+    It is a torch.nn.Linear, or one of which `is_adapted` holds. `int8`: in 8 bits while a plain one is in training.
     """
-    return _project(x, [layer], layer.weight.detach(), layer.bias.detach())
+    return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), int8)
 
 
 class PackedLinear:
@@ -133,8 +141,8 @@ class PackedLinear:
             return first.as_strided((len(parameters) * first.shape[0], *first.shape[1:]), first.stride())
         return torch.cat([p.detach() for p in parameters])
 
-    def __call__(self, x: Tensor, first: int = 0) -> Tensor:
+    def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
         """(tokens, inputs) -> (tokens, layers * outputs): what the layers from number `first` give, side by side."""
         layers = self.layers[first:]
         weight, bias = self._current([layer.weight for layer in layers]), self._current([one.bias for one in layers])
-        return _project(x, layers, weight, bias)
+        return _project(x, layers, weight, bias, int8)

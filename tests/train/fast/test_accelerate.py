@@ -190,6 +190,29 @@ def test_other_models_run_unchanged(make: Callable[[], nn.Module]) -> None:
     torch.testing.assert_close(fast(ids)[0], plain(ids)[0], atol=0, rtol=0)
 
 
+def test_int8_rounds_what_training_multiplies_and_nothing_else() -> None:
+    plain, fast = make_pair("bert")
+    accelerate(fast, make_optimizer(fast), precision="int8")
+    batch = make_batch((17,) * 8)
+    plain(**batch).loss.backward()
+    fast(**batch).loss.backward()
+    theirs = dict(plain.named_parameters())
+    found, wanted = (
+        torch.cat([model[name].grad.flatten() for name, _ in fast.named_parameters() if theirs[name].grad is not None])
+        for model in (dict(fast.named_parameters()), theirs)
+    )
+    assert 1e-3 < relative_error(found, wanted) < TOLERANCE["bf16"]
+    assert {p.dtype for p in fast.parameters()} == {torch.float32}
+    fast.eval()
+    torch.testing.assert_close(fast(**batch).logits, plain.eval()(**batch).logits, atol=1e-5, rtol=1e-4)
+
+
+def test_int8_is_refused_where_nothing_would_be_in_8_bits() -> None:
+    model = OTHERS["gpt2"]()
+    with pytest.raises(CpuftError, match="and GPT2Model has none: use another precision"):
+        accelerate(model, make_optimizer(model), precision="int8")
+
+
 def test_names_and_classes_stay() -> None:
     plain, fast = make_pair("roberta")
     optimizer = make_optimizer(fast)
@@ -213,8 +236,8 @@ def test_once_more_changes_nothing() -> None:
 
 def test_an_unknown_precision_is_refused() -> None:
     model = make_model("bert")
-    with pytest.raises(CpuftError, match="choose one of auto, bf16, fp32"):
-        accelerate(model, make_optimizer(model), precision="int8")
+    with pytest.raises(CpuftError, match="choose one of auto, bf16, fp32, int8"):
+        accelerate(model, make_optimizer(model), precision="int4")
 
 
 def test_a_model_without_fp32_weights_is_refused() -> None:

@@ -37,7 +37,10 @@ def run_all(kernels: Kernels, dtype: torch.dtype) -> list[Tensor]:
     kernels.run("column_sums", dtype, x, sums, ROWS, COLS)
     kernels.run("square_sum", dtype, addresses([x, dy]), numbers([x.numel(), dy.numel()]), squares, 2)
     found = [dropped, total, y, mean, rstd, dx, dresidual, dweight, dbias, probs, kept, grad, z, slope, sums, squares]
-    return [tensor.float() for tensor in found]
+    rounded, scales, product = torch.zeros(ROWS, COLS, dtype=torch.int8), torch.zeros(ROWS), torch.zeros_like(x)
+    kernels.run("quantise_rows", dtype, x, weight, rounded, scales, ROWS, COLS)
+    kernels.run("dequantise", dtype, rounded.int(), scales, weight, bias, product, ROWS, COLS)
+    return [tensor.float() for tensor in (*found, rounded, scales, product)]
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
