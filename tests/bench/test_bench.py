@@ -95,4 +95,4 @@ def test_bad_names_are_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cpuft.bench", "--data", str(tmp_path), "--contestants", "cpufd"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr == "bench-train: 'cpufd' is unknown: did you mean cpuft?\n"
+    assert done.stderr == "bench-train: 'cpufd' is unknown: did you mean cpuft or cpuft-int8?\n"

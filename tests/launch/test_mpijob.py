@@ -43,6 +43,12 @@ while "CPUFT_RESUMED" not in os.environ:
 print("of", dist.get_world_size())
 """
 
+MEETS = """import socket, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("rank", dist.get_rank(), "of", dist.get_world_size(), "on", socket.gethostname())
+"""
+
 
 @contextmanager
 def make_job(folder: Path, *words: str) -> Iterator[Operator]:
@@ -62,18 +68,29 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_script_runs_on_two_workers(tmp_path: Path) -> None:
+    (tmp_path / "meets.py").write_text(MEETS, encoding="utf-8")
+    with make_job(tmp_path, "--np", "2", "--", str(tmp_path / "meets.py")) as operator:
+        code, said = operator.launch()
+        refused = operator.launch("cpuft", "launch", "--np", "5", "--task", "demo")
+    assert code == 0, said
+    logs = tmp_path / "operator" / "work" / "runs" / "j" / "logs"
+    met = [(logs / f"rank-{rank}.out").read_text() for rank in (0, 1)]
+    assert met == [f"rank {rank} of 2 on j-worker-{rank}\n" for rank in (0, 1)]
+    line = (
+        "cpuft: error: 5 ranks do not fit: 2 hosts with 2 slots: lower --np, or add hosts or slots=N to the hostfile\n"
+    )
+    assert refused == (2, line)
+
+
+@pytest.mark.proof
 def test_two_workers_train(tmp_path: Path) -> None:
     with make_job(tmp_path, "--np", "2", *TRAINING, *QUIET) as operator:
         code, said = operator.launch()
-        refused = operator.launch("cpuft", "launch", "--np", "5", "--task", "demo")
     assert code == 0, said
     record = read_record(str(tmp_path / "operator" / "work" / "runs" / "j"))
     assert [rank.host for rank in record.header.ranks] == ["j-worker-0", "j-worker-1"]
     assert [line.step for line in record.steps] == [1, 2, 3]
-    said = (
-        "cpuft: error: 5 ranks do not fit: 2 hosts with 2 slots: lower --np, or add hosts or slots=N to the hostfile\n"
-    )
-    assert refused == (2, said)
 
 
 @pytest.mark.proof
