@@ -14,6 +14,8 @@ BASE = "cpuft"
 OWN = (BASE, "trainer-accelerated")
 """Contestants that train on the fast path."""
 MODELS = {"minilm": "MiniLM (22 M)", "bert-base": "BERT-base-sized (110 M)"}
+LEAST_ROUNDS = 3
+"""Of a run whose figures are kept."""
 PATTERN = "bench-train-{}.json"
 
 
@@ -25,9 +27,10 @@ def read_figures(folder: Path) -> dict[str, dict[str, Any]]:
 
 def keep_figures(folder: Path, name: str, model: str, found: dict[str, Any]) -> None:
     """Put a model's last run into the file of a class; the other model's stays. A CPU that was limited to a class does
-    not stand for it once a real one does."""
+    not stand for it once a real one does; nor does a run of few rounds."""
     kept = read_figures(folder).get(name, {})
-    if _is_limited(found) and model in kept and not _is_limited(kept[model]):
+    replaces = model not in kept or not _is_limited(found) or _is_limited(kept[model])
+    if not replaces or int(found["header"]["options"]["rounds"]) < LEAST_ROUNDS:
         return
     kept[model] = found
     write_text(folder / PATTERN.format(name), json.dumps(kept, indent=1, sort_keys=True) + "\n")
@@ -42,14 +45,14 @@ def format_figures(kept: dict[str, dict[str, Any]]) -> str:
     rows = [
         [label, *(_format_cell(kept.get(name, {}).get(model)) for model in MODELS)] for name, label in CLASSES.items()
     ]
-    lines = [["two cores with", *MODELS.values()], ["---"] * (1 + len(MODELS)), *rows]
+    lines = [["CPU with", *MODELS.values()], ["---"] * (1 + len(MODELS)), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def format_contestants(kept: dict[str, dict[str, Any]]) -> str:
     """Everybody's samples/s, how much faster ours is, and peak memory; and what part of our step products are."""
     head = [
-        "two cores with",
+        "CPU with",
         "model",
         "whom",
         "samples/s",
@@ -78,4 +81,5 @@ def _format_cell(found: dict[str, Any] | None) -> str:
     times = f"**{peer['ratio']:.2f} times** ({peer['ratio_least']:.2f} to {peer['ratio_most']:.2f})"
     rates = f"{ours['samples_per_second']:.1f} against {peer['samples_per_second']:.1f}"
     day = time.strftime("%Y-%m-%d", time.gmtime(found["header"]["time"]))
-    return f"{times}: {rates}; {found['header']['cpu']}, {day}"
+    header = found["header"]
+    return f"{times}: {rates}; {header['options']['threads']} cores of {header['cpu']}, {day}"

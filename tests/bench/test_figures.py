@@ -8,13 +8,17 @@ from typing import Any
 from cpuft.bench.figures import format_contestants, format_figures, keep_figures, read_figures
 
 
-def found(rate: float, isa: str = "") -> dict[str, Any]:
+def found(rate: float, isa: str = "", rounds: int = 3) -> dict[str, Any]:
     def line(contestant: str, ratio: float) -> dict[str, Any]:
         spread = {"ratio": ratio, "ratio_least": ratio - 0.1, "ratio_most": ratio + 0.1}
         return {"contestant": contestant, "samples_per_second": rate / ratio, **spread}
 
     summary = [line("cpuft", 1.0), line("trainer-accelerated", 1.1), line("trainer-slow", 8.0), line("trainer", 2.0)]
-    return {"header": {"time": 0.0, "cpu": "Xeon", "options": {"isa": isa}}, "summary": summary, "breakdown": {}}
+    return {
+        "header": {"time": 0.0, "cpu": "Xeon", "options": {"isa": isa, "threads": "2", "rounds": str(rounds)}},
+        "summary": summary,
+        "breakdown": {},
+    }
 
 
 def test_a_models_last_run_is_kept_and_a_limited_cpu_gives_way(tmp_path: Path) -> None:
@@ -22,13 +26,14 @@ def test_a_models_last_run_is_kept_and_a_limited_cpu_gives_way(tmp_path: Path) -
     keep_figures(tmp_path, "avx2", "bert-base", found(5.0))
     keep_figures(tmp_path, "avx2", "minilm", found(20.0))
     keep_figures(tmp_path, "avx2", "minilm", found(30.0, isa="AVX2"))
+    keep_figures(tmp_path, "avx2", "minilm", found(40.0, rounds=2))
     assert read_figures(tmp_path) == {"avx2": {"minilm": found(20.0), "bert-base": found(5.0)}}
 
 
 def test_a_table_has_a_row_for_each_class() -> None:
     table = format_figures({"avx2": {"minilm": found(20.0)}}).splitlines()
     assert table[2] == "| AMX | not measured | not measured |"
-    cell = "**2.00 times** (1.90 to 2.10): 20.0 against 10.0; Xeon, 1970-01-01"
+    cell = "**2.00 times** (1.90 to 2.10): 20.0 against 10.0; 2 cores of Xeon, 1970-01-01"
     assert table[5] == f"| AVX2 only | {cell} | not measured |"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,17 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cpuft.train.fast.eight import LEAST_ROWS, multiply, quantise_rows
-from cpuft.train.fast.kernels import kernels_for, plain_torch
 from cpuft.train.fast.projection import linear
 from tests.train.fast.encoders import relative_error
 
-
-@pytest.fixture(params=["kernels", "torch"], autouse=True)
-def _way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "kernels" and kernels_for(torch.empty(0)) is None:
-        pytest.skip("no C++ compiler")
-    with plain_torch() if request.param == "torch" else contextlib.nullcontext():
-        yield
+pytestmark = pytest.mark.usefixtures("each_way")
 
 
 def plain_int8(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

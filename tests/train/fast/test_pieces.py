@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.nn import functional
 from cpuft.train.fast.activation import gelu
 from cpuft.train.fast.attention import Grid, Heads, attention, cut, join_heads, split_heads
 from cpuft.train.fast.dropout import NO_MASK, Mask, kept_elements
-from cpuft.train.fast.kernels import kernels_for, plain_torch
 from cpuft.train.fast.norm import dropout_add_norm
 from cpuft.train.fast.projection import PackedLinear, linear
 from tests.train.fast.encoders import relative_error
@@ -26,16 +24,10 @@ GRID = Grid(batch=2, length=11)
 # The second row of the batch has four tokens.
 LOOSE = Grid.of(2, 11, torch.tensor([*range(11), *range(11, 15)]))
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 both_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
 with_and_without_mask = pytest.mark.parametrize("mask", [NO_MASK, MASK], ids=["no-dropout", "dropout"])
-
-
-@pytest.fixture(params=["kernels", "torch"], autouse=True)
-def _way(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "kernels" and kernels_for(torch.empty(0)) is None:
-        pytest.skip("no C++ compiler")
-    with plain_torch() if request.param == "torch" else contextlib.nullcontext():
-        yield
 
 
 def compare(
