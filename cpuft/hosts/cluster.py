@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError, counted
 from cpuft.files import hash_text
-from cpuft.hosts import facts, registry, slurm
+from cpuft.hosts import facts, registry
 from cpuft.hosts.door import Door, side_by_side
 from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
@@ -161,7 +161,23 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
         return read_hostfile(hostfile)
-    return slurm.read_hosts(os.environ) if slurm.find_door(os.environ) else (LOCAL,)
+    if not find_slurm(os.environ):
+        return (LOCAL,)
+    from cpuft.hosts import slurm
+
+    return slurm.read_hosts(os.environ)
+
+
+def find_slurm(environ: Mapping[str, str]) -> Door | None:
+    """The way to the hosts of the job of Slurm's that this process runs in; None, and nothing imported, for no job.
+
+    Raises CpuftError: srun has started this process several times.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    from cpuft.hosts import slurm
+
+    return slurm.find_door(environ)
 
 
 def find_access(config: LaunchConfig) -> Access:
@@ -173,7 +189,7 @@ def find_access(config: LaunchConfig) -> Access:
 
         return Access(mpijob.open_door())
     if entry is None:
-        in_job = None if config.hostfile else slurm.find_door(os.environ)
+        in_job = None if config.hostfile else find_slurm(os.environ)
         return Access(in_job or Door(config.ssh_config), shares_files=bool(in_job))
     door = Door(config.ssh_config or entry.ssh_config)
     python = entry.python or sys.executable

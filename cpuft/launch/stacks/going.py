@@ -12,8 +12,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, cache_path, hash_text, write_text
-from cpuft.hosts import slurm
-from cpuft.hosts.cluster import Access, Cluster
+from cpuft.hosts.cluster import Access, Cluster, find_slurm
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.stacks.gather import Place
@@ -68,7 +67,7 @@ def find_place(run: str, environ: Mapping[str, str]) -> Place:
         raise CpuftError(f"run {run} was launched on {note.launched_on}: ask for its stacks there")
     if note.started != _find_start(note.pid):
         raise CpuftError(f"run {run} is over, and its launch was killed: see {run}/logs")
-    door = slurm.find_door(environ) or Door(note.ssh_config)
+    door = find_slurm(environ) or Door(note.ssh_config)
     return Place(note.work, note.hosts, Access(door, note.python))
 
 

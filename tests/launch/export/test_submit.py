@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -272,9 +273,16 @@ def test_a_job_of_kubernetes_is_ended(capsys: pytest.CaptureFixture[str]) -> Non
     assert Path("said").read_text().endswith("delete mpijob x ")
 
 
+SCHEDULERS = "cpuft.launch.export cpuft.options.schedulers cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.provision.batch"
+
+
 def test_a_plain_launch_imports_nothing_of_it() -> None:
-    code = "import sys; sys.argv = ['cpuft', 'launch', '--help']\nimport atexit\nfrom cpuft.cli import main\n"
+    """Up to the start of its ranks."""
+    code = "import sys; sys.argv = ['cpuft', 'launch', '--np', '1', '--dry-run']\nimport atexit\n"
+    code += "import cpuft.launch.start, cpuft.doctor.before\nfrom cpuft.cli import main\n"
     code += "atexit.register(lambda: print(*sorted(sys.modules)))\nmain()"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not {"cpuft.launch.export.command", "cpuft.options.schedulers", "yaml", "boto3"} & set(loaded.split())
-    assert "cpuft.options.fields" in loaded.split()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert not {*SCHEDULERS.split(), "yaml", "boto3", "paramiko"} & loaded
+    assert {"cpuft.launch.planning", "cpuft.launch.supervise", "cpuft.hosts.cluster"} <= loaded
