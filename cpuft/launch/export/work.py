@@ -43,7 +43,7 @@ class Work:
         words, script = shlex.join(("launch", *first, *self.options)), shlex.join(self.script)
         line = f'launch() {{ exec "$cpuft" {words} "$@" {script}; }}\n'
         if self.resume:
-            return f"{line}set --\n"
+            return f"{line}run={shlex.quote(self.resume)} proof=.\nset --\n"
         run, proof = shlex.quote(self.run_dir or f"runs/{name}"), "logs" if self.script else FILE_NAME
         return f"{line}run={run}$task proof={proof} again={again}\n{_RESUME}"
 

@@ -168,7 +168,35 @@ exit "$CODE"
 def test_what_can_be_gone_on_with_is_queued_again(
     send: str, code: str, more: dict[str, str], ended: int, queued: str
 ) -> None:
+    assert run_job(TRAINING, LAUNCH, SEND=send, CODE=code, **more) == (ended, queued, "")
+
+
+def run_job(work: Work, program: str, **environ: str) -> tuple[int, str, str]:
+    """The script where `program` is cpuft: its exit code, and what it said, scontrol's words among that."""
     add_program("scontrol", 'echo "$@"\n')
-    text = format_job(JobConfig(name="x", retries=2), TRAINING, add_program("cpuft", LAUNCH))
-    done = run_script("bash", text, SLURM_JOB_ID="7", SEND=send, CODE=code, **more)
-    assert (done.returncode, done.stdout, done.stderr) == (ended, queued, "")
+    text = format_job(JobConfig(name="x", retries=2), work, add_program("cpuft", program))
+    done = run_script("bash", text, SLURM_JOB_ID="7", **environ)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "work, files, ended, queued",
+    [
+        (TRAINING, [], 75, "requeue 7\n"),
+        (TRAINING, ["record.jsonl"], 138, ""),
+        (TRAINING, ["record.jsonl", "checkpoints/4"], 75, "requeue 7\n"),
+        (SCRIPT, [], 75, "requeue 7\n"),
+        (SCRIPT, ["logs/rank-0.out"], 138, ""),
+        (Work((), resume="runs/x"), ["record.jsonl", "checkpoints/4"], 75, "requeue 7\n"),
+        (Work((), resume="runs/x"), ["record.jsonl"], 138, ""),
+    ],
+)
+def test_a_launch_that_is_told_before_it_has_ranks_is_queued_again(
+    work: Work, files: list[str], ended: int, queued: str
+) -> None:
+    """Its own signal ends it: nobody asks ranks yet, or between two starts."""
+    for name in files:
+        path = Path("runs/x", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    assert run_job(work, 'kill -USR1 "$PPID"\nexec sleep 60\n') == (ended, queued, "")
