@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -32,6 +33,7 @@ from cpuft.launch.renewal import Renewal
 from cpuft.launch.stacks.gather import look_at_hang
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.plan import RunPlan, Step, format_plan
+from cpuft.rank.notice import SIGN
 from cpuft.rank.process import FAILURE
 from cpuft.rank.reporting import HANGS, SUPERVISED
 
@@ -40,6 +42,8 @@ _CHECK_FAILED = 2
 _END_SECONDS = 25.0
 """How long ranks may take to end once one has failed: those that save something have time, a lost host has not."""
 _LOOK_SECONDS = 0.5
+_QUIET_SECONDS = 150.0
+"""Without a sign of life, which ranks give every 20 s: hosts may be lost, all at once, and mpirun waits for them."""
 _ASK_SECONDS = 0.5
 """From a rank's failure to the question whether all hosts are there. One that goes down may still answer at once."""
 _REMOVE_SECONDS = 60.0
@@ -71,12 +75,13 @@ class Tail:
 
 
 class StuckError(Exception):
-    """A rank has failed, and mpirun waits all the same."""
+    """A rank has failed or all are lost, and mpirun waits all the same."""
 
 
 @dataclass
 class Ending:
-    """Watches for the end of a run in which a rank has failed: mpirun waits without limit for a host that is lost."""
+    """Watches for the end of a run in which a rank has failed, or none is alive: mpirun waits without limit for a host
+    that is lost, and srun does so for all of them."""
 
     logs: Path
     find_silent: Callable[[], set[str]]
@@ -88,12 +93,16 @@ class Ending:
     renewal: Renewal | None = None
     failed_at: float = 0.0
     looked_at: float = 0.0
+    sign: int = 0
+    """When a rank last gave one, in ns as the disk's host counts them; and when that was noticed here."""
+    signed_at: float = 0.0
     silent: set[str] | None = None
     asked: Future[set[str]] | None = None
     """The question who does not answer, while nobody waits for it."""
 
     def check(self) -> None:
-        """Look now and then. Raises StuckError when a rank has failed, and a host is lost or time is up."""
+        """Look now and then. Raises StuckError: a host is lost, and a rank has failed or all are silent; or a rank has
+        failed, and time is up."""
         now = time.monotonic()
         if now - self.looked_at < _LOOK_SECONDS or self.verdict:
             return
@@ -108,12 +117,24 @@ class Ending:
             self.verdict, self.silent = self.look()
             raise StuckError("ranks that waited in vain were ended")
         since = now - self.failed_at if self.failed_at else 0.0
-        if self.silent is None and self.asked is None and since > _ASK_SECONDS:
+        quiet = self._is_quiet(now)
+        if self.silent is None and self.asked is None and (quiet or since > _ASK_SECONDS):
             self.asked = _begin(self.find_silent)
         if self.asked and self.asked.done():
             self.silent = self.asked.result()
         if self.silent or since > _END_SECONDS:
-            raise StuckError(f"mpirun did not end within {since:.0f} s of a rank's failure, so it was ended")
+            why = f"within {since:.0f} s of a rank's failure" if since else "though no rank gives a sign of life"
+            raise StuckError(f"mpirun did not end {why}, so it was ended")
+        if self.silent is not None and not since:  # all hosts are there: ranks on other disks give no signs here
+            self.silent, self.asked, self.signed_at = None, None, now
+
+    def _is_quiet(self, now: float) -> bool:
+        """Whether no rank has given a sign of life for long."""
+        with suppress(OSError):
+            sign = (self.logs.parent / SIGN).stat().st_mtime_ns
+            if sign != self.sign:
+                self.sign, self.signed_at = sign, now
+        return bool(self.sign) and now - self.signed_at > _QUIET_SECONDS
 
     def name_silent(self) -> set[str]:
         """Once it is over: the hosts that do not answer. One that did when it was asked may have gone since."""
@@ -230,7 +251,7 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
         ending.check()
 
     stuck = False
-    with (logs / "mpirun.log").open("wb") as output:
+    with (logs.parent / SIGN).open("wb") as output:
         try:
             takes = ending.asking.takes if ending.asking else lambda signal_number: False
             code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, seconds, takes)
@@ -249,7 +270,7 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
         raise CpuftError(f"the disk of {logs.parent} is full: make room there, or name another place with --run-dir")
-    said, absent = (logs / "mpirun.log").read_text(errors="replace"), name_absent(failures, hosts, silent)
+    said, absent = (logs.parent / SIGN).read_text(errors="replace"), name_absent(failures, hosts, silent)
     if ending.verdict and not silent:
         absent = [ending.verdict.text]
     print(describe_failures(failures, said, absent), file=sys.stderr, flush=True)

@@ -20,10 +20,12 @@ from cpuft.rank.world import World
 
 ASKED = "logs/interrupt"
 """In the run's directory: who asks for its end, written by the launch. mpirun passes on no signal."""
+SIGN = "logs/mpirun.log"
+"""Likewise; each host's first rank touches it now and then, where it is the same file there: some rank is alive."""
 NOTICE = "CPUFT_NOTICE"
 SIGNAL = signal.SIGUSR1
 _LOOK_SECONDS = 1.0
-_NOTICE_EVERY = 5
+_NOTICE_EVERY, _SIGN_EVERY = 5, 20
 """Looks; EC2 gives a notice two minutes before the end."""
 _ANSWER_SECONDS = 2.0
 _METADATA = "/latest/meta-data/"
@@ -35,7 +37,7 @@ def listen() -> None:
     """Note SIGUSR1 from now on instead of ending by it, and whether the launch has asked before. On the main thread."""
     signal.signal(SIGNAL, _note)
     signal.siginterrupt(SIGNAL, False)  # libraries' system calls are begun again
-    if os.path.exists(_asked(os.environ)):
+    if os.path.exists(_find(os.environ, ASKED)):
         _came.set()
 
 
@@ -50,7 +52,7 @@ def came() -> bool:
 
 def describe_cause(environ: Mapping[str, str]) -> str:
     """Who told this rank to stop."""
-    with suppress(OSError), open(_asked(environ), encoding="utf-8") as file:
+    with suppress(OSError), open(_find(environ, ASKED), encoding="utf-8") as file:
         return file.read().strip()
     notice = environ.get(NOTICE, "")
     return f"{f'the notice {notice}' if notice else SIGNAL.name} on {socket.gethostname()}"
@@ -58,28 +60,32 @@ def describe_cause(environ: Mapping[str, str]) -> str:
 
 def is_leaving(environ: Mapping[str, str]) -> bool:
     """Whether a rank that was told to stop was so because its host is about to go."""
-    return bool(environ.get(NOTICE)) and not os.path.exists(_asked(environ))
+    return bool(environ.get(NOTICE)) and not os.path.exists(_find(environ, ASKED))
 
 
-def _asked(environ: Mapping[str, str]) -> str:
-    return os.path.join(environ.get("CPUFT_RUN_DIR") or "/nowhere", ASKED)
+def _find(environ: Mapping[str, str], name: str) -> str:
+    return os.path.join(environ.get("CPUFT_RUN_DIR") or "/nowhere", name)
 
 
 def start_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
-    """Watch for as long as the child lives; a notice is looked for by each host's first rank."""
-    notice = environ.get(NOTICE, "") if world.local_rank == 0 else ""
+    """Watch for as long as the child lives; each host's first rank looks for a notice, and gives a sign of life."""
+    first = world.local_rank == 0
+    notice, sign = (environ.get(NOTICE, ""), _find(environ, SIGN)) if first else ("", "")
     looks = Notice(notice).stands if notice else lambda: False
-    threading.Thread(target=_watch, args=(child, _asked(environ), looks), daemon=True).start()
+    threading.Thread(target=_watch, args=(child, _find(environ, ASKED), looks, sign), daemon=True).start()
 
 
-def _watch(child: int, asked: str, notice: Callable[[], bool]) -> None:
-    look, stands = 0, False
+def _watch(child: int, asked: str, notice: Callable[[], bool], sign: str) -> None:
+    look, stands, told = 0, False, False
     while os.path.exists(f"/proc/{child}"):
+        if sign and look % _SIGN_EVERY == 0:
+            with suppress(OSError):
+                os.utime(sign)
         stands = stands or os.path.exists(asked) or (look % _NOTICE_EVERY == 0 and notice())
-        if stands and is_listening(child):
+        if stands and not told and is_listening(child):
+            told = True
             with suppress(ProcessLookupError):
                 os.kill(child, SIGNAL)
-            return
         look += 1
         time.sleep(_LOOK_SECONDS)
 

@@ -24,8 +24,8 @@ pytestmark = [
 LAUNCH = (sys.executable, "-m", "cpuft", "launch")
 BY_SRUN = ("--mpirun", "srun")
 TRAINING = ("--task", "demo", "--max-train-samples", "64", "--max-steps", "4", "--precision", "fp32", "--dropout", "0")
-LONG = ("--task", "demo", "--epochs", "4", "--batch-size", "8", "--precision", "fp32", "--dropout", "0")
-SHORTER = (*LONG, "--max-steps", "60")
+DEMO = ("--task", "demo", "--epochs", "4", "--batch-size", "8", "--precision", "fp32", "--dropout", "0")
+LONG, SHORTER = (*DEMO, "--max-steps", "200"), (*DEMO, "--max-steps", "60")
 QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
 SUM = """import os, sys, torch, torch.distributed as dist
 from cpuft import comm
@@ -68,6 +68,13 @@ def count_steps(slurm: Slurm, run: str) -> int:
         return len(read(slurm, run).steps)
     except CpuftError:
         return 0
+
+
+def is_resumed(slurm: Slurm, run: str) -> bool:
+    try:
+        return bool(read(slurm, run).resumptions)
+    except CpuftError:
+        return False
 
 
 def wait_until(holds: Callable[[], bool], what: str, seconds: float = 240.0) -> float:
@@ -121,11 +128,17 @@ def test_worlds_of_one_are_refused_by_every_rank(slurm: Slurm) -> None:
 
 @pytest.mark.timeout(1800)
 def test_a_job_that_is_short_of_time_is_queued_again_and_comes_to_its_end(slurm: Slurm) -> None:
-    """Slurm's signal comes up to a minute early; the job saves itself, waits for its turn, and goes on."""
+    """Slurm's signal comes up to half a minute early; the job saves itself, waits for its turn, and goes on."""
     theirs = launch_plainly(slurm, 2, *LONG, *QUIET)
-    site = ("--nodes", "2", "--time", "3", "--retries", "30", "--extra=--signal=B:USR1@60")
+    site = ("--nodes", "2", "--time", "1", "--extra=--signal=B:USR1@20")
     words = ("launch", "--np", "2", *LONG, *QUIET, "--run-dir", "limited")
-    done = slurm.cpuft("submit", "slurm", *site, "--wait", "--", *words, seconds=1500)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(slurm.cpuft, "submit", "slurm", *site, "--wait", "--", *words, seconds=900)
+        wait_until(lambda: is_resumed(slurm, "limited") or job.done(), "it does not go on")
+        (number,) = slurm.ask("squeue", "--noheader", "--format=%A").stdout.split()
+        longer = slurm.ask("scontrol", "update", f"JobId={number}", "TimeLimit=30")  # once is enough
+        assert longer.returncode == 0, longer.stderr
+        done = job.result()
     assert done.returncode == 0, done.stdout + done.stderr
     check_going_on(read(slurm, "limited"), theirs)
 
@@ -151,18 +164,19 @@ def check_going_on(ours: Record, theirs: Record) -> None:
     assert ours.resumptions
 
 
+@pytest.mark.parametrize("hosts", [2, 3])
 @pytest.mark.parametrize("starter", [(), BY_SRUN], ids=("mpirun", "srun"))
-def test_a_job_that_loses_a_host_goes_on_without_it(starter: tuple[str, ...], slurm: Slurm) -> None:
+def test_a_job_that_loses_a_host_goes_on_without_it(starter: tuple[str, ...], hosts: int, slurm: Slurm) -> None:
     """Inside its allocation, long before Slurm itself misses the host."""
-    words = (*starter, "--np", "2", *SHORTER, *QUIET, "--checkpoint-every", "1", "--run-dir", "lost")
+    words = (*starter, "--np", str(hosts), *SHORTER, *QUIET, "--checkpoint-every", "1", "--run-dir", "lost")
     cluster = slurm.cluster
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(launch, slurm, *words, options=("--nodes=2", "--ntasks=2", "--no-kill"))
+        job = pool.submit(launch, slurm, *words, options=(f"--nodes={hosts}", f"--ntasks={hosts}", "--no-kill"))
         wait_until(lambda: count_steps(slurm, "lost") > 5 or job.done(), "it does not train")
         done = cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "2")
         assert done.returncode == 0, done.stderr
         begun = time.monotonic()
-        wait_until(lambda: bool(read(slurm, "lost").resumptions) or job.done(), "it does not go on")
+        wait_until(lambda: is_resumed(slurm, "lost") or job.done(), "it does not go on")
         before = count_steps(slurm, "lost")
         wait_until(lambda: count_steps(slurm, "lost") > before or job.done(), "it makes no step")
         seconds = time.monotonic() - begun
@@ -171,3 +185,20 @@ def test_a_job_that_loses_a_host_goes_on_without_it(starter: tuple[str, ...], sl
     print(f"going on after {seconds:.1f} s")
     assert "restart 1 of 3: host" in text
     assert seconds < GOING_SECONDS, text
+
+
+def test_a_login_nodes_launch_ends_though_slurm_and_all_its_hosts_are_gone(slurm: Slurm) -> None:
+    """Nobody tells srun, which would wait for ever."""
+    cluster, run = slurm.cluster, slurm.cluster.folder / "gone"
+    (cluster.folder / "wait.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
+    words = (*LAUNCH, "--np", "2", "--run-dir", str(run), "--", str(cluster.folder / "wait.py"))
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(slurm.ask, "salloc", "--quiet", "--nodes=2", "--ntasks=2", *words, seconds=400)
+        outputs = [run / "logs" / f"rank-{rank}.out" for rank in range(2)]
+        wait_until(lambda: all(path.exists() and path.read_text() for path in outputs) or job.done(), "it does not run")
+        assert slurm.ask("scontrol", "shutdown", "slurmctld").returncode == 0
+        for number in ("1", "2"):
+            assert cluster.cpuft("provision", "local", "--name", cluster.name, "kill", number).returncode == 0
+        done = job.result()
+    assert (done.returncode, "no other host is left" in done.stderr) == (75, True), done.stderr
+    assert "mpirun did not end though no rank gives a sign of life" in done.stderr

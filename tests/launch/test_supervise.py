@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from cpuft.launch.failures import (
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.launch.supervise import Ending, StuckError, Tail, run_plan
 from cpuft.plan import RunPlan, Step
+from cpuft.rank.notice import SIGN
 from cpuft.rank.process import FAILURE, format_failure, parse_cores, parse_failure, parse_missed
 from cpuft.rank.reporting import HANGS
 from cpuft.rank.world import World
@@ -224,6 +226,39 @@ def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answer
     ending.looked_at = ending.failed_at = -100.0
     ending.check()  # as once more when all has ended
     assert (asked, ending.verdict, ending.silent) == (["stacks"], verdict, {"node1"})
+
+
+def test_hosts_are_asked_when_no_rank_gives_a_sign_of_life(tmp_path: Path) -> None:
+    """mpirun would wait for ever where all are lost; who is only quiet goes on."""
+    logs, sign, asked = tmp_path / "logs", tmp_path / SIGN, list[str]()
+    logs.mkdir()
+    sign.touch()
+
+    def find_silent() -> set[str]:
+        asked.append("hosts")
+        return set()
+
+    ending = Ending(logs, find_silent, lambda: (Verdict((), ""), set()))
+
+    def look(quiet: float) -> None:
+        ending.looked_at, ending.signed_at = 0.0, time.monotonic() - quiet
+        ending.check()
+        while ending.asked and not ending.asked.done():
+            time.sleep(0.01)
+
+    look(0.0)  # the first sign
+    look(100.0)
+    os.utime(sign, (1.0, 1.0))  # another one
+    look(1000.0)
+    assert asked == []
+    look(1000.0)
+    look(0.0)
+    assert (asked, ending.asked, ending.silent) == (["hosts"], None, None)
+    ending.asked = Future()
+    ending.asked.set_result({"node1"})
+    with pytest.raises(StuckError, match="mpirun did not end though no rank gives a sign of life, so it was ended"):
+        look(0.0)
+    assert ending.name_silent() == {"node1"}
 
 
 def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) -> None:

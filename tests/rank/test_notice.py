@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from cpuft.rank.notice import NOTICE, Notice, describe_cause, is_listening, start_watch
+from cpuft.rank.notice import NOTICE, SIGN, Notice, describe_cause, is_listening, start_watch
 from cpuft.rank.world import World
 from tests.rank.metadata import PATH, serve_metadata
 
@@ -88,6 +89,19 @@ def test_only_the_first_rank_of_a_host_looks_for_its_notice() -> None:
             process.wait(1.5)
         process.kill()
     assert metadata.asked == []
+
+
+@pytest.mark.parametrize("local_rank, signs", [(0, True), (1, False)])
+def test_the_first_rank_of_a_host_gives_signs_of_life(local_rank: int, signs: bool, tmp_path: Path) -> None:
+    sign = tmp_path / SIGN
+    sign.parent.mkdir()
+    sign.touch()
+    os.utime(sign, (1.0, 1.0))
+    with start(SLEEPS) as process:
+        start_watch(process.pid, World(2, 4, local_rank, 2), {"CPUFT_RUN_DIR": str(tmp_path)})
+        time.sleep(0.5)
+        process.kill()
+    assert (sign.stat().st_mtime > 1.0) == signs
 
 
 def test_who_catches_or_holds_back_the_signal_listens() -> None:
