@@ -126,7 +126,6 @@ def test_worlds_of_one_are_refused_by_every_rank(slurm: Slurm) -> None:
     assert (code, sorted(line for line in text.splitlines() if line[0] == "6")) == (0, ["6 1", "6 2", "6 2"]), text
 
 
-@pytest.mark.timeout(1800)
 def test_a_job_that_is_short_of_time_is_queued_again_and_comes_to_its_end(slurm: Slurm) -> None:
     """Slurm's signal comes up to half a minute early; the job saves itself, waits for its turn, and goes on."""
     theirs = launch_plainly(slurm, 2, *LONG, *QUIET)
