@@ -25,7 +25,7 @@ LAUNCH = (sys.executable, "-m", "cpuft", "launch")
 BY_SRUN = ("--mpirun", "srun")
 TRAINING = ("--task", "demo", "--max-train-samples", "64", "--max-steps", "4", "--precision", "fp32", "--dropout", "0")
 DEMO = ("--task", "demo", "--epochs", "4", "--batch-size", "8", "--precision", "fp32", "--dropout", "0")
-LONG, SHORTER = (*DEMO, "--max-steps", "200"), (*DEMO, "--max-steps", "60")
+LONG, SHORTER = (*DEMO, "--max-steps", "150"), (*DEMO, "--max-steps", "60")
 QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
 SUM = """import os, sys, torch, torch.distributed as dist
 from cpuft import comm
@@ -129,7 +129,7 @@ def test_worlds_of_one_are_refused_by_every_rank(slurm: Slurm) -> None:
 def test_a_job_that_is_short_of_time_is_queued_again_and_comes_to_its_end(slurm: Slurm) -> None:
     """Slurm's signal comes up to half a minute early; the job saves itself, waits for its turn, and goes on."""
     theirs = launch_plainly(slurm, 2, *LONG, *QUIET)
-    site = ("--nodes", "2", "--time", "1", "--extra=--signal=B:USR1@20")
+    site = ("--nodes", "2", "--time", "1", "--extra=--signal=B:USR1@30")
     words = ("launch", "--np", "2", *LONG, *QUIET, "--run-dir", "limited")
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(slurm.cpuft, "submit", "slurm", *site, "--wait", "--", *words, seconds=900)
