@@ -42,6 +42,8 @@ pid=$!
 [ ! "$told" ] || kill -"$told" "$pid"
 # A signal ends wait, and not what it waits for.
 while told=''; wait "$pid"; code=$?; [ "$told" ]; do :; done
+# USR1 before there were ranks to ask ended the launch itself: nothing is lost, and it begins anew, or where it was.
+if [ "$code" = 138 ] && { [ ! -s "$run/$proof" ] || [ -d "$run/checkpoints" ]; }; then code=75; fi
 if [ "$code" = 75 ] && [ ! "$gone" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$retries" ]; then
     scontrol requeue "$job"
 fi
