@@ -282,6 +282,7 @@ def test_a_plain_launch_imports_nothing_of_it() -> None:
     code += "import cpuft.launch.start, cpuft.doctor.before\nfrom cpuft.cli import main\n"
     code += "atexit.register(lambda: print(*sorted(sys.modules)))\nmain()"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environ["PATH"] = os.defpath
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.splitlines()[-1].split())
     assert not {*SCHEDULERS.split(), "yaml", "boto3", "paramiko"} & loaded
