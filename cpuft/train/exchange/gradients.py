@@ -21,12 +21,16 @@ from cpuft.train.exchange import Exchange
 LEAST_BUCKETS = 8
 """Into so many a model's gradients are cut at least, so that what is left when backward is over is little."""
 
+_LEAST_COMPILED = 2**20
+"""Bytes of DistributedDataParallel's own first message: torch's compiler, which cuts a model where messages end, wants
+no smaller ones."""
 
-def _bucket_bytes(model: torch.nn.Module) -> int:
+
+def _bucket_bytes(model: torch.nn.Module, compiled: bool) -> int:
     """How much of a gradient is sent at a time."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = min(BUCKET_NUMBERS, -(-sum(parameter.numel() for parameter in trained) // LEAST_BUCKETS))
-    return numbers * trained[0].itemsize
+    return max(numbers * trained[0].itemsize, _LEAST_COMPILED * compiled)
 
 
 class GradientExchange(Exchange):
@@ -45,7 +49,7 @@ class GradientExchange(Exchange):
             # Else a base that all hosts have would be sent to them, before the first of its adapters' small gradients.
             untyped: Any = DistributedDataParallel
             untyped._set_params_and_buffers_to_ignore_for_model(own, frozen)
-        megabytes = _bucket_bytes(own) / 2**20
+        megabytes = _bucket_bytes(own, config.compile) / 2**20
         self._parallel = DistributedDataParallel(own, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
         # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
         self._parallel.register_comm_hook(None, lambda _, bucket: self._send(bucket))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
@@ -35,6 +37,19 @@ def test_a_rank_alone_clips_and_clears(clip_norm: float, norm: float) -> None:
     exchange.clear()
     exchange.meet(4, last=True)
     assert model.weight.grad is None
+
+
+def test_a_few_small_gradients_are_those_of_a_compiled_model() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model, config = torch.nn.Linear(2, 1, bias=False), TrainConfig(compile=True)
+        model.compile(backend="eager")
+        exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters()), config, "fp32")
+        torch.autograd.backward(exchange.model(torch.tensor([[3.0, 4.0]])).sum())
+    finally:
+        dist.destroy_process_group()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[3.0, 4.0]]
 
 
 def test_two_ranks(tmp_path: Path) -> None:
