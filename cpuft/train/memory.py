@@ -127,10 +127,15 @@ def kept_bytes(shape: Shape, fast: bool, recompute: bool, size: int, batch: Larg
     # Embeddings are added up and normed in fp32; eager ones keep a mask, too, and in fp32 what the head gets.
     times = 1 + batch.reads_all if fast else 1 + shape.drops + (size == 4)
     words = (4 * times * shape.hidden + 24) * batch.places
-    given = size * batch.tokens if fast else 4 * batch.places
-    kept = words + (given * shape.hidden if recompute else layer) * (shape.layers - 1) + last
+    # Eager layers keep what they are given; fast ones that, attention's context, its product, and the last norm's sum.
+    given, again = 4 * batch.places * shape.hidden, layer
+    if fast:
+        given = (4 * size * shape.hidden + 8) * batch.tokens
+        inner = (2 * size * (shape.hidden + shape.inner) + 8) * batch.tokens
+        again = max(inner, 3 * size * batch.places * shape.hidden)
+    kept = words + (given if recompute else layer) * (shape.layers - 1) + last
     # Backward has used what the last layer keeps before it comes to one that computes again.
-    return kept, max(kept, kept - last + layer) if recompute else kept
+    return kept, max(kept, kept - last + again) if recompute else kept
 
 
 def _layer(shape: Shape, fast: bool, size: int, batch: Largest) -> int:

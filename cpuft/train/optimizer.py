@@ -44,7 +44,8 @@ def recompute_layers(model: torch.nn.Module) -> None:
     """Let all layers of a model but the last forget what they keep for backward, and compute it again then, in place.
 
     Backward begins with the last one: to forget it would save nothing. Dropout masks repeat, because torch's generator
-    is put back meanwhile: gradients are the same to the bit. Not re-entrant, as DistributedDataParallel needs it.
+    is put back meanwhile: gradients are the same to the bit. Not re-entrant, as DistributedDataParallel needs it. Fast
+    layers, made of these later, leave out what no gradient needs.
 
     Raises CpuftError: the model has no layers that can.
     """

@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
+from cpuft.train.lora import adapt
 from cpuft.train.optimizer import make_optimizer, recompute_layers
 from cpuft.train.precision import autocast
-from tests.train.fast.encoders import KINDS, make_batch, make_model
+from tests.train.fast.encoders import KINDS, LENGTHS, make_batch, make_model
 from tests.train.kept import count_kept, make_encoder, make_full_batch
 
 
@@ -29,19 +31,30 @@ def one_thread() -> Iterator[None]:
 def find_gradients(kind: str, config: TrainConfig) -> dict[str, torch.Tensor]:
     """Of an update with dropout."""
     model = make_model(kind, dropout=0.1)
+    if config.lora:
+        model = adapt(model, config.lora, "", ()).train()
+        for _, factor in filter(lambda named: "lora_B" in named[0], model.named_parameters()):
+            nn.init.ones_(factor)
     make_optimizer(model, config, config.precision)
     torch.manual_seed(5)
     with autocast(config.precision):
-        loss = model(**make_batch()).loss
+        loss = model(**make_batch(4 * LENGTHS)).loss  # tokens enough for products of 8 bits
     loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "fast"])
-def test_gradients_are_the_same_to_the_bit(kind: str, precision: str, plain: bool, one_thread: None) -> None:
-    config = TrainConfig(precision=precision, plain=plain)
+EVERY = [
+    (kind, TrainConfig(precision=precision, plain=plain))
+    for kind in KINDS
+    for precision in ("bf16", "fp32")
+    for plain in (True, False)
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [*EVERY, ("bert", TrainConfig(precision="int8")), ("bert", TrainConfig(lora=4))]
+)
+def test_gradients_are_the_same_to_the_bit(kind: str, config: TrainConfig, one_thread: None) -> None:
     wanted, found = (find_gradients(kind, replace(config, recompute=again)) for again in (False, True))
     assert found.keys() == wanted.keys()
     assert [name for name, gradient in wanted.items() if not torch.equal(found[name], gradient)] == []
@@ -63,6 +76,19 @@ def test_activations_at_their_peak_are_at_most_half(precision: str, plain: bool)
 
     one_layer = keep(False, 6) - keep(False, 5)
     assert keep(True, 6) + one_layer <= 0.5 * keep(False, 6)
+
+
+def test_products_whose_results_no_gradient_needs_are_not_computed_again() -> None:
+    """All of a layer again would be a third more. A layer has the proportions of BERT-base's at length 512."""
+
+    def count(recompute: bool) -> int:
+        model, batch = make_encoder(8), make_full_batch(2, 43)
+        make_optimizer(model, TrainConfig(recompute=recompute), "fp32")
+        with FlopCounterMode(display=False) as counter:
+            model(**batch, labels=torch.zeros(2, dtype=torch.int64)).loss.backward()
+        return int(counter.get_total_flops())
+
+    assert 1.1 < count(True) / count(False) < 1.2
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

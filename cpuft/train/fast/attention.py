@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cpuft.train.fast.again import Turn
 from cpuft.train.fast.dropout import Mask, masked
 from cpuft.train.fast.kernels import kernels_for
 
@@ -128,10 +129,32 @@ def _softmax_backward(probs: Tensor, dropped: Tensor, grad: Tensor, heads: Heads
     return (probs * (kept - total) * heads.factor).to(grad.dtype)
 
 
+def _cut_heads(q: Tensor, k: Tensor, heads: Heads) -> list[slice]:
+    """Blocks of `q` and `k`, (batch * heads, length, size), whose scores are computed at a time."""
+    each = heads.count * q.shape[1] * k.shape[1]
+    blocks = cut(len(q) // heads.count, each, q.element_size())
+    return [slice(rows.start * heads.count, rows.stop * heads.count) for rows in blocks]
+
+
+def _look(q: Tensor, k: Tensor, bias: Tensor | None, heads: Heads, mask: Mask, part: slice) -> tuple[Tensor, Tensor]:
+    """A block's probabilities, and dropped ones."""
+    if bias is not None and bias.shape[0] > 1:
+        bias = bias[part.start // heads.count : part.stop // heads.count]
+    scores = torch.bmm(q[part], k[part].transpose(1, 2))
+    return _softmax(scores, bias, heads, mask.after(part.start * scores[0].numel()))
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor | None, packed: Tensor, bias: Tensor | None, heads: Heads, mask: Mask, grid: Grid
+        ctx: Any,
+        query: Tensor | None,
+        packed: Tensor,
+        bias: Tensor | None,
+        heads: Heads,
+        mask: Mask,
+        grid: Grid,
+        turn: Turn,
     ) -> Tensor:
         if query is None:
             q, k, v = split_heads(packed, 3, heads, grid)
@@ -139,16 +162,17 @@ class _Attention(torch.autograd.Function):
         else:
             ctx.queries = Grid(grid.batch, query.shape[0] // grid.batch)
             (q,), (k, v) = split_heads(query, 1, heads, ctx.queries), split_heads(packed, 2, heads, grid)
-        ctx.heads, ctx.mask, ctx.grid, ctx.separate = heads, mask, grid, query is not None
-        each = heads.count * q.shape[1] * k.shape[1]
-        kept, context = [], torch.empty_like(q)
-        for rows in cut(grid.batch, each, q.element_size()):
-            part = slice(rows.start * heads.count, rows.stop * heads.count)
-            scores = torch.bmm(q[part], k[part].transpose(1, 2))
-            own = bias if bias is None or bias.shape[0] == 1 else bias[rows]
-            probs, dropped = _softmax(scores, own, heads, mask.after(rows.start * each))
+        ctx.heads, ctx.mask, ctx.grid, ctx.separate, ctx.bias = heads, mask, grid, query is not None, bias
+        kept: list[Tensor] = []
+        if turn is Turn.AGAIN:
+            ctx.save_for_backward(q, k, v)
+            shape: Tensor = q.new_empty(ctx.queries.tokens, heads.count * heads.size)
+            return shape
+        context = torch.empty_like(q)
+        for part in _cut_heads(q, k, heads):
+            probs, dropped = _look(q, k, bias, heads, mask, part)
             torch.bmm(dropped, v[part], out=context[part])
-            kept += [probs, dropped]
+            kept += [probs, dropped] if turn is Turn.ONLY else []
         ctx.save_for_backward(q, k, v, *kept)
         return join_heads(context.unsqueeze(0), heads, ctx.queries)
 
@@ -159,24 +183,29 @@ class _Attention(torch.autograd.Function):
         heads: Heads = ctx.heads
         grad = split_heads(grad, 1, heads, ctx.queries)[0]
         made = k.new_empty(2 if ctx.separate else 3, *k.shape)
-        dquery, done = torch.empty_like(q) if ctx.separate else made[0], 0
-        for probs, dropped in zip(kept[::2], kept[1::2]):
-            part = slice(done, done + len(probs))
-            mask = ctx.mask.after(done * probs[0].numel())
-            dscores = _softmax_backward(probs, dropped, torch.bmm(grad[part], v[part].transpose(1, 2)), heads, mask)
+        dquery, pairs = torch.empty_like(q) if ctx.separate else made[0], zip(kept[::2], kept[1::2])
+        for part in _cut_heads(q, k, heads):
+            probs, dropped = next(pairs) if kept else _look(q, k, ctx.bias, heads, ctx.mask, part)
+            mask, wanted = ctx.mask.after(part.start * probs[0].numel()), torch.bmm(grad[part], v[part].transpose(1, 2))
+            dscores = _softmax_backward(probs, dropped, wanted, heads, mask)
             torch.bmm(dropped.transpose(1, 2), grad[part], out=made[-1][part])
             torch.bmm(dscores.transpose(1, 2), q[part], out=made[-2][part])
             torch.bmm(dscores, k[part], out=dquery[part])
-            done = part.stop
         separate = join_heads(dquery.unsqueeze(0), heads, ctx.queries) if ctx.separate else None
-        return separate, join_heads(made, heads, ctx.grid), None, None, None, None
+        return separate, join_heads(made, heads, ctx.grid), None, None, None, None, None
 
 
 _attention: Callable[..., Tensor] = _Attention.apply
 
 
 def attention(
-    query: Tensor | None, packed: Tensor, bias: Tensor | None, heads: Heads, mask: Mask, grid: Grid
+    query: Tensor | None,
+    packed: Tensor,
+    bias: Tensor | None,
+    heads: Heads,
+    mask: Mask,
+    grid: Grid,
+    turn: Turn = Turn.ONLY,
 ) -> Tensor:
     """softmax(factor * query key^T + bias), dropped out, times value.
 
@@ -187,12 +216,13 @@ def attention(
     bias: fp32, (batch or 1, heads or 1, queries or 1, length), keys next to each other, no gradient. None: no mask.
         Places of the grid without a token have zero keys and values: the bias has to shut them out.
     grid: where the rows of `packed`, and of the query in it, stand.
+    turn: of a part that ends with this. Of two, scores are computed once more in backward, a block at a time.
 
     Returns
     -------
     The context, a row for each query. Softmax is fp32 inside, rounded to the dtype once.
     """
-    return _attention(query, packed, bias, heads, mask, grid)
+    return _attention(query, packed, bias, heads, mask, grid, turn)
 
 
 def mask_bias(mask: Tensor | None) -> Tensor | None:

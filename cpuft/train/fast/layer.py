@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from cpuft.train.fast.activation import gelu
+from cpuft.train.fast.again import Turn, in_one_turn, in_two_turns
 from cpuft.train.fast.attention import Heads, attention
-from cpuft.train.fast.dropout import draw_mask
+from cpuft.train.fast.dropout import Mask, draw_mask
 from cpuft.train.fast.layout import Layout, layout_of
 from cpuft.train.fast.norm import dropout_add_norm
 from cpuft.train.fast.projection import PackedLinear, is_adapted, linear
@@ -41,6 +43,8 @@ class LayerParts:
     packed: PackedLinear | None = None
     int8: bool = False
     """Products are in 8 bits while the layer is in training."""
+    recomputes: bool = False
+    """In training its scores, and what is between its products, are computed again in backward, and not kept."""
 
     @property
     def linears(self) -> list[Any]:
@@ -141,23 +145,32 @@ def _rate(dropout: nn.Dropout | None) -> float:
     return dropout.p if dropout is not None and dropout.training else 0.0
 
 
-def run_layer(parts: LayerParts, x: Tensor, layout: Layout) -> Tensor:
-    """One encoder layer: (tokens, hidden) -> (tokens, hidden), or (batch, hidden) where first tokens are enough."""
+def _attend(parts: LayerParts, layout: Layout, mask: Mask, turn: Turn, x: Tensor) -> Tensor:
     assert parts.packed is not None
-    attention_mask = draw_mask(_rate(parts.attention_dropout), True)
-    if parts.is_last and layout.first_only:
-        both = parts.packed(x, 1, parts.int8)
-        x = x[layout.first_rows]
-        query: Tensor | None = linear(parts.query, x, parts.int8)
-    else:
-        both, query = parts.packed(x, 0, parts.int8), None
-    context = attention(query, both, layout.bias, parts.heads, attention_mask, layout.grid)
-    mask = draw_mask(_rate(parts.attention_output_dropout), True)
-    x = dropout_add_norm(linear(parts.attention_output, context, parts.int8), x, parts.attention_norm, mask)
+    first = parts.is_last and layout.first_only
+    packed = parts.packed(x, int(first), parts.int8)
+    query = linear(parts.query, x[layout.first_rows], parts.int8) if first else None
+    return attention(query, packed, layout.bias, parts.heads, mask, layout.grid, turn)
+
+
+def _transform(parts: LayerParts, mask: Mask, turn: Turn, context: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What the last norm adds up."""
+    x = dropout_add_norm(context, x, parts.attention_norm, mask)
     inner = linear(parts.inner, x, parts.int8)
     inner = gelu(inner) if _is_exact_gelu(parts.activation) else parts.activation(inner)
-    mask = draw_mask(_rate(parts.outer_dropout), True)
-    return dropout_add_norm(linear(parts.outer, inner, parts.int8), x, parts.outer_norm, mask)
+    return linear(parts.outer, inner, parts.int8, turn), x
+
+
+def run_layer(parts: LayerParts, x: Tensor, layout: Layout) -> Tensor:
+    """One encoder layer: (tokens, hidden) -> (tokens, hidden), or (batch, hidden) where first tokens are enough."""
+    dropouts = (parts.attention_dropout, parts.attention_output_dropout, parts.outer_dropout)
+    masks = [draw_mask(_rate(dropout), True) for dropout in dropouts]
+    run = in_two_turns if parts.recomputes and parts.attention_module.training else in_one_turn
+    context = linear(parts.attention_output, run(partial(_attend, parts, layout, masks[0]), x), parts.int8)
+    if parts.is_last and layout.first_only:
+        x = x[layout.first_rows]
+    outer, x = run(partial(_transform, parts, masks[1]), context, x)
+    return dropout_add_norm(outer, x, parts.outer_norm, masks[2])
 
 
 class FastForward:
@@ -180,9 +193,14 @@ class FastForward:
         return run_layer(parts, layout.enter(hidden_states).to(dtype), layout).view(hidden_states.shape)
 
 
-def quicken(layer: nn.Module, parts: LayerParts) -> None:
-    """Give `layer` the fast forward. Its class becomes a subclass of what it was, so that isinstance still holds."""
+def quicken(layer: Any, parts: LayerParts) -> None:
+    """Give `layer` the fast forward. Its class becomes a subclass of what it was, so that isinstance still holds.
+
+    One that transformers is to compute again in backward does so in its own way from now on.
+    """
     own = type(layer)
     parts.pack()
-    layer.fast_parts = parts  # type: ignore[assignment]
+    parts.recomputes = bool(getattr(layer, "gradient_checkpointing", False))
+    layer.gradient_checkpointing = False
+    layer.fast_parts = parts
     layer.__class__ = type(f"Fast{own.__name__}", (FastForward, own), {"__module__": __name__})

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from cpuft.train.fast.again import Turn
 from cpuft.train.fast.eight import LEAST_ROWS, multiply, quantise_rows
 from cpuft.train.fast.kernels import kernels_for
 
@@ -32,11 +33,15 @@ class _PackedLinear(torch.autograd.Function):
     """x W^T + b, with `int8` in 8 bits, as the input's gradient then is; the weight's gradient never is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, int8: bool, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, turn: Turn, int8: bool, *parameters: Tensor
+    ) -> Tensor:
         ctx.count = len(parameters) // 2
         weight, scales = quantise_rows(weight) if int8 else (weight, None)
         # A frozen layer's input is no longer needed.
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[4:]) else None, weight, scales)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
+        if turn is Turn.AGAIN:
+            return x.new_empty(len(x), len(weight))
         return multiply(quantise_rows(x), weight.t(), scales, bias) if int8 else functional.linear(x, weight, bias)
 
     @staticmethod
@@ -47,18 +52,20 @@ class _PackedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = grad @ weight if scales is None else multiply(quantise_rows(grad, scales), weight)
         dweights: tuple[Tensor | None, ...] = (None,) * (2 * ctx.count)
-        if any(ctx.needs_input_grad[4:]):
+        if any(ctx.needs_input_grad[5:]):
             dweights = (*(grad.t() @ x).chunk(ctx.count), *column_sums(grad).chunk(ctx.count))
-        return dx, None, None, None, *dweights
+        return dx, None, None, None, None, *dweights
 
 
 class _AdaptedLinear(torch.autograd.Function):
     """x W^T + b + (x A^T) B^T, of which A and B are trained."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, turn: Turn, down: Tensor, up: Tensor) -> Tensor:
         narrow = functional.linear(x, down)
         ctx.save_for_backward(x, narrow, weight, down, up)
+        if turn is Turn.AGAIN:
+            return x.new_empty(len(x), len(weight))
         return functional.linear(x, weight, bias).addmm_(narrow, up.t())
 
     @staticmethod
@@ -67,7 +74,7 @@ class _AdaptedLinear(torch.autograd.Function):
         x, narrow, weight, down, up = ctx.saved_tensors
         dnarrow = grad @ up
         dx = (grad @ weight).addmm_(dnarrow, down) if ctx.needs_input_grad[0] else None
-        return dx, None, None, dnarrow.t() @ x, grad.t() @ narrow
+        return dx, None, None, None, dnarrow.t() @ x, grad.t() @ narrow
 
 
 _packed_linear: Callable[..., Tensor] = _PackedLinear.apply
@@ -91,22 +98,22 @@ def _factors(layer: Any) -> tuple[Tensor, Tensor]:
     return layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
 
 
-def _project(x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor, int8: bool) -> Tensor:
+def _project(x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor, turn: Turn, int8: bool) -> Tensor:
     """What layers give for `x` side by side, whose weights and biases are these. All are adapted, or none is."""
     if type(layers[0]) is nn.Linear:
         int8 = int8 and layers[0].training and len(x) >= LEAST_ROWS
         parameters = (*(layer.weight for layer in layers), *(layer.bias for layer in layers))
-        return _packed_linear(x, weight, bias, int8, *parameters)
+        return _packed_linear(x, weight, bias, turn, int8, *parameters)
     downs, ups = zip(*map(_factors, layers))
-    return _adapted_linear(x, weight, bias, torch.cat(downs), _block_diagonal(*ups))
+    return _adapted_linear(x, weight, bias, turn, torch.cat(downs), _block_diagonal(*ups))
 
 
-def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
-    """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs).
+def linear(layer: Any, x: Tensor, int8: bool = False, turn: Turn = Turn.ONLY) -> Tensor:
+    """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs), as the end of a `turn`.
 
     It is a torch.nn.Linear, or one of which `is_adapted` holds. `int8`: in 8 bits while a plain one is in training.
     """
-    return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), int8)
+    return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), turn, int8)
 
 
 class PackedLinear:
@@ -145,4 +152,4 @@ class PackedLinear:
         """(tokens, inputs) -> (tokens, layers * outputs): what the layers from number `first` give, side by side."""
         layers = self.layers[first:]
         weight, bias = self._current([layer.weight for layer in layers]), self._current([one.bias for one in layers])
-        return _project(x, layers, weight, bias, int8)
+        return _project(x, layers, weight, bias, Turn.ONLY, int8)
