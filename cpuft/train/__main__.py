@@ -7,12 +7,12 @@ import time
 import traceback
 from typing import NoReturn
 
-from cpuft.comm.group.session import leave
 from cpuft.errors import AGAIN, CpuftError, describe_disk
 from cpuft.options.fields import TrainConfig, WorkerConfig, option_names
 from cpuft.options.flags import parse_arguments
 from cpuft.rank.reporting import start_reporting
 from cpuft.streams import keep_streams
+from cpuft.train.imports import hurry
 
 
 def main() -> None:
@@ -20,6 +20,7 @@ def main() -> None:
     started = time.perf_counter()
     keep_streams()
     start_reporting()
+    hurry()
     try:
         train, worker = parse_worker(sys.argv[1:])
         from cpuft.train.interruption import Stopped
@@ -27,9 +28,9 @@ def main() -> None:
 
         try:
             run(train, worker, started)
-            leave(0)
+            _leave(0)
         except Stopped:
-            leave(AGAIN)
+            _leave(AGAIN)
     except CpuftError as error:
         _refuse(str(error))
     except OSError as error:
@@ -51,13 +52,19 @@ def parse_worker(words: list[str]) -> tuple[TrainConfig, WorkerConfig]:
 def _fail() -> NoReturn:
     """Say what was raised and end at once, for the reasons of `cpuft.comm.leave` and of `_refuse`."""
     traceback.print_exc()
-    leave(1)
+    _leave(1)
 
 
 def _refuse(line: str) -> NoReturn:
     """Say it and end at once: other ranks may hang in a collective, and tearing down would wait for them."""
     print(f"cpuft: error: {line}", file=sys.stderr, flush=True)
-    leave(2)
+    _leave(2)
+
+
+def _leave(code: int) -> NoReturn:
+    from cpuft.comm.group.session import leave  # with torch: not before `hurry`
+
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from cpuft.train.data.prepare import Prepared, prepare, read_prepared
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
+from cpuft.train.imports import settle
 from cpuft.train.interruption import obey
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
 from cpuft.train.loop import Loop, settle_messages, train
@@ -108,6 +109,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         begin(story, loop, worker, header, stack)
         with loop.exchange.whole():
             prove_equal_parameters(model, "before the first step")
+        settle()
         steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, story)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         with loop.exchange.whole():

@@ -1,0 +1,74 @@
+"""Imports are most of what a rank does before its first step: nobody looks for garbage meanwhile, and what it has no
+use for waits until somebody has.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+_UNUSED = {
+    # For losses of models that find things in pictures: transformers imports those for any model.
+    "scipy.optimize": ("linear_sum_assignment",),
+    # For SageMaker, of which accelerate knows.
+    "boto3": (),
+}
+
+
+def hurry() -> None:
+    """To be called before torch is imported; `settle` ends it."""
+    gc.disable()  # torch and transformers take 3.1 s of a core instead of 3.9
+    for name, functions in _UNUSED.items():
+        defer(name, functions)
+
+
+def settle() -> None:
+    """To be called when a rank is about to train: garbage is looked for again, but not among what is there now."""
+    gc.freeze()
+    gc.enable()
+
+
+def defer(name: str, functions: Collection[str] = ()) -> None:
+    """Import a module only once something of it is used: one of `functions` called, or anything else named.
+
+    Nothing happens where it is imported already, or not installed.
+    """
+    spec = None
+    with suppress(ModuleNotFoundError):
+        spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is None:
+        return
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, module)
+    vars(module)["_functions"] = frozenset(functions)
+    module.__class__ = _Deferred
+
+
+class _Deferred(ModuleType):
+    """A module that was not executed yet: asked are names that it has not got."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self)["_functions"]:
+            return _call_later(self, name)
+        return getattr(_execute(self), name)
+
+
+def _execute(module: ModuleType) -> ModuleType:
+    """The module itself, whole. As importlib.util.LazyLoader has it, the object stays the same."""
+    if type(module) is not ModuleType:
+        module.__class__ = ModuleType
+        loader = module.__spec__ and module.__spec__.loader
+        assert loader
+        loader.exec_module(module)
+    return module
+
+
+def _call_later(module: ModuleType, name: str) -> Callable[..., Any]:
+    return lambda *arguments, **named: getattr(_execute(module), name)(*arguments, **named)

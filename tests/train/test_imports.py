@@ -1,0 +1,105 @@
+"""What a rank imports before its first step, and modules that wait until they are used."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpuft.train.imports import defer
+
+_MODULES = {
+    "__init__.py": "from late.parts import add\nfrom late import other\nNAME = 'late'\n",
+    "parts.py": "def add(a, b=0):\n    return a + b\n",
+    "other.py": "",
+}
+_TELL = """
+import gc, sys
+from cpuft.train import __main__, imports
+settle = imports.settle
+
+def tell():
+    looks = [gc.isenabled(), settle(), gc.isenabled(), gc.get_freeze_count() > 100_000]
+    print("at the first step:", looks, *sys.modules, flush=True)
+
+imports.settle = tell
+__main__.main()
+"""
+
+
+@pytest.fixture
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of that name, which is not imported."""
+    (tmp_path / "late").mkdir()
+    for name, text in _MODULES.items():
+        (tmp_path / "late" / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("late", "late.parts", "late.other"):
+        monkeypatch.setitem(sys.modules, name, sys)  # so that what is there in the end is taken away
+        del sys.modules[name]
+
+
+def test_before_its_first_step_a_rank_imports_nothing_of_other_models_and_looks_for_no_garbage(tmp_path: Path) -> None:
+    words = ["--task=demo", "--max-steps=1", "--max-train-samples=32", "--save-model=false", "--progress=lines"]
+    command = [sys.executable, "-c", _TELL, *words, f"--run-dir={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr.count("step 1/1")) == (0, 1), done.stderr
+    told = next(line for line in done.stdout.splitlines() if line.startswith("at the first step: "))
+    assert told.startswith("at the first step: [False, None, True, True]")
+    loaded = set(told.split())
+    unwanted = {"scipy.optimize._optimize", "scipy.stats", "sklearn", "pandas", "boto3.session", "peft", "datasets"}
+    assert not loaded & (unwanted | {"transformers.trainer", "torch._inductor.compile_fx", "cpuft.train.fit"})
+    assert {"torch", "transformers.models.bert.modeling_bert", "scipy.optimize"} <= loaded
+
+
+@pytest.mark.usefixtures("late")
+def test_a_deferred_function_imports_its_module_when_it_is_called() -> None:
+    defer("late", ("add",))
+    from late import add  # type: ignore[import-not-found]
+
+    assert "late.parts" not in sys.modules
+    assert add(1, b=2) == 3
+    assert sys.modules["late.parts"].add is sys.modules["late"].add
+    assert add(2) == 2
+
+
+@pytest.mark.usefixtures("late")
+def test_a_deferred_module_is_the_real_one_once_anything_else_is_asked_of_it() -> None:
+    defer("late", ("add",))
+    module = importlib.import_module("late")
+    assert "late.parts" not in sys.modules
+    assert module.NAME == "late"
+    assert module is sys.modules["late"]
+    assert type(module) is type(sys)
+    assert (module.add, module.parts) == (sys.modules["late.parts"].add, sys.modules["late.parts"])
+    with pytest.raises(AttributeError, match="late"):
+        _ = module.missing
+
+
+@pytest.mark.usefixtures("late")
+def test_modules_of_a_deferred_package_can_be_imported_before_it() -> None:
+    defer("late", ("add",))
+    parts = importlib.import_module("late.parts")
+    assert sys.modules["late"].NAME == "late"
+    assert (sys.modules["late"].add, sys.modules["late"].parts) == (parts.add, parts)
+
+
+@pytest.mark.usefixtures("late")
+def test_a_module_of_a_package_is_deferred_in_it() -> None:
+    defer("late.other")
+    package = importlib.import_module("late")
+    assert package.other is sys.modules["late.other"]
+    assert type(package.other) is not type(sys)
+    assert not hasattr(package.other, "missing")
+    assert type(package.other) is type(sys)
+
+
+def test_what_is_imported_or_not_installed_is_left_alone() -> None:
+    before = sys.modules["json"]
+    for name in ("json", "no_such_package", "no_such_package.part", "json.no_such_module"):
+        defer(name)
+    assert sys.modules["json"] is before
+    assert not {"no_such_package", "no_such_package.part", "json.no_such_module"} & sys.modules.keys()
