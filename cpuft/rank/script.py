@@ -25,6 +25,7 @@ import re
 import socket
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -34,6 +35,9 @@ from cpuft.rank.notice import listen
 from cpuft.rank.process import format_failure
 from cpuft.rank.reporting import RECORDER, hold, start_reporting
 from cpuft.rank.world import parse_world
+
+_LOOK_SECONDS = 0.01
+"""Half a second, as torch waits for a master that comes a moment later, is a twelfth of a start."""
 
 
 def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ()) -> int:
@@ -106,7 +110,8 @@ def _keep_groups(distributed_c10d: Any) -> None:
 
 
 def listen_narrowly(rendezvous: Any) -> None:
-    """Let stores that torch.distributed.rendezvous makes listen on the address alone that they are made for.
+    """Let stores that torch.distributed.rendezvous makes listen on the address alone that they are made for, and be
+    found there at once.
 
     Where that is a name, or no address of this host, they listen on all interfaces as ever: a name may mean loopback
     on its own host. Doing it again changes nothing.
@@ -115,7 +120,11 @@ def listen_narrowly(rendezvous: Any) -> None:
 
     @functools.wraps(own)
     def make(*args: Any, **kwargs: Any) -> Any:
-        listener = _listen(kwargs["host_name"], kwargs["port"]) if kwargs.get("is_master") else None
+        place, listener = (kwargs["host_name"], kwargs["port"]), None
+        if kwargs.get("is_master"):
+            listener = _listen(*place)
+        else:
+            await_listener(*place)
         return own(*args, **kwargs, **({"master_listen_fd": listener.detach()} if listener else {}))
 
     if not hasattr(own, "__wrapped__"):
@@ -128,6 +137,19 @@ def _listen(address: str, port: int) -> socket.socket | None:
         return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
     except (ValueError, OSError):
         return None  # torch says better what is wrong, or finds the store that this process has there already
+
+
+def await_listener(address: str, port: int, seconds: float = 10.0) -> None:
+    """Until there is one, or for as long as ranks come apart. What is wrong otherwise torch says better."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(_LOOK_SECONDS)
+        except OSError:
+            return
 
 
 def change_torch() -> None:

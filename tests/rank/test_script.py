@@ -6,10 +6,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
 
+from cpuft.rank.script import await_listener, listen_narrowly
 from cpuft.words import own_module
 
 
@@ -137,3 +140,25 @@ def test_the_store_listens_on_the_masters_address(
     text = STORE.format(start=start)
     output, complaints, code = run(tmp_path, text, module=module, **world)
     assert (output, code) == (f"['{address}']\n", 0), complaints
+
+
+def test_ranks_that_come_before_the_master_make_their_store_when_its_own_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    listening: list[socket.socket] = []
+    rendezvous = types.SimpleNamespace(TCPStore=lambda **place: len(listening))
+    listen_narrowly(rendezvous)
+    master = threading.Timer(0.3, lambda: listening.append(socket.create_server(("127.0.0.1", port))))
+    master.start()
+    try:
+        assert rendezvous.TCPStore(host_name="127.0.0.1", port=port, is_master=False) == 1
+    finally:
+        master.join()
+        listening[0].close()
+
+
+def test_a_master_that_never_comes_is_left_to_torch() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    await_listener("127.0.0.1", port, 0.05)
+    await_listener("no.such.host.invalid", port)
