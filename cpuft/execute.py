@@ -203,10 +203,11 @@ def _end_with_parent() -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None], seconds: float) -> None:
-    start = time.monotonic()
+    start, pause = time.monotonic(), _POLL_SECONDS / 64  # of what takes no longer, nobody waits for the end
     while any(process.poll() is None for process in processes):
         watch()
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
         if seconds and time.monotonic() - start > seconds:
             raise TimeoutError(f"{seconds:.0f} s passed")
 
