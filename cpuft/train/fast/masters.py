@@ -66,7 +66,9 @@ class Masters:
     def _follow(self, parameter: Tensor) -> None:
         master = self._masters[parameter]
         value = parameter.detach()
-        master.copy_(torch.where(value == master.to(value.dtype), master, value.float()))
+        rounded = master.to(value.dtype)
+        if not torch.equal(value, rounded):
+            master.copy_(torch.where(value == rounded, master, value.float()))
         self.mark(parameter)
 
     def save(self, state: dict[str, Any], prefix: str) -> None:
