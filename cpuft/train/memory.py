@@ -111,9 +111,10 @@ def foretell(
         "buffers": _BUCKETS + unsent if ranks > 1 else 0,
     }
     pieces = _PIECES * (parts["moments"] + parts["gradients"] + parts["activations"])
-    # Of what forward layers pass through the heap, small things that stay keep the pieces apart: backward, which
-    # computes them again between its own, finds no room there.
-    pieces += (_layer(shape, fast, size, train) + passing) * (config.recompute and shape.layers > 0)
+    if config.recompute and shape.layers:
+        # Of what forward layers pass through the heap, small things that stay keep the pieces apart: backward, which
+        # computes them again between its own, finds no room there.
+        pieces += 2 * _again(shape, fast, size, train) + passing
     return parts | {"process": _PROCESS + round(pieces)}
 
 
@@ -128,14 +129,18 @@ def kept_bytes(shape: Shape, fast: bool, recompute: bool, size: int, batch: Larg
     times = 1 + batch.reads_all if fast else 1 + shape.drops + (size == 4)
     words = (4 * times * shape.hidden + 24) * batch.places
     # Eager layers keep what they are given; fast ones that, attention's context, its product, and the last norm's sum.
-    given, again = 4 * batch.places * shape.hidden, layer
-    if fast:
-        given = (4 * size * shape.hidden + 8) * batch.tokens
-        inner = (2 * size * (shape.hidden + shape.inner) + 8) * batch.tokens
-        again = max(inner, 3 * size * batch.places * shape.hidden)
+    given = (4 * size * shape.hidden + 8) * batch.tokens if fast else 4 * batch.places * shape.hidden
     kept = words + (given if recompute else layer) * (shape.layers - 1) + last
     # Backward has used what the last layer keeps before it comes to one that computes again.
-    return kept, max(kept, kept - last + again) if recompute else kept
+    return kept, max(kept, kept - last + _again(shape, fast, size, batch)) if recompute else kept
+
+
+def _again(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
+    """Of a layer, what is there at a time when it is computed again: of a fast one its inner half, or its heads."""
+    if not fast:
+        return _layer(shape, fast, size, batch)
+    inner = (2 * size * (shape.hidden + shape.inner) + 8) * batch.tokens
+    return max(inner, 3 * size * batch.places * shape.hidden)
 
 
 def _layer(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
