@@ -53,14 +53,14 @@ def plan_buckets(members: Sequence[Member], least: int) -> list[list[int]]:
     return sorted([*full, *filling.values()], key=lambda bucket: -bucket[0])
 
 
-def part_width(count: int, ranks: int) -> int:
-    """Numbers of each rank's part of a bucket of `count`; what is too much in the last parts is padding."""
-    return -(-count // (ranks * ALIGNED)) * ALIGNED
+def part_width(count: int, ranks: int, unit: int = ALIGNED) -> int:
+    """Numbers of each rank's part of a bucket of `count`, whole units; the last parts end in padding."""
+    return -(-count // (ranks * unit)) * unit
 
 
-def find_pieces(sizes: Sequence[int], ranks: int, rank: int) -> list[Piece]:
+def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNED) -> list[Piece]:
     """What a rank's part of a bucket has of its parameters, of these sizes."""
-    width, start, found = part_width(sum(sizes), ranks), 0, []
+    width, start, found = part_width(sum(sizes), ranks, unit), 0, []
     begin, end = rank * width, (rank + 1) * width
     for member, size in enumerate(sizes):
         first, last = max(start, begin), min(start + size, end)

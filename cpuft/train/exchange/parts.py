@@ -10,6 +10,7 @@ by one; FSDP2 gathers weights in hooks around each module, and fast layers read 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.choice.choosing import BUCKET_NUMBERS
 from cpuft.comm.gradients.blocks import all_gather
-from cpuft.train.exchange.partition import Member, find_pieces, part_width, plan_buckets
+from cpuft.train.exchange.partition import ALIGNED, Member, find_pieces, part_width, plan_buckets
 from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
@@ -31,11 +32,12 @@ class Bucket:
     """Parameters of one type, side by side in memory, and this rank's part of them."""
 
     @torch.no_grad()
-    def __init__(self, parameters: Sequence[nn.Parameter], masters: dict[Tensor, Tensor]) -> None:
-        """`masters`: of the parameters that have one; they are taken out."""
+    def __init__(self, parameters: Sequence[nn.Parameter], masters: dict[Tensor, Tensor], unit: int = ALIGNED) -> None:
+        """`masters`: of the parameters that have one; they are taken out. Parts have so many whole units."""
         self.parameters, self._sizes = parameters, [p.numel() for p in parameters]
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._pieces, width = find_pieces(self._sizes, ranks, rank), part_width(sum(self._sizes), ranks)
+        width = part_width(sum(self._sizes), ranks, unit)
+        self._pieces = find_pieces(self._sizes, ranks, rank, unit)
         self.own = slice(rank * width, (rank + 1) * width)
         self.weights = torch.zeros(ranks * width, dtype=parameters[0].dtype)
         for parameter, view in zip(parameters, self.split(self.weights), strict=True):
@@ -68,7 +70,8 @@ class Parts:
 
     Parameters
     ----------
-    alone: a parameter that shares its bucket with no other.
+    alone: a matrix that shares its bucket with no other parameter. Parts have whole rows of it, and ranks send those
+        that have ever been noted, unless weight decay moves all.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, alone: Tensor | None) -> None:
@@ -80,24 +83,41 @@ class Parts:
             Member(p.numel(), (p.dtype, groups[p], p is alone), p.untyped_storage().data_ptr()) for p in self.parameters
         ]
         found, masters = plan_buckets(members, BUCKET_NUMBERS), self._take_masters()
-        self.buckets = [Bucket([self.parameters[number] for number in bucket], masters) for bucket in found]
+        unit = ALIGNED if alone is None else math.lcm(ALIGNED, alone.shape[-1])
+        self.buckets = [
+            Bucket(some, masters, unit if some[0] is alone else ALIGNED)
+            for some in ([self.parameters[number] for number in bucket] for bucket in found)
+        ]
+        self._in_rows = next((one for one in self.buckets if one.parameters[0] is alone), None)
+        self._moved: Tensor | None = None
+        """Which rows of `alone`, padding with them, are not as they were on all ranks."""
+        if alone is not None and self._in_rows and not optimizer.param_groups[groups[alone]]["weight_decay"]:
+            self._moved = torch.zeros(self._in_rows.weights.numel() // alone.shape[-1], dtype=torch.bool)
         for number, group in enumerate(optimizer.param_groups):
             group["params"][:] = [one.part for one in self.buckets if groups[one.parameters[0]] == number]
 
     def _take_masters(self) -> dict[Tensor, Tensor]:
         return self._masters.hand_over(self.parameters) if self._masters else {}
 
+    def note(self, rows: Tensor) -> None:
+        """These rows of `alone` have had gradients; the same on all ranks."""
+        if self._moved is not None:
+            self._moved[rows.reshape(-1)] = True
+
     @torch.no_grad()
     def spread(self) -> None:
         """Give all ranks the compute weights of all parts. A collective."""
-        works = []
+        finish: list[Callable[[], object]] = []
         for bucket in self.buckets:
             own = bucket.weights[bucket.own]
             if bucket.has_masters:
                 own.copy_(bucket.part)
-            works.append(all_gather(bucket.weights, own, async_op=True))
-        for work in works:
-            work.wait()
+            if bucket is self._in_rows and self._moved is not None:
+                finish.append(_spread_rows(bucket, self._moved))
+            else:
+                finish.append(all_gather(bucket.weights, own, async_op=True).wait)
+        for one in finish:
+            one()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -135,9 +155,29 @@ class Parts:
         for bucket in self.buckets:
             if bucket.has_masters:
                 bucket.fill(bucket.part, partial(value, WEIGHTS))
+            for name in MOMENTS if step and bucket is self._in_rows else ():
+                self.note(value(name, bucket.parameters[0]).any(1).nonzero())
             if step:
                 moments = {name: bucket.fill(torch.zeros_like(bucket.part), partial(value, name)) for name in MOMENTS}
                 self._optimizer.state[bucket.part] = {"step": step.clone(), **moments}
+
+
+def _spread_rows(bucket: Bucket, moved: Tensor) -> Callable[[], None]:
+    """Give all ranks those rows of a matrix that have moved, of all parts; what is returned ends that."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    rows = bucket.weights.view(ranks, -1, bucket.parameters[0].shape[-1])
+    places = [some.nonzero()[:, 0] for some in moved.view(ranks, -1)]
+    received = rows.new_zeros(ranks, max(map(len, places)), rows.shape[-1])
+    received[rank, : len(places[rank])] = rows[rank, places[rank]]
+    work = all_gather(received.view(-1), received[rank].view(-1), async_op=True)
+
+    @torch.no_grad()
+    def put() -> None:
+        work.wait()
+        for whole, some, found in zip(rows, places, received, strict=True):
+            whole[some] = found[: len(some)]
+
+    return put
 
 
 def _gather(part: Tensor) -> Tensor:

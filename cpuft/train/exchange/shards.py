@@ -3,7 +3,8 @@
 An update sends each rank the others' numbers of its part (in the course of backward), and then all ranks its part's
 weights. Ranks add up in their order and in fp32, whatever carries the numbers: an all-to-all is half an all-reduce on
 every backend, where gloo's own reduce-scatter is a whole one. Word embeddings' gradients still travel by rows: that is
-a tenth of what all of them would be. Their weights do not, since moments move all rows that were ever named.
+a tenth of what all of them would be. Of their weights those of all rows go that were ever named, since moments move
+them, or with weight decay all.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class ShardExchange(Exchange):
         while self._next < len(self._dense):  # what has parameters that no row has used
             self._send()
         if self._rows and self._words:
-            self._rows.average(name_tokens())
+            self._rows.average(tokens := name_tokens())
+            self._parts.note(tokens)
             self._words.part.grad = _cut(self._rows.weight, self._words)
         while self._messages:
             self._receive()

@@ -1,6 +1,6 @@
 """Run by mpirun: a small BERT whose optimizer is whole on each rank, or shared out.
 
-Usage: sharded.py FOLDER KEPT STEPS. Writes FOLDER/RANK-of-SIZE.json: by precision, what both have come to, and what a
+Usage: sharded.py FOLDER KEPT STEPS. Writes FOLDER/RANK-of-SIZE.json: by way, what both have come to, and what a
 run does that goes on from the checkpoint in KEPT; where there is none, the one shared out makes it there after five.
 """
 
@@ -43,6 +43,8 @@ CONFIG = TrainConfig(learning_rate=1e-4, warmup_ratio=0.2, batch_size=4, weight_
 GLOBAL_BATCH = 24
 """Several forward passes a rank, of which the last may be a short one."""
 KEPT_AFTER = 5
+WAYS = {"fp32": ("fp32", 0.1), "bf16": ("bf16", 0.1), "rows": ("fp32", 0.0)}
+"""Precision and weight decay; without that, ranks send the rows of words that were named."""
 HEADER = replace(make_record(2).header, options=dict(vars(CONFIG)), ranks=[RecordedRank(0, "a", [0])])
 
 
@@ -58,11 +60,13 @@ class Telling(Objective):
         raise NotImplementedError
 
 
-def make_loop(world: World, precision: str, shard: str, steps: int) -> Loop:
+def make_loop(world: World, way: str, shard: str, steps: int) -> Loop:
+    precision, decay = WAYS[way]
     lengths = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5]
     tokens = replace(make_tokens(lengths), labels=np.arange(len(lengths), dtype=np.float32) % 2)
+    tokens = replace(tokens, ids=2 * tokens.ids - 1)  # every other word, of every rank's part
     prepared = Prepared((), (), HEADER.data, 0, tokens, {"": tokens})
-    config = replace(CONFIG, shard=shard, max_steps=steps)
+    config = replace(CONFIG, shard=shard, max_steps=steps, weight_decay=decay)
     return Loop(
         make_model("bert"), Telling((), (), 0, 0), config, prepared, precision, world, global_batch=GLOBAL_BATCH
     )
@@ -105,8 +109,8 @@ def count_bytes(loop: Loop) -> int:
     return sum(tensor.nbytes for tensor in (*states, *masters))
 
 
-def go_on(world: World, precision: str, shard: str, steps: int, root: Path) -> dict[str, Any]:
-    loop = make_loop(world, precision, shard, steps)
+def go_on(world: World, way: str, shard: str, steps: int, root: Path) -> dict[str, Any]:
+    loop = make_loop(world, way, shard, steps)
     settle_messages(loop)
     state = make_state(loop)
     past = resume(state, root, world, vars(CONFIG), HEADER.data)
@@ -160,17 +164,17 @@ def packed_layers_stay_packed(loop: Loop) -> bool:
     return bool(inside.value.weight.data_ptr() == first.data_ptr() + 2 * first.nbytes)
 
 
-def compare(world: World, folder: Path, root: Path, precision: str, steps: int) -> dict[str, Any]:
+def compare(world: World, folder: Path, root: Path, way: str, steps: int) -> dict[str, Any]:
     kept = root.exists()
     dist.barrier()
-    whole = go(make_loop(world, precision, "none", steps))
-    loop = make_loop(world, precision, "optimizer", steps)
+    whole = go(make_loop(world, way, "none", steps))
+    loop = make_loop(world, way, "optimizer", steps)
     shared = go(loop, None if kept else root)
     dist.barrier()
     ways = ("none", "optimizer") if steps > KEPT_AFTER else ()
-    resumed = {shard: go_on(world, precision, shard, steps, root) for shard in ways}
+    resumed = {shard: go_on(world, way, shard, steps, root) for shard in ways}
     found = {"off": furthest(shared, whole), "packed": packed_layers_stay_packed(loop)}
-    found["saved"] = saves_whole(loop, shared["weights"], folder / f"{precision}-of-{world.size}")
+    found["saved"] = saves_whole(loop, shared["weights"], folder / f"{way}-of-{world.size}")
     runs = {"whole": whole, "shared": shared, **{f"from {shard}": run for shard, run in resumed.items()}}
     return found | {name: {k: v for k, v in run.items() if k != "weights"} for name, run in runs.items()}
 
@@ -180,7 +184,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     comm.start("gloo", timeout_seconds=60)
     own, (folder, kept), steps = parse_world(os.environ), map(Path, sys.argv[1:3]), int(sys.argv[3])
-    found = {name: compare(own, folder, kept / name, name, steps) for name in ("fp32", "bf16")}
+    found = {name: compare(own, folder, kept / name, name, steps) for name in WAYS}
     told = found | {"gives back": gives_back_masters(), "in place": sums_lie_with_gradients()}
     (folder / f"{own.rank}-of-{own.size}.json").write_text(json.dumps(told))
     dist.barrier()

@@ -14,14 +14,14 @@ RUNS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from("ab"), st.integers(
 """Layers: how many matrices are packed in one block, of what kind and size."""
 
 
-@given(SIZES, st.integers(1, 9))
-def test_every_number_is_one_rank_s(sizes: list[int], ranks: int) -> None:
-    width = part_width(sum(sizes), ranks)
+@given(SIZES, st.integers(1, 9), st.sampled_from([ALIGNED, 48]))
+def test_every_number_is_one_rank_s(sizes: list[int], ranks: int, unit: int) -> None:
+    width = part_width(sum(sizes), ranks, unit)
     seen = [np.zeros(size, int) for size in sizes]
     bucket = np.concatenate([np.full(size, member) for member, size in enumerate(sizes)])
     for rank in range(ranks):
         filled = 0
-        for piece in find_pieces(sizes, ranks, rank):
+        for piece in find_pieces(sizes, ranks, rank, unit):
             seen[piece.member][piece.start : piece.start + piece.length] += 1
             # Parts one after another are the parameters one after another.
             assert set(bucket[rank * width + piece.place :][: piece.length]) == {piece.member}
@@ -29,8 +29,8 @@ def test_every_number_is_one_rank_s(sizes: list[int], ranks: int) -> None:
             filled += piece.length
         assert filled <= width
     assert all((count == 1).all() for count in seen)
-    assert width % ALIGNED == 0
-    assert 0 <= width * ranks - sum(sizes) < ALIGNED * ranks
+    assert width % unit == 0
+    assert 0 <= width * ranks - sum(sizes) < unit * ranks
 
 
 @given(RUNS, st.integers(1, 300))

@@ -69,11 +69,13 @@ def test_two_and_three_ranks_train_as_with_a_whole_optimizer(two: Found, three: 
     for found in (two, three):
         check_training(found, "fp32", 1e-5)
         check_training(found, "bf16", 2e-3)
+        check_training(found, "rows", 1e-5)
+        assert found[0]["rows"]["shared"]["sent"][-1] < found[0]["fp32"]["shared"]["sent"][-1]
 
 
 @pytest.mark.real
 def test_the_same_ranks_go_on_to_the_bit(three: Found) -> None:
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", "bf16", "rows"):
         for one in three:
             shared, resumed = one[precision]["shared"], one[precision]["from optimizer"]
             assert resumed["losses"] == shared["losses"][KEPT_AFTER:]
@@ -85,6 +87,7 @@ def test_other_ranks_and_a_whole_optimizer_go_on_alike(two: Found, three: Found)
     for found in (two, three):
         check_going_on(found, "fp32", 1e-5)
         check_going_on(found, "bf16", 2e-3)
+        check_going_on(found, "rows", 1e-5)
 
 
 @pytest.mark.real
