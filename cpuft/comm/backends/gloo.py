@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,10 @@ from cpuft.comm.watch.operations import Operation, Register
 
 _LATER_SECONDS = 60.0
 """gloo's own timeout comes after the watchdog's, whose line says more."""
+_MOST_PAIRED = 16
+"""Ranks that gather in pairs: of many, messages would be small and a great many."""
+_GATHERING = 1 << 30
+"""The tag of what they send."""
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessGroupGloo:
@@ -25,43 +29,49 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessG
 
 
 class WatchedWork(dist.Work):
-    """A gloo work whose future never completes (send, recv, reduce_scatter), watched while it is waited for."""
+    """Works of gloo whose futures never complete (send, recv, reduce_scatter), watched while they are waited for."""
 
     def __init__(
         self,
-        work: dist.Work,
+        works: Sequence[dist.Work],
         begin: Callable[[], Operation],
         end: Callable[[Operation], None],
         finish: Callable[[], None] = lambda: None,
+        fail: Callable[[Operation, Exception], None] = lambda operation, error: None,
+        outputs: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__()
-        self._work, self._begin, self._end, self._finish = work, begin, end, finish
+        self._outputs = outputs
+        self._works, self._begin, self._end, self._finish, self._fail = works, begin, end, finish, fail
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done."""
         operation = self._begin()
         try:
-            done = bool(self._work.wait())
+            done = [work.wait() for work in self._works]
+        except RuntimeError as error:
+            self._fail(operation, error)
+            raise
         finally:
             self._end(operation)
         self._finish()
         self._finish = lambda: None
-        return done
+        return all(done)
 
     def is_completed(self) -> bool:
         """Whether it is over."""
-        return self._work.is_completed()
+        return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is complete: waits, since gloo finishes these works in wait()."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._work.result())
+        future.set_result(list(self._outputs) or self._works[0].result())
         return future
 
     def source_rank(self) -> int:
         """The rank a receive was served by."""
-        return int(self._work.source_rank())
+        return int(self._works[0].source_rank())
 
     _source_rank = source_rank
 
@@ -137,7 +147,7 @@ class WatchedGloo(dist.ProcessGroup):
         def begin() -> Operation:
             return self._register.begin(channel, name, nbytes, ranks, self._timeout)
 
-        return WatchedWork(work, begin, self._register.end)
+        return WatchedWork([work], begin, self._register.end)
 
     def _reduce_scatter(self, method: str, output: Any, source: Any, opts: Any = None) -> WatchedWork:
         """A mean is a sum that wait() divides: torch 2.8's gloo leaves a tensor's sum undivided and says nothing."""
@@ -155,7 +165,28 @@ class WatchedGloo(dist.ProcessGroup):
                 for tensor in [output] if isinstance(output, torch.Tensor) else output:
                     tensor.div_(member.size)
 
-        return WatchedWork(getattr(self._gloo, method)(output, source, opts), begin, self._register.end, finish)
+        return WatchedWork([getattr(self._gloo, method)(output, source, opts)], begin, self._register.end, finish)
+
+    def _gathers_in_pairs(self, output: torch.Tensor, source: torch.Tensor) -> bool:
+        size = self._member.size
+        fits = output.dtype == source.dtype and output.numel() == size * source.numel() and output.is_contiguous()
+        return fits and source.numel() > 0 and 1 < size <= _MOST_PAIRED
+
+    def _gather(self, output: torch.Tensor, source: torch.Tensor) -> WatchedWork:
+        """gloo's own goes through memory of its own twice: what pairs send each other takes a third of the time."""
+        member, mine, parts = self._member, source.contiguous(), output.view(self._member.size, -1)
+        if parts[member.rank].data_ptr() != mine.data_ptr():
+            parts[member.rank].copy_(mine.view(-1))
+        works = []
+        for ahead in range(1, member.size):
+            behind = (member.rank - ahead) % member.size
+            works.append(self._gloo.recv([parts[behind]], behind, _GATHERING))
+            works.append(self._gloo.send([mine], (member.rank + ahead) % member.size, _GATHERING))
+
+        def begin() -> Operation:
+            return self._register.begin(member.label, "all_gather", mine.nbytes, member.ranks, self._timeout)
+
+        return WatchedWork(works, begin, self._register.end, fail=self._watch.blame_the_gone, outputs=[output])
 
     def _watched(self, name: str, call: Callable[[], dist.Work], payload: int) -> dist.Work:
         member = self._member
@@ -212,6 +243,8 @@ def _watched_method(method: str, name: str, contribution: int) -> Callable[..., 
     def call(self: WatchedGloo, *arguments: Any, **options: Any) -> dist.Work:
         if name == "reduce_scatter":
             return self._reduce_scatter(method, *arguments, **options)
+        if method in ("all_gather_single", "_allgather_base") and self._gathers_in_pairs(*arguments[:2]):
+            return self._gather(*arguments[:2])
         payload = _payload(arguments[contribution]) if contribution >= 0 else 0
         return self._watched(name, lambda: getattr(self._gloo, method)(*arguments, **options), payload)
 
