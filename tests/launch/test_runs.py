@@ -102,6 +102,13 @@ def test_adapters_alone_travel_and_their_folder_is_a_model(tmp_path: Path) -> No
     assert {path.name for path in (tmp_path / "run/model").iterdir()} >= {"model.safetensors", "config.json"}
 
 
+@pytest.mark.proof
+def test_adapters_of_a_compiled_model_are_trained_on_two_ranks() -> None:
+    record = launch("--np", "2", *DEMO, "--no-save-model", "--lora", "8", "--compile", "--backend", "gloo")
+    assert record.footer is not None
+    assert len(record.steps) == 4
+
+
 def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:
     record = launch("--np", "2", *DEMO, "--no-save-model", "--sync-every", "3")
     assert record.footer is not None

@@ -182,6 +182,17 @@ def test_a_model_made_of_nothing_on_two_ranks_learns_and_then_learns_another_tas
     assert again.metrics.keys() == {"accuracy", "f1"}
 
 
+@pytest.mark.proof
+def test_adapters_learn_words_on_ranks_that_are_compared_and_foretold() -> None:
+    words = ("--task", "text", "--train-file", "a.txt", "--model", "tiny", "--max-length", "32", "--lora", "4")
+    compared = run_cpuft("compare", "--np", "1,2", *words, "--max-steps", "4", "--no-check", "--run-dir", "both")
+    assert compared.returncode == 0, compared.stderr
+    assert "perplexity" in compared.stdout
+    foretold = run_cpuft("estimate", "both/np-1", "--bandwidth", "1gbit")
+    assert foretold.returncode == 0, foretold.stderr
+    assert foretold.stdout.startswith("text with tiny on hosts of")
+
+
 @needs_texts
 @pytest.mark.proof
 def test_a_small_bert_made_of_nothing_beats_the_books_unigrams() -> None:
