@@ -48,13 +48,17 @@ class RowExchange:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def average(self, tokens: torch.Tensor) -> None:
+    def average(self, tokens: torch.Tensor) -> torch.Tensor:
         """Average the gradient. A collective, to be called after backward and before anything reads the gradient.
 
         Parameters
         ----------
         tokens: all that any rank has looked up since the gradient was zero, int64, of any shape, with repetitions;
             the same set on every rank.
+
+        Returns
+        -------
+        The rows that may be other than zero, int64, rising, each once.
         """
         gradient = self.weight.grad
         assert gradient is not None
@@ -70,6 +74,7 @@ class RowExchange:
             packed = narrow(packed, self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
         gradient[rows] = packed.to(gradient.dtype)
+        return rows
 
     def clear(self) -> None:
         """Forget the gradient, so that backward need not add to zeros."""

@@ -17,6 +17,7 @@ from cpuft.comm.gradients.compression import choose_compression, make_reduce
 from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
+from cpuft.train.fast import note_rows
 
 LEAST_BUCKETS = 8
 """Into so many a model's gradients are cut at least, so that what is left when backward is over is little."""
@@ -75,7 +76,7 @@ class GradientExchange(Exchange):
         """What backward has left to do are the words' gradients."""
         waited, self._within = self._within + time.perf_counter() - self._ready, 0.0
         if self._rows:
-            self._rows.average(name_tokens())
+            note_rows(self.own, self._rows.average(name_tokens()))
         return waited
 
     def clear(self) -> None:

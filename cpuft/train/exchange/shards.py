@@ -26,7 +26,7 @@ from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.exchange.parts import Bucket, Parts
-from cpuft.train.fast import clip_gradients
+from cpuft.train.fast import clip_gradients, note_rows
 
 _AHEAD = 8
 """Buckets that may be on their way before backward waits for the first: they are beside the gradients in memory."""
@@ -112,8 +112,9 @@ class ShardExchange(Exchange):
         while self._next < len(self._dense):  # what has parameters that no row has used
             self._send()
         if self._rows and self._words:
-            self._rows.average(tokens := name_tokens())
-            self._parts.note(tokens)
+            rows = self._rows.average(name_tokens())
+            note_rows(self.own, rows)
+            self._parts.note(rows)
             self._words.part.grad = _cut(self._rows.weight, self._words)
         while self._messages:
             self._receive()

@@ -17,6 +17,7 @@ from cpuft.train.fast.allocator import keep_freed_memory
 from cpuft.train.fast.dropout import FastDropout
 from cpuft.train.fast.encoder import find_encoders, reads_first_token
 from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
+from cpuft.train.fast.words import quicken_words
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -46,7 +47,8 @@ def accelerate(
     clipping, accumulation, learning rate schedulers; the probability distribution of dropout, not its very numbers.
     What changes: gradients of the encoder's linear layers are bf16, so accumulation over many micro-batches and
     all-reduce under DistributedDataParallel round to 8 bits at each addition (half the traffic), and the norm that
-    clipping sees has that precision. Hidden states that are asked for come in bf16.
+    clipping sees has that precision. Hidden states that are asked for come in bf16. The word embeddings' gradient is
+    memory that the next backward pass writes to again, and what is written to it through `.data` is not noticed.
 
     Parameters
     ----------
@@ -101,6 +103,7 @@ def _quicken(model: nn.Module, precision: str, first_token: bool, adapters: bool
             parameter.data = parameter.detach().to(torch.bfloat16)
     for encoder in encoders:
         encoder.install(precision)
+    masters.words = quicken_words(model) if encoders else None
     if first_token and len(encoders) == 1 and reads_first_token(model):
         encoders[0].watch_head(model)
     return masters

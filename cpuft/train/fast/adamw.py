@@ -55,6 +55,8 @@ class Update:
     """bf16, written from the weights; None where they are the parameter."""
     grad: Tensor
     state: dict[str, Any]
+    awake: Tensor | None = None
+    """(rows,) uint8, zero for rows of the weights whose gradient and moments are zero. None: nothing is known."""
 
 
 class FusedStep(Optimizer):
@@ -99,7 +101,9 @@ class FusedStep(Optimizer):
         if master is not None:
             self.masters.mark(parameter)
         assert parameter.grad is not None
-        return Update(weights, compute, parameter.grad.contiguous(), state)
+        words = self.masters.words
+        awake = words.awake(state) if words and words.weight is parameter else None
+        return Update(weights, compute, parameter.grad.contiguous(), state, awake)
 
 
 def run_adamw(
@@ -115,10 +119,12 @@ def run_adamw(
     columns = [addresses([u.weights for u in updates]), addresses([u.compute for u in updates])]
     columns.append(addresses([u.grad for u in updates]))
     columns += [addresses([u.state[name] for u in updates]) for name in ("exp_avg", "exp_avg_sq")]
+    columns.append(addresses([u.awake for u in updates]))
     sizes = numbers([u.weights.numel() for u in updates])
+    widths = numbers([1 if u.awake is None else u.weights.shape[1] for u in updates])
     step, root = rate / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
     scalars = (beta1, beta2, float(group["eps"]), shrink, pull, step, root, factor)
-    kernels.run("adamw", updates[0].grad.dtype, *columns, sizes, len(updates), *scalars)
+    kernels.run("adamw", updates[0].grad.dtype, *columns, sizes, widths, len(updates), *scalars)
 
 
 def clip_gradients(
@@ -133,8 +139,9 @@ def clip_gradients(
     that gradients themselves stay as they are. Where the gradients are a part of what the norm is of, `add_up` makes
     the sum of their squares, fp64, that of all parts, in place.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in parameters if p.grad is not None]
+    found = [(p, p.grad) for p in parameters if p.grad is not None]
+    parameters = [p for p, _ in found]
+    grads = [grad for _, grad in found]
     kernels = kernels_for(torch.empty(0))
     plain = any(g.is_sparse or not g.is_contiguous() or kernels_for(g) is None for g in grads)
     mine = {id(p) for p in _group_parameters(optimizer)}
@@ -147,9 +154,9 @@ def clip_gradients(
         whole = squares.sqrt().to(whole.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, most, whole)
         return float(whole)
-    total = torch.zeros((), dtype=torch.float64)
+    total, words = torch.zeros((), dtype=torch.float64), optimizer.masters.words
     for dtype in {g.dtype for g in grads}:
-        some = [g for g in grads if g.dtype == dtype]
+        some = [g if words is None or p is not words.weight else words.part(g) for p, g in found if g.dtype == dtype]
         kernels.run("square_sum", dtype, addresses(some), numbers([g.numel() for g in some]), total, len(some))
     if add_up:
         add_up(total)

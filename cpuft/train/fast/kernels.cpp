@@ -498,21 +498,26 @@ template <class G> bool is_still(const G *grad, const float *first, const float 
 // AdamW (Loshchilov, Hutter 2019), or Adam with decay added to the gradient, on fp32 masters, in one pass with the
 // rounding to the compute weights (null: there are none), for `count` parameters. Gradients count `gain` times. A
 // block whose gradient and moments are all zero is left alone when there is no decay: that is most of an embedding
-// table, and the result is the same.
+// table, and the result is the same. Where it is known of rows of `widths` numbers (awake: zero for those; null: it is
+// not known), nobody reads them to find out.
 template <class G>
 void adamw(float *const *master, bf16 *const *compute, const G *const *grad, float *const *first,
-           float *const *second, const int64_t *sizes, int64_t count, float beta1, float beta2, float eps, float shrink,
+           float *const *second, const uint8_t *const *awake, const int64_t *sizes, const int64_t *widths,
+           int64_t count, float beta1, float beta2, float eps, float shrink,
            float pull, float step, float root, float gain, int threads) {
     Adam a{beta1, beta2, eps, shrink, pull, step, root, gain};
     bool skips = shrink == 1.0f && pull == 0.0f;
 #pragma omp parallel num_threads(threads)
     for (int64_t k = 0; k < count; k++) {
-#pragma omp for schedule(static) nowait
-        for (int64_t start = 0; start < sizes[k]; start += BLOCK) {
-            int64_t n = sizes[k] - start < BLOCK ? sizes[k] - start : BLOCK;
+        const uint8_t *wakes = skips ? awake[k] : nullptr;
+        int64_t block = wakes ? widths[k] : BLOCK;
+#pragma omp for schedule(dynamic, 16) nowait
+        for (int64_t start = 0; start < sizes[k]; start += block) {
+            if (wakes && !wakes[start / block]) continue;
+            int64_t n = sizes[k] - start < block ? sizes[k] - start : block;
             const G *g = grad[k] + start;
             float *m = first[k] + start, *v = second[k] + start;
-            if (skips && is_still(g, m, v, n)) continue;
+            if (skips && !wakes && is_still(g, m, v, n)) continue;
             adamw_block(master[k] + start, compute[k] ? compute[k] + start : nullptr, g, m, v, n, a);
         }
     }

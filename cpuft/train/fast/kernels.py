@@ -48,7 +48,7 @@ _SIGNATURES = {
     "split_heads": "pppqqqqqi",
     "join_heads": "pppqqqqqi",
     "square_sum": "pppqi",
-    "adamw": "ppppppqffffffffi",
+    "adamw": "ppppppppqffffffffi",
 }
 _C_TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,

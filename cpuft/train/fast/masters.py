@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cpuft.train.fast.words import Words
+
 MASTERS_ATTRIBUTE = "_cpuft_masters"
 
 
@@ -29,6 +31,8 @@ class Masters:
         self.parameters = {name: p for name, p in model.named_parameters() if id(p) in wanted}
         self._masters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
+        self.words: Words | None = None
+        """The model's word embedding, where its gradient is by rows."""
         for parameter in self.parameters.values():
             self._masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
@@ -157,6 +161,13 @@ def fp32_weights(model: nn.Module) -> Iterator[None]:
         return
     with masters.in_place(list(masters.parameters.values())):
         yield
+
+
+def note_rows(model: nn.Module, rows: Tensor) -> None:
+    """Tell an accelerated model that of its word embedding's gradient all but these rows is zero, see `Words.note`."""
+    masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
+    if masters and masters.words:
+        masters.words.note(rows)
 
 
 class _SaveHook:

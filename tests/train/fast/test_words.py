@@ -1,0 +1,192 @@
+"""Word embeddings by rows: the same updates, whatever somebody does with the gradient on the way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cpuft.train.fast import accelerate, clip_gradients, note_rows
+from cpuft.train.fast.masters import MASTERS_ATTRIBUTE
+from cpuft.train.fast.words import Words
+from tests.train.fast.encoders import make_model
+
+KINDS = ("bert", "roberta", "distilbert", "electra")
+Step = Callable[[Any, Any, int], None]
+
+
+def backward(model: Any, seed: int) -> None:
+    """The gradient of a batch of words 0 to 7 and some others, padding among them."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(8, (3, 6), generator=generator) + torch.tensor([[0], [8 * (seed % 6)], [0]])
+    model(input_ids=tokens, labels=torch.tensor([0, 1, 0])).loss.backward()
+
+
+def update(model: Any, optimizer: Any) -> None:
+    clip_gradients(optimizer, model.parameters(), 0.5)
+    optimizer.step()
+
+
+def plainly(model: Any, optimizer: Any, seed: int) -> None:
+    backward(model, seed)
+    update(model, optimizer)
+    optimizer.zero_grad()
+
+
+def in_micro_batches(model: Any, optimizer: Any, seed: int) -> None:
+    for part in range(3):
+        backward(model, 3 * seed + part)
+    update(model, optimizer)
+    optimizer.zero_grad()
+
+
+def zeroing(model: Any, optimizer: Any, seed: int) -> None:
+    backward(model, seed)
+    update(model, optimizer)
+    optimizer.zero_grad(set_to_none=False)
+
+
+def adding_noise(model: Any, optimizer: Any, seed: int) -> None:
+    backward(model, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=1e-3)
+    update(model, optimizer)
+    optimizer.zero_grad()
+
+
+def looking_up_twice(model: Any, optimizer: Any, seed: int) -> None:
+    """As who compares two views of a row does."""
+    words = torch.arange(4) + 8 * (seed % 6)
+    one, other = (model(input_ids=some.expand(2, 4)).logits.square().mean() for some in (words, words + 1))
+    (one + other).backward()
+    update(model, optimizer)
+    optimizer.zero_grad()
+
+
+def asking_for_it(model: Any, optimizer: Any, seed: int) -> None:
+    """torch.autograd.grad gives a gradient away; who has it still has it after the next one."""
+    weight = model.get_input_embeddings().weight
+    (given,) = torch.autograd.grad(model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum(), weight)
+    before = given.clone()
+    plainly(model, optimizer, seed)
+    assert torch.equal(given, before)
+
+
+def loading(model: Any, optimizer: Any, seed: int) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    plainly(model, optimizer, seed)
+
+
+STEPS = (plainly, in_micro_batches, zeroing, adding_noise, looking_up_twice, asking_for_it, loading)
+
+
+def make(kind: str, by_rows: bool, decay: float = 0.0) -> tuple[Any, Any]:
+    model = make_model(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)
+    accelerate(model, optimizer)
+    if not by_rows:
+        del model.get_input_embeddings().forward
+        getattr(model, MASTERS_ATTRIBUTE).words = None
+    return model, optimizer
+
+
+def check_alike(one: Any, other: Any) -> None:
+    for (name, value), wanted in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        # The norm adds up in another order.
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_are_the_same(kind: str, step: Step, each_way: None) -> None:
+    (model, optimizer), (plain, theirs) = make(kind, True), make(kind, False)
+    for seed in (1, 2, 3, 4, 5):
+        step(model, optimizer, seed)
+        step(plain, theirs, seed)
+    check_alike(model, plain)
+
+
+def test_with_decay_all_rows_move(each_way: None) -> None:
+    (model, optimizer), (plain, theirs) = make("bert", True, 0.1), make("bert", False, 0.1)
+    for seed in (1, 2):
+        plainly(model, optimizer, seed)
+        plainly(plain, theirs, seed)
+    check_alike(model, plain)
+
+
+def words_of(model: Any) -> Words:
+    found: Words = getattr(model, MASTERS_ATTRIBUTE).words
+    return found
+
+
+def check_rows(model: Any, grad: torch.Tensor) -> None:
+    rows = words_of(model).rows
+    assert rows is not None
+    assert torch.equal(rows, grad.any(1).nonzero()[:, 0])
+
+
+def test_a_gradient_is_known_by_its_rows_and_stays_where_it_is() -> None:
+    model, optimizer = make("bert", True)
+    weight, places = model.get_input_embeddings().weight, set()
+    for seed in (1, 2):
+        backward(model, seed)
+        places.add(weight.grad.data_ptr())
+        check_rows(model, weight.grad)
+        backward(model, seed + 10)
+        check_rows(model, weight.grad)
+        assert 0 < len(words_of(model).part(weight.grad)) < len(weight)
+        optimizer.zero_grad()
+    assert len(places) == 1
+
+
+def test_only_rows_that_ever_had_a_gradient_are_awake() -> None:
+    model, optimizer = make("bert", True)
+    backward(model, 1)
+    optimizer.step()
+    state = optimizer.state[model.get_input_embeddings().weight]
+    awake = words_of(model).awake(state)
+    assert awake is not None
+    assert torch.equal(awake.bool(), state["exp_avg"].any(1))
+    assert not awake.all()
+
+
+def test_rows_that_others_wrote_to_are_told() -> None:
+    model, optimizer = make("bert", True)
+    weight = model.get_input_embeddings().weight
+    backward(model, 1)
+    weight.grad[60] = 1.0
+    assert words_of(model).rows is None
+    note_rows(model, weight.grad.any(1).nonzero()[:, 0])
+    rows = words_of(model).rows
+    assert rows is not None
+    assert rows[-1] == 60
+    optimizer.zero_grad()
+    backward(model, 2)
+    assert not weight.grad[60].any()
+
+
+def test_a_copy_has_a_gradient_of_its_own() -> None:
+    model, optimizer = make("bert", True)
+    backward(model, 1)
+    other = copy.deepcopy(model)
+    backward(other, 2)
+    assert words_of(other).weight is other.get_input_embeddings().weight
+    optimizer.zero_grad()
+    plain, theirs = make("bert", False)
+    backward(model, 3)
+    backward(plain, 3)
+    update(model, optimizer)
+    update(plain, theirs)
+    check_alike(model, plain)
+
+
+def test_a_weight_that_something_else_reads_stays_as_it_is() -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    model = BertForMaskedLM(BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    accelerate(model, torch.optim.AdamW(model.parameters()))
+    assert getattr(model, MASTERS_ATTRIBUTE).words is None
