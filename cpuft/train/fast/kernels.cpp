@@ -3,14 +3,14 @@
 // any compiler with OpenMP builds them in seconds and they fit every torch. Each has a plain torch twin beside its
 // Python caller, and a test holds the two equal.
 //
-// Loops go over 16 numbers at a time. With AVX-512 the few last of a row are a masked load, not sixteen scalar steps:
+// Loops go over a vector's numbers at a time. The few last of a row are a masked load, not so many scalar steps:
 // attention's rows are as short as a sentence, and half of their time went there.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
-#ifdef __AVX512BW__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #include <vector>
@@ -45,66 +45,98 @@ inline void store(bf16 &to, float value) {
     to.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
 
-// Sixteen floats. Operators and ?: work lane by lane on GCC's and Clang's vector types, whatever the hardware.
+// A vector of floats, as wide as the processor's. Operators and ?: work lane by lane on GCC's and Clang's vector types,
+// whatever the hardware, and become its instructions where it has that width: wider ones are taken apart, number by
+// number where they are compared.
+#ifdef __AVX512BW__
 constexpr int64_t W = 16;
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-const ivec LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+constexpr int64_t W = 8;
+#endif
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t half __attribute__((vector_size(2 * W)));
 
 inline vec all(float x) { return vec{} + x; }
+
+// What stands at p, which need not be aligned.
+template <class V> inline V read(const void *p) {
+    V x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+const int32_t NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+const ivec LANE = read<ivec>(NUMBERS);
+
+inline vec widen(half x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
+
+// As store() rounds.
+inline half narrow(vec x) {
+    uvec bits = (uvec)x, up = bits + 0x7fffu + ((bits >> 16) & 1u);
+    up = x != x ? bits | 0x400000u : up;
+    return __builtin_convertvector(up >> 16, half);
+}
 
 #ifdef __AVX512BW__
 inline __mmask16 first_of(int64_t n) { return __mmask16((1u << n) - 1u); }
 inline vec get(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_of(n), p); }
-inline vec get(const bf16 *p, int64_t n) {
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_of(n), p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
+inline vec get(const bf16 *p, int64_t n) { return widen((half)_mm256_maskz_loadu_epi16(first_of(n), p)); }
 inline void put(float *p, vec x, int64_t n) { _mm512_mask_storeu_ps(p, first_of(n), x); }
 inline void put(bf16 *p, vec x, int64_t n) {
 #ifdef __AVX512BF16__
     // Unlike torch's rounding, this takes numbers below 1e-38 for zero.
-    __m256i narrow = (__m256i)_mm512_cvtneps_pbh(x);
+    _mm256_mask_storeu_epi16(p, first_of(n), (__m256i)_mm512_cvtneps_pbh(x));
 #else
-    __m512i bits = _mm512_castps_si512(x);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    up = _mm512_mask_or_epi32(up, nan, bits, _mm512_set1_epi32(0x400000));
-    __m256i narrow = _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+    _mm256_mask_storeu_epi16(p, first_of(n), (__m256i)narrow(x));
 #endif
-    _mm256_mask_storeu_epi16(p, first_of(n), narrow);
 }
 inline vec keep(vec x, const uint16_t *bits, uint32_t threshold) {
     __m256i limit = _mm256_set1_epi16(int16_t(threshold));
-    return _mm512_maskz_mov_ps(_mm256_cmpge_epu16_mask(_mm256_loadu_si256((const __m256i *)bits), limit), x);
+    return _mm512_maskz_mov_ps(_mm256_cmpge_epu16_mask(read<__m256i>(bits), limit), x);
 }
-inline float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
-inline float most_of(vec x) { return _mm512_reduce_max_ps(x); }
 #else
-template <class T> inline vec get(const T *p, int64_t n) {
-    vec x{};
-    for (int64_t i = 0; i < n; i++) x[i] = load(p[i]);
+// The few last of a row: AVX2 masks numbers of 32 bits only, others go through a vector of their own.
+template <class V, class T> inline V read_part(const T *p, int64_t n) {
+    V x{};
+    std::memcpy(&x, p, size_t(n) * sizeof(T));
     return x;
 }
-template <class T> inline void put(T *p, vec x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) store(p[i], x[i]);
+#ifdef __AVX2__
+inline vec get_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, (__m256i)(LANE < int32_t(n))); }
+inline void put_part(float *p, vec x, int64_t n) { _mm256_maskstore_ps(p, (__m256i)(LANE < int32_t(n)), x); }
+#else
+inline vec get_part(const float *p, int64_t n) { return read_part<vec>(p, n); }
+inline void put_part(float *p, vec x, int64_t n) { std::memcpy(p, &x, size_t(n) * 4); }
+#endif
+inline vec get(const float *p, int64_t n) { return n < W ? get_part(p, n) : read<vec>(p); }
+inline vec get(const bf16 *p, int64_t n) { return widen(n < W ? read_part<half>(p, n) : read<half>(p)); }
+inline void put(float *p, vec x, int64_t n) {
+    if (n < W)
+        put_part(p, x, n);
+    else
+        std::memcpy(p, &x, sizeof x);
+}
+inline void put(bf16 *p, vec x, int64_t n) {
+    half y = narrow(x);
+    std::memcpy(p, &y, n < W ? size_t(n) * 2 : sizeof y);
 }
 inline vec keep(vec x, const uint16_t *bits, uint32_t threshold) {
-    for (int64_t i = 0; i < W; i++) x[i] = bits[i] >= threshold ? x[i] : 0.0f;
-    return x;
-}
-inline float sum_of(vec x) {
-    float total = 0;
-    for (int64_t i = 0; i < W; i++) total += x[i];
-    return total;
-}
-inline float most_of(vec x) {
-    float most = x[0];
-    for (int64_t i = 1; i < W; i++) most = x[i] > most ? x[i] : most;
-    return most;
+    return __builtin_convertvector(read<half>(bits), ivec) >= int32_t(threshold) ? x : vec{};
 }
 #endif
+
+inline float sum_of(vec x) {
+    for (int64_t n = W / 2; n; n /= 2)
+        for (int64_t i = 0; i < n; i++) x[i] += x[i + n];
+    return x[0];
+}
+inline float most_of(vec x) {
+    for (int64_t n = W / 2; n; n /= 2)
+        for (int64_t i = 0; i < n; i++) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
+    return x[0];
+}
 
 inline int64_t lanes_of(int64_t j, int64_t cols) { return cols - j < W ? cols - j : W; }
 
@@ -252,45 +284,46 @@ template <class T>
 void softmax_forward(const T *scores, const float *bias, T *probs, T *dropped, int64_t batch, int64_t heads,
                      int64_t queries, int64_t keys, int64_t batch_stride, int64_t head_stride, int64_t query_stride,
                      float factor, uint64_t seed, uint32_t threshold, float scale, int threads) {
-    int64_t rows = batch * heads * queries;
 #pragma omp parallel num_threads(threads)
     {
         Lanes lanes(keys);
         std::vector<float> line(static_cast<size_t>(keys + W));
         float *e = line.data();
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows; i++) {
-            const T *si = scores + i * keys;
-            T *pi = probs + i * keys, *di = dropped + i * keys;
-            const float *b = bias ? bias + i / (heads * queries) * batch_stride + i / queries % heads * head_stride +
-                                        i % queries * query_stride
-                                  : nullptr;
-            vec tops = all(-INFINITY), totals{};
-            for (int64_t j = 0; j < keys; j += W) {
-                int64_t m = lanes_of(j, keys);
-                vec v = get(si + j, m) * factor;
-                if (b) v += get(b + j, m);
-                v = LANE < int32_t(m) ? v : all(-INFINITY);
-                put(e + j, v, W);
-                tops = v > tops ? v : tops;
-            }
-            float top = most_of(tops);
-            // exp_of stops at exp(-87), 1e-38: what a mask shuts out has to be exactly nothing.
-            for (int64_t j = 0; j < keys; j += W) {
-                vec v = get(e + j, W) - top;
-                v = v < -87.0f ? vec{} : exp_of(v);
-                put(e + j, v, W);
-                totals += v;
-            }
-            float share = 1.0f / sum_of(totals);
-            const uint16_t *bits = threshold ? lanes.fill(seed, i * keys, keys) : nullptr;
-            for (int64_t j = 0; j < keys; j += W) {
-                int64_t m = lanes_of(j, keys);
-                vec v = get(e + j, W) * share;
-                put(pi + j, v, m);
-                if (bits) put(di + j, keep(v * scale, bits + j, threshold), m);
-            }
-        }
+        // Three loops, as divisions for each row cost as much as a short row.
+#pragma omp for collapse(3) schedule(static)
+        for (int64_t n = 0; n < batch; n++)
+            for (int64_t h = 0; h < heads; h++)
+                for (int64_t q = 0; q < queries; q++) {
+                    int64_t i = (n * heads + h) * queries + q;
+                    const T *si = scores + i * keys;
+                    T *pi = probs + i * keys, *di = dropped + i * keys;
+                    const float *b = bias ? bias + n * batch_stride + h * head_stride + q * query_stride : nullptr;
+                    vec tops = all(-INFINITY), totals{};
+                    for (int64_t j = 0; j < keys; j += W) {
+                        int64_t m = lanes_of(j, keys);
+                        vec v = get(si + j, m) * factor;
+                        if (b) v += get(b + j, m);
+                        v = LANE < int32_t(m) ? v : all(-INFINITY);
+                        put(e + j, v, W);
+                        tops = v > tops ? v : tops;
+                    }
+                    float top = most_of(tops);
+                    // exp_of stops at exp(-87), 1e-38: what a mask shuts out has to be exactly nothing.
+                    for (int64_t j = 0; j < keys; j += W) {
+                        vec v = get(e + j, W) - top;
+                        v = v < -87.0f ? vec{} : exp_of(v);
+                        put(e + j, v, W);
+                        totals += v;
+                    }
+                    float share = 1.0f / sum_of(totals);
+                    const uint16_t *bits = threshold ? lanes.fill(seed, i * keys, keys) : nullptr;
+                    for (int64_t j = 0; j < keys; j += W) {
+                        int64_t m = lanes_of(j, keys);
+                        vec v = get(e + j, W) * share;
+                        put(pi + j, v, m);
+                        if (bits) put(di + j, keep(v * scale, bits + j, threshold), m);
+                    }
+                }
     }
 }
 

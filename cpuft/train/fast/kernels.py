@@ -59,7 +59,7 @@ _C_TYPES: dict[str, Any] = {
     "i": ctypes.c_int,
 }
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-_switched_off = False
+_instead: tuple[Kernels | None, str] | None = None  # of the host's own kernels
 
 Addresses = Any
 """A ctypes array of addresses or numbers, from `addresses` or `numbers`; None stands for no tensor."""
@@ -113,9 +113,8 @@ def _load() -> tuple[Kernels | None, str]:
 def build(compiler: str, processor: str = "native") -> Path:
     """The library's path, built unless the cache has it. Ranks that race build twice and rename over each other.
 
-    `processor` is what the compiler's -march takes.
-
-    Raises CpuftError: the cache may be another user's work, who could run code as this one.
+    `processor` is what the compiler's -march takes. Raises CpuftError: the cache may be another user's work, who could
+    run code as this one.
     """
     flags = (f"-march={processor}", *FLAGS)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
@@ -143,24 +142,25 @@ def _processor() -> str:
 def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
     """The kernels, if they are there and can take these tensors (CPU, bf16 or fp32, one dtype); else None."""
     first = tensors[0]
-    if _switched_off or first.dtype not in _SUFFIXES:
+    if first.dtype not in _SUFFIXES or any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
         return None
-    if any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
-        return None
-    return _load()[0]
+    return (_instead or _load())[0]
 
 
 def kernel_status() -> str:
     """`on`, or `off: ` with the reason."""
-    return "off: switched off" if _switched_off else _load()[1]
+    return (_instead or _load())[1]
 
 
 @contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Run the plain torch twins inside this block, as on a host without a compiler."""
-    global _switched_off
-    before, _switched_off = _switched_off, True
+def use_kernels(kernels: Kernels | None) -> Iterator[None]:
+    """Run these inside this block, those of another build; None: the plain torch twins."""
+    global _instead
+    before, _instead = _instead, (kernels, "on" if kernels else "off: switched off")
     try:
         yield
     finally:
-        _switched_off = before
+        _instead = before
+
+
+plain_torch = functools.partial(use_kernels, None)  # as on a host without a compiler
