@@ -52,6 +52,8 @@ class GradientExchange(Exchange):
             untyped._set_params_and_buffers_to_ignore_for_model(own, frozen)
         megabytes = _bucket_bytes(own, config.compile) / 2**20
         self._parallel = DistributedDataParallel(own, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
+        # Else every forward pass begins with waiting for rank 0, which sends an encoder's constants: numbers of places.
+        self._parallel.broadcast_buffers = False
         # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
         self._parallel.register_comm_hook(None, lambda _, bucket: self._send(bucket))
         self.model = self._parallel

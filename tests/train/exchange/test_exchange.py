@@ -60,6 +60,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         # A layer of nine numbers while the last pass goes back, then the rows of words 1, 3, 5, 7 and 900.
         assert found["sent"] == [0, 4 * 9, 4 * 5 * 8]
         assert 0 < found["waited"] < 20
+        assert found["numbers"] == [0, 1]  # nobody waits for rank 0's before a forward pass
         assert found["error"] < 2e-6
         assert found["norm"] > 0.01
         assert found["clipping error"] < 1e-7
