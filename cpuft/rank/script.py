@@ -78,13 +78,14 @@ def is_deadline(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE))
 
 
-class _ChangeTorch:
-    """An import hook that changes modules of torch when, and if, the script imports them."""
+class ChangeModules:
+    """An import hook that changes modules when, and if, they are imported."""
 
     def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
         self._changes = changes
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The module's own, with a loader that changes it; none for modules that stay as they are."""
         change = self._changes.pop(name, None)
         spec = importlib.util.find_spec(name) if change else None
         if change and spec and spec.loader:
@@ -162,7 +163,7 @@ def change_torch() -> None:
     os.environ.setdefault(*RECORDER)
     start_reporting()
     changes = {"distributed_c10d": _keep_groups, "rendezvous": listen_narrowly}
-    sys.meta_path.insert(0, _ChangeTorch({f"torch.distributed.{name}": change for name, change in changes.items()}))
+    sys.meta_path.insert(0, ChangeModules({f"torch.distributed.{name}": change for name, change in changes.items()}))
 
 
 def keep_for_good(thing: object) -> None:

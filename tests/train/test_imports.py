@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_before_its_first_step_a_rank_imports_nothing_of_other_models_and_looks_
     unwanted = {"scipy.optimize._optimize", "scipy.stats", "sklearn", "pandas", "boto3.session", "peft", "datasets"}
     assert not loaded & (unwanted | {"transformers.trainer", "torch._inductor.compile_fx", "cpuft.train.fit"})
     assert {"torch", "transformers.models.bert.modeling_bert", "scipy.optimize"} <= loaded
+
+
+_NAMES = """
+import json, sys
+from cpuft.train import imports
+looked = []
+if sys.argv[1:] == ["hurry"]:
+    imports.hurry()
+sys.addaudithook(lambda name, words: name == "os.scandir" and looked.append(str(words[0])))
+import transformers
+from transformers.models.bert import BertConfig
+offered = [[kept.__name__, sorted(dir(kept)), sorted(kept._class_to_module.items())]
+           for kept in (transformers, transformers.models, transformers.models.bert)]
+print(json.dumps([offered, sum(path.endswith("transformers/models") for path in looked)]))
+"""
+
+
+def test_transformers_reads_its_models_files_once_and_offers_the_same() -> None:
+    command = [sys.executable, "-c", _NAMES]
+    answers = [subprocess.check_output([*command, *words], timeout=120) for words in ([], ["hurry"])]
+    (offered, reads), (same, once) = (json.loads(answer) for answer in answers)
+    assert same == offered
+    assert (reads, once) == (2, 1)
 
 
 @pytest.mark.usefixtures("late")
