@@ -25,6 +25,7 @@ from cpuft.train.data.own import choose_metrics, read_asked
 from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens, tokenize
 from cpuft.train.data.rows import name_tests, read_as_glue, read_splits
 from cpuft.train.data.tasks import TASKS, Rows, Task
+from cpuft.train.imports import hurry, settle
 from cpuft.train.model import load_tokenizer
 from cpuft.train.progress import format_metrics
 
@@ -138,6 +139,7 @@ def answer(
     model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora=0)).eval()
     if not train.plain and not train.compile and train.engine == "torch":
         quicken(model, precision.name)
+    settle()
     start, outputs, found = time.perf_counter(), dict[str, Outputs](), dict[str, float]()
     for suffix, tokens in prepared.validation.items():
         size = asked.batch_size or train.eval_batch_size
@@ -170,6 +172,7 @@ def tag_tokens(tokens: Tokens, rows: Rows) -> Tokens:
 def main() -> None:
     """Predict; exit 2 with one line for bad input."""
     keep_streams()
+    hurry()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing half-written stays
     try:
         predict(parse_arguments(PredictConfig, sys.argv[1:]))
