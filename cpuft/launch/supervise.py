@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +37,9 @@ from cpuft.rank.notice import SIGN
 from cpuft.rank.process import FAILURE
 from cpuft.rank.reporting import HANGS, SUPERVISED
 
+_GIVES_UP = ("Error: Downstream from host", "assert (!closed) failed")
+"""What Intel MPI's and MPICH's mpirun say when a host of theirs is lost. They have ended all ranks then, but in a job
+of Slurm's they wait for the srun of their proxies, and that for Slurm, which misses the host minutes later."""
 _CHECK_FAILED = 2
 """Exit code of a step that refused its input with one line."""
 _END_SECONDS = 25.0
@@ -111,9 +114,10 @@ class Ending:
             self.asking.check()
         if self.renewal:
             self.renewal.check()
-        if not self.failed_at and any(_says(path, FAILURE) for path in self.logs.glob("rank-*.err")):
+        ranks, starter = self.logs.glob("rank-*.err"), self.logs.parent.glob(SIGN)
+        if not self.failed_at and (_any_says(ranks, FAILURE) or _any_says(starter, *_GIVES_UP)):
             self.failed_at = now
-        if any(_says(path, HANGS) for path in self.logs.glob("rank-*.err")):
+        if _any_says(self.logs.glob("rank-*.err"), HANGS):
             self.verdict, self.silent = self.look()
             raise StuckError("ranks that waited in vain were ended")
         since = now - self.failed_at if self.failed_at else 0.0
@@ -157,11 +161,15 @@ def _begin(function: Callable[[], set[str]]) -> Future[set[str]]:
     return found
 
 
-def _says(log: Path, mark: str) -> bool:
-    """Whether a rank's log ends with a mark of its failure."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        return mark.encode() in file.read()
+def _any_says(logs: Iterable[Path], *marks: str) -> bool:
+    """Whether one of the logs ends with a mark of failure."""
+    for log in logs:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            end = file.read()
+        if any(mark.encode() in end for mark in marks):
+            return True
+    return False
 
 
 def run_plan(

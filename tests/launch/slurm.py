@@ -41,7 +41,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
-SlurmdTimeout=10
+SlurmdTimeout=40
 SlurmctldTimeout=10
 KillWait=5
 AccountingStorageType=accounting_storage/none

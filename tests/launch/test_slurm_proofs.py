@@ -167,10 +167,12 @@ def check_going_on(ours: Record, theirs: Record) -> None:
 @pytest.mark.parametrize("starter", [(), BY_SRUN], ids=("mpirun", "srun"))
 def test_a_job_that_loses_a_host_goes_on_without_it(starter: tuple[str, ...], hosts: int, slurm: Slurm) -> None:
     """Inside its allocation, long before Slurm itself misses the host."""
-    words = (*starter, "--np", str(hosts), *SHORTER, *QUIET, "--checkpoint-every", "1", "--run-dir", "lost")
+    words = (*starter, "--np", str(hosts), *DEMO, "--max-steps", "30", *QUIET, "--checkpoint-every", "1")
     cluster = slurm.cluster
     with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(launch, slurm, *words, options=(f"--nodes={hosts}", f"--ntasks={hosts}", "--no-kill"))
+        job = pool.submit(
+            launch, slurm, *words, "--run-dir", "lost", options=(f"--nodes={hosts}", f"--ntasks={hosts}", "--no-kill")
+        )
         wait_until(lambda: count_steps(slurm, "lost") > 5 or job.done(), "it does not train")
         done = cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "2")
         assert done.returncode == 0, done.stderr

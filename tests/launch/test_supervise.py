@@ -228,6 +228,24 @@ def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answer
     assert (asked, ending.verdict, ending.silent) == (["stacks"], verdict, {"node1"})
 
 
+@pytest.mark.parametrize(
+    "said, ends",
+    [
+        ("[mpiexec@a] Error: Downstream from host b exited abnormally\n[mpiexec@a] Trying to close others\n", True),
+        ("[mpiexec@a] control_cb (pm/pmiserv/pmiserv_cb.c:208): assert (!closed) failed\n", True),
+        ("srun: cluster configuration lacks support for cpu binding\n", False),
+    ],
+    ids=("Intel MPI", "MPICH", "neither"),
+)
+def test_mpirun_that_has_lost_a_host_is_as_good_as_a_rank_that_failed(said: str, ends: bool, tmp_path: Path) -> None:
+    """In a job of Slurm's it would wait until that misses the host."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / SIGN).write_text(said, encoding="utf-8")
+    ending = Ending(tmp_path / "logs", set, lambda: (Verdict((), ""), set()))
+    ending.check()
+    assert bool(ending.failed_at) == ends
+
+
 def test_hosts_are_asked_when_no_rank_gives_a_sign_of_life(tmp_path: Path) -> None:
     """mpirun would wait for ever where all are lost; who is only quiet goes on."""
     logs, sign, asked = tmp_path / "logs", tmp_path / SIGN, list[str]()
