@@ -30,7 +30,7 @@ from cpuft.launch.stacks.verdict import Verdict
 from cpuft.launch.supervise import Ending, StuckError, Tail, run_plan
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.notice import SIGN
-from cpuft.rank.process import FAILURE, format_failure, parse_cores, parse_failure, parse_missed
+from cpuft.rank.process import format_failure, parse_failure, parse_missed
 from cpuft.rank.reporting import HANGS
 from cpuft.rank.world import World
 from tests.conftest import Golden
@@ -90,20 +90,6 @@ def test_a_failures_mark_reads_back() -> None:
     assert parse_failure(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 139)}\nb\n") == (3, "node-2", 139)
     assert parse_failure("Traceback\n") is None
     assert parse_missed(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 1, {0, 2})}\nb\n") == {0, 2}
-
-
-@pytest.mark.parametrize(
-    "words", ["rank {} on a exit code 1", "rank 0 on a exit code {}", "rank 0 on a exit code 1 {}"]
-)
-def test_a_script_that_prints_the_mark_with_numbers_that_are_none(words: str) -> None:
-    said = f"{FAILURE} {words.format('9' * 5000)}\n"
-    assert parse_missed(said) == set()
-    parse_failure(said)
-
-
-@pytest.mark.parametrize("text, rank, cores", [("", 0, ()), ("0,1;2", 0, (0, 1)), ("0,1;2", 1, (2,)), ("0,1;2", 2, ())])
-def test_cores_of_a_rank(text: str, rank: int, cores: tuple[int, ...]) -> None:
-    assert parse_cores(text, rank) == cores
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a rank clears away."""
+"""What a rank clears away, and what its words and settings say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from cpuft.files import take_sent
-from cpuft.rank.process import abort_job, remove_abandoned_memory
+from cpuft.rank.process import (
+    FAILURE,
+    abort_job,
+    parse_cores,
+    parse_failure,
+    parse_missed,
+    remove_abandoned_memory,
+)
 
 
 def _segment(folder: Path, name: str, age: float) -> None:
@@ -72,3 +79,17 @@ def test_who_does_not_end_all_ranks_by_itself_is_told(launcher: dict[str, str], 
     os.close(writing)
     with open(reading, "rb") as file:
         assert file.read() == said
+
+
+@pytest.mark.parametrize(
+    "words", ["rank {} on a exit code 1", "rank 0 on a exit code {}", "rank 0 on a exit code 1 {}"]
+)
+def test_a_script_that_prints_the_mark_with_numbers_that_are_none(words: str) -> None:
+    said = f"{FAILURE} {words.format('9' * 5000)}\n"
+    assert parse_missed(said) == set()
+    parse_failure(said)
+
+
+@pytest.mark.parametrize("text, rank, cores", [("", 0, ()), ("0,1;2", 0, (0, 1)), ("0,1;2", 1, (2,)), ("0,1;2", 2, ())])
+def test_cores_of_a_rank(text: str, rank: int, cores: tuple[int, ...]) -> None:
+    assert parse_cores(text, rank) == cores
