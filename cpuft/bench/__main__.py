@@ -82,8 +82,13 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "kernels": kernel_status(),
         "products": measure_products("bf16" if has_bf16_products() else "fp32"),
-        "options": {name: str(value) for name, value in vars(options).items()},
+        "options": {name: _without_folder(str(value)) for name, value in vars(options).items()},
     }
+
+
+def _without_folder(value: str) -> str:
+    """What a record that others read may say of a path of this machine."""
+    return os.path.basename(value) if os.path.isabs(value) else value
 
 
 def run_rounds(names: list[str], workload: Workload, rounds: int) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cpuft.bench.__main__ import format_summary, summarise
+from cpuft.bench.__main__ import format_summary, header, summarise
 from cpuft.bench.rows import read_rows
 from cpuft.errors import CpuftError
 
@@ -89,6 +90,11 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert 0 < breakdown["share_of_limit"] < 1.5
     assert set(breakdown["kinds"]) >= {"products", "optimizer"}
     assert "its products alone" in done.stdout
+
+
+def test_a_record_names_no_folder_of_this_machine() -> None:
+    options = argparse.Namespace(data=Path("/somewhere/of/mine/MRPC"), model="org/name", rounds=3, isa="")
+    assert header(options)["options"] == {"data": "MRPC", "model": "org/name", "rounds": "3", "isa": ""}
 
 
 def test_bad_names_are_one_line(tmp_path: Path) -> None:
