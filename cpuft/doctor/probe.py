@@ -63,7 +63,8 @@ def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
     if not path:
         return ""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=5)
+        # A busy host takes its time.
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=15)
     except (OSError, subprocess.SubprocessError) as error:
         return f"broken: {error}"
     return (done.stdout.strip().splitlines() or [f"broken: {done.stderr.strip()[-200:]}"])[0]

@@ -82,7 +82,10 @@ inline half narrow(vec x) {
 #ifdef __AVX512BW__
 inline __mmask16 first_of(int64_t n) { return __mmask16((1u << n) - 1u); }
 inline vec get(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_of(n), p); }
-inline vec get(const bf16 *p, int64_t n) { return widen((half)_mm256_maskz_loadu_epi16(first_of(n), p)); }
+inline vec get(const bf16 *p, int64_t n) {  // GCC makes more of this than of widen()
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_of(n), p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
 inline void put(float *p, vec x, int64_t n) { _mm512_mask_storeu_ps(p, first_of(n), x); }
 inline void put(bf16 *p, vec x, int64_t n) {
 #ifdef __AVX512BF16__
@@ -96,6 +99,8 @@ inline vec keep(vec x, const uint16_t *bits, uint32_t threshold) {
     __m256i limit = _mm256_set1_epi16(int16_t(threshold));
     return _mm512_maskz_mov_ps(_mm256_cmpge_epu16_mask(read<__m256i>(bits), limit), x);
 }
+inline float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
+inline float most_of(vec x) { return _mm512_reduce_max_ps(x); }
 #else
 // The few last of a row: AVX2 masks numbers of 32 bits only, others go through a vector of their own.
 template <class V, class T> inline V read_part(const T *p, int64_t n) {
@@ -125,8 +130,6 @@ inline void put(bf16 *p, vec x, int64_t n) {
 inline vec keep(vec x, const uint16_t *bits, uint32_t threshold) {
     return __builtin_convertvector(read<half>(bits), ivec) >= int32_t(threshold) ? x : vec{};
 }
-#endif
-
 inline float sum_of(vec x) {
     for (int64_t n = W / 2; n; n /= 2)
         for (int64_t i = 0; i < n; i++) x[i] += x[i + n];
@@ -137,6 +140,7 @@ inline float most_of(vec x) {
         for (int64_t i = 0; i < n; i++) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
     return x[0];
 }
+#endif
 
 inline int64_t lanes_of(int64_t j, int64_t cols) { return cols - j < W ? cols - j : W; }
 
