@@ -12,9 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
-from cpuft.train.fast.again import Turn
-from cpuft.train.fast.attention import Grid, Heads, attention
-from cpuft.train.fast.dropout import Mask
 from cpuft.train.lora import adapt
 from cpuft.train.optimizer import make_optimizer, recompute_layers
 from cpuft.train.precision import autocast
@@ -92,21 +89,6 @@ def test_products_whose_results_no_gradient_needs_are_not_computed_again() -> No
         return int(counter.get_total_flops())
 
     assert 1.1 < count(True) / count(False) < 1.2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scores_in_smaller_blocks_are_the_same_to_the_bit(dtype: torch.dtype, one_thread: None) -> None:
-    """Where they are kept, blocks are of 32 MB, and else of 4 MB a thread."""
-    torch.manual_seed(0)
-    packed, heads, grid = torch.randn(3000, 3 * 96).to(dtype), Heads(12, 8, 8**-0.5), Grid(6, 500)
-
-    def run(turn: Turn) -> tuple[torch.Tensor, torch.Tensor]:
-        given = packed.clone().requires_grad_()
-        context = attention(None, given, None, heads, Mask(7, 6553), grid, turn)
-        return context, torch.autograd.grad(context.square().sum(), given)[0]
-
-    for found, wanted in zip(run(Turn.FIRST), run(Turn.ONLY), strict=True):
-        assert torch.equal(found, wanted)
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

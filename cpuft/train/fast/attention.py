@@ -1,10 +1,7 @@
 """Softmax attention with dropout on the probabilities, from packed projections to the context, backward by hand.
 
-torch's flash kernel on the CPU refuses dropout, and its math path makes a dozen passes over the scores. Here the
-products are oneDNN's batched ones and everything between them is one pass over the scores each way.
-
-Scores of long rows are computed some rows at a time: blocks of hundreds of megabytes leave holes in malloc's heap that
-the next ones do not fit into, and its peak is twice what is used.
+torch's flash kernel on the CPU refuses dropout, and its math path makes a dozen passes over the scores. Here a kernel
+takes a head at a time, products and all: scores never leave the core's cache, and backward computes them again.
 """
 
 from __future__ import annotations
@@ -20,11 +17,6 @@ from torch.autograd.function import once_differentiable
 from cpuft.train.fast.again import Turn
 from cpuft.train.fast.dropout import Mask, masked
 from cpuft.train.fast.kernels import kernels_for
-
-_BLOCK = 32 << 20
-"""Bytes of scores that are worth a block of their own: products of that size keep many cores busy."""
-_CACHED = 4 << 20
-"""Such bytes a thread, where scores are not kept: they stay in its core's cache, and take two thirds of the time."""
 
 
 @dataclass(frozen=True)
@@ -61,57 +53,22 @@ class Grid:
         return self.batch * self.length if self.places is None else self.places.numel()
 
 
-def split_heads(x: Tensor, parts: int, heads: Heads, grid: Grid) -> Tensor:
-    """(tokens, parts * heads * size) -> (parts, batch * heads, length, size), zero where there is no token."""
-    if kernels := kernels_for(x):
-        made = x.new_empty(parts, grid.batch * heads.count, grid.length, heads.size)
-        sizes = (parts, grid.batch, heads.count, grid.length, heads.size)
-        kernels.run("split_heads", x.dtype, x.contiguous(), grid.rows, made, *sizes)
-        return made
-    if grid.places is not None:
-        x = x.new_zeros(grid.batch * grid.length, x.shape[-1]).index_copy(0, grid.places, x)
-    cut = x.view(grid.batch, grid.length, parts, heads.count, heads.size).permute(2, 0, 3, 1, 4)
-    return cut.reshape(parts, -1, grid.length, heads.size)
+@dataclass(frozen=True)
+class _Look:
+    """All that decides what the queries see, but for the numbers themselves."""
 
+    bias: Tensor | None
+    heads: Heads
+    mask: Mask
+    keys: Grid
+    queries: Grid
 
-def join_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:
-    """The reverse of `split_heads`: (parts, batch * heads, length, size) -> (tokens, parts * heads * size)."""
-    parts = x.shape[0]
-    if kernels := kernels_for(x):
-        made = x.new_empty(grid.tokens, parts * heads.count * heads.size)
-        sizes = (parts, grid.batch, heads.count, grid.length, heads.size)
-        kernels.run("join_heads", x.dtype, x.contiguous(), grid.rows, made, *sizes)
-        return made
-    cut = x.view(parts, grid.batch, heads.count, grid.length, heads.size).permute(1, 3, 0, 2, 4)
-    joined = cut.reshape(grid.batch * grid.length, parts * heads.count * heads.size)
-    return joined if grid.places is None else joined.index_select(0, grid.places)
-
-
-def cut(batch: int, each: int, size: int, most: int = _BLOCK) -> list[slice]:
-    """Parts of a batch whose rows have `each` scores of `size` bytes; each begins at a multiple of four scores."""
-    step = 4 if each % 4 else 1
-    rows = max(1, most // (each * size * step)) * step
-    return [slice(start, min(start + rows, batch)) for start in range(0, batch, rows)]
-
-
-def _softmax(scores: Tensor, bias: Tensor | None, heads: Heads, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Probabilities, written over `scores` or not, and dropped ones, both shaped as these; one tensor twice without
-    dropout."""
-    rows, queries, keys = scores.shape
-    batch = rows // heads.count
-    if kernels := kernels_for(scores):
-        probs = scores  # a row is read before it is written
-        dropped = torch.empty_like(scores) if mask.threshold else probs
-        strides = (0, 0, 0) if bias is None else _strides(bias)
-        sizes = (batch, heads.count, queries, keys)
-        arrays = (scores, bias, probs, dropped)
-        kernels.run("softmax_forward", scores.dtype, *arrays, *sizes, *strides, heads.factor, *mask.kernel_arguments)
-        return probs, dropped
-    weighted = scores.view(batch, heads.count, queries, keys).float() * heads.factor
-    if bias is not None:
-        weighted += bias
-    probs = weighted.softmax(-1).to(scores.dtype).view_as(scores)
-    return probs, masked(probs, mask)
+    def numbers(self, query: Tensor, key: Tensor) -> tuple[Any, ...]:
+        """What the kernels take after their arrays of tokens, of which these are two."""
+        bias, heads, keys = self.bias, self.heads, self.keys
+        sizes = (keys.batch, heads.count, self.queries.length, keys.length, heads.size)
+        strides = (query.stride(0), key.stride(0), *((0, 0, 0) if bias is None else _strides(bias)))
+        return bias, self.queries.rows, keys.rows, *sizes, *strides, heads.factor, *self.mask.kernel_arguments
 
 
 def _strides(bias: Tensor) -> tuple[int, int, int]:
@@ -120,82 +77,84 @@ def _strides(bias: Tensor) -> tuple[int, int, int]:
     return batch, head, query
 
 
-def _softmax_backward(probs: Tensor, dropped: Tensor, grad: Tensor, heads: Heads, mask: Mask) -> Tensor:
-    """Gradient of the unscaled scores; writes over `grad`, the gradient of the dropped probabilities."""
-    if kernels := kernels_for(probs, grad):
-        rows, keys = probs.shape[:-1].numel(), probs.shape[-1]
-        kernels.run("softmax_backward", probs.dtype, probs, dropped, grad, rows, keys, heads.factor, mask.scale)
-        return grad
-    kept = masked(grad, mask).float()
+def _parts(query: Tensor | None, packed: Tensor, heads: Heads) -> list[Tensor]:
+    """Views of the queries, keys and values in them, (tokens, heads * size)."""
+    parts = list(packed.split(heads.count * heads.size, 1))
+    return parts if query is None else [query, *parts]
+
+
+def _split_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:
+    """(tokens, heads * size) -> (batch * heads, length, size), zero where there is no token."""
+    if grid.places is not None:
+        x = x.new_zeros(grid.batch * grid.length, x.shape[-1]).index_copy(0, grid.places, x)
+    return x.view(grid.batch, grid.length, heads.count, heads.size).transpose(1, 2).flatten(0, 1)
+
+
+def _join_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:
+    """The reverse of `_split_heads`."""
+    joined = x.view(grid.batch, heads.count, grid.length, heads.size).transpose(1, 2).flatten(2).flatten(0, 1)
+    return joined if grid.places is None else joined.index_select(0, grid.places)
+
+
+def _probabilities(q: Tensor, k: Tensor, look: _Look) -> Tensor:
+    """(batch * heads, queries, keys), from split heads."""
+    scores = torch.bmm(q, k.transpose(1, 2))
+    weighted = scores.view(look.keys.batch, look.heads.count, *scores.shape[1:]).float() * look.heads.factor
+    if look.bias is not None:
+        weighted += look.bias
+    return weighted.softmax(-1).to(scores.dtype).view_as(scores)
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, look: _Look) -> Tensor:
+    split = [_split_heads(x, look.heads, grid) for x, grid in zip((q, k, v), (look.queries, look.keys, look.keys))]
+    dropped = masked(_probabilities(split[0], split[1], look), look.mask)
+    return _join_heads(torch.bmm(dropped, split[2]), look.heads, look.queries)
+
+
+def _plain_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, look: _Look) -> list[Tensor]:
+    q, grad = (_split_heads(x, look.heads, look.queries) for x in (q, grad))
+    k, v = (_split_heads(x, look.heads, look.keys) for x in (k, v))
+    probs = _probabilities(q, k, look)
+    kept = masked(torch.bmm(grad, v.transpose(1, 2)), look.mask).float()
     total = (probs * kept).sum(-1, keepdim=True)
-    return (probs * (kept - total) * heads.factor).to(grad.dtype)
-
-
-def _cut_heads(q: Tensor, k: Tensor, heads: Heads, turn: Turn) -> list[slice]:
-    """Blocks of `q` and `k`, (batch * heads, length, size), whose scores are computed at a time."""
-    each = heads.count * q.shape[1] * k.shape[1]
-    most = _BLOCK if turn is Turn.ONLY else min(_BLOCK, torch.get_num_threads() * _CACHED)
-    blocks = cut(len(q) // heads.count, each, q.element_size(), most)
-    return [slice(rows.start * heads.count, rows.stop * heads.count) for rows in blocks]
-
-
-def _look(q: Tensor, k: Tensor, bias: Tensor | None, heads: Heads, mask: Mask, part: slice) -> tuple[Tensor, Tensor]:
-    """A block's probabilities, and dropped ones."""
-    if bias is not None and bias.shape[0] > 1:
-        bias = bias[part.start // heads.count : part.stop // heads.count]
-    scores = torch.bmm(q[part], k[part].transpose(1, 2))
-    return _softmax(scores, bias, heads, mask.after(part.start * scores[0].numel()))
+    slopes = (probs * (kept - total) * look.heads.factor).to(grad.dtype)
+    dropped = masked(probs, look.mask)
+    found = torch.bmm(slopes, k), torch.bmm(slopes.transpose(1, 2), q), torch.bmm(dropped.transpose(1, 2), grad)
+    return [_join_heads(x, look.heads, grid) for x, grid in zip(found, (look.queries, look.keys, look.keys))]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor | None,
-        packed: Tensor,
-        bias: Tensor | None,
-        heads: Heads,
-        mask: Mask,
-        grid: Grid,
-        turn: Turn,
-    ) -> Tensor:
-        if query is None:
-            q, k, v = split_heads(packed, 3, heads, grid)
-            ctx.queries = grid
-        else:
-            ctx.queries = Grid(grid.batch, query.shape[0] // grid.batch)
-            (q,), (k, v) = split_heads(query, 1, heads, ctx.queries), split_heads(packed, 2, heads, grid)
-        ctx.heads, ctx.mask, ctx.grid, ctx.separate, ctx.bias = heads, mask, grid, query is not None, bias
-        kept: list[Tensor] = []
+    def forward(ctx: Any, query: Tensor | None, packed: Tensor, look: _Look, turn: Turn) -> Tensor:
+        ctx.look = look
+        ctx.save_for_backward(query, packed)
+        q, k, v = _parts(query, packed, look.heads)
+        context = torch.empty(q.shape, dtype=q.dtype)
         if turn is Turn.AGAIN:
-            ctx.save_for_backward(q, k, v)
-            shape: Tensor = q.new_empty(ctx.queries.tokens, heads.count * heads.size)
-            return shape
-        context = torch.empty_like(q)
-        for part in _cut_heads(q, k, heads, turn):
-            probs, dropped = _look(q, k, bias, heads, mask, part)
-            torch.bmm(dropped, v[part], out=context[part])
-            kept += [probs, dropped] if turn is Turn.ONLY else []
-        ctx.save_for_backward(q, k, v, *kept)
-        return join_heads(context.unsqueeze(0), heads, ctx.queries)
+            return context
+        if not (kernels := kernels_for(packed)):
+            return _plain_forward(q, k, v, look)
+        kernels.run("attention_forward", q.dtype, q, k, v, context, *look.numbers(q, k))
+        return context
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
-        heads: Heads = ctx.heads
-        grad = split_heads(grad, 1, heads, ctx.queries)[0]
-        made = k.new_empty(2 if ctx.separate else 3, *k.shape)
-        dquery, pairs = torch.empty_like(q) if ctx.separate else made[0], zip(kept[::2], kept[1::2])
-        for part in _cut_heads(q, k, heads, Turn.ONLY if kept else Turn.AGAIN):
-            probs, dropped = next(pairs) if kept else _look(q, k, ctx.bias, heads, ctx.mask, part)
-            mask, wanted = ctx.mask.after(part.start * probs[0].numel()), torch.bmm(grad[part], v[part].transpose(1, 2))
-            dscores = _softmax_backward(probs, dropped, wanted, heads, mask)
-            torch.bmm(dropped.transpose(1, 2), grad[part], out=made[-1][part])
-            torch.bmm(dscores.transpose(1, 2), q[part], out=made[-2][part])
-            torch.bmm(dscores, k[part], out=dquery[part])
-        separate = join_heads(dquery.unsqueeze(0), heads, ctx.queries) if ctx.separate else None
-        return separate, join_heads(made, heads, ctx.grid), None, None, None, None, None
+        query, packed = ctx.saved_tensors
+        look: _Look = ctx.look
+        q, k, v = _parts(query, packed, look.heads)
+        dquery, dpacked, grad = (
+            None if query is None else torch.empty_like(query),
+            torch.empty_like(packed),
+            grad.contiguous(),
+        )
+        found = _parts(dquery, dpacked, look.heads)
+        if kernels := kernels_for(packed, grad):
+            kernels.run("attention_backward", q.dtype, q, k, v, grad, *found, *look.numbers(q, k))
+        else:
+            for to, part in zip(found, _plain_backward(q, k, v, grad, look), strict=True):
+                to.copy_(part)
+        return dquery, dpacked, None, None
 
 
 _attention: Callable[..., Tensor] = _Attention.apply
@@ -219,13 +178,15 @@ def attention(
     bias: fp32, (batch or 1, heads or 1, queries or 1, length), keys next to each other, no gradient. None: no mask.
         Places of the grid without a token have zero keys and values: the bias has to shut them out.
     grid: where the rows of `packed`, and of the query in it, stand.
-    turn: of a part that ends with this. Of two, scores are computed once more in backward, a block at a time.
+    turn: of a part that ends with this.
 
     Returns
     -------
     The context, a row for each query. Softmax is fp32 inside, rounded to the dtype once.
     """
-    return _attention(query, packed, bias, heads, mask, grid, turn)
+    queries = grid if query is None else Grid(grid.batch, query.shape[0] // grid.batch)
+    given = None if query is None else query.contiguous()
+    return _attention(given, packed.contiguous(), _Look(bias, heads, mask, grid, queries), turn)
 
 
 def mask_bias(mask: Tensor | None) -> Tensor | None:

@@ -6,182 +6,13 @@
 // Loops go over a vector's numbers at a time. The few last of a row are a masked load, not so many scalar steps:
 // attention's rows are as short as a sentence, and half of their time went there.
 
+#include "attention.h"
+#include "vectors.h"
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <omp.h>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 #include <vector>
 
 namespace {
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float as_float(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-inline uint32_t as_bits(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
-
-inline float load(float value) { return value; }
-inline float load(bf16 value) { return as_float(uint32_t(value.bits) << 16); }
-
-inline void store(float &to, float value) { to = value; }
-
-// Round to nearest even, as torch does. A NaN stays one because its quiet bit is set first.
-inline void store(bf16 &to, float value) {
-    uint32_t bits = as_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    to.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
-}
-
-// A vector of floats, as wide as the processor's. Operators and ?: work lane by lane on GCC's and Clang's vector types,
-// whatever the hardware, and become its instructions where it has that width: wider ones are taken apart, number by
-// number where they are compared.
-#ifdef __AVX512BW__
-constexpr int64_t W = 16;
-#else
-constexpr int64_t W = 8;
-#endif
-typedef float vec __attribute__((vector_size(4 * W)));
-typedef int32_t ivec __attribute__((vector_size(4 * W)));
-typedef uint32_t uvec __attribute__((vector_size(4 * W)));
-typedef uint16_t half __attribute__((vector_size(2 * W)));
-
-inline vec all(float x) { return vec{} + x; }
-
-// What stands at p, which need not be aligned.
-template <class V> inline V read(const void *p) {
-    V x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-
-const int32_t NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-const ivec LANE = read<ivec>(NUMBERS);
-
-inline vec widen(half x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
-
-// As store() rounds.
-inline half narrow(vec x) {
-    uvec bits = (uvec)x, up = bits + 0x7fffu + ((bits >> 16) & 1u);
-    up = x != x ? bits | 0x400000u : up;
-    return __builtin_convertvector(up >> 16, half);
-}
-
-#ifdef __AVX512BW__
-inline __mmask16 first_of(int64_t n) { return __mmask16((1u << n) - 1u); }
-inline vec get(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_of(n), p); }
-inline vec get(const bf16 *p, int64_t n) {  // GCC makes more of this than of widen()
-    __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_of(n), p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
-inline void put(float *p, vec x, int64_t n) { _mm512_mask_storeu_ps(p, first_of(n), x); }
-inline void put(bf16 *p, vec x, int64_t n) {
-#ifdef __AVX512BF16__
-    // Unlike torch's rounding, this takes numbers below 1e-38 for zero.
-    _mm256_mask_storeu_epi16(p, first_of(n), (__m256i)_mm512_cvtneps_pbh(x));
-#else
-    _mm256_mask_storeu_epi16(p, first_of(n), (__m256i)narrow(x));
-#endif
-}
-inline vec keep(vec x, const uint16_t *bits, uint32_t threshold) {
-    __m256i limit = _mm256_set1_epi16(int16_t(threshold));
-    return _mm512_maskz_mov_ps(_mm256_cmpge_epu16_mask(read<__m256i>(bits), limit), x);
-}
-inline float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
-inline float most_of(vec x) { return _mm512_reduce_max_ps(x); }
-#else
-// The few last of a row: AVX2 masks numbers of 32 bits only, others go through a vector of their own.
-template <class V, class T> inline V read_part(const T *p, int64_t n) {
-    V x{};
-    std::memcpy(&x, p, size_t(n) * sizeof(T));
-    return x;
-}
-#ifdef __AVX2__
-inline vec get_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, (__m256i)(LANE < int32_t(n))); }
-inline void put_part(float *p, vec x, int64_t n) { _mm256_maskstore_ps(p, (__m256i)(LANE < int32_t(n)), x); }
-#else
-inline vec get_part(const float *p, int64_t n) { return read_part<vec>(p, n); }
-inline void put_part(float *p, vec x, int64_t n) { std::memcpy(p, &x, size_t(n) * 4); }
-#endif
-inline vec get(const float *p, int64_t n) { return n < W ? get_part(p, n) : read<vec>(p); }
-inline vec get(const bf16 *p, int64_t n) { return widen(n < W ? read_part<half>(p, n) : read<half>(p)); }
-inline void put(float *p, vec x, int64_t n) {
-    if (n < W)
-        put_part(p, x, n);
-    else
-        std::memcpy(p, &x, sizeof x);
-}
-inline void put(bf16 *p, vec x, int64_t n) {
-    half y = narrow(x);
-    std::memcpy(p, &y, n < W ? size_t(n) * 2 : sizeof y);
-}
-inline vec keep(vec x, const uint16_t *bits, uint32_t threshold) {
-    return __builtin_convertvector(read<half>(bits), ivec) >= int32_t(threshold) ? x : vec{};
-}
-inline float sum_of(vec x) {
-    for (int64_t n = W / 2; n; n /= 2)
-        for (int64_t i = 0; i < n; i++) x[i] += x[i + n];
-    return x[0];
-}
-inline float most_of(vec x) {
-    for (int64_t n = W / 2; n; n /= 2)
-        for (int64_t i = 0; i < n; i++) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
-    return x[0];
-}
-#endif
-
-inline int64_t lanes_of(int64_t j, int64_t cols) { return cols - j < W ? cols - j : W; }
-
-// exp by Cephes' expf: 2^n times a polynomial of degree 5, relative error 2e-7. Adding 1.5 * 2^23 rounds to a whole
-// number and leaves it in the low bits.
-inline vec exp_of(vec x) {
-    x = x < -87.0f ? all(-87.0f) : (x > 88.0f ? all(88.0f) : x);
-    vec shifted = x * 1.44269504088896341f + 12582912.0f;
-    vec n = shifted - 12582912.0f;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (vec)(((ivec)shifted + 127) << 23);
-}
-
-// Word i of the stream of `seed`: SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-// generators"). Being a function of its index, it needs no state between threads, and backward makes the same mask
-// again instead of reading it from memory.
-inline uint64_t random_word(uint64_t seed, uint64_t index) {
-    uint64_t z = seed + (index + 1) * 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    return z ^ (z >> 31);
-}
-
-// 16 random bits an element, four elements a word. Whole vectors are filled, so up to 16 elements too many.
-struct Lanes {
-    std::vector<uint64_t> words;
-    explicit Lanes(int64_t longest) : words(size_t(longest / 4 + 24)) {}
-    const uint16_t *fill(uint64_t seed, int64_t first, int64_t count) {
-        uint64_t base = uint64_t(first) / 4;
-        int64_t n = ((first + count + W + 3) / 4 - int64_t(base) + 7) / 8 * 8;
-        uint64_t *out = words.data();
-        for (int64_t i = 0; i < n; i++) out[i] = random_word(seed, base + uint64_t(i));
-        return reinterpret_cast<const uint16_t *>(out) + first % 4;
-    }
-};
 
 constexpr int64_t BLOCK = 1024;
 
@@ -282,78 +113,6 @@ void norm_backward(const T *dy, const T *sum, const float *mean, const float *rs
     }
 }
 
-// scores: (batch, heads, queries, keys). bias: added to the scaled scores, with its own strides, keys next to each
-// other, or null. probs: softmax. dropped: probs after dropout, scaled.
-template <class T>
-void softmax_forward(const T *scores, const float *bias, T *probs, T *dropped, int64_t batch, int64_t heads,
-                     int64_t queries, int64_t keys, int64_t batch_stride, int64_t head_stride, int64_t query_stride,
-                     float factor, uint64_t seed, uint32_t threshold, float scale, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        Lanes lanes(keys);
-        std::vector<float> line(static_cast<size_t>(keys + W));
-        float *e = line.data();
-        // Three loops, as divisions for each row cost as much as a short row.
-#pragma omp for collapse(3) schedule(static)
-        for (int64_t n = 0; n < batch; n++)
-            for (int64_t h = 0; h < heads; h++)
-                for (int64_t q = 0; q < queries; q++) {
-                    int64_t i = (n * heads + h) * queries + q;
-                    const T *si = scores + i * keys;
-                    T *pi = probs + i * keys, *di = dropped + i * keys;
-                    const float *b = bias ? bias + n * batch_stride + h * head_stride + q * query_stride : nullptr;
-                    vec tops = all(-INFINITY), totals{};
-                    for (int64_t j = 0; j < keys; j += W) {
-                        int64_t m = lanes_of(j, keys);
-                        vec v = get(si + j, m) * factor;
-                        if (b) v += get(b + j, m);
-                        v = LANE < int32_t(m) ? v : all(-INFINITY);
-                        put(e + j, v, W);
-                        tops = v > tops ? v : tops;
-                    }
-                    float top = most_of(tops);
-                    // exp_of stops at exp(-87), 1e-38: what a mask shuts out has to be exactly nothing.
-                    for (int64_t j = 0; j < keys; j += W) {
-                        vec v = get(e + j, W) - top;
-                        v = v < -87.0f ? vec{} : exp_of(v);
-                        put(e + j, v, W);
-                        totals += v;
-                    }
-                    float share = 1.0f / sum_of(totals);
-                    const uint16_t *bits = threshold ? lanes.fill(seed, i * keys, keys) : nullptr;
-                    for (int64_t j = 0; j < keys; j += W) {
-                        int64_t m = lanes_of(j, keys);
-                        vec v = get(e + j, W) * share;
-                        put(pi + j, v, m);
-                        if (bits) put(di + j, keep(v * scale, bits + j, threshold), m);
-                    }
-                }
-    }
-}
-
-// grad: in, of the dropped probabilities; out, of the unscaled scores.
-// sum(probs * dprobs) = sum(dropped * ddropped), and where `dropped` is zero the probability was dropped or is zero.
-template <class T>
-void softmax_backward(const T *probs, const T *dropped, T *grad, int64_t rows, int64_t keys, float factor, float scale,
-                      int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < rows; i++) {
-        const T *pi = probs + i * keys, *di = dropped + i * keys;
-        T *gi = grad + i * keys;
-        vec totals{};
-        for (int64_t j = 0; j < keys; j += W) {
-            int64_t m = lanes_of(j, keys);
-            totals += get(di + j, m) * get(gi + j, m);
-        }
-        float total = sum_of(totals);
-        for (int64_t j = 0; j < keys; j += W) {
-            int64_t m = lanes_of(j, keys);
-            vec kept = get(di + j, m) != 0.0f ? get(gi + j, m) * scale : vec{};
-            put(gi + j, get(pi + j, m) * (kept - total) * factor, m);
-        }
-    }
-}
-
 // gelu(x) = x cdf(x) and its slope cdf(x) + x pdf(x), one exponential for both. The normal distribution's cdf by
 // Abramowitz and Stegun 7.1.26, absolute error 1.5e-7.
 template <class T> void gelu(const T *x, T *y, T *slope, int64_t n, int threads) {
@@ -433,50 +192,6 @@ void dequantise(const int32_t *product, const float *scales, const float *column
             put(y + i * cols + j, v, m);
         }
     }
-}
-
-// A head's share of a row, 64 bytes at a time where it is that long: a copy of known length is one load and one store.
-inline void copy(void *to, const void *from, size_t bytes) {
-    if (bytes % 64) {
-        std::memcpy(to, from, bytes);
-        return;
-    }
-    for (size_t i = 0; i < bytes; i += 64)
-        std::memcpy(static_cast<char *>(to) + i, static_cast<const char *>(from) + i, 64);
-}
-
-// Rows side by side to heads: x (rows, parts * heads * size) -> y (parts, batch, heads, length, size). Row
-// rows_of[b * length + t] belongs to token t of b, none where that is negative: zeros. Null: rows in order.
-template <class T>
-void split_heads(const T *x, const int64_t *rows_of, T *y, int64_t parts, int64_t batch, int64_t heads, int64_t length,
-                 int64_t size, int threads) {
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t k = 0; k < parts * heads; k++) {
-            T *to = y + ((k / heads * batch + b) * heads + k % heads) * length * size;
-            for (int64_t t = 0; t < length; t++, to += size) {
-                int64_t place = b * length + t, row = rows_of ? rows_of[place] : place;
-                if (row < 0)
-                    std::memset(to, 0, size_t(size) * sizeof(T));
-                else
-                    copy(to, x + (row * parts * heads + k) * size, size_t(size) * sizeof(T));
-            }
-        }
-}
-
-// The reverse of split_heads: what stands at a token without a row is dropped.
-template <class T>
-void join_heads(const T *y, const int64_t *rows_of, T *x, int64_t parts, int64_t batch, int64_t heads, int64_t length,
-                int64_t size, int threads) {
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t k = 0; k < parts * heads; k++) {
-            const T *from = y + ((k / heads * batch + b) * heads + k % heads) * length * size;
-            for (int64_t t = 0; t < length; t++, from += size) {
-                int64_t place = b * length + t, row = rows_of ? rows_of[place] : place;
-                if (row >= 0) copy(x + (row * parts * heads + k) * size, from, size_t(size) * sizeof(T));
-            }
-        }
 }
 
 // *sum += the squares of the numbers of all `count` gradients.
@@ -571,13 +286,11 @@ void adamw(float *const *master, bf16 *const *compute, const G *const *grad, flo
 EXPORT(dropout)
 EXPORT(norm_forward)
 EXPORT(norm_backward)
-EXPORT(softmax_forward)
-EXPORT(softmax_backward)
+EXPORT(attention_forward)
+EXPORT(attention_backward)
 EXPORT(gelu)
 EXPORT(column_sums)
 EXPORT(quantise_rows)
 EXPORT(dequantise)
-EXPORT(split_heads)
-EXPORT(join_heads)
 EXPORT(square_sum)
 EXPORT(adamw)

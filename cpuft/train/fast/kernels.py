@@ -25,7 +25,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.hardware import compiler_target
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "attention.h", "products.h", "vectors.h")]
 
 # -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. Not -ffast-math: linking
 # with it makes every thread of the process flush denormals, torch's too.
@@ -34,19 +34,17 @@ FLAGS = (
     *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
 )
 
-# p pointer (or an array of pointers), q int64, Q uint64, I uint32, f float, i int: in the order of kernels.cpp.
+# p pointer (or an array of pointers), q int64, Q uint64, I uint32, f float, i int: in the order of the C++ functions.
 _SIGNATURES = {
     "dropout": "ppqQIfi",
     "norm_forward": "ppppppppqqQIffi",
     "norm_backward": "pppppppppqqQIfi",
-    "softmax_forward": "ppppqqqqqqqfQIfi",
-    "softmax_backward": "pppqqffi",
+    "attention_forward": "pppppppqqqqqqqqqqfQIfi",
+    "attention_backward": "ppppppppppqqqqqqqqqqfQIfi",
     "gelu": "pppqi",
     "column_sums": "ppqqi",
     "quantise_rows": "ppppqqi",
     "dequantise": "pppppqqi",
-    "split_heads": "pppqqqqqi",
-    "join_heads": "pppqqqqqi",
     "square_sum": "pppqi",
     "adamw": "ppppppppqffffffffi",
 }
@@ -76,7 +74,8 @@ def numbers(values: Sequence[int]) -> Addresses:
 
 
 class Kernels:
-    """The loaded library. Tensors passed to `run` have to be contiguous, on the CPU, and alive until it returns."""
+    """The loaded library. Tensors passed to `run` have to be on the CPU, alive until it returns, and contiguous
+    where no strides are passed."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -118,13 +117,14 @@ def build(compiler: str, processor: str = "native") -> Path:
     """
     flags = (f"-march={processor}", *FLAGS)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    key = hashlib.sha256("\n".join([SOURCE.read_text(), *flags, version, _processor()]).encode()).hexdigest()[:16]
+    made_of = [*(source.read_text() for source in SOURCES), *flags, version, _processor()]
+    key = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     home = cache_folder(os.environ)
     library = home / f"kernels-{key}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=home) as folder:
             made = Path(folder) / "kernels.so"
-            command = [compiler, *flags, str(SOURCE), "-o", str(made)]
+            command = [compiler, *flags, str(SOURCES[0]), "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
             made.replace(library)
     return library

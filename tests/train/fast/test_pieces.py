@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cpuft.train.fast.activation import gelu
-from cpuft.train.fast.attention import Grid, Heads, attention, cut, join_heads, split_heads
+from cpuft.train.fast.attention import Grid, Heads, attention
 from cpuft.train.fast.dropout import NO_MASK, Mask, kept_elements
 from cpuft.train.fast.norm import dropout_add_norm
 from cpuft.train.fast.projection import PackedLinear, linear
@@ -142,41 +142,22 @@ def test_attention_without_padding(dtype: torch.dtype, mask: Mask) -> None:
     )
 
 
-def test_attention_of_long_rows_comes_in_blocks_with_the_mask_of_the_whole() -> None:
+@both_dtypes
+def test_attention_of_several_blocks_of_queries(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    blocks: list[int] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        blocks.append(tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        compare(
-            lambda packed: attention(None, packed.flatten(0, 1), None, HEADS, MASK, Grid(2, 1700)).view(2, 1700, 24),
-            lambda packed: plain_attention(packed[..., :24], packed[..., 24:], None, MASK),
-            [torch.randn(2, 1700, 72)],
-            torch.float32,
-        )
-    assert blocks.count(4 * 3 * 1700 * 1700) == 4  # of each row, probabilities and dropped ones
+    compare(
+        lambda packed: attention(None, packed.flatten(0, 1), None, HEADS, MASK, Grid(2, 170)).view(2, 170, 24),
+        lambda packed: plain_attention(packed[..., :24], packed[..., 24:], None, MASK),
+        [torch.randn(2, 170, 72)],
+        dtype,
+    )
 
 
-@pytest.mark.parametrize("each", [2**20, 2**20 + 1, 2**24])
-def test_blocks_are_all_of_the_batch_and_begin_where_masks_do(each: int) -> None:
-    parts = cut(10, each, 4)
-    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(10))
-    assert all(part.start * each % 4 == 0 for part in parts)
-    assert len(parts) == {2**20: 2, 2**20 + 1: 3, 2**24: 10}[each]
-
-
-@pytest.mark.parametrize("grid", [GRID, LOOSE], ids=["full", "loose"])
-def test_heads_are_split_and_joined(grid: Grid) -> None:
-    x = torch.randn(grid.tokens, 72)
-    split = split_heads(x, 3, HEADS, grid)
-    assert split.shape == (3, 6, 11, 8)
-    # Second part, second row of the batch, third head, fourth token.
-    torch.testing.assert_close(split[1, 5, 3], x[14, 24 + 16 : 24 + 24], atol=0, rtol=0)
-    assert split[:, :, 4:].view(3, 2, 3, 7, 8)[:, 1].count_nonzero() == (0 if grid is LOOSE else 3 * 3 * 7 * 8)
-    torch.testing.assert_close(join_heads(split, HEADS, grid), x, atol=0, rtol=0)
+def test_attention_keeps_no_scores() -> None:
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape), lambda _: torch.empty(0)):
+        attention(None, torch.randn(22, 72, requires_grad=True), BIASES["keys"], HEADS, MASK, GRID)
+    assert kept == [(22, 72)]
 
 
 def test_attention_gives_masked_keys_no_gradient() -> None:

@@ -1,0 +1,268 @@
+// Softmax attention with dropout on the probabilities, a head at a time, with all that lies between its products: what
+// is read are rows of queries, keys and values, what is written are rows, and scores never leave the cache. Backward
+// computes them again.
+
+#pragma once
+
+#include "products.h"
+#include "vectors.h"
+#include <algorithm>
+#include <cmath>
+#include <omp.h>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+// Queries at a time.
+constexpr int64_t TALL = 32;
+
+// One head's part of the tokens' rows. Token t of a row of the batch has row number places[t], none if negative; null:
+// they are in order from `first`.
+template <class T> struct Rows {
+    T *at;
+    int64_t stride;
+    const int64_t *places;
+    int64_t first;
+    T *operator[](int64_t t) const {
+        int64_t row = places ? places[t] : first + t;
+        return row < 0 ? nullptr : at + row * stride;
+    }
+};
+
+struct Heads {
+    const float *bias;
+    const int64_t *query_places, *key_places;
+    int64_t batch, heads, queries, keys, size, query_stride, key_stride, bias_batch, bias_head, bias_query;
+    float factor;
+    uint64_t seed;
+    uint32_t threshold;
+    float scale;
+
+    template <class T> Rows<T> query_rows(T *x, int64_t stride, int64_t n, int64_t h) const {
+        return {x + h * size, stride, query_places ? query_places + n * queries : nullptr, n * queries};
+    }
+    template <class T> Rows<T> key_rows(T *x, int64_t n, int64_t h) const {
+        return {x + h * size, key_stride, key_places ? key_places + n * keys : nullptr, n * keys};
+    }
+    const float *bias_of(int64_t n, int64_t h, int64_t q) const {
+        return bias ? bias + n * bias_batch + h * bias_head + q * bias_query : nullptr;
+    }
+    // How many tokens there are to the last that has a row.
+    static int64_t count(const int64_t *places, int64_t n, int64_t length) {
+        int64_t last = length;
+        while (places && last > 0 && places[n * length + last - 1] < 0) last--;
+        return last;
+    }
+};
+
+inline int64_t filled_up(int64_t n) { return (n + PAD - 1) / PAD * PAD; }
+
+// What one thread computes in: blocks that begin with a line of the cache, and stay in it.
+template <class T> struct Desk {
+    struct alignas(64) Line {
+        uint8_t bytes[64];
+    };
+    int64_t length, width;  // the most of both, filled up
+    Lanes lanes;
+    std::vector<Line> lines;
+    T *rows, *queries, *grads, *dropped, *slopes;
+    word *keys, *values, *paired, *turned, *pairs;
+    float *scores, *wanted, *sums, *key_sums, *value_sums;
+    Tiles<T> tiles;
+
+    Desk(int64_t most, int64_t size) : length(filled_up(most)), width(filled_up(size)), lanes(most) {
+        int64_t tall = TALL * width, block = TALL * length, whole = length * width;
+        int64_t taken = 0;
+        for (int64_t pass = 0; pass < 2; pass++) {  // how much it is, then where
+            uint8_t *from = lines.empty() ? nullptr : lines.data()->bytes;
+            taken = 0;
+            auto take = [&](auto *&array, int64_t count) {
+                array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(from + taken);
+                taken += (count * int64_t(sizeof *array) + 63) / 64 * 64;
+            };
+            take(rows, whole), take(queries, tall), take(grads, tall), take(dropped, block), take(slopes, block);
+            take(keys, whole), take(values, whole), take(paired, whole), take(turned, tall);
+            take(pairs, std::max(tall, block)), take(scores, block), take(wanted, block), take(sums, tall);
+            take(key_sums, whole), take(value_sums, whole);
+            lines.resize(size_t(taken / 64));
+        }
+    }
+};
+
+template <class T> inline void copy(T *to, const T *from) { std::memcpy(to, from, W * sizeof(T)); }
+
+template <class T> const word *words(const T *x) { return reinterpret_cast<const word *>(x); }
+
+// `count` rows from `first` on, then zeros to `high` rows; each filled up to `width`.
+template <class T>
+void collect(Rows<const T> from, int64_t first, int64_t count, int64_t high, int64_t size, int64_t width, T *to) {
+    for (int64_t t = 0; t < high; t++, to += width) {
+        const T *row = t < count ? from[first + t] : nullptr;
+        int64_t found = row ? size : 0, j = 0;
+        for (; j + W <= found; j += W) copy(to + j, row + j);
+        for (; j < width; j += W) put(to + j, j < found ? get(row + j, lanes_of(j, found)) : vec{}, W);
+    }
+}
+
+template <class T>
+void deliver(const float *from, int64_t width, Rows<T> to, int64_t first, int64_t count, int64_t size) {
+    for (int64_t t = 0; t < count; t++, from += width)
+        if (T *row = to[first + t])
+            for (int64_t j = 0; j < size; j += W) put(row + j, get(from + j, lanes_of(j, size)), lanes_of(j, size));
+}
+
+// A row's softmax, in place; zeros follow it to the end of the last vector.
+inline void softmax(float *s, const float *bias, int64_t n, float factor) {
+    vec tops = all(-INFINITY), totals{};
+    for (int64_t j = 0; j < n; j += W) {
+        int64_t m = lanes_of(j, n);
+        vec v = read<vec>(s + j) * factor;
+        if (bias) v += get(bias + j, m);
+        v = LANE < int32_t(m) ? v : all(-INFINITY);
+        put(s + j, v, W);
+        tops = v > tops ? v : tops;
+    }
+    float top = most_of(tops);
+    // exp_of stops at exp(-87), 1e-38: what a mask shuts out has to be exactly nothing.
+    for (int64_t j = 0; j < n; j += W) {
+        vec v = read<vec>(s + j) - top;
+        v = v < -87.0f ? vec{} : exp_of(v);
+        put(s + j, v, W);
+        totals += v;
+    }
+    float share = 1.0f / sum_of(totals);
+    for (int64_t j = 0; j < n; j += W) put(s + j, read<vec>(s + j) * share, W);
+}
+
+// A block's probabilities in `scores`, and in `dropped` what dropout leaves of them, filled up with zeros.
+template <class T>
+void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, int64_t first, int64_t count, int64_t used) {
+    int64_t length = filled_up(used), width = filled_up(g.size);
+    multiply<T>(words(desk.queries), width / IN_WORD<T>, desk.keys, length, desk.scores, length, TALL,
+                length, width);
+    for (int64_t t = 0; t < TALL; t++) {
+        float *s = desk.scores + t * length;
+        T *d = desk.dropped + t * length;
+        int64_t there = t < count ? used : 0;
+        if (there) softmax(s, g.bias_of(n, h, first + t), used, g.factor);
+        int64_t place = ((n * g.heads + h) * g.queries + first + t) * g.keys;
+        const uint16_t *bits = there && g.threshold ? desk.lanes.fill(g.seed, place, used) : nullptr;
+        for (int64_t j = 0; j < length; j += W) {
+            vec v = j < there ? read<vec>(s + j) : vec{};
+            put(d + j, bits && j < there ? keep(v * g.scale, bits + j, g.threshold) : v, W);
+        }
+    }
+}
+
+// q, k, v: the first rows' numbers of the first head; those of context have its own stride.
+template <class T>
+void attention_forward(const T *q, const T *k, const T *v, T *context, const float *bias, const int64_t *query_places,
+                       const int64_t *key_places, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
+                       int64_t size, int64_t query_stride, int64_t key_stride, int64_t bias_batch, int64_t bias_head,
+                       int64_t bias_query, float factor, uint64_t seed, uint32_t threshold, float scale, int threads) {
+    Heads g{bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride, bias_batch,
+            bias_head, bias_query, factor, seed, threshold, scale};
+    int64_t width = filled_up(size), across = width / IN_WORD<T>;
+#pragma omp parallel num_threads(threads)
+    {
+        Desk<T> desk(keys, size);
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t n = 0; n < batch; n++)
+            for (int64_t h = 0; h < heads; h++) {
+                int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
+                int64_t length = filled_up(used);
+                collect(g.key_rows(k, n, h), 0, used, length, size, width, desk.rows);
+                exchange(words(desk.rows), across, desk.keys, length, length, across);
+                collect(g.key_rows(v, n, h), 0, used, length, size, width, desk.rows);
+                pair_rows(desk.rows, desk.values, length, width);
+                for (int64_t first = 0; first < asked; first += TALL) {
+                    int64_t count = std::min(TALL, asked - first);
+                    collect(g.query_rows(q, query_stride, n, h), first, count, TALL, size, width, desk.queries);
+                    look(g, desk, n, h, first, count, used);
+                    multiply<T>(words(desk.dropped), length / IN_WORD<T>, desk.values, width, desk.sums,
+                                width, TALL, width, length);
+                    deliver(desk.sums, width, g.query_rows(context, heads * size, n, h), first, count, size);
+                }
+            }
+    }
+}
+
+// From the gradient of the dropped probabilities, in `wanted`, that of the unscaled scores, in `slopes`.
+// sum(probs * dprobs) = sum(dropped * ddropped), and where `dropped` is zero the probability was dropped or is zero.
+template <class T> void slope(const Heads &g, Desk<T> &desk, int64_t length) {
+    for (int64_t t = 0; t < TALL; t++) {
+        const float *p = desk.scores + t * length, *w = desk.wanted + t * length;
+        const T *d = desk.dropped + t * length;
+        T *s = desk.slopes + t * length;
+        vec totals{};
+        for (int64_t j = 0; j < length; j += W) totals += get(d + j, W) * read<vec>(w + j);
+        float total = sum_of(totals);
+        for (int64_t j = 0; j < length; j += W) {
+            vec kept = get(d + j, W) != 0.0f ? read<vec>(w + j) * g.scale : vec{};
+            put(s + j, read<vec>(p + j) * (kept - total) * g.factor, W);
+        }
+    }
+}
+
+// sums (width, length) += the product of a block's `left`, columns of it, and its `right`.
+template <class T>
+void add_block(Desk<T> &desk, const T *left, const T *right, float *sums,
+               int64_t width, int64_t length) {
+    constexpr int64_t high = TALL / IN_WORD<T>;
+    pair_rows(left, desk.pairs, TALL, width);
+    exchange(desk.pairs, width, desk.turned, high, high, width);
+    pair_rows(right, desk.pairs, TALL, length);
+    multiply<T>(desk.turned, high, desk.pairs, length, sums, length, width, length, TALL, true);
+}
+
+// Gradients stand as what they are of does, that of the context as the context.
+template <class T>
+void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq, T *dk, T *dv, const float *bias,
+                        const int64_t *query_places, const int64_t *key_places, int64_t batch, int64_t heads,
+                        int64_t queries, int64_t keys, int64_t size, int64_t query_stride, int64_t key_stride,
+                        int64_t bias_batch, int64_t bias_head, int64_t bias_query, float factor, uint64_t seed,
+                        uint32_t threshold, float scale, int threads) {
+    Heads g{bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride, bias_batch,
+            bias_head, bias_query, factor, seed, threshold, scale};
+    int64_t width = filled_up(size), across = width / IN_WORD<T>;
+#pragma omp parallel num_threads(threads)
+    {
+        Desk<T> desk(keys, size);
+        float *turned = reinterpret_cast<float *>(desk.paired);
+#pragma omp for collapse(2) schedule(static)
+        for (int64_t n = 0; n < batch; n++)
+            for (int64_t h = 0; h < heads; h++) {
+                int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
+                int64_t length = filled_up(used);
+                collect(g.key_rows(v, n, h), 0, used, length, size, width, desk.rows);
+                exchange(words(desk.rows), across, desk.values, length, length, across);
+                collect(g.key_rows(k, n, h), 0, used, length, size, width, desk.rows);
+                exchange(words(desk.rows), across, desk.keys, length, length, across);
+                pair_rows(desk.rows, desk.paired, length, width);
+                std::fill_n(desk.key_sums, width * length, 0.0f);
+                std::fill_n(desk.value_sums, width * length, 0.0f);
+                for (int64_t first = 0; first < asked; first += TALL) {
+                    int64_t count = std::min(TALL, asked - first);
+                    collect(g.query_rows(q, query_stride, n, h), first, count, TALL, size, width, desk.queries);
+                    collect(g.query_rows(grad, heads * size, n, h), first, count, TALL, size, width,
+                            desk.grads);
+                    look(g, desk, n, h, first, count, used);
+                    multiply<T>(words(desk.grads), across, desk.values, length, desk.wanted, length,
+                                TALL, length, width);
+                    slope(g, desk, length);
+                    add_block(desk, desk.grads, desk.dropped, desk.value_sums, width, length);
+                    add_block(desk, desk.queries, desk.slopes, desk.key_sums, width, length);
+                    multiply<T>(words(desk.slopes), length / IN_WORD<T>, desk.paired, width, desk.sums,
+                                width, TALL, width, length);
+                    deliver(desk.sums, width, g.query_rows(dq, query_stride, n, h), first, count, size);
+                }
+                exchange(words(desk.key_sums), length, desk.paired, width, width, length);
+                deliver(turned, width, g.key_rows(dk, n, h), 0, used, size);
+                exchange(words(desk.value_sums), length, desk.paired, width, width, length);
+                deliver(turned, width, g.key_rows(dv, n, h), 0, used, size);
+            }
+    }
+}
+
+} // namespace
