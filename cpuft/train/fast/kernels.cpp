@@ -33,10 +33,11 @@ void dropout(const T *x, T *y, int64_t n, uint64_t seed, uint32_t threshold, flo
     }
 }
 
+// y = norm(sum) of sum = residual + dropout(x + shift).
 template <class T>
-void norm_forward(const T *x, const T *residual, const float *weight, const float *bias, T *sum, T *y, float *mean,
-                  float *rstd, int64_t rows, int64_t cols, uint64_t seed, uint32_t threshold, float scale, float eps,
-                  int threads) {
+void norm_forward(const T *x, const T *shift, const T *residual, const float *weight, const float *bias, T *sum, T *y,
+                  float *mean, float *rstd, int64_t rows, int64_t cols, uint64_t seed, uint32_t threshold, float scale,
+                  float eps, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         Lanes lanes(cols);
@@ -48,7 +49,7 @@ void norm_forward(const T *x, const T *residual, const float *weight, const floa
             vec total{}, squares{};
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
-                vec v = get(xi + j, m);
+                vec v = get(xi + j, m) + get(shift + j, m);
                 if (bits) v = keep(v * scale, bits + j, threshold);
                 put(si + j, get(ri + j, m) + v, m);
                 total += get(si + j, m);  // as backward will read it
@@ -70,16 +71,16 @@ void norm_forward(const T *x, const T *residual, const float *weight, const floa
     }
 }
 
-// Gradients of the norm's weight and bias are added to what `dweight` and `dbias` hold.
+// Gradients of the norm's weight and bias and of the shift are added to what `dweight`, `dbias` and `dshift` hold.
 template <class T>
 void norm_backward(const T *dy, const T *sum, const float *mean, const float *rstd, const float *weight, T *dx,
-                   T *dresidual, float *dweight, float *dbias, int64_t rows, int64_t cols, uint64_t seed,
+                   T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows, int64_t cols, uint64_t seed,
                    uint32_t threshold, float scale, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         Lanes lanes(cols);
-        std::vector<float> line(static_cast<size_t>(2 * cols));
-        float *dw = line.data(), *db = dw + cols;
+        std::vector<float> line(static_cast<size_t>(3 * cols));
+        float *dw = line.data(), *db = dw + cols, *ds = db + cols;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++) {
             const T *dyi = dy + i * cols, *si = sum + i * cols;
@@ -102,38 +103,71 @@ void norm_backward(const T *dy, const T *sum, const float *mean, const float *rs
                 vec z = (get(si + j, m) - mu) * r;
                 vec d = (get(dyi + j, m) * get(weight + j, m) - first - z * second) * r;
                 put(dri + j, d, m);
-                if (bits) put(dxi + j, keep(d * scale, bits + j, threshold), m);
+                if (bits) {
+                    d = keep(d * scale, bits + j, threshold);
+                    put(dxi + j, d, m);
+                }
+                put(ds + j, get(ds + j, m) + d, m);
             }
         }
 #pragma omp critical
         for (int64_t j = 0; j < cols; j++) {
             dweight[j] += dw[j];
             dbias[j] += db[j];
+            dshift[j] += ds[j];
         }
     }
 }
 
-// gelu(x) = x cdf(x) and its slope cdf(x) + x pdf(x), one exponential for both. The normal distribution's cdf by
-// Abramowitz and Stegun 7.1.26, absolute error 1.5e-7.
-template <class T> void gelu(const T *x, T *y, T *slope, int64_t n, int threads) {
+// The normal distribution's cdf, by Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7), and sqrt(2 pi) times its
+// density: one exponential for both.
+struct Normal {
+    vec cdf, bell;
+};
+inline Normal normal(vec v) {
+    vec a = v < 0.0f ? -v : v;
+    a = a > 30.0f ? all(30.0f) : a;
+    vec bell = exp_of(v * v * -0.5f);
+    vec t = inverse(a * (0.3275911f * 0.70710678118654752f) + 1.0f);
+    vec tail = t * 1.061405429f - 1.453152027f;
+    tail = tail * t + 1.421413741f;
+    tail = tail * t - 0.284496736f;
+    tail = tail * t + 0.254829592f;
+    tail = tail * t * bell * 0.5f;
+    return {v < 0.0f ? tail : 1.0f - tail, bell};
+}
+
+// y = gelu(x + bias), which is v cdf(v) of the sum v, and its slope there, cdf(v) + v pdf(v) (null: not wanted).
+template <class T>
+void gelu_forward(const T *x, const T *bias, T *y, T *slope, int64_t rows, int64_t cols, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t start = 0; start < n; start += BLOCK) {
-        int64_t end = start + BLOCK < n ? start + BLOCK : n;
-        for (int64_t i = start; i < end; i += W) {
-            int64_t m = lanes_of(i, end);
-            vec v = get(x + i, m);
-            vec a = v < 0.0f ? -v : v;
-            vec bell = exp_of(v * v * -0.5f);
-            vec t = 1.0f / (a * (0.3275911f * 0.70710678118654752f) + 1.0f);
-            vec tail = t * 1.061405429f - 1.453152027f;
-            tail = tail * t + 1.421413741f;
-            tail = tail * t - 0.284496736f;
-            tail = tail * t + 0.254829592f;
-            tail = tail * t * bell * 0.5f;
-            vec cdf = v < 0.0f ? tail : 1.0f - tail;
-            put(y + i, v * cdf, m);
-            put(slope + i, v * bell * 0.39894228040143268f + cdf, m);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0, at = i * cols; j < cols; j += W, at += W) {
+            int64_t m = lanes_of(j, cols);
+            vec v = get(x + at, m) + get(bias + j, m);
+            Normal n = normal(v);
+            put(y + at, v * n.cdf, m);
+            if (slope) put(slope + at, v * n.bell * 0.39894228040143268f + n.cdf, m);
         }
+}
+
+// dx = dy * slope; the bias's gradient, dx's column sums, is added to what `dbias` holds.
+template <class T>
+void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t rows, int64_t cols, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> line(static_cast<size_t>(cols));
+        float *mine = line.data();
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t j = 0, at = i * cols; j < cols; j += W, at += W) {
+                int64_t m = lanes_of(j, cols);
+                vec d = get(dy + at, m) * get(slope + at, m);
+                put(dx + at, d, m);
+                put(mine + j, get(mine + j, m) + d, m);
+            }
+#pragma omp critical
+        for (int64_t j = 0; j < cols; j++) dbias[j] += mine[j];
     }
 }
 
@@ -288,7 +322,8 @@ EXPORT(norm_forward)
 EXPORT(norm_backward)
 EXPORT(attention_forward)
 EXPORT(attention_backward)
-EXPORT(gelu)
+EXPORT(gelu_forward)
+EXPORT(gelu_backward)
 EXPORT(column_sums)
 EXPORT(quantise_rows)
 EXPORT(dequantise)

@@ -37,11 +37,12 @@ FLAGS = (
 # p pointer (or an array of pointers), q int64, Q uint64, I uint32, f float, i int: in the order of the C++ functions.
 _SIGNATURES = {
     "dropout": "ppqQIfi",
-    "norm_forward": "ppppppppqqQIffi",
-    "norm_backward": "pppppppppqqQIfi",
+    "norm_forward": "pppppppppqqQIffi",
+    "norm_backward": "ppppppppppqqQIfi",
     "attention_forward": "pppppppqqqqqqqqqqfQIfi",
     "attention_backward": "ppppppppppqqqqqqqqqqfQIfi",
-    "gelu": "pppqi",
+    "gelu_forward": "ppppqqi",
+    "gelu_backward": "ppppqqi",
     "column_sums": "ppqqi",
     "quantise_rows": "ppppqqi",
     "dequantise": "pppppqqi",

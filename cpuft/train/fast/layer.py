@@ -15,7 +15,7 @@ from cpuft.train.fast.attention import Heads, attention
 from cpuft.train.fast.dropout import Mask, draw_mask
 from cpuft.train.fast.layout import Layout, layout_of
 from cpuft.train.fast.norm import dropout_add_norm
-from cpuft.train.fast.projection import PackedLinear, is_adapted, linear
+from cpuft.train.fast.projection import PackedLinear, is_adapted, linear, product
 
 
 @dataclass
@@ -155,10 +155,10 @@ def _attend(parts: LayerParts, layout: Layout, mask: Mask, turn: Turn, x: Tensor
 
 def _transform(parts: LayerParts, mask: Mask, turn: Turn, context: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """What the last norm adds up."""
-    x = dropout_add_norm(context, x, parts.attention_norm, mask)
-    inner = linear(parts.inner, x, parts.int8)
-    inner = gelu(inner) if _is_exact_gelu(parts.activation) else parts.activation(inner)
-    return linear(parts.outer, inner, parts.int8, turn), x
+    x = dropout_add_norm(context, parts.attention_output.bias, x, parts.attention_norm, mask)
+    inner, bias = product(parts.inner, x, parts.int8), parts.inner.bias
+    inner = gelu(inner, bias) if _is_exact_gelu(parts.activation) else parts.activation(inner + bias)
+    return product(parts.outer, inner, parts.int8, turn), x
 
 
 def run_layer(parts: LayerParts, x: Tensor, layout: Layout) -> Tensor:
@@ -166,11 +166,11 @@ def run_layer(parts: LayerParts, x: Tensor, layout: Layout) -> Tensor:
     dropouts = (parts.attention_dropout, parts.attention_output_dropout, parts.outer_dropout)
     masks = [draw_mask(_rate(dropout), True) for dropout in dropouts]
     run = in_two_turns if parts.recomputes and parts.attention_module.training else in_one_turn
-    context = linear(parts.attention_output, run(partial(_attend, parts, layout, masks[0]), x), parts.int8)
+    context = product(parts.attention_output, run(partial(_attend, parts, layout, masks[0]), x), parts.int8)
     if parts.is_last and layout.first_only:
         x = x[layout.first_rows]
     outer, x = run(partial(_transform, parts, masks[1]), context, x)
-    return dropout_add_norm(outer, x, parts.outer_norm, masks[2])
+    return dropout_add_norm(outer, parts.outer.bias, x, parts.outer_norm, masks[2])
 
 
 class FastForward:

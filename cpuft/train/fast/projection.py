@@ -30,13 +30,13 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 class _PackedLinear(torch.autograd.Function):
-    """x W^T + b, with `int8` in 8 bits, as the input's gradient then is; the weight's gradient never is."""
+    """x W^T and a bias, if any, with `int8` in 8 bits, as the input's gradient then is; the weight's never is."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, turn: Turn, int8: bool, *parameters: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turn: Turn, int8: bool, *parameters: Tensor
     ) -> Tensor:
-        ctx.count = len(parameters) // 2
+        ctx.count, ctx.biased = len(parameters) // (1 if bias is None else 2), bias is not None
         weight, scales = quantise_rows(weight) if int8 else (weight, None)
         # A frozen layer's input is no longer needed.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
@@ -53,15 +53,18 @@ class _PackedLinear(torch.autograd.Function):
             dx = grad @ weight if scales is None else multiply(quantise_rows(grad, scales), weight)
         dweights: tuple[Tensor | None, ...] = (None,) * (2 * ctx.count)
         if any(ctx.needs_input_grad[5:]):
-            dweights = (*(grad.t() @ x).chunk(ctx.count), *column_sums(grad).chunk(ctx.count))
+            dweights = (grad.t() @ x).chunk(ctx.count)
+            dweights += column_sums(grad).chunk(ctx.count) if ctx.biased else ()
         return dx, None, None, None, None, *dweights
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x W^T + b + (x A^T) B^T, of which A and B are trained."""
+    """x W^T + (x A^T) B^T and a bias, if any, of which A and B are trained."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, turn: Turn, down: Tensor, up: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turn: Turn, down: Tensor, up: Tensor
+    ) -> Tensor:
         narrow = functional.linear(x, down)
         ctx.save_for_backward(x, narrow, weight, down, up)
         if turn is Turn.AGAIN:
@@ -98,22 +101,27 @@ def _factors(layer: Any) -> tuple[Tensor, Tensor]:
     return layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
 
 
-def _project(x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor, turn: Turn, int8: bool) -> Tensor:
+def _project(x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor | None, turn: Turn, int8: bool) -> Tensor:
     """What layers give for `x` side by side, whose weights and biases are these. All are adapted, or none is."""
     if type(layers[0]) is nn.Linear:
         int8 = int8 and layers[0].training and len(x) >= LEAST_ROWS
-        parameters = (*(layer.weight for layer in layers), *(layer.bias for layer in layers))
+        parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers if bias is not None]
         return _packed_linear(x, weight, bias, turn, int8, *parameters)
     downs, ups = zip(*map(_factors, layers))
     return _adapted_linear(x, weight, bias, turn, torch.cat(downs), _block_diagonal(*ups))
 
 
-def linear(layer: Any, x: Tensor, int8: bool = False, turn: Turn = Turn.ONLY) -> Tensor:
-    """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs), as the end of a `turn`.
+def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
+    """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs).
 
     It is a torch.nn.Linear, or one of which `is_adapted` holds. `int8`: in 8 bits while a plain one is in training.
     """
-    return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), turn, int8)
+    return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), Turn.ONLY, int8)
+
+
+def product(layer: Any, x: Tensor, int8: bool = False, turn: Turn = Turn.ONLY) -> Tensor:
+    """The same without the bias, for a next pass that adds it on its way, as the end of a `turn`."""
+    return _project(x, [layer], layer.weight.detach(), None, turn, int8)
 
 
 class PackedLinear:

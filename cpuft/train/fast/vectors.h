@@ -103,9 +103,15 @@ inline ivec zip_second(ivec x, ivec y) {
     const __m512i order = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
     return (ivec)_mm512_permutex2var_epi32((__m512i)x, order, (__m512i)y);
 }
+// 1 / x to a unit of its last place, in a sixth of a division's time: an estimate to 14 bits, and a step of Newton's.
+inline vec inverse(vec x) {
+    vec r = _mm512_rcp14_ps(x);
+    return r * (2.0f - x * r);
+}
 inline float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
 inline float most_of(vec x) { return _mm512_reduce_max_ps(x); }
 #else
+inline vec inverse(vec x) { return 1.0f / x; }
 // The few last of a row: AVX2 masks numbers of 32 bits only, others go through a vector of their own.
 template <class V, class T> inline V read_part(const T *p, int64_t n) {
     V x{};

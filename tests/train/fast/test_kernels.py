@@ -53,6 +53,7 @@ def run_layers(dtype: torch.dtype, cols: int) -> list[Tensor]:
     """Outputs and gradients of what a layer is made of, and dropout alone."""
     torch.manual_seed(0)
     x, residual = (torch.randn(ROWS, cols).to(dtype).requires_grad_() for _ in range(2))
+    shift = torch.randn(cols).to(dtype).requires_grad_()
     # The second row of the batch has half of the tokens.
     short = cols // 2
     grid = Grid.of(2, cols, torch.arange(cols + short))
@@ -61,9 +62,9 @@ def run_layers(dtype: torch.dtype, cols: int) -> list[Tensor]:
     norm = nn.LayerNorm(cols)
     nn.init.normal_(norm.weight)
     context = attention(None, packed, bias[:, None, None], HEADS, MASK, grid)
-    outputs = [dropout_add_norm(x, residual, norm, MASK), gelu(x), context]
+    outputs = [dropout_add_norm(x, shift, residual, norm, MASK), gelu(x, shift), context]
     weights = [torch.randn(output.shape).to(dtype) for output in outputs]
-    found = torch.autograd.grad(outputs, [x, residual, packed, *norm.parameters()], weights)
+    found = torch.autograd.grad(outputs, [x, shift, residual, packed, *norm.parameters()], weights)
     return [masked(x.detach(), MASK), *outputs, *found, column_sums(x.detach())]
 
 

@@ -14,7 +14,7 @@ from cpuft.train.fast.activation import gelu
 from cpuft.train.fast.attention import Grid, Heads, attention
 from cpuft.train.fast.dropout import NO_MASK, Mask, kept_elements
 from cpuft.train.fast.norm import dropout_add_norm
-from cpuft.train.fast.projection import PackedLinear, linear
+from cpuft.train.fast.projection import PackedLinear, linear, product
 from tests.train.fast.encoders import relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2 / 256}
@@ -64,9 +64,9 @@ def test_dropout_add_norm(dtype: torch.dtype, mask: Mask, shape: tuple[int, ...]
     exact = nn.LayerNorm(shape[-1], eps=1e-5).double()
     exact.load_state_dict(norm.state_dict())
     compare(
-        lambda x, residual: dropout_add_norm(x, residual, norm, mask),
-        lambda x, residual: exact(residual + plain_dropout(x, mask)),
-        [torch.randn(shape), torch.randn(shape)],
+        lambda x, shift, residual: dropout_add_norm(x, shift, residual, norm, mask),
+        lambda x, shift, residual: exact(residual + plain_dropout(x + shift, mask)),
+        [torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)],
         dtype,
     )
     for fast, plain in zip(norm.parameters(), exact.parameters(), strict=True):
@@ -174,18 +174,23 @@ def test_a_row_with_nothing_to_see_is_no_nan() -> None:
 
 @both_dtypes
 def test_gelu(dtype: torch.dtype) -> None:
-    compare(gelu, functional.gelu, [torch.linspace(-6, 6, 4001)], dtype)
+    compare(
+        gelu,
+        lambda x, bias: functional.gelu(x + bias),
+        [torch.linspace(-6, 6, 4002).view(69, 58), torch.linspace(-1, 1, 58)],
+        dtype,
+    )
 
 
 def test_gelu_absolute_error() -> None:
     x = torch.linspace(-12, 12, 100001, requires_grad=True)
-    error = (gelu(x).double() - functional.gelu(x.double())).abs().max().item()
+    error = (gelu(x[None], torch.zeros(100001)).double() - functional.gelu(x.double())).abs().max().item()
     assert error < 2e-6
 
 
 def test_gelu_far_out() -> None:
-    x = torch.tensor([math.nan, -100.0, 100.0], requires_grad=True)
-    torch.testing.assert_close(gelu(x), functional.gelu(x), equal_nan=True)
+    x = torch.tensor([math.nan, -100.0, 100.0, 1e30])
+    torch.testing.assert_close(gelu(x[None], torch.zeros(4))[0], functional.gelu(x), equal_nan=True)
 
 
 @both_dtypes
@@ -211,11 +216,12 @@ def test_packed_linear(dtype: torch.dtype, first: int) -> None:
 
 @both_dtypes
 @pytest.mark.parametrize("tokens", [1, 9, 300])
-def test_linear(dtype: torch.dtype, tokens: int) -> None:
+@pytest.mark.parametrize("run", [linear, lambda layer, x: product(layer, x) + layer.bias], ids=["linear", "product"])
+def test_linear(dtype: torch.dtype, tokens: int, run: Callable[[nn.Linear, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     layer, exact = nn.Linear(16, 40).to(dtype), nn.Linear(16, 40).double()
     exact.load_state_dict(layer.state_dict())
-    compare(lambda x: linear(layer, x), exact, [torch.randn(tokens, 16)], dtype)
+    compare(lambda x: run(layer, x), exact, [torch.randn(tokens, 16)], dtype)
     for mine, theirs in zip(layer.parameters(), exact.parameters(), strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
