@@ -97,7 +97,7 @@ def foretell(
     steps = kept_bytes(shape, fast, config.recompute, size, train)[1]
     steps += max(passing, guessing_bytes(shape, size, train.guessed))
     steps += shape.linears * (precision == "int8")  # the weights in 8 bits, which backward takes, too
-    looked = looking_bytes(shape, size, evaluation) + guessing_bytes(shape, size, evaluation.guessed)
+    looked = looking_bytes(shape, fast, size, evaluation) + guessing_bytes(shape, size, evaluation.guessed)
     unsent = 16 * every if config.sync_every > 1 else 4 * every if config.grad_compression in WITH_FEEDBACK else 0
     parts = {
         "weights": low * shape.linears + 4 * shape.others,
@@ -140,32 +140,28 @@ def _again(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
     if not fast:
         return _layer(shape, fast, size, batch)
     inner = (2 * size * (shape.hidden + shape.inner) + 8) * batch.tokens
-    return max(inner, 3 * size * batch.places * shape.hidden)
+    return max(inner, 3 * size * batch.tokens * shape.hidden)
 
 
 def _layer(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
-    """Of `fast.layer.run_layer`: inputs of four products and of two norms; heads; GELU's slope and result. Of an eager
-    layer what was seen, and autocast's copy of its weights."""
-    tokens, scores = batch.tokens, batch.places * batch.length * shape.heads
+    """Of `fast.layer.run_layer`: inputs of four products and of two norms; queries, keys and values; GELU's slope and
+    result. Of an eager layer what was seen, and autocast's copy of its weights."""
     if fast:
-        numbers = 5 * tokens * shape.hidden + 3 * batch.places * shape.hidden + 2 * tokens * shape.inner
-        return size * (numbers + (1 + shape.drops) * scores) + 16 * tokens
+        return (size * (8 * shape.hidden + 2 * shape.inner) + 16) * batch.tokens
     hidden, inner, score = _PLAIN[size, shape.drops]
+    scores = batch.places * batch.length * shape.heads
     copy = 2 * shape.linears // shape.layers if size == 2 else 0
     return batch.places * (hidden * shape.hidden + inner * shape.inner + 16) + score * scores + copy
 
 
 def _first_tokens(shape: Shape, size: int, batch: Largest) -> int:
     """Of the last layer, where the head reads first tokens only: all tokens' keys and values, the rest of a few."""
-    few = 8 * shape.hidden + 2 * shape.inner + (1 + shape.drops) * shape.heads * batch.length
-    return size * ((batch.tokens + 2 * batch.places) * shape.hidden + batch.rows * few)
+    return size * (3 * batch.tokens * shape.hidden + batch.rows * (8 * shape.hidden + 2 * shape.inner))
 
 
 def passing_bytes(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
-    """Bytes that come and go in the top layer: of its inner half, or of attention, when the inner half's are gone.
-
-    Fast attention has a few scores at a time.
-    """
+    """Bytes that come and go in the top layer: of its inner half, or of eager attention, when the inner half's are
+    gone."""
     scores, inner = batch.places * batch.length * shape.heads, batch.tokens * shape.inner
     return size * (inner + 3 * batch.tokens * shape.hidden) if fast else 4 * max(2 * inner, 3 * scores - 2 * inner)
 
@@ -176,7 +172,7 @@ def guessing_bytes(shape: Shape, size: int, guessed: int) -> int:
     return (12 * guessed + (2 * shape.hidden if size == 2 and guessed else 0)) * shape.words
 
 
-def looking_bytes(shape: Shape, size: int, batch: Largest) -> int:
+def looking_bytes(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
     """Bytes that evaluation takes: what one layer has at a time."""
-    attention = 7 * shape.hidden + 2 * batch.length * shape.heads
+    attention = 0 if fast else 7 * shape.hidden + 2 * batch.length * shape.heads
     return batch.places * (8 * shape.hidden + size * max(attention, 4 * shape.hidden + 2 * shape.inner))

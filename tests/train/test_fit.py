@@ -37,17 +37,23 @@ def rooms(*free: float, ranks: int = 1, machine: str = "") -> Rooms:
     return Rooms(tuple(hosts), "bf16")
 
 
-ALONE = "and its rank needs 5.5 GB (activations 1.5 GB, checkpoint's copy 1.3 GB, process 0.9 GB)"
+PARTS = "(checkpoint's copy 1.3 GB, activations 1.2 GB, process 0.9 GB)"
 
 
 @pytest.mark.parametrize(
     ("free", "options", "said"),
     [
-        (rooms(3.0), {}, f"n1 has 3.0 GB free, {ALONE}: add --batch-size 8 --accumulation 4 --checkpoint-every 0"),
+        (
+            rooms(3.0),
+            {},
+            f"n1 has 3.0 GB free, and its rank needs 5.1 GB {PARTS}: "
+            "add --batch-size 8 --accumulation 4 --checkpoint-every 0",
+        ),
         (
             rooms(3.0, 3.0),
             {},
-            f"n1 has 3.0 GB free, {ALONE}: add --shard optimizer --batch-size 16 --accumulation 2 --checkpoint-every 0",
+            f"n1 has 3.0 GB free, and its rank needs 5.2 GB {PARTS}: "
+            "add --shard optimizer --batch-size 16 --accumulation 2 --checkpoint-every 0",
         ),
         (
             rooms(4.0, ranks=2),
@@ -55,7 +61,11 @@ ALONE = "and its rank needs 5.5 GB (activations 1.5 GB, checkpoint's copy 1.3 GB
             "n1 has 4.0 GB free, and its 2 ranks need 4.9 GB (moments 1.8 GB, process 1.5 GB, masters 0.7 GB): "
             "take 2 hosts like n1, a rank each: --np 2 --batch-size 1",
         ),
-        (rooms(0.2), {}, f"n1 has 0.2 GB free, {ALONE}: take a smaller model, or hosts with more memory"),
+        (
+            rooms(0.2),
+            {},
+            f"n1 has 0.2 GB free, and its rank needs 5.1 GB {PARTS}: take a smaller model, or hosts with more memory",
+        ),
     ],
 )
 def test_refusals(free: Rooms, options: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -175,13 +175,13 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
                 collect(g.key_rows(k, n, h), 0, used, length, size, width, desk.rows);
                 exchange(words(desk.rows), across, desk.keys, length, length, across);
                 collect(g.key_rows(v, n, h), 0, used, length, size, width, desk.rows);
-                pair_rows(desk.rows, desk.values, length, width);
+                const word *values = pair_rows(desk.rows, desk.values, length, width);
                 for (int64_t first = 0; first < asked; first += TALL) {
                     int64_t count = std::min(TALL, asked - first);
                     collect(g.query_rows(q, query_stride, n, h), first, count, TALL, size, width, desk.queries);
                     look(g, desk, n, h, first, count, used);
-                    multiply<T>(words(desk.dropped), length / IN_WORD<T>, desk.values, width, desk.sums,
-                                width, TALL, width, length);
+                    multiply<T>(words(desk.dropped), length / IN_WORD<T>, values, width, desk.sums, width, TALL, width,
+                                length);
                     deliver(desk.sums, width, g.query_rows(context, heads * size, n, h), first, count, size);
                 }
             }
@@ -210,10 +210,9 @@ template <class T>
 void add_block(Desk<T> &desk, const T *left, const T *right, float *sums,
                int64_t width, int64_t length) {
     constexpr int64_t high = TALL / IN_WORD<T>;
-    pair_rows(left, desk.pairs, TALL, width);
-    exchange(desk.pairs, width, desk.turned, high, high, width);
-    pair_rows(right, desk.pairs, TALL, length);
-    multiply<T>(desk.turned, high, desk.pairs, length, sums, length, width, length, TALL, true);
+    exchange(pair_rows(left, desk.pairs, TALL, width), width, desk.turned, high, high, width);
+    const word *pairs = pair_rows(right, desk.pairs, TALL, length);
+    multiply<T>(desk.turned, high, pairs, length, sums, length, width, length, TALL, true);
 }
 
 // Gradients stand as what they are of does, that of the context as the context.
@@ -239,7 +238,7 @@ void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq
                 exchange(words(desk.rows), across, desk.values, length, length, across);
                 collect(g.key_rows(k, n, h), 0, used, length, size, width, desk.rows);
                 exchange(words(desk.rows), across, desk.keys, length, length, across);
-                pair_rows(desk.rows, desk.paired, length, width);
+                const word *paired = pair_rows(desk.rows, desk.paired, length, width);
                 std::fill_n(desk.key_sums, width * length, 0.0f);
                 std::fill_n(desk.value_sums, width * length, 0.0f);
                 for (int64_t first = 0; first < asked; first += TALL) {
@@ -253,8 +252,8 @@ void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq
                     slope(g, desk, length);
                     add_block(desk, desk.grads, desk.dropped, desk.value_sums, width, length);
                     add_block(desk, desk.queries, desk.slopes, desk.key_sums, width, length);
-                    multiply<T>(words(desk.slopes), length / IN_WORD<T>, desk.paired, width, desk.sums,
-                                width, TALL, width, length);
+                    multiply<T>(words(desk.slopes), length / IN_WORD<T>, paired, width, desk.sums, width, TALL, width,
+                                length);
                     deliver(desk.sums, width, g.query_rows(dq, query_stride, n, h), first, count, size);
                 }
                 exchange(words(desk.key_sums), length, desk.paired, width, width, length);

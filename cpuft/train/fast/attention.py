@@ -6,7 +6,7 @@ takes a head at a time, products and all: scores never leave the core's cache, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +77,10 @@ def _strides(bias: Tensor) -> tuple[int, int, int]:
     return batch, head, query
 
 
-def _parts(query: Tensor | None, packed: Tensor, heads: Heads) -> list[Tensor]:
+def _parts(query: Tensor | None, packed: Tensor, heads: Heads) -> Sequence[Tensor]:
     """Views of the queries, keys and values in them, (tokens, heads * size)."""
-    parts = list(packed.split(heads.count * heads.size, 1))
-    return parts if query is None else [query, *parts]
+    parts = packed.chunk(packed.shape[1] // (heads.count * heads.size), 1)
+    return parts if query is None else (query, *parts)
 
 
 def _split_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:

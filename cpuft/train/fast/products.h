@@ -167,13 +167,13 @@ inline void exchange(const word *x, int64_t x_stride, word *y, int64_t y_stride,
         }
 }
 
-// Rows of T as words down the columns: what a right factor is, if rows are what is summed over.
-inline void pair_rows(const float *x, word *y, int64_t rows, int64_t cols) {
-    std::memcpy(y, x, size_t(rows * cols) * 4);
-}
-inline void pair_rows(const bf16 *__restrict x, word *__restrict y, int64_t rows, int64_t cols) {
+// Rows of T as words down the columns: a right factor, if rows are what is summed over. Floats are that as they are.
+inline const word *pair_rows(const float *x, word *, int64_t, int64_t) { return reinterpret_cast<const word *>(x); }
+inline const word *pair_rows(const bf16 *__restrict x, word *__restrict room, int64_t rows, int64_t cols) {
+    word *y = room;
     for (int64_t r = 0; r < rows / 2; r++, x += 2 * cols, y += cols)
         for (int64_t c = 0; c < cols; c++) y[c] = uint32_t(x[c].bits) | uint32_t(x[cols + c].bits) << 16;
+    return room;
 }
 
 } // namespace
