@@ -245,9 +245,9 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
 
 
 def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, grace: float | None = None) -> int:
-    from cpuft.launch.start import start_run
+    from cpuft.launch.remote import run_anywhere
 
-    return start_run(plan, run_dir, cluster, seconds, _say, grace)
+    return run_anywhere(plan, run_dir, cluster, seconds, _say, grace)
 
 
 def _say(line: str) -> None:

@@ -131,14 +131,15 @@ class Door:
             return _converse(client, shlex.join(argv), stdin.encode(), seconds)
 
     def find_silent(self, names: Sequence[str], seconds: float = _SILENT_SECONDS) -> set[str]:
-        """The hosts, this machine apart, whose ssh server does not answer in time: off, cut off or frozen. No login."""
-        answers = attempt(
-            lambda one: self.is_here(one) or ssh.scan_host_key(one, self.config, seconds), [*map(Host, names)]
-        )
+        """The hosts, this machine apart, that do not answer in time: off, cut off or frozen. No login by ssh."""
+        answers = attempt(lambda one: self.is_here(one) or self._greet(one, seconds), [*map(Host, names)])
         silent = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
         self.silent.difference_update(names)
         self.silent.update(silent)
         return silent
+
+    def _greet(self, host: Host, seconds: float) -> object:
+        return ssh.scan_host_key(host, self.config, seconds)
 
     def way(self, host: Host) -> tuple[str, ...]:
         """The words before a shell line that take it to a host by ssh's own program; none where it is this machine.

@@ -14,7 +14,7 @@ from typing import ClassVar
 from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.hosts.door import Door, attempt
+from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
 from cpuft.words import parse_counts
 
@@ -65,13 +65,9 @@ class SlurmDoor(Door):
             raise error
         return answer
 
-    def find_silent(self, names: Sequence[str], seconds: float = 6.0) -> set[str]:
-        """The hosts, this one apart, on which srun starts nothing in time: Slurm itself learns of it minutes later."""
-        answers = attempt(lambda one: self.run(one, ("true",), seconds=seconds), [*map(Host, names)])
-        silent = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
-        self.silent.difference_update(names)
-        self.silent.update(silent)
-        return silent
+    def _greet(self, host: Host, seconds: float) -> object:
+        """By srun: Slurm itself learns minutes later that a host is gone."""
+        return self.run(host, ("true",), seconds=seconds)
 
     def way(self, host: Host) -> tuple[str, ...]:
         """The words before a shell line that take it to a host by srun; none where it is this one."""

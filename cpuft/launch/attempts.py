@@ -11,7 +11,7 @@ from pathlib import Path
 from cpuft.errors import AGAIN, CpuftError, counted
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.again import Course, Tried, end_ranks, patiently, plan_again, take_away
-from cpuft.launch.failures import ended_to_go_on, find_failures, read_errors
+from cpuft.launch.failures import ended_to_go_on, read_failures
 from cpuft.launch.job import Job, Launch
 from cpuft.launch.kept import silent_at_the_end
 from cpuft.launch.remote import MasterLost, say_kept
@@ -110,12 +110,11 @@ def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Tried:
         code, error = AGAIN, refusal
     if not code:
         return Tried(Ended(0), 0.0)
-    logs = Path(launch.run_dir, "logs")
-    failures = () if error else find_failures(read_errors(logs, len(hosts)), hosts)
+    failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
     door.silent.update(set() if error else silent_at_the_end(launch.run_dir))
     silent = frozenset(door.silent.intersection(hosts))
     cut = isinstance(error, MasterLost)
-    leaving = find_leaving(launch.run_dir, hosts) if ended_to_go_on(list(failures)) else frozenset()
+    leaving = find_leaving(launch.run_dir, hosts) if ended_to_go_on(failures) else frozenset()
     unreached = str(error) if error and error.passes else ""
     ended = Ended(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving, unreached, hosts)
     return Tried(ended, _find_end(launch.run_dir, begun), error)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpuft.errors import AGAIN, CpuftError
-from cpuft.launch.failures import ended_to_go_on, find_failures, read_errors
+from cpuft.launch.failures import ended_to_go_on, read_failures
 from cpuft.launch.resume import read_resumed
 from cpuft.options.fields import LaunchConfig
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
@@ -26,7 +26,7 @@ def describe_ending(
         read_resumed(run_dir, bool(script))
     except CpuftError:
         return 1, ""
-    if not ended_to_go_on(find_failures(read_errors(Path(run_dir, "logs"), len(hosts)), hosts)):
+    if not ended_to_go_on(read_failures(Path(run_dir, "logs"), hosts)):
         return code, ""
     record, how = Path(run_dir, FILE_NAME), "ranks ended with 75"
     for line in parse_lines(record.read_text(encoding="utf-8"), str(record))[-1:] if not script else ():

@@ -38,10 +38,15 @@ class Failure:
         return any(sign in self.text for sign in signs)
 
 
-def read_errors(logs: Path, ranks: int) -> list[str]:
+def _read_errors(logs: Path, ranks: int) -> list[str]:
     """What each rank wrote to standard error, those that fell silent first in front."""
     paths = [path for rank in range(ranks) if (path := logs / f"rank-{rank}.err").exists()]
     return [path.read_text(errors="replace") for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
+    """As `find_failures`, from the logs of the ranks on these hosts."""
+    return find_failures(_read_errors(logs, len(hosts)), hosts)
 
 
 def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:

@@ -28,6 +28,7 @@ from cpuft.launch.supervise import run_plan, write_plan
 from cpuft.loader import load, parse_json
 from cpuft.plan import Plan, RunPlan, Setting, Step
 from cpuft.rank.process import end_with_parent
+from cpuft.record import FILE_NAME
 from cpuft.streams import keep_streams
 from cpuft.words import own_module
 
@@ -59,26 +60,27 @@ class Order:
 
 
 def run_anywhere(
-    plan: RunPlan,
-    run_dir: str,
-    cluster: Cluster,
-    environ: Mapping[str, str],
-    seconds: float,
-    say: Say,
-    grace: float | None = None,
+    plan: RunPlan, run_dir: str, cluster: Cluster, seconds: float, say: Say, grace: float | None = None
 ) -> int:
-    """Run a plan to its end, wherever its master is; the exit code.
+    """Run a plan to its end, wherever its master is; the exit code. A signal ends the run and this program.
 
     `grace`: how long SIGTERM leaves ranks for a checkpoint, once SIGUSR1 may ask for one, too; None: nobody may ask.
 
-    Raises: as `run_plan_there` and `run_plan`.
+    Raises CpuftError: as `run_plan_there` and `run_plan`.
     """
-    work, door = cluster.work_dir(run_dir), cluster.access.door
+    work, door, environ = cluster.work_dir(run_dir), cluster.access.door, os.environ
     asking = None if grace is None else Asking(work, cluster.master, cluster.ways, grace)
-    with secrets_there(plan, cluster, work, environ), noted(run_dir, cluster):
-        if cluster.away:
-            return run_plan_there(plan, run_dir, cluster, environ, seconds, say, asking)
-        return run_plan(plan, run_dir, cluster.rank_hosts, environ, seconds, door, asking)
+    try:
+        with secrets_there(plan, cluster, work, environ), noted(run_dir, cluster):
+            if cluster.away:
+                return run_plan_there(plan, run_dir, cluster, environ, seconds, say, asking)
+            return run_plan(plan, run_dir, cluster.rank_hosts, environ, seconds, door, asking)
+    except Interrupted as stopped:
+        recorded = Path(run_dir, FILE_NAME).exists()
+        what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"
+        kept = f"{what} is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
+        say(f"cpuft: stopped by {stopped}: all ranks are gone, {kept}")
+        sys.exit(stopped.exit_code)
 
 
 def run_plan_there(
@@ -88,7 +90,7 @@ def run_plan_there(
     environ: Mapping[str, str],
     seconds: float,
     say: Say,
-    asking: Asking | None = None,
+    asking: Asking | None,
 ) -> int:
     """Run a plan to its end, fetch its run directory, and leave nothing on the hosts; the exit code.
 

@@ -23,9 +23,8 @@ from cpuft.launch.asking import Asking
 from cpuft.launch.failures import (
     describe_failures,
     ended_to_go_on,
-    find_failures,
     name_absent,
-    read_errors,
+    read_failures,
     worst_exit_code,
 )
 from cpuft.launch.kept import note_silent
@@ -270,7 +269,7 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
             raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
     if not code:
         return 0
-    failures = find_failures(read_errors(logs, len(hosts)), hosts)
+    failures = read_failures(logs, hosts)
     if not stuck and ended_to_go_on(failures):
         return AGAIN
     silent = ending.name_silent()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,9 +14,10 @@ from cpuft.hosts.registry import list_names, state_root
 from cpuft.options.clusters import AwsConfig, HostsConfig, ImageConfig, LocalConfig
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
-from cpuft.plan import format_plan
+from cpuft.plan import Plan, format_plan
 
 if TYPE_CHECKING:
+    from cpuft.provision.aws.builder import Builder
     from cpuft.provision.provider import Provider
 
 _dry_run = click.option("--dry-run", is_flag=True, help=DRY_RUN.help)
@@ -34,11 +36,16 @@ def _ask(question: str) -> bool:
     return sys.stdin.isatty() and click.confirm(question)
 
 
-def _make(provider: Provider[Any, Any], dry_run: bool) -> None:
+def _do(dry_run: bool, plan: Callable[[], Plan], act: Callable[[], str]) -> None:
+    """Print a plan, or act and say what came of it."""
     if dry_run:
-        click.echo(format_plan(provider.show()), nl=False)
+        click.echo(format_plan(plan()), nl=False)
     else:
-        click.echo(provider.make(_say, _ask))
+        click.echo(act())
+
+
+def _make(provider: Provider[Any, Any] | Builder, dry_run: bool) -> None:
+    _do(dry_run, provider.show, lambda: provider.make(_say, _ask))
 
 
 _FAULT = (
@@ -54,9 +61,9 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     With a word and a host: `kill 2` crashes the second host, `pause` freezes it, `resume` lets it go on, `cut` pulls
     its cable, `join` plugs it in. Running it without a word again repairs all of them.
     """
+    from cpuft.provision.kinds import recall
     from cpuft.provision.local.doing import Local
     from cpuft.provision.plain import Plain
-    from cpuft.provision.provider import recall
     from cpuft.provision.reconcile import run_stages
 
     config = pick(LocalConfig, values)
@@ -113,15 +120,12 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
 def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
     """Move the end of the lease of rented cluster NAME."""
     from cpuft.provision.aws.doing import Aws
-    from cpuft.provision.provider import recall_left
+    from cpuft.provision.kinds import recall_left
 
     provider = recall_left(name, os.environ, region)
     if not isinstance(provider, Aws):
         raise CpuftError(f"{name} is a cluster of kind {provider.kind}: only rented ones have a lease")
-    if dry_run:
-        click.echo(format_plan(provider.plan_extension(lease)), nl=False)
-    else:
-        click.echo(provider.extend(lease, _say))
+    _do(dry_run, lambda: provider.plan_extension(lease), lambda: provider.extend(lease, _say))
 
 
 @provision.command()
@@ -130,13 +134,10 @@ def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
 @_dry_run
 def down(name: str, region: str, dry_run: bool) -> None:
     """Take away what cpuft put there for cluster NAME: processes, links, keys, environment, hostfile, instances."""
-    from cpuft.provision.provider import recall_left
+    from cpuft.provision.kinds import recall_left
 
     provider = recall_left(name, os.environ, region)
-    if dry_run:
-        click.echo(format_plan(provider.show_down()), nl=False)
-    else:
-        click.echo(provider.down(_say))
+    _do(dry_run, provider.show_down, lambda: provider.down(_say))
 
 
 @provision.command()
@@ -144,7 +145,7 @@ def down(name: str, region: str, dry_run: bool) -> None:
 @_region
 def status(name: str | None, region: str) -> None:
     """What each host of cluster NAME is doing now; all clusters without NAME, or all that a region's tags tell of."""
-    from cpuft.provision.provider import recall, recall_left
+    from cpuft.provision.kinds import recall, recall_left
 
     if region:
         from cpuft.provision.aws.doing import describe_region
@@ -168,7 +169,7 @@ def status(name: str | None, region: str) -> None:
 @click.argument("name")
 def diff(name: str) -> None:
     """What has drifted in cluster NAME from what was asked for; exit code 1 when anything has."""
-    from cpuft.provision.provider import recall
+    from cpuft.provision.kinds import recall
 
     lines = recall(name, os.environ).drift()
     for line in lines or [f"cluster {name} is as it was asked for"]:
@@ -198,11 +199,11 @@ def _make_root(config: ImageConfig, dry_run: bool) -> None:
     from cpuft.provision.image.recipe import read_recipe
 
     recipe, target = read_recipe(config.recipe), os.path.abspath(config.output)
-    if dry_run:
-        plan = plan_image(recipe, target, gather_image(recipe, target, config.wheels, os.environ))
-        click.echo(format_plan(plan), nl=False)
-    else:
-        click.echo(make_image(recipe, target, config.wheels, os.environ, os.geteuid() == 0, _say))
+    _do(
+        dry_run,
+        lambda: plan_image(recipe, target, gather_image(recipe, target, config.wheels, os.environ)),
+        lambda: make_image(recipe, target, config.wheels, os.environ, os.geteuid() == 0, _say),
+    )
 
 
 def _make_ami(config: ImageConfig, dry_run: bool) -> None:
@@ -213,10 +214,8 @@ def _make_ami(config: ImageConfig, dry_run: bool) -> None:
     elif config.delete:
         plan = delete_image(config.delete, config.region, dry_run, _say)
         click.echo(format_plan(plan) if dry_run else f"image {config.delete} is gone", nl=not dry_run)
-    elif dry_run:
-        click.echo(format_plan(Builder(config, os.environ).show()), nl=False)
     else:
-        click.echo(Builder(config, os.environ).make(_say, _ask))
+        _make(Builder(config, os.environ), dry_run)
 
 
 @provision.command("recipe")

@@ -6,10 +6,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from cpuft.errors import CpuftError
-from cpuft.hosts import registry
 from cpuft.hosts.registry import HOSTFILES, Entry, check_name, refuse_other_kind, state_root
 from cpuft.options.clusters import AwsConfig, HostsConfig, LocalConfig
 from cpuft.options.flags import parse_arguments
@@ -120,41 +118,3 @@ class Provider(ABC, Generic[C, F]):
     def _shown(self) -> str:
         relative = os.path.relpath(self.hostfile)
         return self.hostfile if relative.startswith("..") else relative
-
-
-def recall(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
-    """The cluster called `name`.
-
-    Raises CpuftError: there is none, it was made elsewhere and this host is one of it, or its entry was not written by
-    us.
-    """
-    from cpuft.provision.aws.doing import Aws
-    from cpuft.provision.local.doing import Local
-    from cpuft.provision.plain import Plain
-    from cpuft.provision.servers.doing import Servers
-
-    kinds: dict[str, type[Provider[Any, Any]]] = {"local": Local, "hosts": Servers, "plain": Plain, "aws": Aws}
-    entry = registry.read_entry(registry.state_root(environ), name)
-    if entry.kind not in kinds:
-        raise CpuftError(f"this host is one of cluster {name}: look at it, or take it down, where it was made")
-    return kinds[entry.kind].recall(entry, environ)
-
-
-def recall_left(name: str, environ: Mapping[str, str], region: str = "") -> Provider[Any, Any]:
-    """As `recall`; or, where nothing is remembered, the local cluster of that name of which something is left here.
-
-    With a `region`: the cluster that is rented there.
-    """
-    from cpuft.provision.aws.doing import Aws
-    from cpuft.provision.local.doing import Local
-
-    if region:
-        entry = registry.recall(registry.state_root(environ), name)
-        if entry and (entry.kind, entry.options.get("region")) == ("aws", region):
-            return recall(name, environ)
-        return Aws(AwsConfig(name=name, region=region), environ)
-    if not registry.recall(registry.state_root(environ), name):
-        lost = Local(LocalConfig(name=name), environ)
-        if lost.show_down().stages:
-            return lost
-    return recall(name, environ)

@@ -122,6 +122,6 @@ def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
             channel, sequence = f"{channel}, between two", entry["p2p_seq_id"]
         progress[channel] = max(progress.get(channel, (0, "")), (sequence, operation))
         if not entry["retired"]:
-            waited = (now - entry["time_created_ns"]) / 1e9
-            pending.append({"channel": channel, "sequence": sequence, "name": operation, "waited": waited})
+            seconds = (now - entry["time_created_ns"]) / 1e9
+            pending.append({"channel": channel, "sequence": sequence, "name": operation, "seconds": seconds})
     return {"pending": pending, "progress": progress}

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft import comm
 from cpuft.comm.gradients.compression import compress_gradients
 from cpuft.comm.gradients.embedding_rows import exchange_rows
-from cpuft.comm.gradients.local_updates import average_parameters
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange.shards import ShardExchange
 from tests.comm.ranks import become_rank
@@ -155,7 +154,9 @@ def local_sgd() -> Result:
 
     def meet() -> None:
         if (done := next(updates)) % 7 == 0 or done == STEPS:
-            average_parameters(model.parameters())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter, op=dist.ReduceOp.AVG)
 
     return fit(model, adam(model.parameters()), meet)
 

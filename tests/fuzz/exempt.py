@@ -21,7 +21,7 @@ EXEMPT = {
     "parse_worker": "parse_arguments, twice",
     "read_checkpoint": "files with checksums, which its own tests damage",
     "read_cpu": "the kernel's files",
-    "read_errors": "parse_failure, of each rank",
+    "read_failures": "parse_failure, of each rank",
     "read_files": "texts only, by the names that they have",
     "read_figures": "what bench-train has written",
     "read_free": "a system call",

@@ -34,7 +34,7 @@ def test_operations_of_the_recorder() -> None:
         entry(11, "recv", True, is_p2p=True, p2p_seq_id=4),
     ]
     assert parse_recorder({"entries": entries}, NOW) == {
-        "pending": [{"channel": "the world", "sequence": 11, "name": "barrier", "waited": 3.0}],
+        "pending": [{"channel": "the world", "sequence": 11, "name": "barrier", "seconds": 3.0}],
         "progress": {
             "the world": (11, "barrier"),
             "group 1": (2, "broadcast"),

@@ -22,22 +22,6 @@ OUTER_RATE = 0.7
 """DiLoCo's, as is the momentum of 0.9."""
 
 
-@torch.no_grad()
-def average_parameters(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace the parameters by their mean over the ranks, in one message for each type. A collective.
-
-    The model must not exchange gradients as well: not wrapped in DistributedDataParallel, or inside no_sync().
-    """
-    kept = list(parameters)
-    for dtype in {parameter.dtype for parameter in kept}:
-        tensors = [parameter for parameter in kept if parameter.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=group)
-        means = torch.split(flat, [tensor.numel() for tensor in tensors])
-        for tensor, mean in zip(tensors, means, strict=True):
-            tensor.copy_(mean.view(tensor.shape))
-
-
 class LocalUpdates:
     """Brings ranks together every so many updates of their own. Making one, `meet` and `finish` are collectives.
 

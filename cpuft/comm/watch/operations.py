@@ -88,7 +88,7 @@ class Register:
         """What is under way and how far each channel is, for who looks from outside: `cpuft.rank.reporting`."""
         now = time.monotonic()
         pending = [
-            {"channel": one.channel, "sequence": one.sequence, "name": one.name, "waited": now - one.started}
+            {"channel": one.channel, "sequence": one.sequence, "name": one.name, "seconds": now - one.started}
             | {"ranks": one.ranks}
             for one in self.snapshot()
         ]

@@ -124,19 +124,10 @@ class _Found:
 
 
 @dataclass(frozen=True)
-class _Pending:
-    channel: str
-    sequence: int
-    name: str
-    waited: float
-    ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class _Report:
     """What a rank tells of itself: `cpuft.rank.reporting`."""
 
-    pending: list[_Pending] = field(default_factory=list)
+    pending: list[Wait] = field(default_factory=list)
     progress: dict[str, list[Any]] = field(default_factory=dict)
     raised: list[list[Any]] = field(default_factory=list)
     main: list[list[Any]] = field(default_factory=list)
@@ -155,10 +146,10 @@ def parse_sight(told: Any, host: str) -> Sight:
         raised, main = tuple(map(_frame, report.raised)), tuple(map(_frame, report.main))
     except ValueError:
         report, progress, raised, main = _Report(), {}, (), ()
-    waits = [Wait(one.channel, one.sequence, one.name, one.waited, one.ranks) for one in report.pending]
+    waits = report.pending
     if raised and not waits:
         waits = [Wait(channel, number, name, 0.0) for channel, (number, name) in progress.items()]
-    waits.sort(key=lambda one: -one.seconds)
+    waits = sorted(waits, key=lambda one: -one.seconds)
     holds_gil = found.state == "R" and found.age > STALE_SECONDS
     frames = raised or parse_dump(found.stack) or main
     place = found.rank, host, found.state, found.pid, found.wchan

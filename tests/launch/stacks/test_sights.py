@@ -39,8 +39,8 @@ Thread 0x00007f8f76be96c0 (most recent call first):
 def found(**more: object) -> dict[str, object]:
     report = {
         "pending": [
-            {"channel": "the world", "sequence": 7, "name": "all_reduce", "waited": 1.0, "ranks": [0, 1]},
-            {"channel": "group 1", "sequence": 2, "name": "barrier", "waited": 4.5, "ranks": [0, 1]},
+            {"channel": "the world", "sequence": 7, "name": "all_reduce", "seconds": 1.0, "ranks": [0, 1]},
+            {"channel": "group 1", "sequence": 2, "name": "barrier", "seconds": 4.5, "ranks": [0, 1]},
         ],
         "progress": {"the world from 1": [9, "recv"], "the world": [7, "all_reduce"], "group 1": [2, "barrier"]},
         "raised": [],
