@@ -204,7 +204,6 @@ def make_facts(number: int = 1, sockets: int = 2, cores: int = 16, target: str =
         lscpu=make_lscpu(sockets, cores),
         allowed_cpus=tuple(range(sockets * cores * 2)),
         cpu_quota=0.0,
-        memory_bytes=128 << 30,
         interfaces={"lo": "127.0.0.1", "docker0": "172.17.0.1", "ens5": f"10.0.0.{number}"},
         routes={target: f"10.0.0.{number}"},
         free_port=40000 + number,

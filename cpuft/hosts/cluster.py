@@ -71,7 +71,6 @@ class Cluster:
     assignments: tuple[Assignment, ...]
     facts: tuple[HostFacts, ...]
     flavour: Flavour
-    ssh_options: tuple[str, ...] = ()
     as_root: bool = False
     access: Access = Access()
     away: bool = False
@@ -256,8 +255,7 @@ def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: A
     flavour = find_flavour(hosts[0], config.mpirun, access.python, access.door)
     ways = {a.host.name: access.door.way(a.host) for a in assignments} if away else {}
     uid = used[0].uid
-    as_root, options = os.geteuid() == 0, access.mpirun_options
-    return Cluster(assignments, used, flavour, options, as_root, access, away, outside, uid, ways)
+    return Cluster(assignments, used, flavour, os.geteuid() == 0, access, away, outside, uid, ways)
 
 
 def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None:

@@ -136,7 +136,6 @@ def gather(targets: list[str]) -> dict[str, object]:
         "lscpu": _lscpu(),
         "allowed_cpus": sorted(os.sched_getaffinity(0)),
         "cpu_quota": _cpu_quota(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "memory_free": read_free_memory(),
         "memory_left": read_memory_left(),
         "interfaces": read_interfaces(),

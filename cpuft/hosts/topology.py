@@ -35,7 +35,6 @@ class HostFacts:
     lscpu: str
     allowed_cpus: tuple[int, ...]
     cpu_quota: float
-    memory_bytes: int
     interfaces: dict[str, str]
     routes: dict[str, str]
     free_port: int

@@ -182,7 +182,7 @@ def plan_launch(
     rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
     command = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     make = _plan_folder(cluster, run_dir, resumed)
-    own = mpirun.step_settings(cluster.flavour, cluster.ssh_options, cluster.as_root, cluster.bootstrap)
+    own = mpirun.step_settings(cluster.flavour, cluster.access.mpirun_options, cluster.as_root, cluster.bootstrap)
     start = Step(
         f"start {config.np} ranks with {cluster.flavour.title}; output of rank N: {logs}/rank-N.out and .err",
         (*without, *mpirun.MAKE_KEY, *command),

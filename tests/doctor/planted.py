@@ -20,7 +20,6 @@ FACTS = HostFacts(
     lscpu=LSCPU,
     allowed_cpus=tuple(range(8)),
     cpu_quota=0.0,
-    memory_bytes=64 << 30,
     interfaces={},
     routes={},
     free_port=40000,

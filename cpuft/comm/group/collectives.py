@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-REDUCTIONS = ("sum", "product", "min", "max", "band", "bor", "bxor")
-
 
 class Collectives(Protocol):
     """The blocking collectives of one group of ranks, on addresses: what a process group is made of.

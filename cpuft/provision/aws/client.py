@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +89,6 @@ class Refusal(CpuftError):
         super().__init__(text)
         self.code, self.said = code, said
         self.transient = status >= 500 or code in _TRANSIENT
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a call that changes something."""
-
-    refused: str = ""
-    """Why one zone has no instances for us; empty when the call was made."""
 
 
 class Cloud:
@@ -186,8 +177,12 @@ class Cloud:
         except TimeoutError as error:
             raise CpuftError(f"AWS does not answer ({error}): check --region and this machine's network") from None
 
-    def do(self, call: Call) -> Outcome:
+    def do(self, call: Call) -> str:
         """Make a call that changes something; the same again as long as nobody knows what became of it.
+
+        Returns
+        -------
+        Why one zone has no instances for us; empty when the call was made.
 
         Raises CpuftError: AWS refused it, or the outcome stays unknown.
         """
@@ -198,12 +193,12 @@ class Cloud:
         while number < _ATTEMPTS:
             try:
                 self._request(call.method, parameters)
-                return Outcome()
+                return ""
             except Refusal as refusal:
                 if refusal.code in _DONE.get(call.method, ()):
-                    return Outcome()
+                    return ""
                 if call.method == "run_instances" and refusal.code in CAPACITY:
-                    return Outcome(f"{refusal.code}: {refusal.said}")
+                    return f"{refusal.code}: {refusal.said}"
                 number = self._count(refusal, number, waited)
                 trouble = str(refusal)
             except TimeoutError as error:

@@ -186,11 +186,10 @@ class Aws(Provider[AwsConfig, Everything]):
         call = parse_call(step)
         assert call, step
         say(step.why)
-        outcome = self.cloud.do(call)
-        if outcome.refused:
+        if refused := self.cloud.do(call):
             zone = call.parameters["Placement"]["AvailabilityZone"]
-            say(f"{zone} has none: {outcome.refused}")
-            self._refused[zone] = outcome.refused
+            say(f"{zone} has none: {refused}")
+            self._refused[zone] = refused
         if call.method == "create_service_linked_role" and self._offer:
             self._offer = replace(self._offer, spot_role=True)
 
