@@ -51,7 +51,7 @@ FILE_LINES = 300
 FUNCTION_LINES = 40
 TYPE_IGNORES = 36
 """In the whole tree."""
-PACKAGE_LINES = 29348
+PACKAGE_LINES = 29328
 """Of all Python files of cpuft/. The aim is 14,066."""
 
 FILES = sorted(path for folder in ("cpuft", "tests") for path in (ROOT / folder).rglob("*.py"))

@@ -6,15 +6,22 @@ ImportError, on any torch but its own.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
+import logging
 import os
 import platform
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
 
 IPEX = "intel_extension_for_pytorch"
 ORT = "onnxruntime-training-cpu"
@@ -104,3 +111,46 @@ def find_problem(engine: str, versions: Mapping[str, str], machine: str, compile
     if not compiled:
         return f"--engine {engine} has not been compiled for its torch: {needs.elsewhere}, or leave --engine out"
     return ""
+
+
+def optimize_by_ipex(model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
+    """Put the layers of IPEX, Intel's archived extension for PyTorch, into a model, and its fp32 master weights into
+    the optimizer, in place.
+
+    To be called before DistributedDataParallel counts the parameters. `state_dict` stays fp32, under the same names.
+    """
+    import intel_extension_for_pytorch as ipex
+    import torch
+
+    from cpuft.train.fast.allocator import keep_freed_memory
+
+    # It warns of its own defaults, and torch of its layer norm, whose gradients are right nevertheless.
+    logging.getLogger("IPEX").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "aten::layer_norm: an autograd kernel was not registered")
+    # IPEX's own launcher preloads an allocator to the same end.
+    keep_freed_memory()
+    model.train()
+    ipex.optimize(model, dtype=torch.bfloat16 if precision == "bf16" else None, optimizer=optimizer, inplace=True)
+
+
+def optimize_by_ort(model: Any) -> None:
+    """Make a model's passes graphs of ONNX Runtime (ORTModule, last of 2024), in fp32 and in place: exported in the
+    first pass of training and of evaluation.
+
+    Parameters and what is kept of the model stay its own. To be called before DistributedDataParallel gets it.
+    """
+    import onnxruntime
+    import torch
+    from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule
+
+    class Options(onnxruntime.SessionOptions):  # type: ignore[misc]
+        """Of a graph, with as many threads as torch has here: by default each rank's are pinned to all of its host."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.intra_op_num_threads = torch.get_num_threads()
+
+    # ORTModule makes its own, and has no argument for them.
+    onnxruntime.SessionOptions = Options
+    graphs = ORTModule(copy.copy(model.train()), DebugOptions(log_level=LogLevel.ERROR))
+    model.forward = graphs.forward

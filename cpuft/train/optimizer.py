@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.options.fields import TrainConfig
-from cpuft.train import ipex, ort
+from cpuft.train.engines import optimize_by_ipex, optimize_by_ort
 from cpuft.train.fast import accelerate
 
 
@@ -27,9 +27,9 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     fused = config.engine != "ort"  # whose torch has no fused AdamW for CPUs
     optimizer = torch.optim.AdamW(group_parameters(model, config.weight_decay), config.learning_rate, fused=fused)
     if config.engine == "ipex":
-        ipex.optimize(model, optimizer, precision)
+        optimize_by_ipex(model, optimizer, precision)
     elif config.engine == "ort":
-        ort.optimize(model)
+        optimize_by_ort(model)
     elif config.engine != "torch":
         return optimizer
     elif config.compile:

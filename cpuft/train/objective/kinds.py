@@ -6,8 +6,7 @@ from cpuft.options.fields import TrainConfig
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective import Objective
 from cpuft.train.objective.masking import Masking
-from cpuft.train.objective.sequences import Classification, Regression
-from cpuft.train.objective.several import SeveralLabels
+from cpuft.train.objective.sequences import Classification, Regression, SeveralLabels
 from cpuft.train.objective.tags import Tagging
 
 OBJECTIVES: dict[str, type[Objective]] = {

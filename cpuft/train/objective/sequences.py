@@ -1,10 +1,11 @@
-"""One answer to each row: its class, or a score."""
+"""Answers to each row: its class, any of several classes, or a score."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from cpuft.train.data.prepare import Tokens
@@ -35,6 +36,26 @@ class Classification(Objective):
     def measure(self, answers: Answers, tokens: Tokens) -> dict[str, float]:
         """Metrics of the likeliest classes."""
         return compute_metrics(self.metrics, answers.argmax(-1), tokens.labels)
+
+
+class SeveralLabels(Objective):
+    """Which classes, if any? By binary cross entropy of each."""
+
+    model_class, label_type = "AutoModelForSequenceClassification", torch.float32
+
+    def head(self) -> dict[str, Any]:
+        """An output for each class, by itself."""
+        return {"problem_type": "multi_label_classification", **name_classes(self.labels)}
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """The mean over the classes."""
+        logits = model(**batch.inputs).logits.float()
+        entropy = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
+        return entropy.mean(-1)
+
+    def measure(self, answers: Answers, tokens: Tokens) -> dict[str, float]:
+        """Metrics of the classes that are likelier than not; accuracy counts rows with all of them right."""
+        return compute_metrics(self.metrics, (answers > 0).astype(np.float32), tokens.labels)
 
 
 class Regression(Objective):
