@@ -56,7 +56,9 @@ struct Heads {
     }
 };
 
-inline int64_t filled_up(int64_t n) { return (n + PAD - 1) / PAD * PAD; }
+// Of tokens, and of a head's numbers: vectors of pairs of them.
+template <class T> int64_t length_of(int64_t tokens) { return filled_up(tokens, COLS<T>); }
+template <class T> int64_t width_of(int64_t size) { return filled_up(size, std::max(COLS<T>, W * IN_WORD<T>)); }
 
 // What one thread computes in: blocks that begin with a line of the cache, and stay in it.
 template <class T> struct Desk {
@@ -71,7 +73,7 @@ template <class T> struct Desk {
     float *scores, *wanted, *sums, *key_sums, *value_sums;
     Tiles<T> tiles;
 
-    Desk(int64_t most, int64_t size) : length(filled_up(most)), width(filled_up(size)), lanes(most) {
+    Desk(int64_t most, int64_t size) : length(length_of<T>(most)), width(width_of<T>(size)), lanes(most) {
         int64_t tall = TALL * width, block = TALL * length, whole = length * width;
         int64_t taken = 0;
         for (int64_t pass = 0; pass < 2; pass++) {  // how much it is, then where
@@ -100,7 +102,10 @@ void collect(Rows<const T> from, int64_t first, int64_t count, int64_t high, int
     for (int64_t t = 0; t < high; t++, to += width) {
         const T *row = t < count ? from[first + t] : nullptr;
         int64_t found = row ? size : 0, j = 0;
-        for (; j + W <= found; j += W) copy(to + j, row + j);
+        for (; j + W <= found; j += W) {
+            copy(to + j, row + j);
+            __builtin_prefetch(row + size + j);  // the next head's
+        }
         for (; j < width; j += W) put(to + j, j < found ? get(row + j, lanes_of(j, found)) : vec{}, W);
     }
 }
@@ -112,8 +117,9 @@ void deliver(const float *from, int64_t width, Rows<T> to, int64_t first, int64_
             for (int64_t j = 0; j < size; j += W) put(row + j, get(from + j, lanes_of(j, size)), lanes_of(j, size));
 }
 
-// A row's softmax, in place; zeros follow it to the end of the last vector.
-inline void softmax(float *s, const float *bias, int64_t n, float factor) {
+// A row's exponentials, in place; zeros follow them to the end of the last vector. What they are to be multiplied by to be
+// its softmax.
+inline float exponentials(float *s, const float *bias, int64_t n, float factor) {
     vec tops = all(-INFINITY), totals{};
     for (int64_t j = 0; j < n; j += W) {
         int64_t m = lanes_of(j, n);
@@ -131,25 +137,24 @@ inline void softmax(float *s, const float *bias, int64_t n, float factor) {
         put(s + j, v, W);
         totals += v;
     }
-    float share = 1.0f / sum_of(totals);
-    for (int64_t j = 0; j < n; j += W) put(s + j, read<vec>(s + j) * share, W);
+    return 1.0f / sum_of(totals);
 }
 
 // A block's probabilities in `scores`, and in `dropped` what dropout leaves of them, filled up with zeros.
 template <class T>
 void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, int64_t first, int64_t count, int64_t used) {
-    int64_t length = filled_up(used), width = filled_up(g.size);
-    multiply<T>(words(desk.queries), width / IN_WORD<T>, desk.keys, length, desk.scores, length, TALL,
-                length, width);
-    for (int64_t t = 0; t < TALL; t++) {
+    int64_t length = length_of<T>(used), width = width_of<T>(g.size), high = filled_up(count, ROWS<T>);
+    multiply<T>(words(desk.queries), width / IN_WORD<T>, desk.keys, length, desk.scores, length, high, length, width);
+    for (int64_t t = 0; t < high; t++) {
         float *s = desk.scores + t * length;
         T *d = desk.dropped + t * length;
         int64_t there = t < count ? used : 0;
-        if (there) softmax(s, g.bias_of(n, h, first + t), used, g.factor);
+        float share = there ? exponentials(s, g.bias_of(n, h, first + t), used, g.factor) : 0.0f;
         int64_t place = ((n * g.heads + h) * g.queries + first + t) * g.keys;
         const uint16_t *bits = there && g.threshold ? desk.lanes.fill(g.seed, place, used) : nullptr;
         for (int64_t j = 0; j < length; j += W) {
-            vec v = j < there ? read<vec>(s + j) : vec{};
+            vec v = j < there ? read<vec>(s + j) * share : vec{};
+            put(s + j, v, W);
             put(d + j, bits && j < there ? keep(v * g.scale, bits + j, g.threshold) : v, W);
         }
     }
@@ -163,7 +168,7 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
                        int64_t bias_query, float factor, uint64_t seed, uint32_t threshold, float scale, int threads) {
     Heads g{bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride, bias_batch,
             bias_head, bias_query, factor, seed, threshold, scale};
-    int64_t width = filled_up(size), across = width / IN_WORD<T>;
+    int64_t width = width_of<T>(size), across = width / IN_WORD<T>;
 #pragma omp parallel num_threads(threads)
     {
         Desk<T> desk(keys, size);
@@ -171,16 +176,16 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
         for (int64_t n = 0; n < batch; n++)
             for (int64_t h = 0; h < heads; h++) {
                 int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
-                int64_t length = filled_up(used);
+                int64_t length = length_of<T>(used);
                 collect(g.key_rows(k, n, h), 0, used, length, size, width, desk.rows);
                 exchange(words(desk.rows), across, desk.keys, length, length, across);
                 collect(g.key_rows(v, n, h), 0, used, length, size, width, desk.rows);
                 const word *values = pair_rows(desk.rows, desk.values, length, width);
                 for (int64_t first = 0; first < asked; first += TALL) {
-                    int64_t count = std::min(TALL, asked - first);
+                    int64_t count = std::min(TALL, asked - first), high = filled_up(count, ROWS<T>);
                     collect(g.query_rows(q, query_stride, n, h), first, count, TALL, size, width, desk.queries);
                     look(g, desk, n, h, first, count, used);
-                    multiply<T>(words(desk.dropped), length / IN_WORD<T>, values, width, desk.sums, width, TALL, width,
+                    multiply<T>(words(desk.dropped), length / IN_WORD<T>, values, width, desk.sums, width, high, width,
                                 length);
                     deliver(desk.sums, width, g.query_rows(context, heads * size, n, h), first, count, size);
                 }
@@ -190,8 +195,8 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
 
 // From the gradient of the dropped probabilities, in `wanted`, that of the unscaled scores, in `slopes`.
 // sum(probs * dprobs) = sum(dropped * ddropped), and where `dropped` is zero the probability was dropped or is zero.
-template <class T> void slope(const Heads &g, Desk<T> &desk, int64_t length) {
-    for (int64_t t = 0; t < TALL; t++) {
+template <class T> void slope(const Heads &g, Desk<T> &desk, int64_t length, int64_t high) {
+    for (int64_t t = 0; t < high; t++) {
         const float *p = desk.scores + t * length, *w = desk.wanted + t * length;
         const T *d = desk.dropped + t * length;
         T *s = desk.slopes + t * length;
@@ -205,14 +210,14 @@ template <class T> void slope(const Heads &g, Desk<T> &desk, int64_t length) {
     }
 }
 
-// sums (width, length) += the product of a block's `left`, columns of it, and its `right`.
+// sums (width, length) += the product of a block's `left`, columns of it, and its `right`, both `high`.
 template <class T>
-void add_block(Desk<T> &desk, const T *left, const T *right, float *sums,
-               int64_t width, int64_t length) {
-    constexpr int64_t high = TALL / IN_WORD<T>;
-    exchange(pair_rows(left, desk.pairs, TALL, width), width, desk.turned, high, high, width);
-    const word *pairs = pair_rows(right, desk.pairs, TALL, length);
-    multiply<T>(desk.turned, high, pairs, length, sums, length, width, length, TALL, true);
+void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_t width, int64_t length,
+               int64_t high) {
+    constexpr int64_t tall = TALL / IN_WORD<T>;
+    exchange(pair_rows(left, desk.pairs, TALL, width), width, desk.turned, tall, tall, width);
+    const word *pairs = pair_rows(right, desk.pairs, high, length);
+    multiply<T>(desk.turned, tall, pairs, length, sums, length, width, length, high, true);
 }
 
 // Gradients stand as what they are of does, that of the context as the context.
@@ -224,7 +229,7 @@ void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq
                         uint32_t threshold, float scale, int threads) {
     Heads g{bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride, bias_batch,
             bias_head, bias_query, factor, seed, threshold, scale};
-    int64_t width = filled_up(size), across = width / IN_WORD<T>;
+    int64_t width = width_of<T>(size), across = width / IN_WORD<T>;
 #pragma omp parallel num_threads(threads)
     {
         Desk<T> desk(keys, size);
@@ -233,7 +238,7 @@ void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq
         for (int64_t n = 0; n < batch; n++)
             for (int64_t h = 0; h < heads; h++) {
                 int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
-                int64_t length = filled_up(used);
+                int64_t length = length_of<T>(used);
                 collect(g.key_rows(v, n, h), 0, used, length, size, width, desk.rows);
                 exchange(words(desk.rows), across, desk.values, length, length, across);
                 collect(g.key_rows(k, n, h), 0, used, length, size, width, desk.rows);
@@ -242,17 +247,17 @@ void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq
                 std::fill_n(desk.key_sums, width * length, 0.0f);
                 std::fill_n(desk.value_sums, width * length, 0.0f);
                 for (int64_t first = 0; first < asked; first += TALL) {
-                    int64_t count = std::min(TALL, asked - first);
+                    int64_t count = std::min(TALL, asked - first), high = filled_up(count, ROWS<T>);
                     collect(g.query_rows(q, query_stride, n, h), first, count, TALL, size, width, desk.queries);
                     collect(g.query_rows(grad, heads * size, n, h), first, count, TALL, size, width,
                             desk.grads);
                     look(g, desk, n, h, first, count, used);
-                    multiply<T>(words(desk.grads), across, desk.values, length, desk.wanted, length,
-                                TALL, length, width);
-                    slope(g, desk, length);
-                    add_block(desk, desk.grads, desk.dropped, desk.value_sums, width, length);
-                    add_block(desk, desk.queries, desk.slopes, desk.key_sums, width, length);
-                    multiply<T>(words(desk.slopes), length / IN_WORD<T>, paired, width, desk.sums, width, TALL, width,
+                    multiply<T>(words(desk.grads), across, desk.values, length, desk.wanted, length, high,
+                                length, width);
+                    slope(g, desk, length, high);
+                    add_block(desk, desk.grads, desk.dropped, desk.value_sums, width, length, high);
+                    add_block(desk, desk.queries, desk.slopes, desk.key_sums, width, length, high);
+                    multiply<T>(words(desk.slopes), length / IN_WORD<T>, paired, width, desk.sums, width, high, width,
                                 length);
                     deliver(desk.sums, width, g.query_rows(dq, query_stride, n, h), first, count, size);
                 }

@@ -17,10 +17,17 @@ namespace {
 typedef uint32_t word __attribute__((may_alias));
 
 template <class T> constexpr int64_t IN_WORD = 4 / int64_t(sizeof(T));
-// Rows and columns of all factors are filled up with zeros to a multiple of this.
-constexpr int64_t PAD = 2 * W;
 // So many rows of sums, each of two vectors, fit into registers.
 constexpr int64_t HIGH = W / 2;
+// Rows and columns of factors are filled up with zeros to multiples of these: more with AMX, for two tiles each way.
+#ifdef __AMX_BF16__
+template <class T> constexpr int64_t ROWS = sizeof(T) == 2 ? 32 : HIGH;
+template <class T> constexpr int64_t COLS = sizeof(T) == 2 ? 32 : W;
+#else
+template <class T> constexpr int64_t ROWS = HIGH;
+template <class T> constexpr int64_t COLS = W;
+#endif
+inline int64_t filled_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // sums + left * right, of word pairs of T.
 template <class T> inline vec add_product(vec sums, uint32_t left, uvec right);
@@ -36,33 +43,42 @@ template <> inline vec add_product<bf16>(vec sums, uint32_t left, uvec right) {
 #endif
 }
 
+// c (HIGH, N vectors) = a times b, or adds it.
+template <class T, int64_t N>
+inline void multiply_block(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c,
+                           int64_t c_stride, int64_t words, bool adds) {
+    vec sums[HIGH][N]{};
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < HIGH; r++)
+#pragma GCC unroll 2
+        for (int64_t n = 0; n < N; n++)
+            if (adds) sums[r][n] = read<vec>(c + r * c_stride + n * W);
+    for (int64_t k = 0; k < words; k++) {
+        uvec right[N];
+#pragma GCC unroll 2
+        for (int64_t n = 0; n < N; n++) right[n] = read<uvec>(b + k * b_stride + n * W);
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < HIGH; r++)
+#pragma GCC unroll 2
+            for (int64_t n = 0; n < N; n++) sums[r][n] = add_product<T>(sums[r][n], a[r * a_stride + k], right[n]);
+    }
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < HIGH; r++)
+#pragma GCC unroll 2
+        for (int64_t n = 0; n < N; n++) std::memcpy(c + r * c_stride + n * W, &sums[r][n], sizeof(vec));
+}
+
 template <class T>
 void multiply_vectors(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c,
                       int64_t c_stride, int64_t rows, int64_t cols, int64_t words, bool adds) {
     for (int64_t j = 0; j < cols; j += 2 * W)
         for (int64_t i = 0; i < rows; i += HIGH) {
-            vec sums[HIGH][2]{};
+            const word *left = a + i * a_stride;
             float *to = c + i * c_stride + j;
-#pragma GCC unroll 8
-            for (int64_t r = 0; r < HIGH; r++)
-                if (adds) {
-                    sums[r][0] = read<vec>(to + r * c_stride);
-                    sums[r][1] = read<vec>(to + r * c_stride + W);
-                }
-            for (int64_t k = 0; k < words; k++) {
-                uvec first = read<uvec>(b + k * b_stride + j), second = read<uvec>(b + k * b_stride + j + W);
-#pragma GCC unroll 8
-                for (int64_t r = 0; r < HIGH; r++) {
-                    uint32_t left = a[(i + r) * a_stride + k];
-                    sums[r][0] = add_product<T>(sums[r][0], left, first);
-                    sums[r][1] = add_product<T>(sums[r][1], left, second);
-                }
-            }
-#pragma GCC unroll 8
-            for (int64_t r = 0; r < HIGH; r++) {
-                std::memcpy(to + r * c_stride, &sums[r][0], sizeof(vec));
-                std::memcpy(to + r * c_stride + W, &sums[r][1], sizeof(vec));
-            }
+            if (j + W < cols)
+                multiply_block<T, 2>(left, a_stride, b + j, b_stride, to, c_stride, words, adds);
+            else
+                multiply_block<T, 1>(left, a_stride, b + j, b_stride, to, c_stride, words, adds);
         }
 }
 
@@ -132,7 +148,7 @@ template <class T> struct Tiles {
 #endif
 
 // c (rows, cols) = a (rows, inner) times b, or adds it: `inner` numbers are summed over. Strides are in words. What is
-// there of a and c goes on to a multiple of PAD rows.
+// there of a and c goes on to a multiple of ROWS<T>, of b and c to one of COLS<T>.
 template <class T>
 void multiply(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c, int64_t c_stride,
               int64_t rows, int64_t cols, int64_t inner, bool adds = false) {

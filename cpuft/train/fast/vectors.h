@@ -81,14 +81,24 @@ inline vec get(const bf16 *p, int64_t n) {  // GCC makes more of this than of wi
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_of(n), p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-inline void put(float *p, vec x, int64_t n) { _mm512_mask_storeu_ps(p, first_of(n), x); }
+// A whole vector is no masked one: AMD's Zen 4 cannot read what a masked store has just written before it is in the cache.
+inline void put(float *p, vec x, int64_t n) {
+    if (n == W)
+        _mm512_storeu_ps(p, x);
+    else
+        _mm512_mask_storeu_ps(p, first_of(n), x);
+}
 inline void put(bf16 *p, vec x, int64_t n) {
 #ifdef __AVX512BF16__
     // Unlike torch's rounding, this takes numbers below 1e-38 for zero.
-    _mm256_mask_storeu_epi16(p, first_of(n), (__m256i)_mm512_cvtneps_pbh(x));
+    __m256i y = (__m256i)_mm512_cvtneps_pbh(x);
 #else
-    _mm256_mask_storeu_epi16(p, first_of(n), (__m256i)narrow(x));
+    __m256i y = (__m256i)narrow(x);
 #endif
+    if (n == W)
+        _mm256_storeu_si256((__m256i *)p, y);
+    else
+        _mm256_mask_storeu_epi16(p, first_of(n), y);
 }
 inline vec keep(vec x, const uint16_t *bits, uint32_t threshold) {
     __m256i limit = _mm256_set1_epi16(int16_t(threshold));
