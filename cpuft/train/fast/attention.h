@@ -117,8 +117,8 @@ void deliver(const float *from, int64_t width, Rows<T> to, int64_t first, int64_
             for (int64_t j = 0; j < size; j += W) put(row + j, get(from + j, lanes_of(j, size)), lanes_of(j, size));
 }
 
-// A row's exponentials, in place; zeros follow them to the end of the last vector. What they are to be multiplied by to be
-// its softmax.
+// A row's exponentials, in place; zeros follow them to the end of the last vector. Returns what makes them its softmax
+// when they are multiplied by it.
 inline float exponentials(float *s, const float *bias, int64_t n, float factor) {
     vec tops = all(-INFINITY), totals{};
     for (int64_t j = 0; j < n; j += W) {

@@ -81,7 +81,7 @@ inline vec get(const bf16 *p, int64_t n) {  // GCC makes more of this than of wi
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_of(n), p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-// A whole vector is no masked one: AMD's Zen 4 cannot read what a masked store has just written before it is in the cache.
+// A whole vector's store has no mask: AMD's Zen 4 cannot read what a masked one wrote until that is in the cache.
 inline void put(float *p, vec x, int64_t n) {
     if (n == W)
         _mm512_storeu_ps(p, x);
