@@ -18,7 +18,7 @@ from tests.rank.metadata import serve_metadata
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 
 WORDS = ("launch", "--np", "2", "--backend", "gloo", "--no-save-model")
-SIZE = ("--max-steps", "6", "--batch-size", "4", "--max-length", "32", "--max-train-samples", "64")
+SIZE = ("--max-steps", "40", "--batch-size", "4", "--max-length", "32", "--max-train-samples", "64")
 TEXT = "\n".join(f"line {number} of a book that nobody wrote, and few will read" for number in range(400))
 
 SCRIPT = """
@@ -54,16 +54,16 @@ def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], tmp_pat
         wait_for(Path("run/logs/rank-0.err"))
         process.send_signal(signal.SIGUSR1)
         said = process.communicate(timeout=200)[1].rstrip().splitlines()[-1]
-    assert process.returncode == 75
+    assert process.returncode == 75, said
     done = run_cpuft("launch", "--resume", "run")
     assert done.returncode == 0, done.stderr
     undisturbed = run_cpuft(*own, "--run-dir", "whole")
     assert undisturbed.returncode == 0, undisturbed.stderr
     record, whole = read_record("run"), read_record("whole")
     ((update, repeated),) = [(line.step, line.repeated) for line in record.resumptions]
-    how = f"cpuft: interrupted by SIGUSR1 after update {update} of 6"
+    how = f"cpuft: interrupted by SIGUSR1 after update {update} of 40"
     assert said == f"{how}: go on with cpuft launch --resume {tmp_path}/run"
-    assert 0 < update < 6
+    assert 0 < update < 40
     assert repeated == 0
     assert [line.loss for line in record.steps] == [line.loss for line in whole.steps]
     assert record.footer
