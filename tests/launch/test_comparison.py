@@ -32,6 +32,7 @@ def test_what_would_be_run_is_printed() -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.proof
 def test_ranks_apart_are_the_ideal() -> None:
     words = ("--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16", "--backend", "gloo")
     done = run_cpuft("compare", "--np", "2", "--ideal", "--run-dir", "all", "--no-save-model", *words)

@@ -112,6 +112,7 @@ def train_tags(folder: Path, *words: str) -> str:
     return next(line for line in done.stdout.splitlines() if line.startswith("f1 "))
 
 
+@pytest.mark.proof
 def test_tags_are_learned_and_foretold_from_the_command_line(tmp_path: Path) -> None:
     quick = ("--max-steps", "40", "--learning-rate", "1e-2", "--model", save_tiny(tmp_path / "tiny"))
     metrics = train_tags(tmp_path, *quick)

@@ -72,6 +72,7 @@ def test_every_backend_has_the_losses_of_gloo(tmp_path: Path) -> None:
     assert losses["ccl"] == pytest.approx(losses["gloo"], abs=1e-5)
 
 
+@pytest.mark.proof
 def test_compressed_gradients_are_half_the_bytes(tmp_path: Path) -> None:
     # Plain, because the fast path's gradients are bf16 to begin with.
     words = ("--np", "2", *DEMO, "--plain", "--no-save-model", "--backend", "gloo", "--grad-compression")

@@ -54,6 +54,7 @@ def test_who_has_another_secret_is_refused_and_who_is_missing_is_named(tmp_path:
     assert job.said(1) == ""
 
 
+@pytest.mark.proof
 def test_a_node_that_dies_ends_the_job(tmp_path: Path) -> None:
     with open_job(make_job(tmp_path, shell(WAITS, tmp_path))) as job:
         wait_until_said(job, "begun")
