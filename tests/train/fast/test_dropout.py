@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cpuft.train.fast.dropout import FastDropout, Mask, draw_mask, kept_elements, masked
-from cpuft.train.fast.kernels import kernels_for, plain_torch
+from cpuft.train.fast.kernels import plain_torch
+from tests.train.fast.conftest import need_kernels
 
 COUNT = 1 << 20
 
@@ -64,8 +65,7 @@ def test_no_mask_outside_training_or_at_zero() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
 def test_kernel_and_torch_make_the_same_mask(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> None:
     x = torch.randn(shape).to(dtype)
-    if kernels_for(x) is None:
-        pytest.skip("no C++ compiler")
+    need_kernels()
     mask = Mask(seed, 20000)
     fast = masked(x, mask)
     with plain_torch():
