@@ -1,4 +1,4 @@
-"""Who may import whom, and how large things may be."""
+"""Which folder of the package may import which, and a few other rules for the whole tree."""
 
 from __future__ import annotations
 
@@ -47,12 +47,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 """What each room may reach, through whatever it imports."""
 
-FILE_LINES = 300
-FUNCTION_LINES = 40
 TYPE_IGNORES = 36
-"""In the whole tree."""
-PACKAGE_LINES = 29328
-"""Of all Python files of cpuft/. The aim is 14,066."""
+"""Most `type: ignore` comments that the whole tree may hold."""
 
 FILES = sorted(path for folder in ("cpuft", "tests") for path in (ROOT / folder).rglob("*.py"))
 # This file tells what it counts.
@@ -120,31 +116,8 @@ def test_only_execute_starts_processes(name: str) -> None:
     assert allowed or ("import subprocess" not in text and "os.system" not in text)
 
 
-def sizes_of(path: Path) -> dict[str, tuple[int, int]]:
-    """Lines of a file and of each function in it (the longest of a name), and how many it may have."""
-    text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
-    sizes = {name: (text.count("\n"), FILE_LINES)}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            what = f"{name}:{node.name}"
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            sizes[what] = max(sizes.get(what, (0, 0)), (lines, FUNCTION_LINES))
-    return sizes
-
-
-SIZES = {what: size for path in FILES for what, size in sizes_of(path).items()}
-
-
-def test_files_and_functions_are_short() -> None:
-    assert {what: lines for what, (lines, most) in SIZES.items() if lines > most} == {}
-
-
 def test_types_are_honest() -> None:
     assert sum(path.read_text(encoding="utf-8").count(IGNORE) for path in FILES) <= TYPE_IGNORES
-
-
-def test_the_package_stays_small() -> None:
-    assert sum(path.read_text(encoding="utf-8").count("\n") for path in MODULES.values()) <= PACKAGE_LINES
 
 
 def test_every_file_is_installed_with_its_package() -> None:
