@@ -25,7 +25,8 @@ JOB = "CPUFT_JOB"
 """Folder of the cluster that a scheduler's job is, where that starts launches on its hosts itself."""
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep, in a folder of each user's, what was sent for runs, and runs' own files."""
-_FROM_STDIN = f"{WITHOUT_FOLDER}; exec(sys.stdin.read())"
+FROM_STDIN = f"{WITHOUT_FOLDER}; exec(sys.stdin.read())"
+"""What `python -c` runs on a host to execute a program that the launcher sends on standard input."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ..
     source = Path(facts.__file__).read_text(encoding="utf-8")
 
     def gather(host: Host) -> HostFacts:
-        answer = access.door.run(host, access.any_python("-c", _FROM_STDIN, targets[host.name]), source)
+        answer = access.door.run(host, access.any_python("-c", FROM_STDIN, targets[host.name]), source)
         return parse_facts(answer.output or answer.errors, host.name)
 
     return tuple(side_by_side(gather, hosts))

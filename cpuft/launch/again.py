@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from cpuft.errors import CpuftError, counted
 from cpuft.files import remove_command
-from cpuft.hosts.cluster import Cluster, gather_cluster, read_hosts
+from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.job import Job, Launch, plan_run
@@ -20,9 +20,9 @@ from cpuft.launch.remote import MasterLost
 from cpuft.launch.restarts import Ended, choose_hosts
 from cpuft.launch.resume import Resumed, read_resumed
 from cpuft.plan import RunPlan
+from cpuft.rank import kill
 
 T = TypeVar("T")
-_END = Path(__file__).with_name("end.sh").read_text(encoding="utf-8")
 _END_SECONDS = 15.0
 _AGAIN_SECONDS = 2.5
 """For a host that was lost earlier to answer: a restart does not wait for it as for the others."""
@@ -177,8 +177,8 @@ def end_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = Non
 
     `hosts`: without, those of the cluster, where there are several.
     """
-    words = ("sh", "-c", _END, "end", cluster.work_dir(run_dir))
-    door = cluster.access.door
+    words, door = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir)), cluster.access.door
+    source = Path(kill.__file__).read_text(encoding="utf-8")
     own = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []
     left = [host for host in (own if hosts is None else hosts) if host.name not in door.silent]
-    attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), left)
+    attempt(lambda host: door.run(host, words, source, _END_SECONDS), left)

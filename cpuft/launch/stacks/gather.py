@@ -11,19 +11,17 @@ from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.hosts.cluster import Access
+from cpuft.hosts.cluster import FROM_STDIN, Access
 from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.stacks.sights import Sight, fill_gaps, format_sight, parse_sight
 from cpuft.launch.stacks.verdict import Verdict, judge
 from cpuft.loader import load, parse_json
 from cpuft.rank import looking
-from cpuft.words import WITHOUT_FOLDER
 
 LOOK_SECONDS = 3.0
 """How long a host's ranks may take to write their stacks; they need some milliseconds."""
 _ANSWER_SECONDS = 15.0
-_FROM_STDIN = f"{WITHOUT_FOLDER}; exec(sys.stdin.read())"
 _WRITE = "import json, sys; [open(path, 'w').write(text) for path, text in json.load(sys.stdin).items()]"
 
 
@@ -41,7 +39,7 @@ class Place:
 def gather_sights(place: Place) -> tuple[tuple[Sight, ...], dict[str, str]]:
     """All ranks, and which hosts do not answer, each with the reason. All hosts are asked at once."""
     source = Path(looking.__file__).read_text(encoding="utf-8")
-    words = place.access.any_python("-c", _FROM_STDIN, place.work, str(LOOK_SECONDS))
+    words = place.access.any_python("-c", FROM_STDIN, place.work, str(LOOK_SECONDS))
 
     def ask(host: Host) -> list[Sight]:
         answer = place.access.door.run(host, words, source, _ANSWER_SECONDS)

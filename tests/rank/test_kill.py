@@ -1,0 +1,93 @@
+"""What ends a run's processes on a host finds those of this run, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from cpuft.rank import kill
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process with this environment and nothing else in it; it is gone after the test."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_one(environ: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
+        path = {"PATH": os.environ["PATH"]}
+        started.append(subprocess.Popen(command or ("sleep", "60"), env=path | environ, start_new_session=True))
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_as_on_a_host(run_dir: str) -> str:
+    """Run kill.py as the launcher does on a host: from standard input, with the folder as its argument."""
+    source = Path(kill.__file__).read_text(encoding="utf-8")
+    command = [sys.executable, "-c", "import sys; exec(sys.stdin.read())", run_dir]
+    return subprocess.run(command, input=source, capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+def test_a_newline_in_the_folder_matches_no_line_of_strangers(start: Start, tmp_path: Path) -> None:
+    run_dir = f"{tmp_path}/run\n\nSTRANGER=1"
+    own = start({"CPUFT_RUN_DIR": run_dir})
+    strangers = [start({"STRANGER": "1"}), start({}), start({"CPUFT_RUN_DIR": f"{tmp_path}/run"})]
+    assert run_as_on_a_host(run_dir).split() == [str(own.pid)]
+    assert own.wait(5) == -signal.SIGKILL
+    assert [process.poll() for process in strangers] == [None, None, None]
+
+
+def test_only_the_whole_entry_is_the_runs(start: Start, tmp_path: Path) -> None:
+    run_dir = f"{tmp_path}/run"
+    names = ({"CPUFT_RUN_DIR": f"{run_dir}-2"}, {"CPUFT_RUN_DIR": f"{run_dir}/logs"}, {"MY_CPUFT_RUN_DIR": run_dir})
+    strangers = [start(environ) for environ in (*names, {"TEXT": f"CPUFT_RUN_DIR={run_dir}"})]
+    assert run_as_on_a_host(run_dir) == ""
+    assert [process.poll() for process in strangers] == [None] * 4
+
+
+def test_mpiruns_process_above_a_rank_is_ended_too_and_what_is_above_that_is_not(start: Start, tmp_path: Path) -> None:
+    starter = tmp_path / "hydra_pmi_proxy"
+    shutil.copy(shutil.which("bash") or "/bin/bash", starter)
+    run_dir = f"{tmp_path}/run"
+    script = f"'{starter}' -c 'CPUFT_RUN_DIR={run_dir} sleep 60 & echo $$; wait'; echo still there; sleep 60"
+    above = start({}, "bash", "-c", f"exec >'{tmp_path}/said'; {script}")
+    while not (tmp_path / "said").exists() or not (tmp_path / "said").read_text():
+        assert above.poll() is None
+    proxy = int((tmp_path / "said").read_text())
+    pids: list[int] = []
+    while len(pids) < 2:
+        pids = kill.find_processes(run_dir)
+    assert pids[1:] == [proxy]
+    assert len(run_as_on_a_host(run_dir).split()) == 2
+    while "still there" not in (tmp_path / "said").read_text():
+        assert above.poll() is None
+    assert kill.find_processes(run_dir) == []
+
+
+def test_it_spares_itself_and_an_empty_folder_is_no_runs(start: Start) -> None:
+    stranger = start({"CPUFT_RUN_DIR": ""})
+    assert kill.find_processes("") == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPUFT_RUN_DIR", "/nowhere/run")
+        assert run_as_on_a_host("/nowhere/run") == ""
+    assert stranger.poll() is None
+
+
+def test_processes_of_other_users_are_not_looked_at(start: Start, tmp_path: Path) -> None:
+    own = start({"CPUFT_RUN_DIR": str(tmp_path)})
+    assert kill.find_processes(str(tmp_path), uid=os.geteuid() + 1) == []
+    assert kill.find_processes(str(tmp_path)) == [own.pid]
