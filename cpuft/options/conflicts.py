@@ -39,6 +39,9 @@ def refuse_conflicts(config: TrainConfig) -> None:
         raise CpuftError("--engine ort trains in fp32 and over gloo only: add --precision fp32 --backend gloo")
     if config.engine == "ort" and config.task == "text":
         raise CpuftError("--engine ort takes the first batch's masked places for all: train --task text without it")
+    if config.label_type != "auto" and config.task != "files":
+        given = f"--label-type {config.label_type}"
+        raise CpuftError(f"{given} is for --task files; the labels of --task {config.task} are known: leave it out")
     if config.precision == "int8":
         for name in ("engine", "plain", "compile", "lora"):
             if getattr(config, name) != getattr(default, name):

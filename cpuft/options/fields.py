@@ -14,6 +14,7 @@ from cpuft.hardware import PRECISIONS
 
 PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files", "text")
+LABEL_TYPES = ("auto", "class", "number", "multi")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
 LAST_PORT = 65535
@@ -77,6 +78,7 @@ class TrainConfig:
     validation_file: str = _what("", "likewise, to validate on", takes="FILE")
     text_columns: str = _what("", "one or two (default: sentence1,sentence2 or text; tokens, a list of words)")
     label_column: str = _what("label", "a label; several: a list or a|b; of words: a list (default: label, or tags)")
+    label_type: str = _what("auto", "what labels of --task files are; multi: several a row", choices=LABEL_TYPES)
     max_length: int = _what(128, "tokens of a row; longer rows are cut", least=8)
     held_out: float = _what(0.1, "share of your texts to validate on", least=0.001, most=0.5)
     mask_share: float = _what(0.15, "share of the tokens of texts to be guessed", least=0.01, most=0.9)

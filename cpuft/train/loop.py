@@ -218,7 +218,8 @@ def _line(
     loss_sum, terms, rows, tokens, *compute_seconds = totals
     loss = loss_sum / max(terms, 1)
     if not math.isfinite(loss):
-        raise CpuftError(f"step {number}: the loss is {loss}: lower --learning-rate, or check the data's scores")
+        told = f"the loss is {loss} at update {number}, because the training diverged at learning rate {rate:g}"
+        raise CpuftError(f"{told}: lower --learning-rate, or look for huge numbers among the data's scores")
     return StepLine(
         step=number,
         loss=loss,

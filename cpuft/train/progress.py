@@ -13,6 +13,8 @@ from cpuft.record import EvaluationLine, Header, ResumedLine, StepLine
 
 _LINES = 10
 """Plain lines of a whole run."""
+_DIVERGED = 10.0
+"""A loss of so many times the first one, which counts as 1 at least, is no noise of small batches any more."""
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
@@ -27,6 +29,8 @@ class Progress:
         self._style, self._shown = style, rank == 0
         self._bar: Any = None
         self._start, self._samples, self._done = 0.0, 0, 0
+        self._first_loss: float | None = None
+        self._warned = False
 
     def begin(self, header: Header, precision_reason: str, backend_reason: str) -> None:
         """Say what is about to be trained, in what precision and over what backend, and why."""
@@ -55,6 +59,7 @@ class Progress:
         """Show a finished step."""
         if not self._shown:
             return
+        self._warn_of_divergence(line)
         self._samples += line.samples
         seconds = time.perf_counter() - self._start
         if self._style == "bar":
@@ -63,6 +68,20 @@ class Progress:
             eta = seconds / (line.step - self._done) * (updates - line.step)
             rate = self._samples / seconds
             self._say(f"step {line.step}/{updates}  loss {line.loss:.4f}  {rate:.1f} samples/s  {eta:.0f} s left")
+
+    def _warn_of_divergence(self, line: StepLine) -> None:
+        """Say it once when the loss has exploded: such a model has learned nothing."""
+        if self._first_loss is None:
+            self._first_loss = line.loss
+        if line.loss > _DIVERGED * max(1.0, self._first_loss) and not self._warned:
+            self._warned = True
+            grown = f"the loss has grown from {self._first_loss:.4g} to {line.loss:.4g} at update {line.step}"
+            advice = f"stop the run and lower --learning-rate (it is {line.learning_rate:g} here)"
+            text = f"cpuft: warning: {grown}: the training diverges, and the model will be of no use; {advice}"
+            if self._bar is None:
+                self._say(text)
+            else:
+                self._bar.write(text, file=sys.stderr)
 
     def _show_bar(self, line: StepLine, updates: int) -> None:
         from tqdm import tqdm

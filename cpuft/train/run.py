@@ -40,7 +40,7 @@ from cpuft.train.checkpoint.keeper import Keeper, find_keepers
 from cpuft.train.checkpoint.model import save_model
 from cpuft.train.checkpoint.resuming import Past, resume
 from cpuft.train.checkpoint.state import State
-from cpuft.train.data.prepare import Prepared, prepare, read_prepared
+from cpuft.train.data.prepare import Prepared, describe_data, prepare, read_prepared
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
@@ -104,6 +104,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         header = replace(header, apart=worker.apart, gradients=loop.gradients, global_batch=loop.global_batch)
         header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=worker.cores_allowed)
         story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
+        story.progress.note(describe_data(prepared, config))
         if loop.rung_reason:
             story.progress.note(f"gradients as {loop.gradients}: {loop.rung_reason}")
         begin(story, loop, worker, header, stack)

@@ -35,8 +35,8 @@ sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run too
 echo 'cpuft: check and tokenise the rows once, before any rank starts' >&2
 python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
     --task=mrpc --model=minilm --from-config= --tokenizer= --vocabulary=30522 --data-dir= \
-    --train-file= --validation-file= --text-columns= --label-column=label --max-length=128 \
-    --held-out=0.1 --mask-share=0.15 --whole-words=False --epochs=3.0 --max-steps=0 \
+    --train-file= --validation-file= --text-columns= --label-column=label --label-type=auto \
+    --max-length=128 --held-out=0.1 --mask-share=0.15 --whole-words=False --epochs=3.0 --max-steps=0 \
     --max-train-samples=0 --batch-size=32 --accumulation=1 --lora=0 --learning-rate=2e-05 \
     --warmup-ratio=0.0 --weight-decay=0.0 --clip-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
     --padding=dynamic --engine=torch --plain=False --compile=False --recompute=False \
@@ -56,12 +56,12 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank \
     -m cpuft.train --task=mrpc --model=minilm --from-config= --tokenizer= --vocabulary=30522 \
     --data-dir= --train-file= --validation-file= --text-columns= --label-column=label \
-    --max-length=128 --held-out=0.1 --mask-share=0.15 --whole-words=False --epochs=3.0 --max-steps=0 \
-    --max-train-samples=0 --batch-size=32 --accumulation=1 --lora=0 --learning-rate=2e-05 \
-    --warmup-ratio=0.0 --weight-decay=0.0 --clip-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
-    --padding=dynamic --engine=torch --plain=False --compile=False --recompute=False \
-    --emulate-bf16=False --eval-batch-size=32 --backend=auto --grad-compression=auto --sync-every=1 \
-    --outer-momentum=0.0 --shard=none --comm-timeout=300.0 --save-model=True --lora-merge=False \
-    --checkpoint-every=-1.0 --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines \
-    --apart=False --cores-allowed=0.0 --resume=-1 --since=0.0 --because= --global-batch=0 \
-    --measured= </dev/null
+    --label-type=auto --max-length=128 --held-out=0.1 --mask-share=0.15 --whole-words=False \
+    --epochs=3.0 --max-steps=0 --max-train-samples=0 --batch-size=32 --accumulation=1 --lora=0 \
+    --learning-rate=2e-05 --warmup-ratio=0.0 --weight-decay=0.0 --clip-norm=1.0 --dropout=-1.0 \
+    --seed=42 --precision=auto --padding=dynamic --engine=torch --plain=False --compile=False \
+    --recompute=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
+    --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --shard=none --comm-timeout=300.0 \
+    --save-model=True --lora-merge=False --checkpoint-every=-1.0 --run-dir=/runs/one \
+    --prepared=/runs/one/data.npz --progress=lines --apart=False --cores-allowed=0.0 --resume=-1 \
+    --since=0.0 --because= --global-batch=0 --measured= </dev/null

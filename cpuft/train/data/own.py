@@ -35,10 +35,10 @@ def read_own(task: Task, config: TrainConfig) -> Data:
     for table in (train, validation):
         for name in (*task.texts, task.label):
             find_column(table.columns, name, table.source)
-    task = replace(task, kind=_find_kind(train, task))
+    task = replace(task, kind=_find_kind(train, task, config.label_type))
     for table in (train, validation):
         check_cells(table, task)
-    task = _find_labels(task, train, validation)
+    task = _find_labels(task, train, validation, config.label_type)
     return Data(task, make_rows(train, task), {"": make_rows(validation, task)})
 
 
@@ -84,11 +84,20 @@ def _choose_label(table: Table, wanted: str) -> str:
     return "tags" if is_tags else wanted
 
 
-def _find_kind(table: Table, task: Task) -> str:
-    """What the cells say; of one label a row, it is found later whether that is a score."""
+_KINDS = {"class": "class", "number": "score", "multi": "labels"}
+"""Kind of task by --label-type."""
+
+
+def _find_kind(table: Table, task: Task, wanted: str) -> str:
+    """Kind of task that --label-type or the cells say; whether one label for each row is a score is found later."""
     refuse_empty(table.rows, table.source)
-    if isinstance(table.rows[0][1][task.texts[0]], list):
+    if isinstance(table.rows[0][1].get(task.texts[0]), list):
+        if wanted != "auto":
+            what = f"{table.source} has lists of words in {task.texts[0]!r}, which take one tag for each word"
+            raise CpuftError(f"{what}: leave --label-type {wanted} out, or name a column of texts with --text-columns")
         return "tags"
+    if wanted != "auto":
+        return _KINDS[wanted]
     cells = [row.get(task.label, "") for _, row in table.rows]
     return "labels" if any(isinstance(cell, list) or BETWEEN_LABELS in cell for cell in cells) else "class"
 
@@ -136,14 +145,14 @@ def _split_label(cell: Cell, task: Task) -> list[str]:
     return [text for part in cell if (text := part.strip())]
 
 
-def _find_labels(task: Task, train: Table, validation: Table) -> Task:
+def _find_labels(task: Task, train: Table, validation: Table, wanted: str) -> Task:
     """The task with the classes that the training rows have, or as one of scores where labels are numbers.
 
     Raises CpuftError: training rows have one class only, or validation rows one more.
     """
     found = sorted({text for _, row in train.rows for text in _split_label(row[task.label], task)})
     others = {text: number for number, row in reversed(validation.rows) for text in _split_label(row[task.label], task)}
-    if task.kind == "class" and _are_scores([*found, *others]):
+    if task.kind == "score" or (wanted == "auto" and task.kind == "class" and _are_scores([*found, *others])):
         return replace(task, labels=(), metrics=("pearson", "spearman"), kind="score")
     if len(found) < 2:
         what = f"all rows of {train.source} have the label {found[0]!r}" if found else f"{train.source} has no labels"

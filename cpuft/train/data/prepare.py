@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import struct
@@ -36,8 +37,11 @@ from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.model import check_tokenizer, check_untrained, find_model
 
-FORMAT = 4
+FORMAT = 5
 _NONE: NDArray[Any] = np.zeros(0, np.int8)
+UNKNOWN = -1
+_MOST_NAMED = 10
+"""Classes whose names and counts `describe_data` lists."""
 UNTAGGED = -100
 """The label of a token that has none: torch's cross entropy leaves it out."""
 
@@ -90,13 +94,20 @@ class Prepared:
     """Of the tokenizer."""
     tokenizer: str = ""
     """One that was made here, as JSON."""
+    texts: tuple[str, ...] = ()
+    """Names of the columns that hold the texts."""
+    label: str = ""
+    """Name of the column that holds the label; empty where there is none."""
+    cut: int = UNKNOWN
+    """Training examples that were longer than the maximum length and lost their ends, or UNKNOWN."""
 
 
 def checksum_rows(data: Data, config: TrainConfig) -> str:
     """SHA-256 of everything that decides the token numbers, cut to 16 hexadecimal digits."""
     digest = hashlib.sha256()
     task = data.task
-    for part in (FORMAT, config.max_length, config.max_train_samples, task.kind, task.labels, task.metrics):
+    sizes = (FORMAT, config.max_length, config.max_train_samples)
+    for part in (*sizes, task.kind, task.labels, task.metrics, task.texts, task.label):
         digest.update(repr(part).encode())
     digest.update(digest_tokenizer(config))
     for rows in (data.train, *data.validation.values()):
@@ -106,6 +117,11 @@ def checksum_rows(data: Data, config: TrainConfig) -> str:
 
 def tokenize(rows: Rows, tokenizer: Any, max_length: int, task: Task) -> Tokens:
     """Token numbers of all rows, each cut to `max_length`, not padded. Raises CpuftError: it cannot take words."""
+    return tokenize_and_count(rows, tokenizer, max_length, task)[0]
+
+
+def tokenize_and_count(rows: Rows, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
+    """Tokens as `tokenize` returns them, and the number of rows that were cut, UNKNOWN with a slow tokenizer."""
     words = task.kind == "tags"
     if words and not tokenizer.is_fast:
         raise CpuftError("this model's tokenizer does not tell which words its tokens are of: name another --model")
@@ -113,12 +129,14 @@ def tokenize(rows: Rows, tokenizer: Any, max_length: int, task: Task) -> Tokens:
     encoded = tokenizer(*texts, truncation=True, max_length=max_length, padding=False, is_split_into_words=words)
     ids = encoded["input_ids"]
     types = encoded.get("token_type_ids", [])
-    return Tokens(
+    cut = sum(bool(row.overflowing) for row in encoded.encodings) if encoded.encodings else UNKNOWN
+    tokens = Tokens(
         np.concatenate([np.asarray(row, np.int32) for row in ids]),
         np.concatenate([np.asarray(row, np.int8) for row in types]) if types else np.zeros(0, np.int8),
         np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
         _label_tokens(rows, encoded) if words else _label_rows(rows, task),
     )
+    return tokens, cut
 
 
 def _label_rows(rows: Rows, task: Task) -> NDArray[np.float32]:
@@ -156,8 +174,9 @@ def prepare(config: TrainConfig) -> Path:
         return _check_fit(config, path)
     tokenizer, made = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     parts = {"train": data.train, **{f"validation{name}": rows for name, rows in data.validation.items()}}
-    splits = {key: tokenize(rows, tokenizer, config.max_length, data.task) for key, rows in parts.items()}
-    _write(path, _describe(data.task, list(data.validation), tokenizer, made, checksum), splits, {})
+    found = {key: tokenize_and_count(rows, tokenizer, config.max_length, data.task) for key, rows in parts.items()}
+    meta = _describe(data.task, list(data.validation), tokenizer, made, checksum) | {"cut": found["train"][1]}
+    _write(path, meta, {key: tokens for key, (tokens, _) in found.items()}, {})
     return path
 
 
@@ -186,7 +205,7 @@ def _prepare_texts(config: TrainConfig) -> Path:
         if not all(map(len, splits.values())):
             too_few = f"of {counted(corpus.pieces, 'line')} of {config.train_file} none can be held out"
             raise CpuftError(f"{too_few}: name more texts, or --validation-file")
-        meta = _describe(TASKS["text"], [""], tokenizer, made, checksum)
+        meta = _describe(TASKS["text"], [""], tokenizer, made, checksum) | {"cut": 0}
         _write(path, meta, splits, {"word_kinds": sort_words(tokenizer)})
     return path
 
@@ -202,6 +221,7 @@ def _describe(task: Task, validation: list[str], tokenizer: Any, made: str, chec
     """What the archive has beside the rows."""
     ids = {"pad_id": tokenizer.pad_token_id or 0, "mask_id": tokenizer.mask_token_id or 0}
     told = {"kind": task.kind, "labels": task.labels, "metrics": task.metrics, "validation": validation}
+    told |= {"texts": task.texts, "label": task.label}
     return {**told, **ids, "checksum": checksum, "words": count_words(tokenizer), "tokenizer": made}
 
 
@@ -231,9 +251,55 @@ def read_prepared(path: str) -> Prepared:
         validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
         values = (tuple(meta["labels"]), tuple(meta["metrics"]), meta["checksum"], meta["pad_id"], splits["train"])
         told = (meta["kind"], meta["mask_id"], arrays.get("word_kinds", _NONE), meta["words"], meta["tokenizer"])
-        return Prepared(*values, validation, *told)
+        return Prepared(*values, validation, *told, tuple(meta["texts"]), meta["label"], meta["cut"])
     except Exception as error:  # zipfile and NumPy raise whatever their layers raise
         raise CpuftError(f"{path} is no prepared data ({error!r}): remove it, and start again") from None
+
+
+def describe_data(prepared: Prepared, config: TrainConfig) -> str:
+    """Say in one line what was understood of the data: the examples, the labels, the columns, what was cut."""
+    validation = " and ".join(f"{len(tokens):,}" for tokens in prepared.validation.values())
+    count = len(prepared.train)
+    parts = [f"training on {count:,} example{'s' * (count != 1)}, validating on {validation}"]
+    if prepared.kind == "masked":
+        parts.append(f"each example is a piece of text of up to {config.max_length} tokens, no labels are needed")
+    else:
+        parts += [_describe_labels(prepared, config), f"columns: {', '.join(prepared.texts)} -> {prepared.label}"]
+    if prepared.kind != "masked" and prepared.cut != UNKNOWN:
+        # A share that rounds to 0.0 % is not none: it says "1 example".
+        share = prepared.cut / max(1, count)
+        some = f"{share:.1%}".replace("%", " %") if share >= 0.001 else f"{prepared.cut}"
+        parts.append(f"{some if prepared.cut else 'none'} of the examples cut at --max-length {config.max_length}")
+    return "; ".join(parts)
+
+
+def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
+    """What is learned of each training example."""
+    labels = prepared.train.labels
+    if prepared.kind == "score":
+        from_to = f"{float(labels.min()):g} to {float(labels.max()):g}"
+        others = " (--label-type class learns them as classes)" if config.task == "files" else ""
+        return f"labels: numbers from {from_to}, learned by regression{others}"
+    if prepared.kind == "labels":
+        counts, what = labels.sum(0).astype(int).tolist(), "classes, of which an example may have several"
+    else:
+        known = labels[labels != UNTAGGED].astype(int)
+        counts = np.bincount(known, minlength=len(prepared.labels)).tolist()
+        what = "tags of words" if prepared.kind == "tags" else "classes"
+    common = sorted(zip(prepared.labels, counts), key=lambda one: -one[1])[:_MOST_NAMED]
+    shown = prepared.labels if len(prepared.labels) <= _MOST_NAMED else [label for label, _ in common]
+    named = ", ".join(f"{label} ({count:,})" for label, count in zip(prepared.labels, counts) if label in shown)
+    rest = f" and {len(prepared.labels) - len(shown)} rarer ones" if len(shown) < len(prepared.labels) else ""
+    whole = prepared.kind == "class" and config.task == "files" and all(map(_is_number, prepared.labels))
+    others = " (the labels are numbers: --label-type number learns them by regression)" * whole
+    return f"labels: {len(prepared.labels)} {what}, {named}{rest}{others}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:

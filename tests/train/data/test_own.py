@@ -147,3 +147,39 @@ def test_words_stand_in_one_column(tmp_path: Path) -> None:
     config = replace(files(tmp_path, row, row, "jsonl"), text_columns="a,b", label_column="tags")
     with pytest.raises(CpuftError, match="has words, which stand in one column: name one with --text-columns"):
         read_data(config)
+
+
+RATINGS = "text,label\n" + "".join(f"x,{number}\n" for number in (1, 2, 3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    "wanted, cells, kind, labels",
+    [
+        ("auto", RATINGS, "class", ("1", "2", "3", "4", "5")),
+        ("number", RATINGS, "score", ()),
+        ("class", "text,label\nx,0.5\nx,1.5\n", "class", ("0.5", "1.5")),
+        ("auto", "text,label\nx,0.5\nx,1.5\n", "score", ()),
+        ("class", "text,label\nx,a|b\nx,c\n", "class", ("a|b", "c")),
+        ("multi", "text,label\nx,a\nx,b\n", "labels", ("a", "b")),
+    ],
+)
+def test_the_label_type_may_be_chosen(
+    wanted: str, cells: str, kind: str, labels: tuple[str, ...], tmp_path: Path
+) -> None:
+    data = read_data(replace(files(tmp_path, cells, cells), label_type=wanted))
+    assert (data.task.kind, data.task.labels) == (kind, labels)
+
+
+@pytest.mark.parametrize(
+    "wanted, train, ending, problem",
+    [
+        ("number", "text,label\nx,good\nx,bad\n", "csv", r"line 2: score 'good' is no number"),
+        ("number", TAGGED, "jsonl", r"has lists of words in 'tokens', .*: leave --label-type number out"),
+        ("class", lines({"text": "x", "label": ["a", "b"]}), "jsonl", r"line 1: 'label' has to be one text"),
+    ],
+)
+def test_labels_that_are_not_of_the_chosen_type(
+    wanted: str, train: str, ending: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CpuftError, match=problem):
+        read_data(replace(files(tmp_path, train, train, ending), label_type=wanted))

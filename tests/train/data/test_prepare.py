@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.options.fields import TrainConfig
-from cpuft.train.data.prepare import UNTAGGED, Prepared, prepare, read_prepared
+from cpuft.train.data.prepare import UNTAGGED, Prepared, describe_data, prepare, read_prepared
 from cpuft.train.model import load_tokenizer
 from tests.train.data.test_own import lines
 from tests.train.data.test_rows import files
@@ -63,3 +65,72 @@ def test_the_kind_is_part_of_what_is_kept(own_cache: None, tmp_path: Path) -> No
     single = prepared(lines({"text": "x", "label": "a"}, {"text": "y", "label": "b"}), tmp_path)
     assert (several.kind, single.kind) == ("labels", "class")
     assert several.checksum != single.checksum
+
+
+@pytest.mark.parametrize(
+    "rows, options, told",
+    [
+        (
+            [{"sentence1": "x " * 20, "sentence2": "y", "label": "no"}, *[{"sentence1": "x", "label": "yes"}] * 3],
+            {},
+            "training on 4 examples, validating on 4; labels: 2 classes, no (1), yes (3); columns: sentence1, "
+            "sentence2 -> label; 25.0 % of the examples cut at --max-length 16",
+        ),
+        (
+            [{"text": "x", "label": number} for number in (1, 2, 2, 5)],
+            {},
+            "training on 4 examples, validating on 4; labels: 3 classes, 1 (1), 2 (2), 5 (1) (the labels are numbers: "
+            "--label-type number learns them by regression); columns: text -> label; none of the examples cut at "
+            "--max-length 16",
+        ),
+        (
+            [{"text": "x", "stars": number} for number in (1, 2, 2, 5)],
+            {"label_type": "number", "label_column": "stars"},
+            "training on 4 examples, validating on 4; labels: numbers from 1 to 5, learned by regression (--label-type "
+            "class learns them as classes); columns: text -> stars; none of the examples cut at --max-length 16",
+        ),
+        (
+            [{"text": "x", "label": ["a", "b"]}, {"text": "x", "label": ["b"]}],
+            {},
+            "training on 2 examples, validating on 2; labels: 2 classes, of which an example may have several, a (1), "
+            "b (2); columns: text -> label; none of the examples cut at --max-length 16",
+        ),
+        (
+            [{"tokens": ["Ann", "is", "at", "home"], "tags": ["B-PER", "O", "O", "O"]}],
+            {},
+            "training on 1 example, validating on 1; labels: 2 tags of words, B-PER (1), O (3); columns: tokens -> "
+            "tags; none of the examples cut at --max-length 16",
+        ),
+        (
+            [{"text": "x", "label": f"c{number:02}"} for number in [*range(12), 11, 10]],
+            {},
+            "training on 14 examples, validating on 14; labels: 12 classes, c00 (1), c01 (1), c02 (1), c03 (1), "
+            "c04 (1), c05 (1), c06 (1), c07 (1), c10 (2), c11 (2) and 2 rarer ones; columns: text -> label; none of "
+            "the examples cut at --max-length 16",
+        ),
+    ],
+)
+def test_what_was_understood_of_the_data_is_said(
+    rows: list[dict[str, Any]], options: dict[str, Any], told: str, own_cache: None, tmp_path: Path
+) -> None:
+    if "sentence1" in rows[0]:
+        rows = [{"sentence2": "y", **row} for row in rows]
+    config = replace(files(tmp_path, lines(*rows), lines(*rows), "jsonl"), max_length=16, **options)
+    for _ in range(2):  # the second time from the cache
+        assert describe_data(read_prepared(str(prepare(config))), config) == told
+
+
+def test_the_same_rows_in_other_columns_are_named_by_these(own_cache: None, tmp_path: Path) -> None:
+    for name in ("text", "sentence"):
+        rows = lines({name: "x", "label": "a"}, {name: "y", "label": "b"})
+        config = files(tmp_path, rows, rows, "jsonl")
+        assert f"columns: {name} -> label" in describe_data(read_prepared(str(prepare(config))), config)
+
+
+def test_texts_without_labels_are_described_too(own_cache: None, tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("the old cat\n" * 200)
+    config = TrainConfig(task="text", train_file=str(path), max_length=16)
+    told = describe_data(read_prepared(str(prepare(config))), config)
+    wanted = r"training on \d+ examples, validating on \d+; each example is a piece of text of up to 16 tokens"
+    assert re.match(wanted, told)
