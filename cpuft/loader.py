@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import reprlib
+import unicodedata
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -12,6 +13,15 @@ T = TypeVar("T")
 _hints = cache(get_type_hints)
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 _MOST = 10**300  # larger ones fit into no float: arithmetic on them raises
+
+
+def find_control(text: str, allowed: str = "") -> str:
+    """First control character or line separator of `text` that is not among `allowed`; empty when there is none.
+
+    Values of options, hostfiles, registry entries and recipes become lines of other programs' files (ssh_config,
+    known_hosts, container files): a line break in a value would begin a line of its own there.
+    """
+    return next((c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp") and c not in allowed), "")
 
 
 def parse_json(text: str) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.loader import find_control
 from cpuft.options.fields import LAST_PORT, is_count
 
 NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
@@ -37,7 +38,8 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
 
     Each line is `[user@]host[:slots] [slots=N] [user=U] [port=P]`; `#` begins a comment.
 
-    Raises CpuftError: a malformed line (with `source` and the line's number), the same host twice, or no host at all.
+    Raises CpuftError: a malformed line (with `source` and the line's number), a user name with a
+    control character, the same host twice, or no host at all.
     """
     hosts: list[Host] = []
     lines_of: dict[str, int] = {}
@@ -72,6 +74,10 @@ def _parse_words(words: list[str], where: str) -> Host:
             user = value
         else:
             numbers[_KEYS[key]] = _number(value, key, where)
+    if find_control(user) or user.startswith("-"):
+        raise CpuftError(
+            f"{where}: user {user[:60]!r} contains a control character or begins with a dash: write the login name"
+        )
     return Host(name, numbers["slots"], user, numbers["port"])
 
 

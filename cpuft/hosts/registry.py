@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, near_names
-from cpuft.loader import load, parse_json
+from cpuft.loader import find_control, load, parse_json
 
 FILE_NAME = "cluster.json"
 HOSTFILES = "hostfiles"
@@ -66,7 +66,7 @@ def state_root(environ: Mapping[str, str]) -> Path:
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
-    if len(str(root).split()) > 1:
+    if find_control(str(root)) or len(str(root).split()) > 1:
         raise CpuftError(f"{str(root)!r} holds white space, which mpirun cannot pass to ssh: set CPUFT_STATE elsewhere")
     found = root.stat() if os.path.exists(root) else None
     if found and (found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH):
@@ -126,7 +126,15 @@ def read_entry(root: Path, name: str) -> Entry:
 
 
 def _check_entry(entry: Entry, directory: Path) -> None:
-    """Raises ValueError when an entry is another cluster's, or names a path that a cluster of its kind does not own."""
+    """Check an entry that was read from `directory`.
+
+    Raises ValueError when it contains a control character, is another cluster's, or names a path that a cluster of its
+    kind does not own.
+    """
+    values = dataclasses.asdict(entry)
+    for name, value in [*values.items(), *entry.settings.items(), *entry.options.items()]:
+        if odd := find_control(name) or find_control(value if isinstance(value, str) else ""):
+            raise ValueError(f"its {reprlib.repr(name)} contains the control character {odd!r}")
     names = {entry.name, entry.options.get("name", directory.name)}
     if names != {directory.name}:
         raise ValueError(f"it is the entry of {reprlib.repr((names - {directory.name}).pop())}")

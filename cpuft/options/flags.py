@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from cpuft.errors import CpuftError, near_names
-from cpuft.loader import load, parse_yaml
+from cpuft.loader import find_control, load, parse_yaml
 from cpuft.options.fields import ONE_OF, option_names
 from cpuft.options.foreign import translate
 from cpuft.options.help import FieldOption, Sectioned
@@ -166,8 +166,8 @@ def _as_option(value: Any, where: str) -> str:
     """What a flag would have taken: a list of ranks is written with commas there."""
     try:
         text = ",".join(load(list[str], value if isinstance(value, list) else [value], where))
-        if "\0" in text:
-            raise ValueError(f"{where} holds a null character")
+        if odd := find_control(text):
+            raise ValueError(f"{where} contains the control character {odd!r}")
         return text
     except ValueError as error:
         raise CpuftError(f"{error}: write what its flag takes, or a list of that") from None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cpuft.loader import find_control
 from cpuft.options.fields import SECTIONS
 
 if TYPE_CHECKING:
@@ -13,6 +14,27 @@ if TYPE_CHECKING:
 
 _COLUMN = 24
 """Width of the first column, the same in all sections."""
+
+
+class CheckedCommand(click.Command):
+    """A command that refuses control characters in its options and arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does.
+
+        Raises click.UsageError when a value contains a control character. Arguments of type UNPROCESSED, which are the
+        user's own command, are passed on as they are.
+        """
+        rest = super().parse_args(ctx, args)
+        for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
+            value = ctx.params.get(str(param.name))
+            for text in value if isinstance(value, tuple) else (value,):
+                odd = find_control(text) if isinstance(text, str) and param.type is not click.UNPROCESSED else ""
+                if odd:
+                    name = param.opts[0] if isinstance(param, click.Option) else param.make_metavar(ctx)
+                    said = f"{name} {text[:80]!r} contains the control character {odd!r}: write the value without it"
+                    raise click.UsageError(said, ctx)
+        return rest
 
 
 class FieldOption(click.Option):
@@ -40,7 +62,7 @@ def complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) 
     return [CompletionItem(incomplete, type="dir" if param.metavar == "FOLDER" else "file")]
 
 
-class Sectioned(click.Command):
+class Sectioned(CheckedCommand):
     """A command whose help lists options by subject, each subject's in the order of their fields."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -58,6 +80,8 @@ class Sectioned(click.Command):
 
 class Verbs(click.Group):
     """A group that lists its verbs with their first sentences whole."""
+
+    command_class = CheckedCommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """As click, which would cut each sentence off at the end of its line."""

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import Entry, format_entry
 from cpuft.hosts.ssh import Login
+from cpuft.loader import find_control
 
 _CLIENT = """  StrictHostKeyChecking yes
   BatchMode yes
@@ -47,31 +49,54 @@ Bastions = tuple[tuple[str, Login], ...]
 
 
 def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bastions: Bastions = ()) -> str:
-    """A client configuration for all hosts, by address and by name; used by ssh, mpirun and paramiko alike."""
+    """A client configuration for all hosts, by address and by name; used by ssh, mpirun and paramiko alike.
+
+    Raises CpuftError: a value has a control character or a quotation mark, which would begin another option.
+    """
     parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
     parts += [_format_bastion(name, login) for name, login in bastions]
     jump = ",".join(name for name, _ in bastions)
     for member in members:
-        names = " ".join(dict.fromkeys((member.address, member.name)))
-        part = f"Host {names}\n  HostName {member.reached or member.address}\n  Port {member.port}\n"
-        part += f"  HostKeyAlias {member.known_name}\n" if member.reached else ""
-        part += f"  UserKnownHostsFile {known_hosts}\n  GlobalKnownHostsFile /dev/null\n{_CLIENT}"
-        part += f"  User {member.user}\n" if member.user else ""
-        part += f"  IdentityFile {key}\n  IdentitiesOnly yes\n" if key else ""
-        part += f"  ProxyJump {jump}\n" if jump else ""
+        names = " ".join(_quote("Host", name) for name in dict.fromkeys((member.address, member.name)))
+        address = _quote("HostName", member.reached or member.address)
+        part = f"Host {names}\n  HostName {address}\n  Port {member.port}\n"
+        part += f"  HostKeyAlias {_quote('HostKeyAlias', member.known_name)}\n" if member.reached else ""
+        part += f"  UserKnownHostsFile {_quote('UserKnownHostsFile', known_hosts)}\n"
+        part += f"  GlobalKnownHostsFile /dev/null\n{_CLIENT}"
+        part += f"  User {_quote('User', member.user)}\n" if member.user else ""
+        part += f"  IdentityFile {_quote('IdentityFile', key)}\n  IdentitiesOnly yes\n" if key else ""
+        part += f"  ProxyJump {_quote('ProxyJump', jump)}\n" if jump else ""
         parts.append(part)
     return "\n".join(parts)
 
 
 def _format_bastion(name: str, login: Login) -> str:
     """What the user's own configuration says of a bastion: ssh does not read that beside a cluster's."""
-    lines = [f"Host {name}", f"  HostName {login.address}", f"  Port {login.port}"]
-    lines += [f"  User {login.user}"] if login.user else []
-    lines += [f'  IdentityFile "{path}"' for path in login.identities]
-    lines += [f"  UserKnownHostsFile {' '.join(login.known_hosts)}"] if login.known_hosts else []
-    lines += [f"  HostKeyAlias {login.alias}"] if login.alias else []
-    lines += [f"  ProxyCommand {login.proxy.replace('%', '%%')}"] if login.proxy else []
+    lines = [f"Host {_quote('Host', name)}", f"  HostName {_quote('HostName', login.address)}", f"  Port {login.port}"]
+    lines += [f"  User {_quote('User', login.user)}"] if login.user else []
+    lines += [f"  IdentityFile {_quote('IdentityFile', path)}" for path in login.identities]
+    known_hosts = " ".join(_quote("UserKnownHostsFile", path) for path in login.known_hosts)
+    lines += [f"  UserKnownHostsFile {known_hosts}"] if known_hosts else []
+    lines += [f"  HostKeyAlias {_quote('HostKeyAlias', login.alias)}"] if login.alias else []
+    # ssh gives a ProxyCommand to a shell as it is: it has quotation marks of its own, but only one line.
+    lines += [f"  ProxyCommand {_check_line('ProxyCommand', login.proxy).replace('%', '%%')}"] if login.proxy else []
     return "\n".join(lines) + f"\n{_CLIENT}"
+
+
+def _check_line(option: str, value: str) -> str:
+    """`value`. Raises CpuftError when it has a control character, which would end its line."""
+    if odd := find_control(value):
+        raise CpuftError(
+            f"{option} {value[:80]!r} contains the control character {odd!r}, which ssh_config cannot hold: remove it"
+        )
+    return value
+
+
+def _quote(option: str, value: str) -> str:
+    """`value` as one word of ssh_config, in quotation marks where it has white space or could begin a comment."""
+    if '"' in _check_line(option, value):
+        raise CpuftError(f"{option} {value[:80]!r} contains a quotation mark, which ssh_config cannot hold: remove it")
+    return f'"{value}"' if " " in value or value.startswith("#") else value
 
 
 def format_known_hosts(members: Sequence[Member]) -> str:

@@ -64,6 +64,15 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         ("a slots=-1", "hf, line 1: slots is '-1': give a whole number from 1 to 9999"),
         ("a port=http", "hf, line 1: port is 'http': give a whole number from 1 to 65535"),
         ("127.0.0.1 port=99999", "hf, line 1: port is '99999': give a whole number from 1 to 65535"),
+        (
+            "a user=x\x1b[2J",
+            "hf, line 1: user 'x\\x1b[2J' contains a control character or begins with a dash: write the login name",
+        ),
+        (
+            "-oProxyCommand=x@a",
+            "hf, line 1: user '-oProxyCommand=x' contains a control character or begins with a dash: "
+            "write the login name",
+        ),
         ("a 4", "hf, line 1: '4' is not understood: write slots=N, user=NAME or port=N"),
         ("a slot=4", "hf, line 1: 'slot=4' is not understood: write slots=N, user=NAME or port=N"),
         ("-oX", "hf, line 1: '-oX' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),

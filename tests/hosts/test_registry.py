@@ -62,6 +62,9 @@ def test_what_is_no_name_is_refused_before_any_path_is_made_of_it(tmp_path: Path
         {"hostfile": ""},
         {"ssh_config": "/home/me/.ssh/config"},
         {"kind": "inside"},
+        {"python": "/opt/python\n"},
+        {"options": {"user": "root\n  ProxyCommand touch /tmp/x"}},
+        {"settings": {"A\n": "0"}},
     ],
 )
 def test_an_entry_that_names_what_is_not_the_clusters_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:

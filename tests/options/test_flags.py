@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 from typing import get_type_hints
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpuft.cli import main
 from cpuft.errors import CpuftError
 from cpuft.options.fields import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names
 from cpuft.options.flags import CONFIG_FILE, Verb, make_options, parse_arguments, read_config
@@ -100,7 +102,7 @@ def test_a_file_says_what_a_flag_says(text: str, value: object, tmp_path: Path) 
     [
         ("run_dir: [[a]]", "'run_dir'[0] is ['a'], and must be a text: write what its flag takes"),
         ("run_dir: {a: b}", "'run_dir'[0] is {'a': 'b'}, and must be a text: write what its flag takes"),
-        ('run_dir: "a\\0b"', "'run_dir' holds a null character"),
+        ('run_dir: "a\\0b"', "'run_dir' contains the control character '\\x00': write what its flag takes"),
         ('run_dir: "\\ud800"', "'run_dir'[0] holds half a character"),
         ("run_dir: " + "[" * 5000 + "]" * 5000, "is no YAML (it is nested too deep): write `option: value`"),
         ("run_dir: &a [*a]", "is no YAML (an alias (*name) stands for a list or mapping: write that out): write"),
@@ -129,3 +131,45 @@ def test_yaml_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(CpuftError, match=message):
         read_config(str(path), option_names(TrainConfig))
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["provision", "hosts", "--hosts", "a", "--user", "x\n  ProxyCommand touch /tmp/x"], "--user 'x"),
+        (["provision", "hosts", "--hosts", "a", "--key", "k\r"], "--key 'k"),
+        (["provision", "hosts", "--hosts", "a\x1b[2J"], "--hosts 'a"),
+        (["provision", "local", "--name", "lab\n"], "--name 'lab"),
+        (["provision", "down", "lab\n"], "NAME 'lab"),
+        (["launch", "--run-dir", "a\n\nb"], "--run-dir 'a"),
+        (["submit", "slurm", "--dry-run", "--name", "a\u2028b", "--", "launch"], "--name 'a"),
+        (["submit", "slurm", "--dry-run", "--", "launch", "--run-dir", "a\nb"], "--run-dir 'a"),
+        (["report", "--html", "--estimate", "a\nb", "run"], "--estimate 'a"),
+        (["doctor", "--ssh-config", "a\nb"], "--ssh-config 'a"),
+    ],
+)
+def test_a_control_character_in_a_value_is_refused(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert f"error: {told}" in said
+    assert "contains the control character" in said
+    assert said.count("\n") == 1
+
+
+def test_a_control_character_in_a_yaml_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text('hosts: a\nuser: "root\\n  ProxyCommand touch /tmp/x"\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["provision", "hosts", "--config", str(path)])
+    assert ended.value.code == 2
+    assert f"--config {path}: 'user' contains the control character '\\n'" in capsys.readouterr().err
+
+
+def test_a_script_s_own_arguments_may_hold_any_character(tmp_path: Path) -> None:
+    argument = click.Argument(["script"], nargs=-1, type=click.UNPROCESSED)
+    verb = Verb("x", params=[*make_options(TrainConfig), argument])
+    assert verb.make_context("x", ["--", "-c", "a\nb"]).params["script"] == ("-c", "a\nb")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
-from cpuft.loader import load, parse_yaml
+from cpuft.loader import find_control, load, parse_yaml
 from cpuft.plan import format_comment
 from cpuft.provision.ownership import check_prefix
 from cpuft.provision.wheels import EXTRAS, INSTALL
@@ -73,11 +73,24 @@ def read_recipe(path: str) -> Recipe:
     try:
         recipe = load(Recipe, parse_yaml(Path(path).read_text(encoding="utf-8")))
         check_prefix(recipe.environment.prefix)
+        _refuse_control(recipe)
         return recipe
     except (OSError, ValueError, CpuftError) as error:
         raise CpuftError(
             f"recipe {path} cannot be used ({' '.join(str(error).split())}): compare it with ami/recipe.yaml"
         ) from None
+
+
+def _refuse_control(recipe: Recipe) -> None:
+    """Raises ValueError when a value has a control character: it would break a line of what is made of the recipe.
+
+    The text of a file may have tabs and several lines.
+    """
+    parts = (recipe.base, recipe.environment, *recipe.packages, *recipe.files)
+    for part in parts:
+        for name, value in vars(part).items():
+            if odd := find_control(value, "\n\t" if isinstance(part, File) and name == "text" else ""):
+                raise ValueError(f"{name} {value[:60]!r} contains the control character {odd!r}")
 
 
 def format_install(recipe: Recipe) -> str:

@@ -52,6 +52,8 @@ def test_what_is_no_recipe_is_said_in_a_line(tmp_path: Path, text: str) -> None:
         ("path: /etc/sysctl.d/90-cpuft.conf", "path: [1, 2]"),
         ("prefix: /opt/cpuft", "prefix: /opt/../home"),
         ("prefix: /opt/cpuft", "prefix: 5"),
+        ("suite: bookworm", 'suite: "bookworm\\nRUN touch /tmp/x"'),
+        ("reason: runs the training environment", 'reason: "runs\\nRUN touch /tmp/x"'),
         ("base:", "base: " + "[" * 5000 + "\nother:"),
     ],
 )

@@ -9,12 +9,13 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
+from cpuft.hosts.ssh import Login
 from cpuft.options.clusters import HostsConfig
 from cpuft.plan import Plan
 from cpuft.provision.servers import facts
 from cpuft.provision.servers.facts import ServerFacts, check_server, describe_server, find_python, parse_survey
 from cpuft.provision.servers.planning import Facts, plan_servers, plan_servers_down
-from cpuft.provision.sshfiles import Member, format_inside
+from cpuft.provision.sshfiles import Member, format_inside, format_ssh_config
 from cpuft.provision.wheels import Supply, Wheel, make_stamp
 from tests.provision.simulated import needs_root
 
@@ -205,3 +206,20 @@ def test_a_prefix_that_others_could_have_filled_is_in_the_way(
     os.chown(tmp_path / "cpuft", owner, owner)
     (tmp_path / "cpuft").chmod(mode)
     assert survey(tmp_path / "cpuft").foreign.replace(f"{tmp_path}/cpuft", "PREFIX") == foreign
+
+
+@pytest.mark.parametrize(
+    "change", [{"user": "x\n  ProxyCommand touch /tmp/x"}, {"user": 'x" y'}, {"address": "a\nMatch all"}]
+)
+def test_ssh_configuration_never_holds_a_line_that_a_value_brought(change: dict[str, Any]) -> None:
+    with pytest.raises(CpuftError, match=r"which ssh_config cannot hold: remove it$"):
+        format_ssh_config([replace(MEMBERS[0], **change)], "/k", "/known")
+    with pytest.raises(CpuftError, match=r"^IdentityFile .* which ssh_config cannot hold"):
+        format_ssh_config(MEMBERS, "/k\n  ProxyCommand touch /tmp/x", "/known")
+    with pytest.raises(CpuftError, match=r"^ProxyCommand .* which ssh_config cannot hold"):
+        format_ssh_config(MEMBERS, "/k", "/known", (("b", Login("b", 22, proxy="nc\nMatch all")),))
+
+
+def test_a_key_with_white_space_in_its_path_is_one_word_of_ssh_configuration() -> None:
+    lines = format_ssh_config(MEMBERS, "/my keys/k", "/known").splitlines()
+    assert [line for line in lines if "IdentityFile" in line] == ['  IdentityFile "/my keys/k"'] * 2
