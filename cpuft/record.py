@@ -65,6 +65,9 @@ class Header:
     """CPU time that a control group allows rank 0's host, in cores; 0 for no limit."""
     gradients: str = ""
     """What gradients were sent as, where that was chosen by measuring; else '' and the options tell."""
+    kernels: str = ""
+    """`compiled`: all ranks ran the C++ kernels of the fast path. `absent`: at least one rank had none, and was slower.
+    Empty where the fast path was off, and in the record of an older version."""
     format: int = FORMAT
 
     @property

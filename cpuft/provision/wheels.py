@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import cpuft
+from cpuft.compiler import find_compiler, hash_sources
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, cache_path, check_private, hash_file, hash_text
 from cpuft.plan import Step
@@ -102,7 +103,8 @@ def plan_own_wheel(folder: Path) -> Step:
 
 def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
     """Where wheels for Python `python` are kept, by all that decides which they are."""
-    # Of cpuft only the requirements count here: its code changes from day to day, what it needs does not.
+    # Of cpuft only the requirements and the kernels count here: its other code changes from day to day.
     needs = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
-    text = f"{python}\n{platform.machine()}\n{PINS.read_text(encoding='utf-8')}\n{needs}\n{EXTRAS}"
+    kernels = hash_sources() if find_compiler(environ) else ""
+    text = f"{python}\n{platform.machine()}\n{PINS.read_text(encoding='utf-8')}\n{needs}\n{EXTRAS}\n{kernels}"
     return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"

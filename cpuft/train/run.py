@@ -44,6 +44,7 @@ from cpuft.train.data.prepare import Prepared, describe_data, prepare, read_prep
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
+from cpuft.train.fast import kernel_status
 from cpuft.train.imports import settle
 from cpuft.train.interruption import obey
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
@@ -91,13 +92,14 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         known = recall_backend(measured, world.size)
         choice = stack.enter_context(process_group(world, config.backend, config.comm_timeout, sent_as, known))
         ranks = prove_one_job(world)
+        kernels, why_slow = find_kernels(config, ranks)
         prepared = read_prepared(worker.prepared or str(prepare(config)))
         objective = make_objective(config, prepared)
         torch.manual_seed(config.seed)
         model = objective.load_model(config)
         story = Story(stack.enter_context(Progress(worker.progress, world.rank)))
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
-        header = replace(header, products=find_products(header, measured))
+        header = replace(header, products=find_products(header, measured), kernels=kernels)
         travels = count_travels(model, objective, config, prepared)
         apart, batch = worker.apart, worker.global_batch
         loop = Loop(model, objective, config, prepared, precision.name, world, apart, batch, measured.gradients)
@@ -105,6 +107,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=worker.cores_allowed)
         story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         story.progress.note(describe_data(prepared, config))
+        if why_slow:
+            story.progress.note(why_slow)
         if loop.rung_reason:
             story.progress.note(f"gradients as {loop.gradients}: {loop.rung_reason}")
         begin(story, loop, worker, header, stack)
@@ -215,6 +219,29 @@ def read_cpu() -> Cpu:
     """This CPU, with the flags that oneDNN may use."""
     cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     return cpu._replace(flags=effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", "")))
+
+
+def find_kernels(config: TrainConfig, ranks: list[RecordedRank]) -> tuple[str, str]:
+    """Compile or load the C++ kernels on every rank, before anything is timed.
+
+    Returns
+    -------
+    tuple[str, str]
+        `Header.kernels`, and a line for the user: which hosts have no kernels, why, and what to do; empty if all have.
+    """
+    if config.plain or config.compile or config.engine != "torch":
+        return "", ""
+    return describe_kernels(gather(kernel_status()), [rank.host for rank in ranks])
+
+
+def describe_kernels(statuses: list[str], hosts: list[str]) -> tuple[str, str]:
+    """What `find_kernels` returns, from each rank's `kernel_status` and host."""
+    missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
+    if not missing:
+        return "compiled", ""
+    reasons = ", ".join(dict.fromkeys(status.removeprefix("off: ") for status in missing.values()))
+    slower = "training without them is 2 to 3 times slower"
+    return "absent", f"warning: the compiled kernels are not used on {', '.join(missing)} ({reasons}): {slower}"
 
 
 def make_header(

@@ -31,6 +31,7 @@ def test_two_ranks_train_on_the_demo_task() -> None:
     record = launch("--np", "2", *DEMO)
     assert [len(place.cpus) for place in record.header.ranks] == [1, 1]
     assert record.header.ranks[0].cpus != record.header.ranks[1].cpus
+    assert record.header.kernels == "compiled"
     assert [line.step for line in record.steps] == [1, 2, 3, 4]
     assert record.footer is not None
     assert record.footer.samples == 128
@@ -43,6 +44,24 @@ def test_two_ranks_train_on_the_demo_task() -> None:
 
     assert AutoModelForSequenceClassification.from_pretrained("run/model").config.num_labels == 2
     assert AutoTokenizer.from_pretrained("run/model")("a", "b")["input_ids"]
+
+
+def test_a_run_without_a_compiler_says_that_it_is_slower(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for path in Path("/usr/bin").iterdir():
+        if "++" not in path.name:
+            (tools / path.name).symlink_to(path)
+    words = ("launch", "--run-dir", "run", "--np", "1", *DEMO, "--max-steps", "1", "--no-save-model")
+    done = run_cpuft(*words, settings={"PATH": str(tools)})
+    assert done.returncode == 0, done.stderr
+    assert read_record("run").header.kernels == "absent"
+    host = read_record("run").header.hosts[0]
+    (line,) = [line for line in done.stderr.splitlines() if "kernels" in line]
+    assert line == (
+        f"warning: the compiled kernels are not used on {host} (no C++ compiler; install one (Debian: apt-get install "
+        "g++)): training without them is 2 to 3 times slower"
+    )
 
 
 @needs_glue

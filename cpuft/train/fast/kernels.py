@@ -1,6 +1,7 @@
 """The optional C++ kernels: built with the host's compiler on first use, kept in the user's cache, loaded by ctypes.
 
-Without a compiler, or with CPUFT_KERNELS=0, every caller runs its plain torch twin: the same results (the same
+A host without a compiler uses kernels that `cpuft provision` compiled elsewhere and installed (cpuft.compiler).
+Without those, or with CPUFT_KERNELS=0, every caller runs its plain torch twin: the same results (the same
 dropout masks too, within rounding), more slowly. `kernel_status` says which, for the record.
 """
 
@@ -9,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,18 +20,10 @@ from typing import Any
 
 import torch
 
+from cpuft.compiler import compile_kernels, find_compiler, find_installed, hash_sources
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
-from cpuft.hardware import compiler_target
-
-SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "attention.h", "products.h", "vectors.h")]
-
-# -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. Not -ffast-math: linking
-# with it makes every thread of the process flush denormals, torch's too.
-FLAGS = (
-    *("-O3", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"),
-    *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
-)
+from cpuft.hardware import compiler_target, effective_flags, parse_cpuinfo
 
 # p pointer (or an array of pointers), q int64, Q uint64, I uint32, f float, i int: in the order of the C++ functions.
 _SIGNATURES = {
@@ -98,16 +89,27 @@ class Kernels:
 def _load() -> tuple[Kernels | None, str]:
     if os.environ.get("CPUFT_KERNELS") == "0":
         return None, "off: CPUFT_KERNELS=0"
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    found, said = _load_own()
+    if found is None and (installed := find_installed(_usable_flags())) is not None:
+        try:
+            return Kernels(installed), "on"
+        except (OSError, AttributeError) as error:
+            return None, f"{said}; the installed {installed} cannot be loaded: {error}"
+    return found, said
+
+
+def _load_own() -> tuple[Kernels | None, str]:
+    """Load kernels that this host's compiler builds for this very CPU."""
+    compiler = find_compiler(os.environ)
     if compiler is None:
-        return None, "off: no C++ compiler; install g++ for the fast kernels"
+        return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"
     try:
         return Kernels(build(compiler, compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", "")))), "on"
     except CpuftError as error:
         return None, f"off: {error}"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        return None, f"off: {compiler} could not build them: {str(said).strip().splitlines()[-1:]}"
+        return None, f"off: {compiler} could not build the kernels: {str(said).strip().splitlines()[-1:]}"
 
 
 def build(compiler: str, processor: str = "native") -> Path:
@@ -116,19 +118,25 @@ def build(compiler: str, processor: str = "native") -> Path:
     `processor` is what the compiler's -march takes. Raises CpuftError: the cache may be another user's work, who could
     run code as this one.
     """
-    flags = (f"-march={processor}", *FLAGS)
+    options = (f"-march={processor}",)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    made_of = [*(source.read_text() for source in SOURCES), *flags, version, _processor()]
-    key = hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     home = cache_folder(os.environ)
-    library = home / f"kernels-{key}.so"
+    library = home / f"kernels-{hash_sources(*options, version, _processor())}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=home) as folder:
             made = Path(folder) / "kernels.so"
-            command = [compiler, *flags, str(SOURCES[0]), "-o", str(made)]
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+            compile_kernels(compiler, options, made)
             made.replace(library)
     return library
+
+
+def _usable_flags() -> tuple[str, ...]:
+    """This CPU's flags, without those that ONEDNN_MAX_CPU_ISA hides."""
+    try:
+        cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
+    except OSError:
+        return ()
+    return effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
 
 
 def _processor() -> str:

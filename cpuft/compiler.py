@@ -1,0 +1,98 @@
+"""The C++ compiler, and the kernels of `cpuft/train/fast`: compiled here, or elsewhere and installed as a wheel.
+
+No torch is needed here: `cpuft provision` compiles kernels on a head node for hosts that have no compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import cpuft
+from cpuft.errors import CpuftError
+
+SOURCES = tuple(
+    Path(cpuft.__file__).parent / "train" / "fast" / name
+    for name in ("kernels.cpp", "attention.h", "products.h", "vectors.h")
+)
+
+# -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. Not -ffast-math: linking
+# with it makes every thread of the process flush denormals, torch's too.
+FLAGS = (
+    *("-O3", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"),
+    *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
+)
+PACKAGE = "cpuft_kernels"
+"""The wheel that holds compiled kernels, and its folder beside the package cpuft."""
+_COMPILE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of CPU that kernels are compiled for in advance."""
+
+    name: str
+    options: tuple[str, ...]
+    """What the compiler is told."""
+    needs: frozenset[str]
+    """Flags of /proc/cpuinfo that a CPU must have to run the result."""
+
+
+_AVX2 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"))
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
+_AMX = ("-march=cooperlake", "-mamx-tile", "-mamx-int8", "-mamx-bf16")
+TARGETS = (
+    Target("amx", _AMX, _BF16 | {"amx_tile", "amx_int8", "amx_bf16"}),
+    Target("avx512_bf16", ("-march=cooperlake",), _BF16),
+    Target("avx512", ("-march=skylake-avx512",), _AVX512),
+    Target("avx2", ("-march=haswell",), _AVX2),
+)
+"""The fastest first."""
+
+
+def find_compiler(environ: Mapping[str, str]) -> str | None:
+    """Return the path of the C++ compiler ($CXX, g++ or c++), or None if there is none."""
+    path = environ.get("PATH")
+    return shutil.which(environ.get("CXX", "g++"), path=path) or shutil.which("c++", path=path)
+
+
+def hash_sources(*more: str) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of the kernels' sources, of the compiler's flags and of `more`."""
+    texts = [*(source.read_text(encoding="utf-8") for source in SOURCES), *FLAGS, *more]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
+    """Compile the kernels into `library`.
+
+    Raises CpuftError: the compiler cannot be started, takes longer than 300 s, or refuses the options or the sources.
+    """
+    command = [compiler, *options, *FLAGS, str(SOURCES[0]), "-o", str(library)]
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise CpuftError(f"{compiler} could not build the kernels: {str(said).strip().splitlines()[-1:]}") from None
+
+
+def name_library(target: Target) -> str:
+    """Return the file name of kernels that are compiled in advance from these very sources."""
+    return f"kernels-{hash_sources(*target.options)}-{target.name}.so"
+
+
+def find_installed(cpu_flags: Collection[str], folder: Path = Path(cpuft.__file__).parents[1] / PACKAGE) -> Path | None:
+    """Return the fastest installed library that a CPU with these flags can run.
+
+    Only libraries made from these very sources count. They are looked for beside the package cpuft and nowhere else:
+    whoever can write there can change cpuft itself.
+    """
+    if platform.machine() != "x86_64":
+        return None
+    paths = (folder / name_library(target) for target in TARGETS if target.needs <= set(cpu_flags))
+    return next((path for path in paths if path.is_file()), None)
