@@ -89,9 +89,10 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempts import describe_limit, run_attempts
     from cpuft.launch.ending import describe_ending
-    from cpuft.launch.job import Job, Launch, plan_run
+    from cpuft.launch.job import Job, Launch, plan_fetching, plan_run
     from cpuft.launch.kept import check_kept
     from cpuft.launch.planning import choose_run_dir, end_script, plan_script
+    from cpuft.launch.remote import fetch_finished
     from cpuft.launch.resume import gather_resumed
 
     config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
@@ -101,6 +102,17 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
         end_script((sys.executable, *script), sys.executable, wrap)
     name, command = (Path(script[0]).stem, plan_script(script)) if script else (train.task, ())
     resumed = gather_resumed(resume, config, bool(script)) if resume else None
+    if resumed and resumed.finished_on:
+        there = [host for host in resumed.hosts if host.name == resumed.finished_on]
+        cluster = gather_cluster(replace(config, np=1), tuple(there))
+        fetching = plan_fetching(cluster, resumed)
+        if dry_run:
+            _print_plans([fetching])
+            return
+        _say(f"cpuft: the run came to its end on {resumed.finished_on}: fetching its results")
+        fetch_finished(fetching, resumed.run_dir, cluster, _say)
+        click.echo(f"run: {resumed.run_dir}")
+        return
     if resumed:
         config, train = resumed.take_over(config, train, given_options())
         for line in resumed.silent:

@@ -16,7 +16,7 @@ from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.job import Job, Launch, plan_run
 from cpuft.launch.kept import Kept, check_kept, gather_kept, keep_checkpoints
-from cpuft.launch.remote import MasterLost
+from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished
 from cpuft.launch.restarts import Ended, choose_hosts
 from cpuft.launch.resume import Resumed, read_resumed
 from cpuft.plan import RunPlan
@@ -132,6 +132,21 @@ def leave_hosts(launch: Launch, plan: RunPlan, last: Cluster, left: Sequence[Hos
         keep_checkpoints(plan, launch.run_dir, launch.environ, others | last.access.door.silent)
 
 
+def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Callable[[str], None]) -> bool:
+    """Whether the run had come to its end on a head host to which only the connection was lost; then it is fetched."""
+    head = [one.host for one in cluster.assignments if one.host.name == cluster.master]
+    if not cluster.away or cluster.access.door.find_silent([cluster.master]):
+        return False
+    kept, _ = gather_kept(head, cluster.access, launch.run_dir)
+    if not any(one.finished for one in kept):
+        return False
+    try:
+        fetch_finished(plan, launch.run_dir, cluster, say)
+    except MasterLost:
+        return False
+    return True
+
+
 def take_away(course: Course, last: Cluster, run_dir: str, say: Callable[[str], None]) -> None:
     """Take what a run that has come to its end left on hosts that it lost on the way, where they answer again, and
     say which do not."""
@@ -145,7 +160,7 @@ def take_away(course: Course, last: Cluster, run_dir: str, say: Callable[[str], 
     words = remove_command(last.folder, sent, os.path.dirname(work))
     attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), there)
     if silent := ", ".join(host.name for host in lost if host not in there):
-        say(f"cpuft: {silent} did not answer at the end: what the run left there, cpuft doctor finds a day later")
+        say(f"cpuft: {silent} did not answer at the end: {LEFT_THERE}")
 
 
 def find_resumed(job: Job, resumed: Resumed) -> Resumed:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpuft.errors import AGAIN, CpuftError, counted
 from cpuft.hosts.cluster import Cluster
-from cpuft.launch.again import Course, Tried, end_ranks, patiently, plan_again, take_away
+from cpuft.launch.again import Course, Tried, end_ranks, fetch_if_finished, patiently, plan_again, take_away
 from cpuft.launch.failures import ended_to_go_on, read_failures
 from cpuft.launch.job import Job, Launch
 from cpuft.launch.kept import silent_at_the_end
@@ -60,7 +60,7 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
             if number:
                 say_kept(plan, launch.run_dir, launch.environ, cluster.access.door.silent, say)
             raise
-        if not tried.ended.code:
+        if not tried.ended.code or (tried.unfetched and fetch_if_finished(launch, plan, cluster, say)):
             take_away(course, cluster, launch.run_dir, say)
             return 0
         verdict = judge(tried.ended, marks)

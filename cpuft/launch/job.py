@@ -58,6 +58,12 @@ def plan_run(
     return plan_travel(plan, parcels, lacking, cluster, run_dir, kept, have)
 
 
+def plan_fetching(cluster: Cluster, resumed: Resumed) -> RunPlan:
+    """The plan that only fetches a finished run from the head host, and then removes it from all hosts."""
+    plan = RunPlan(ways=cluster.ways, resumed=True)
+    return plan_travel(plan, (), {}, cluster, resumed.run_dir, resumed.kept)
+
+
 def find_rows(resumed: Resumed, cluster: Cluster) -> set[str]:
     """Hosts that have the prepared rows of this very launch, where it starts its run again."""
     if not resumed.because:

@@ -47,6 +47,8 @@ class Kept:
     """First line of a record; empty for none."""
     rows: bool = False
     """Whether the prepared rows are there."""
+    finished: bool = False
+    """Whether the run came to its end there: its results only have to be fetched."""
 
 
 def gather_kept(hosts: Sequence[Host], access: Access, run_dir: str) -> tuple[tuple[Kept, ...], list[CpuftError]]:
@@ -64,7 +66,7 @@ def parse_kept(said: str, host: Host) -> Kept:
     steps = [int(found[1]) for line in lines if (found := re.fullmatch(r"steps ([0-9]{1,15})", line))]
     header = next((line for line in lines if line.startswith("{")), "")
     update, made = max(updates, default=-1), max(steps, default=0)
-    return Kept(host, "there" in lines, "going" in lines, update, made, header, "rows" in lines)
+    return Kept(host, "there" in lines, "going" in lines, update, made, header, "rows" in lines, "finished" in lines)
 
 
 def plan_kept(cluster: Cluster, work: str) -> Stages:

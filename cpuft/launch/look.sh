@@ -11,3 +11,5 @@ for folder in "$work" "$work"/checkpoints/[0-9]*.[0-9]*; do
 done
 [ ! -f "$work/data.npz" ] || echo rows
 for file in "$work"/checkpoints/rank-*.last; do [ ! -f "$file" ] || echo "steps $(head -c 16 "$file")"; done
+# A run that came to its end and was not fetched: the supervisor noted exit code 0.
+[ "$(head -c 4 "$work/logs/exit-code" 2>/dev/null)" != 0 ] || echo finished

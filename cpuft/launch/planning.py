@@ -106,6 +106,8 @@ def plan_training(
     refuse_engine(train.engine, bool(config.notice), apart)
     prepared = f"{run_dir}/{ROWS}"
     worker = WorkerConfig(run_dir, prepared, progress, apart, cluster.facts[0].cpu_quota)
+    # Until the launcher has fetched the results, the checkpoints are their only copy on a second host.
+    worker = replace(worker, keep_checkpoints=cluster.away)
     if resumed:
         worker = replace(worker, resume=resumed.updates, global_batch=resumed.global_batch)
         worker = replace(worker, since=resumed.since, because=resumed.because)

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +35,8 @@ from cpuft.words import own_module
 _CODE = "exit-code"
 """Beside the ranks' logs: the supervisor's own, when it came to its end."""
 _MAKE_SECONDS = 60.0
+_CLEAN_SECONDS = 15.0
+LEFT_THERE = "what the run left there, cpuft doctor finds a day later"
 _SEND_SECONDS = 1800.0
 Say = Callable[[str], None]
 
@@ -108,11 +110,11 @@ def run_plan_there(
         watch, takes = (asking.check, asking.takes) if asking else (lambda: None, lambda signal_number: False)
         code = execute.run_step(step, environ, None, watch, takes=takes)
     except Interrupted:
-        _bring_back(replace(plan, stays=False), run_dir, order, cluster, environ, False, say)
+        _bring_back(replace(plan, stays=False), run_dir, cluster, environ, False, say)
         raise
     if code == execute.SSH_FAILED:
         cluster.access.door.find_silent([assignment.host.name for assignment in cluster.assignments])
-    _bring_back(plan, run_dir, order, cluster, environ, not code, say)
+    _bring_back(plan, run_dir, cluster, environ, not code, say)
     # A rank that was killed has such a code, too, and then the supervisor told it.
     if code == execute.SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _CODE).exists()):
         raise MasterLost(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
@@ -126,8 +128,16 @@ def plan_supervision(order: Order, cluster: Cluster) -> Step:
     return Step("supervise the ranks", command, settings, cluster.master, json.dumps(dataclasses.asdict(order)))
 
 
+def fetch_finished(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> None:
+    """Fetch a run that came to its end on the head host, and remove it from all hosts.
+
+    Raises MasterLost: the results could not be fetched; they stay where they are.
+    """
+    _bring_back(plan, run_dir, cluster, os.environ, True, say)
+
+
 def _bring_back(
-    plan: RunPlan, run_dir: str, order: Order, cluster: Cluster, environ: Mapping[str, str], ended: bool, say: Say
+    plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], ended: bool, say: Say
 ) -> None:
     """Fetch the run, and take it away there: where it has not `ended` well, all of it but its checkpoints.
 
@@ -143,7 +153,7 @@ def _bring_back(
         _run(Plan(((fetch,),), ways=plan.ways), environ, _SEND_SECONDS)
     except CpuftError as error:
         say_kept(plan, run_dir, environ, {cluster.master, *silent}, say)
-        lost = MasterLost(f"{error}; what was recorded is in {order.run_dir} on {cluster.master}")
+        lost = MasterLost(f"{error}; what was recorded is in {cluster.work_dir(run_dir)} on {cluster.master}")
         lost.unfetched = cluster.master
         raise lost from None
     if os.path.isdir(run_dir):
@@ -153,9 +163,17 @@ def _bring_back(
         say_kept(plan, run_dir, environ, silent, say)
         return
     Path(run_dir, NOTE).unlink(missing_ok=True)
-    # A host that was lost meanwhile must not hide how the run ended.
-    with contextlib.suppress(CpuftError):
-        _run(Plan(tuple(clean), ways=plan.ways), environ, _MAKE_SECONDS)
+    for stage in clean:
+        _clean_hosts([step for step in stage if step.host not in silent], plan, environ)
+    if gone := sorted({step.host for stage in clean for step in stage} & silent):
+        say(f"cpuft: {', '.join(gone)} did not answer at the end: {LEFT_THERE}")
+
+
+def _clean_hosts(steps: Sequence[Step], plan: RunPlan, environ: Mapping[str, str]) -> None:
+    """Remove the run from hosts, side by side. A host that was lost meanwhile must not hide how the run ended."""
+    ways = Plan(ways=plan.ways)
+    with contextlib.suppress(TimeoutError):
+        execute.run_stage([ways.here(step) for step in steps], environ, _CLEAN_SECONDS)
 
 
 def say_kept(plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str], say: Say) -> None:

@@ -121,7 +121,10 @@ def choose_hosts(
 
 def describe_restart(number: int, limit: int, why: str, hosts: Sequence[str], ranks: int, update: int) -> str:
     """The line that a user sees when a run is started again; `update`: the last one that is kept, 0 for none."""
-    start = f"go{'es' * (ranks == 1)} on from update {update}" if update > 0 else f"begin{'s' * (ranks == 1)} anew"
+    plural = "s" * (ranks == 1)
+    start = f"continue{plural} after update {update}"
+    if update <= 0:
+        start = f"start{plural} from the beginning, because no checkpoint had been saved yet"
     return f"restart {number} of {limit}: {why}; {counted(ranks, 'rank')} on {', '.join(hosts)} {start}"
 
 

@@ -39,6 +39,8 @@ class Resumed:
     """And why."""
     fetched: str = ""
     """Host whose logs of it are here."""
+    finished_on: str = ""
+    """Host on which the run came to its end and where its results still are; empty for none."""
     measured: Measured | None = field(default=None, compare=False)
     places: frozenset[str] = field(default=frozenset(), compare=False)
     """Names of the hosts that it has run on, as they call themselves: between these `measured` holds."""
@@ -92,6 +94,8 @@ def read_resumed(run: str, is_script: bool = False, kept: Sequence[Kept] = ()) -
     """
     path = Path(run).absolute()
     going = [one.host.name for one in kept if one.going]
+    if finished := [one.host.name for one in kept if one.finished and not one.going]:
+        return Resumed(str(path), finished_on=finished[0])
     headers = [(one.host.name, one.header) for one in kept if one.header]
     here = (path / FILE_NAME).exists()
     if is_script and ((path / "logs").is_dir() or any(one.there for one in kept)) and not (here or headers or going):

@@ -138,6 +138,7 @@ class WorkerConfig:
     because: str = option("", "why it did")
     global_batch: int = option(0, "rows of an update (default: a batch for each rank)", least=0)
     measured: str = option("", "what the run's first start has measured, as JSON (default: measure)")
+    keep_checkpoints: bool = option(False, "leave the checkpoints at the end: the launcher removes them after fetching")
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class Story:
     progress: Progress
     writer: Writer | None = None
     keeper: Keeper | None = None
+    keeps: bool = False
+    """Whether some ranks write checkpoints, this one or others."""
     past: list[StepLine] = field(default_factory=list)
     """Steps before it was resumed."""
 
@@ -115,7 +117,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         with loop.exchange.whole():
             prove_equal_parameters(model, "before the first step")
         settle()
-        steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, story)
+        steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, story, worker)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         with loop.exchange.whole():
             if story.writer and config.save_model and not worker.apart:
@@ -145,6 +147,7 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
         if begun is None:
             story.writer.write(header)
     if state and keeps:
+        story.keeps = True
         if world.rank in find_keepers(header.ranks):
             every = config.checkpoint_every or math.inf
             story.keeper = Keeper(state, root, world.rank, every, loop.exchange.stand_by)
@@ -179,21 +182,37 @@ def make_resumed_line(header: Header, past: Past, worker: WorkerConfig) -> Resum
 
 
 def end(story: Story, loop: Loop, worker: WorkerConfig) -> None:
-    """Take the checkpoints away, once the model and the record are whole: nobody will go on from them."""
+    """Remove the checkpoints once the model and the record are whole, unless the launcher still has to fetch these."""
     if story.keeper:
         story.keeper.end()
     dist.barrier()
-    if worker.run_dir and loop.world.local_rank == 0:
+    if worker.run_dir and loop.world.local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
 
 
-def train_together(loop: Loop, story: Story) -> Trained:
+def keep_final_state(loop: Loop, story: Story, worker: WorkerConfig) -> None:
+    """Write a last checkpoint after the last update, on two hosts, while the model is evaluated and saved.
+
+    If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again from
+    this checkpoint, and no update is repeated. On one host, losing the host would lose the checkpoint as well.
+    """
+    on_several_hosts = loop.world.size > loop.world.local_size
+    if not (story.keeps and worker.keep_checkpoints and on_several_hosts):
+        return
+    if story.keeper:
+        story.keeper.keep(loop.updates, skip_if_busy=False)
+    else:
+        loop.exchange.stand_by()
+
+
+def train_together(loop: Loop, story: Story, worker: WorkerConfig) -> Trained:
     """Train and evaluate as one job, recorded as it goes."""
     steps: list[StepLine] = []
     for line in train(loop):
         steps.append(line)
         story.progress.step(line, loop.updates)
         story.add(line)
+    keep_final_state(loop, story, worker)
     with loop.exchange.whole():
         checksum = prove_equal_parameters(loop.model, "after the last step")
     story.progress.evaluating(sum(len(rows) for rows in loop.prepared.validation.values()))
@@ -203,7 +222,7 @@ def train_together(loop: Loop, story: Story) -> Trained:
     return story.past + steps, gather(average_phases(steps)), checksum
 
 
-def train_apart(loop: Loop, story: Story) -> Trained:
+def train_apart(loop: Loop, story: Story, worker: WorkerConfig) -> Trained:
     """Train each rank for itself from the same moment on, recorded at the end; there is no one model to evaluate."""
     own: list[StepLine] = []
     for line in train(loop):

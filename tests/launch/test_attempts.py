@@ -81,7 +81,7 @@ def ends(log: Path) -> int:
 
 
 KEEP = Step("keep the run's checkpoints", ("echo", "000000008.0"), host="localhost")
-KILLED, AGAIN = fails(137), "on localhost begins anew"
+KILLED, AGAIN = fails(137), "on localhost starts from the beginning, because no checkpoint had been saved yet"
 
 
 def test_what_is_killed_or_lost_is_started_again_until_it_ends(cluster: Cluster) -> None:
@@ -163,6 +163,30 @@ def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_a
     take_away(Course(last, used={"b": Host("b")}), replace(last, away=False), "/runs/mrpc", said.append)
     take_away(Course(last), last, "/runs/mrpc", said.append)
     assert (asked, len(said)) == ([], 1)
+
+
+def test_a_run_that_had_ended_when_its_head_host_was_cut_off_is_only_fetched(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Door(doors.Door):
+        def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+            return set()
+
+        def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
+            return Answer(0, "there\nfinished\n", "")
+
+    fetched = list[str]()
+    monkeypatch.setattr("cpuft.launch.again.fetch_finished", lambda plan, run, *rest: fetched.append(run))
+    away = replace(cluster, away=True, access=replace(cluster.access, door=Door()))
+
+    def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
+        error = MasterLost("the connection was lost: look at it")
+        error.unfetched = "localhost"
+        raise error
+
+    said = list[str]()
+    assert run_attempts(Launch(script(3), "/runs/mrpc", {}), RunPlan(), away, start, said.append) == 0
+    assert (fetched, said) == (["/runs/mrpc"], [])
 
 
 def is_told_to_go(log: Path) -> int:

@@ -122,6 +122,21 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     assert look(tmp_path) == replace(found, steps=14, rows=False)
 
 
+def test_a_run_that_came_to_its_end_and_was_not_fetched_is_known(tmp_path: Path) -> None:
+    """It only has to be fetched, whatever is here of it."""
+    work = write_work(tmp_path, "000000010.0")
+    (work / "logs/exit-code").write_text("0\n")
+    found = look(tmp_path)
+    assert found.finished
+    (work / "logs/exit-code").write_text("137\n")
+    assert not look(tmp_path).finished
+    run = str(tmp_path / "run")
+    assert read_resumed(run, kept=[found]) == Resumed(run, finished_on="a")
+    assert read_resumed(run, is_script=True, kept=[found]).finished_on == "a"
+    with pytest.raises(CpuftError, match="is still going on: wait"):
+        read_resumed(run, kept=[replace(found, going=True)])
+
+
 def test_a_run_is_known_by_what_hosts_have_of_it(tmp_path: Path) -> None:
     """Where the master was lost there is nothing of it here."""
     run = str(tmp_path / "run")

@@ -103,7 +103,10 @@ def test_a_worker_that_is_lost_is_left_out(tmp_path: Path) -> None:
         said, _ = process.communicate(timeout=150)
     assert process.returncode == 0, said
     hosts = [f"j-worker-{number}.j.default.svc" for number in (0, 1)]
-    assert f"cpuft: restart 1 of 3: host {hosts[1]} was lost; 1 rank on {hosts[0]} begins anew" in said.splitlines()
+    assert (
+        f"cpuft: restart 1 of 3: host {hosts[1]} was lost; 1 rank on {hosts[0]} starts from the beginning, "
+        in said.splitlines()
+    )
 
 
 @pytest.mark.proof

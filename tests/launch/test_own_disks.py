@@ -260,4 +260,4 @@ def test_a_host_that_is_told_to_go_is_left_before_it_does(cluster: Simulated) ->
     assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-2", f"{cluster.name}-3"]
     assert [one.step for one in record.steps] == list(range(1, 17))
     others = ", ".join(host.name for host in cluster.hosts[1:])
-    assert f"cpuft: restart 1 of 3: {resumed.because}; 2 ranks on {others} go on from update " in done.stderr
+    assert f"cpuft: restart 1 of 3: {resumed.because}; 2 ranks on {others} continue after update " in done.stderr

@@ -89,10 +89,10 @@ def test_hosts_that_answer_get_what_they_had_and_spares_take_the_place_of_the_lo
 @pytest.mark.parametrize(
     "hosts, ranks, update, end",
     [
-        (["a", "b"], 4, 120, "4 ranks on a, b go on from update 120"),
-        (["a"], 1, 120, "1 rank on a goes on from update 120"),
-        (["a", "b"], 2, 0, "2 ranks on a, b begin anew"),
-        (["a"], 1, 0, "1 rank on a begins anew"),
+        (["a", "b"], 4, 120, "4 ranks on a, b continue after update 120"),
+        (["a"], 1, 120, "1 rank on a continues after update 120"),
+        (["a", "b"], 2, 0, "2 ranks on a, b start from the beginning, because no checkpoint had been saved yet"),
+        (["a"], 1, 0, "1 rank on a starts from the beginning, because no checkpoint had been saved yet"),
     ],
 )
 def test_the_line_that_a_user_sees(hosts: list[str], ranks: int, update: int, end: str) -> None:

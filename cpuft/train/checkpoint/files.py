@@ -176,9 +176,15 @@ def _forget_updates(root: Path) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """Take away the checkpoints of a run that came to its end, and their folder when nothing else is in it."""
-    for path, _ in _list_ours(root):
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove the checkpoints of a finished run, and their folder when nothing else is in it.
+
+    Each loses its name first: if this process is killed in the middle, no half of a checkpoint looks like a whole one.
+    """
+    for path, own in _list_ours(root):
+        if own[3]:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            _remove(path)
     _forget_updates(root)
     with suppress(OSError):
         root.rmdir()

@@ -71,12 +71,20 @@ class Keeper:
         every = self._every if self._every >= 0 else self.cost / SHARE
         return time.monotonic() - self._last >= every and not self._thread.is_alive()
 
-    def keep(self, update: int, wait: bool = False, last: Line | None = None) -> bool:
-        """Make a checkpoint after this update; with `wait`, this returns whether it is on the disk.
+    def keep(self, update: int, wait: bool = False, last: Line | None = None, skip_if_busy: bool | None = None) -> bool:
+        """Make a checkpoint after an update.
 
-        Without, nothing is done while the last one is being written. `last`: the record's last line in it.
+        Parameters
+        ----------
+        wait: return only when the checkpoint is written.
+        last: the last line of the record in the checkpoint.
+        skip_if_busy: make no checkpoint while the one before is being written (default: unless `wait` is set).
+
+        Returns
+        -------
+        Whether the checkpoint is on the disk; False without `wait`.
         """
-        if self._thread.is_alive() and not wait:
+        if self._thread.is_alive() and (not wait if skip_if_busy is None else skip_if_busy):
             self._stand_by()
             return False
         self._thread.join()

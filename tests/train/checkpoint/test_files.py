@@ -69,6 +69,17 @@ def test_only_checkpoints_of_ours_are_taken_away(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(own)
 
 
+def test_a_removal_that_breaks_off_leaves_no_half_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head host may be lost at this moment; its next start would find a damaged checkpoint and stop."""
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    monkeypatch.setattr("shutil.rmtree", lambda path, ignore_errors: next(path.iterdir()).unlink())
+    remove_all(tmp_path)
+    assert list_checkpoints(tmp_path) == []
+
+
 def flip(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 4

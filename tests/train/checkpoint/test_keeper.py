@@ -56,6 +56,17 @@ def test_a_keeper_that_still_writes_takes_no_snapshot_and_stands_by(tmp_path: Pa
     assert [update for update, _ in list_checkpoints(tmp_path)] == [3, 1]
 
 
+def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    keeper, going_on = make_keeper(tmp_path, 0.0), threading.Event()
+    keeper.end()
+    keeper._thread = threading.Thread(target=going_on.wait, args=(60,))
+    keeper._thread.start()
+    threading.Timer(0.1, going_on.set).start()
+    keeper.keep(7, skip_if_busy=False)
+    keeper.end()
+    assert [update for update, _ in list_checkpoints(tmp_path)] == [7]
+
+
 def test_a_checkpoint_has_the_record_up_to_it(tmp_path: Path) -> None:
     keeper = make_keeper(tmp_path, 0.0)
     first, second = make_steps(2, [0.1])
