@@ -85,6 +85,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     """Train --task on --np ranks; or run a script of your own on them: cpuft launch --np 4 -- train.py --lr 1e-4.
 
     Your script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun.
+    Its ranks have to form one process group, or the run ends with an error: see --independent.
     """
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempts import describe_limit, run_attempts
@@ -95,12 +96,17 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.launch.remote import fetch_finished
     from cpuft.launch.resume import gather_resumed
 
-    config, train, wrap = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values).wrap
+    config, train, how = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values)
     if script:
         refuse_options(TrainConfig, "is for cpuft's own training: a script takes its options behind its name, after --")
-    if wrap:
-        end_script((sys.executable, *script), sys.executable, wrap)
-    name, command = (Path(script[0]).stem, plan_script(script)) if script else (train.task, ())
+    elif how.independent:
+        raise CpuftError("--independent is for a script of yours: cpuft launch --independent -- train.py ...")
+    command = plan_script(script) if script else ()
+    if how.wrap:
+        end_script(command, sys.executable, how.wrap)
+    name = (
+        Path(command[1] if command[1:2] and command[1].endswith(".py") else command[0]).stem if script else train.task
+    )
     resumed = gather_resumed(resume, config, bool(script)) if resume else None
     if resumed and resumed.finished_on:
         there = [host for host in resumed.hosts if host.name == resumed.finished_on]
@@ -121,7 +127,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     cluster = gather_cluster(config, resumed.hosts if resumed else ())
     if resumed:
         check_kept(resumed.kept, cluster, run_dir)
-    job = Job(config, train, command, wrap, _progress())
+    job = Job(config, train, command, how.wrap, how.independent, _progress())
     plan = plan_run(job, cluster, run_dir, os.environ, resumed)
     if dry_run:
         _print_plans([replace(plan, notes=(*describe_limit(job, cluster), *plan.notes))])

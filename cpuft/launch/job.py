@@ -11,6 +11,7 @@ from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan
 from cpuft.launch.kept import ROWS
 from cpuft.launch.planning import end_script, plan_launch, plan_training
 from cpuft.launch.resume import Resumed
+from cpuft.launch.settings import script_settings
 from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.plan import RunPlan
 
@@ -24,6 +25,8 @@ class Job:
     script: tuple[str, ...] = ()
     """Its command, from `planning.plan_script`; empty for a training."""
     wrap: bool = False
+    independent: bool = False
+    """Whether the ranks of the script are meant to be independent of each other."""
     progress: str = "lines"
 
 
@@ -49,7 +52,8 @@ def plan_run(
     if job.script:
         command, parcels = pack_script(cluster, job.script)
         command = end_script(command, cluster.python, job.wrap)
-        plan = plan_launch(cluster, config, work, command, "gloo", environ, resumed)
+        extra = script_settings(config.np, job.independent)
+        plan = plan_launch(cluster, config, work, command, "gloo", environ, resumed, extra)
     else:
         train, parcels = pack_training(cluster, job.train)
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)

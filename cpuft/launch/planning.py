@@ -129,8 +129,13 @@ def plan_training(
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     """The command of a user's own script: by this Python when it is one of Python's, else as it is.
 
+    `python train.py` is the same as `train.py`.
+
     Raises CpuftError: there is no such script or program.
     """
+    if len(script) > 1 and _is_own_python(script[0]):
+        words = script[2:] if script[1] == "-u" else script[1:]
+        script = words if words and words[0].endswith(".py") else script
     path = Path(script[0])
     if path.suffix == ".py" or path.is_file():
         if not path.is_file():
@@ -141,6 +146,19 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     if shutil.which(script[0]) is None:
         raise CpuftError(f"there is no script or program {script[0]}: name a .py file or a program of PATH")
     return script
+
+
+def _is_own_python(word: str) -> bool:
+    """Whether a command is the interpreter that runs cpuft, so that `python train.py` means `train.py`.
+
+    A bare `python` or `python3` is taken for that one: it need not be the same, or there at all, on other hosts.
+    """
+    if word in ("python", "python3"):
+        return True
+    found = shutil.which(word) or ""
+    return Path(found).name.startswith("python") and os.path.realpath(Path(found).parent) == os.path.realpath(
+        Path(sys.executable).parent
+    )
 
 
 def end_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
@@ -163,10 +181,12 @@ def plan_launch(
     backend: str,
     environ: Mapping[str, str],
     resumed: Resumed | None = None,
+    extra: tuple[Setting, ...] = (),
 ) -> RunPlan:
     """One mpirun over all hosts; each rank's output goes into a file of its own in the run directory.
 
-    `command` is a program, or `-m` and a module of ours. Of a `resumed` run the directory is there already.
+    `command` is a program, or `-m` and a module of ours. Of a `resumed` run the directory is there already. `extra`
+    settings are for all ranks; where the user has set one of these variables, the user's value is kept.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     sent, without, words = plan_secrets(cluster, run_dir, environ)
@@ -175,6 +195,7 @@ def plan_launch(
         mpirun.RankGroup(assignment.host.name, assignment.ranks, settings)
         for assignment, settings in zip(cluster.assignments, per_host)
     )
+    shared += environment.keep_users_values(extra, environment.users_variables(environ))
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
     if notice := find_notice(config.notice) if config.notice else cluster.access.notice:
         shared += (Setting(NOTICE, notice, "each host's first rank looks there every 5 s"),)

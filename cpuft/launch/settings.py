@@ -11,6 +11,7 @@ from cpuft.hosts.interfaces import Interface
 from cpuft.hosts.topology import HostFacts, RankCores, format_mask
 from cpuft.loader import load, parse_json
 from cpuft.plan import Setting
+from cpuft.rank.connected import CHECK
 
 _BY_VALUE = (
     *("CCL_", "FI_", "GLOO_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "THP_", "TORCH_", "UCX_"),
@@ -51,6 +52,20 @@ def shared_settings(
         Setting("KMP_BLOCKTIME", "1", "idle OpenMP threads yield their core after 1 ms"),
         Setting("KMP_AFFINITY", "granularity=fine,compact,1,0", "one OpenMP thread a core, none moves"),
         Setting("TOKENIZERS_PARALLELISM", "false", "rows are tokenised before ranks start"),
+    )
+
+
+def script_settings(np: int, independent: bool) -> tuple[Setting, ...]:
+    """Settings for a script of the user's own on `np` ranks: libraries that look for GPUs first join all ranks.
+
+    Nothing is set for one rank, or for ranks that are meant to be independent.
+    """
+    if np < 2 or independent:
+        return ()
+    return (
+        Setting(CHECK, "1", "the script is stopped if its ranks are not connected; --independent prevents this check"),
+        Setting("ACCELERATE_USE_CPU", "true", "Accelerate and the Hugging Face Trainer join ranks without GPUs"),
+        Setting("TORCHELASTIC_RUN_ID", "cpuft", "Lightning takes its rank from RANK and WORLD_SIZE, as under torchrun"),
     )
 
 

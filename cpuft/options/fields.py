@@ -175,6 +175,7 @@ class ScriptConfig:
     """How `cpuft launch` runs a script of yours."""
 
     wrap: bool = _fast(False, "bring the fast path to the Trainer in your script")
+    independent: bool = _between(False, "do not require that the ranks of a script form one process group")
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ def start_reporting(source: Source | None = None) -> None:
     _reporter.source = source or _reporter.source
 
 
+def report_operations() -> Mapping[str, Any]:
+    """The report of this process's source of operations: `progress`, `pending` and for groups of cpuft.comm `names`."""
+    return _reporter.source() if _reporter else {}
+
+
 def hold(words: str = "", raised: TracebackType | None = None) -> None:
     """Write `words`, and wait to be looked at and ended, if anybody will: this rank has waited in vain for others.
 

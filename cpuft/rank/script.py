@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
+from cpuft.rank.connected import ConnectionCheck, RefusedScriptError, changes, make_check, refuse_nccl
 from cpuft.rank.notice import listen
 from cpuft.rank.process import format_failure
 from cpuft.rank.reporting import RECORDER, hold, start_reporting
@@ -40,11 +41,31 @@ _LOOK_SECONDS = 0.01
 """Half a second, as torch waits for a master that comes a moment later, is a twelfth of a start."""
 
 
-def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ()) -> int:
+def run_script(
+    words: Sequence[str],
+    refusals: tuple[type[Exception], ...] = (RefusedScriptError,),
+    check: ConnectionCheck | None = None,
+) -> int:
     """Run a script with its arguments as `__main__`; its exit code.
 
-    An exception is reported as Python does, but one of `refusals` in one line, and the code is 2.
+    An exception is reported as Python does, but one of `refusals` in one line, and the code is 2. So it is when the
+    script ends well, but `check` finds that its ranks were not connected.
     """
+    code = _run_script(words, refusals)
+    if check and not code:
+        try:
+            check.check_end()
+        except RefusedScriptError as error:
+            return _refuse(error)
+    return code
+
+
+def _refuse(error: Exception) -> int:
+    print(f"cpuft: error: {error}", file=sys.stderr)
+    return 2
+
+
+def _run_script(words: Sequence[str], refusals: tuple[type[Exception], ...]) -> int:
     path, sys.argv = words[0], list(words)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -58,10 +79,9 @@ def run_script(words: Sequence[str], refusals: tuple[type[Exception], ...] = ())
         print(error.code, file=sys.stderr)
         return 1
     except refusals as error:
-        print(f"cpuft: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     except BaseException as error:
-        # Without this function's own frame.
+        # Without the frame of this function.
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         # Python sets these, too; exit handlers see by them that the script failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
@@ -99,13 +119,16 @@ class ChangeModules:
         return spec
 
 
-def _keep_groups(distributed_c10d: Any) -> None:
+def _keep_groups(distributed_c10d: Any, check: ConnectionCheck | None) -> None:
     own = distributed_c10d.init_process_group
 
     @functools.wraps(own)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
+        refuse_nccl(args[0] if args else kwargs.get("backend"))
         own(*args, **kwargs)
         keep_for_good(distributed_c10d.group.WORLD)
+        if check:
+            check.note_group(distributed_c10d.get_world_size())
 
     distributed_c10d.init_process_group = init_process_group
 
@@ -153,17 +176,24 @@ def await_listener(address: str, port: int, seconds: float = 10.0) -> None:
             return
 
 
-def change_torch() -> None:
+def change_torch() -> ConnectionCheck | None:
     """Never destroy the group of all ranks that the script is going to make, and let its store listen narrowly.
 
-    This process can be looked at from now on, with the operations of torch's own groups.
+    This process can be looked at from now on, with the operations of torch's own groups. Libraries are changed so that
+    ranks on CPUs join. Returns the check that they did, for `run_script`; None where there is nothing to check.
 
     To be called before torch is imported.
     """
     os.environ.setdefault(*RECORDER)
     start_reporting()
-    changes = {"distributed_c10d": _keep_groups, "rendezvous": listen_narrowly}
-    sys.meta_path.insert(0, ChangeModules({f"torch.distributed.{name}": change for name, change in changes.items()}))
+    check = make_check(os.environ)
+    wanted: dict[str, Callable[[Any], None]] = {
+        "torch.distributed.distributed_c10d": functools.partial(_keep_groups, check=check),
+        "torch.distributed.rendezvous": listen_narrowly,
+        **(changes(check) if check else {}),
+    }
+    sys.meta_path.insert(0, ChangeModules(wanted))
+    return check
 
 
 def keep_for_good(thing: object) -> None:
@@ -200,6 +230,6 @@ def flush_and_exit(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    change_torch()
+    connection = change_torch()
     listen()
-    end(run_script(sys.argv[1:]))
+    end(run_script(sys.argv[1:], check=connection))

@@ -43,10 +43,10 @@ def wrap_trainer(done: list[str]) -> None:
 def main() -> int:
     """Run the script as Python would; 2 after one line where its model cannot be accelerated, else its exit code."""
     done: list[str] = []
-    change_torch()
+    check = change_torch()
     listen()
     wrap_trainer(done)
-    code = run_script(sys.argv[1:], refusals=(CpuftError,))
+    code = run_script(sys.argv[1:], refusals=(CpuftError,), check=check)
     if not done and not code:
         print(
             f"cpuft: --wrap changed nothing: {sys.argv[0]} made no optimizer in a Hugging Face Trainer; "

@@ -106,7 +106,7 @@ def test_a_script_and_its_rows_travel_once(cluster: Simulated) -> None:
         "if os.environ['RANK'] == '0':\n"
         "    pathlib.Path(os.environ['CPUFT_RUN_DIR'], 'said').write_text(text + socket.gethostname())\n"
     )
-    words = ("launch", "--cluster", cluster.name, "--np", "2", "--no-check")
+    words = ("launch", "--cluster", cluster.name, "--np", "2", "--independent", "--no-check")
     first = cluster.cpuft(*words, "--run-dir", "first", "--", "reads.py", "rows.csv")
     assert first.returncode == 0, first.stderr
     assert "send reads.py to" in first.stderr

@@ -168,6 +168,9 @@ def test_scripts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     assert plan_script(("train.py", "--lr", "1")) == (sys.executable, str(tmp_path / "train.py"), "--lr", "1")
     command, python = plan_script(("train.py", "--lr", "1")), sys.executable
+    for start in (("python",), ("python3", "-u"), (sys.executable,)):
+        assert plan_script((*start, "train.py", "--lr", "1")) == command
+    assert plan_script((sys.executable, "-m", "train")) == (sys.executable, "-m", "train")
     words = (str(tmp_path / "train.py"), "--lr", "1")
     assert end_script(command, python, wrap=True) == ("-m", "cpuft.train.wrap", *words)
     assert end_script(command, python, wrap=False) == ("-m", "cpuft.rank.script", *words)

@@ -78,7 +78,7 @@ def test_a_fault_is_seen_and_repaired(cluster: Simulated, fault: str, seen: str)
 def test_a_script_runs_on_every_host_and_its_output_comes_back(cluster: Simulated) -> None:
     script = cluster.folder / "where.py"
     script.write_text(SCRIPT)
-    words = ("launch", "--np", "3", "--cluster", cluster.name, "--run-dir", "run", "--", str(script))
+    words = ("launch", "--np", "3", "--independent", "--cluster", cluster.name, "--run-dir", "run", "--", str(script))
     done = cluster.cpuft(*words)
     assert done.returncode == 0, done.stderr
     master = cluster.hosts[0].name
@@ -113,7 +113,18 @@ def test_a_token_reaches_every_host_and_no_line_and_other_secrets_none(cluster: 
     script = cluster.folder / "tokens.py"
     script.write_text(TOKENS)
     before = find_sent(cluster)  # Hosts share this machine's /var/tmp, where a test that was killed may have left some.
-    words = ("launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "tokens", "--", str(script))
+    words = (
+        "launch",
+        "--np",
+        "2",
+        "--independent",
+        "--cluster",
+        cluster.name,
+        "--run-dir",
+        "tokens",
+        "--",
+        str(script),
+    )
     secrets = {"HF_TOKEN": "hunter2\nhunter3", "OPENAI_API_KEY": "hunter4"}
     plan = cluster.cpuft(*words[:-2], "--dry-run", *words[-2:], **secrets)
     assert "HF_TOKEN" in plan.stdout, plan.stderr
@@ -140,7 +151,17 @@ def own_disks(cluster: Simulated) -> Iterator[tuple[str, ...]]:
     (cluster.folder / "copy").write_text(f"{cluster.hosts[0].name}\n{cluster.hosts[1].name}\n")
     (cluster.folder / "alone").mkdir()
     (cluster.folder / "alone" / "script.py").write_text("print('mine')\n")
-    words = ("launch", "--np", "2", "--no-check", "--hostfile", "copy", "--ssh-config", cluster.ssh_config)
+    words = (
+        "launch",
+        "--np",
+        "2",
+        "--independent",
+        "--no-check",
+        "--hostfile",
+        "copy",
+        "--ssh-config",
+        cluster.ssh_config,
+    )
     yield (*words, "--run-dir", "alone/run", "--", "alone/script.py")
     for index in (1, 2):
         cluster.on(index, "umount /var/tmp")
@@ -169,7 +190,18 @@ def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_d
 def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
     script = cluster.folder / "fails.py"
     script.write_text("import os, sys\nsys.exit(7 if os.environ['RANK'] == '1' else 0)\n")
-    words = ("launch", "--np", "2", "--restarts", "0", "--cluster", cluster.name, "--run-dir", "failed")
+    words = (
+        "launch",
+        "--np",
+        "2",
+        "--independent",
+        "--restarts",
+        "0",
+        "--cluster",
+        cluster.name,
+        "--run-dir",
+        "failed",
+    )
     done = cluster.cpuft(*words, "--", str(script))
     assert done.returncode == 7
     assert f"rank 1 on {cluster.hosts[1].name} failed, exit code 7" in done.stderr

@@ -76,7 +76,9 @@ WORDS = [":", "-n", "1", "touch", "x", "-genv", "%r", "", "a\nb", "a'; echo foo"
 
 
 def test_a_script_gets_its_words_as_they_were_given_and_mpirun_none_of_them(tmp_path: Path) -> None:
-    done = run_cpuft("launch", "--np", "2", "--run-dir", "50%rate:%h", "--", write_script(SHOW), *WORDS)
+    done = run_cpuft(
+        "launch", "--np", "2", "--independent", "--run-dir", "50%rate:%h", "--", write_script(SHOW), *WORDS
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{json.dumps(WORDS)}\nrun: {tmp_path}/50%rate:%h\n"
     assert Path("50%rate:%h/logs/rank-1.out").read_text() == f"{json.dumps(WORDS)}\n"
@@ -169,7 +171,7 @@ time.sleep(60)
     ],
 )
 def test_the_worst_ranks_exit_code_and_last_words(text: str, code: int, words: str) -> None:
-    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(text), seconds=30)
+    done = run_cpuft("launch", "--np", "2", "--independent", "--run-dir", "run", "--", write_script(text), seconds=30)
     assert done.returncode == code
     lines = done.stderr.rstrip().splitlines()
     assert f"cpuft: rank 1 on localhost failed, {words}:" in lines

@@ -36,7 +36,7 @@ def said(slurm: Slurm, run: str) -> list[str]:
 def test_ranks_run_on_the_hosts_that_the_job_was_given(slurm: Slurm) -> None:
     """Three tasks on two hosts: two and one."""
     options = ("--nodes=2", "--ntasks=3", "--ntasks-per-node=2")
-    code, text = launch(slurm, "--np", "3", "--run-dir", "uneven", "--", "hello.py", options=options)
+    code, text = launch(slurm, "--np", "3", "--independent", "--run-dir", "uneven", "--", "hello.py", options=options)
     assert code == 0, text
     first, second = (slurm.cluster.on(number, "hostname") for number in (1, 2))
     assert said(slurm, "uneven") == [f"0 3 0 {first}", f"1 3 1 {first}", f"2 3 0 {second}"]
@@ -59,7 +59,7 @@ def test_what_the_job_does_not_allow(words: tuple[str, ...], before: str, messag
 def test_a_login_nodes_allocation_is_used_ranks_started_by_srun(slurm: Slurm) -> None:
     """This machine is none of its hosts."""
     folder = slurm.cluster.folder
-    words = ("--np", "3", "--run-dir", str(folder / "login"), "--", str(folder / "hello.py"))
+    words = ("--np", "3", "--independent", "--run-dir", str(folder / "login"), "--", str(folder / "hello.py"))
     done = slurm.ask("salloc", "--quiet", "--nodes=2", "--ntasks=3", *LAUNCH, *words, seconds=240)
     assert done.returncode == 0, done.stderr
     first, second = (slurm.cluster.on(number, "hostname") for number in (1, 2))

@@ -157,7 +157,9 @@ def test_noise_at_every_port_ends_no_run(cluster: Simulated, outsider: str, back
 def test_ranks_share_a_key_that_mpirun_does_not_have(cluster: Simulated) -> None:
     # Whoever is quick to call himself the other host's proxy gets all that mpirun has.
     (cluster.folder / "key.py").write_text(KEY)
-    done = cluster.cpuft("launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "key", "--", "key.py")
+    done = cluster.cpuft(
+        "launch", "--np", "2", "--independent", "--cluster", cluster.name, "--run-dir", "key", "--", "key.py"
+    )
     told = [path.read_text() for path in sorted((cluster.folder / "key" / "logs").glob("rank-*.out"))]
     assert len(told) == 2, done.stderr
     assert told[0] == told[1]

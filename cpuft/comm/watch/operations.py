@@ -54,6 +54,8 @@ class Register:
     pending: dict[int, Operation] = field(default_factory=dict)
     progress: dict[str, tuple[int, str]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
+    names: set[str] = field(default_factory=set)
+    """Names of all operations that this rank has ever begun."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
@@ -63,6 +65,7 @@ class Register:
             operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
             self.progress[channel] = (sequence, name)
             self.pending[id(operation)] = operation
+            self.names.add(name)
             self.traffic.operations += 1
             whole = nbytes * len(ranks) if name == "all_gather" else nbytes
             self.traffic.nbytes += whole // 2 if name in _HALVES else whole
@@ -92,7 +95,7 @@ class Register:
             | {"ranks": one.ranks}
             for one in self.snapshot()
         ]
-        return {"pending": pending, "progress": self.reached()}
+        return {"pending": pending, "progress": self.reached(), "names": sorted(self.names)}
 
     def forget(self, label: str) -> None:
         """A group is closed: a later one of the same name numbers from 1."""

@@ -72,7 +72,7 @@ def test_a_cluster_is_rented_once_runs_and_is_gone(bottle: Bottle) -> None:
     check(bottle.cpuft(*LAB, "--nodes", "2"))
     assert bottle.ask("calls") == []
     (bottle.folder / "hello.py").write_text(SCRIPT)
-    check(bottle.cpuft(*LAUNCH, "--np", "2", "--run-dir", "hello", "--", "hello.py"))
+    check(bottle.cpuft(*LAUNCH, "--np", "2", "--independent", "--run-dir", "hello", "--", "hello.py"))
     addresses = [one["private"] for one in bottle.live()]
     said = [(bottle.folder / f"hello/logs/rank-{rank}.out").read_text().split() for rank in (0, 1)]
     assert said == [

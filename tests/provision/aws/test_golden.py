@@ -52,7 +52,7 @@ print("rank", os.environ["RANK"])
     ("job", "file", "text"),
     [
         (("--epochs", "2", *JOB, *QUIET), "record.jsonl", "footer"),
-        (("--", "hello.py"), "logs/rank-3.out", "rank 3"),
+        (("--independent", "--", "hello.py"), "logs/rank-3.out", "rank 3"),
     ],
     ids=("two epochs", "without torch"),
 )

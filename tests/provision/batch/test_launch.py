@@ -59,7 +59,7 @@ def test_ranks_run_on_all_its_nodes(cluster: Simulated) -> None:
     names = [cluster.on(number, "hostname") for number in (1, 2, 3)]
     before = [log.stat().st_size for log in logs]
     (cluster.folder / "hello.py").write_text(HELLO, encoding="utf-8")
-    with open_job(make_job(cluster, "says", script=("--", str(cluster.folder / "hello.py")))) as job:
+    with open_job(make_job(cluster, "says", "--independent", script=("--", str(cluster.folder / "hello.py")))) as job:
         assert job.end(200) == [0, 0, 0], job.said(0)
     outputs = sorted((job.folder / "work" / "runs" / "says" / "logs").glob("rank-*.out"))
     assert [path.read_text().split() for path in outputs] == [[str(rank), "3", names[rank]] for rank in range(3)]

@@ -83,7 +83,9 @@ def test_provision_doctor_launch_and_fetch_through_a_bastion(cluster: Simulated)
     ok(cluster, "doctor", "--cluster", NAME)
 
     (cluster.folder / "script.py").write_text(SCRIPT)
-    said = ok(cluster, "launch", "--cluster", NAME, "--np", "2", "--run-dir", "run", "--", "script.py", "a 0")
+    said = ok(
+        cluster, "launch", "--cluster", NAME, "--np", "2", "--independent", "--run-dir", "run", "--", "script.py", "a 0"
+    )
     names = [f"{cluster.name}-{index}" for index in (2, 3)]
     assert said.splitlines()[0] == f"{names[0]} 0 a 0"
     assert (cluster.folder / "run" / "result").read_text() == names[0]
