@@ -34,8 +34,8 @@ def launch(
 
 BARE = """
 import sys, torch
-from accelerate import PartialState
 if "state" in sys.argv:
+    from accelerate import PartialState
     print(PartialState().num_processes)
 if "nccl" in sys.argv:
     torch.distributed.init_process_group("nccl")
@@ -84,7 +84,7 @@ print(trainer.args.world_size, f"{model.classifier.weight.sum().item():.9f}")
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--wrap",)], ids=["plain", "wrap"])
+@pytest.mark.parametrize("options", [(), pytest.param(("--wrap",), marks=pytest.mark.proof)], ids=["plain", "wrap"])
 def test_a_trainer_trains_one_model(options: tuple[str, ...]) -> None:
     Path("trainer.py").write_text(TRAINER)
     done = launch("trainer.py", options=options)
