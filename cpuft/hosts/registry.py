@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import grp
 import json
 import os
+import pwd
 import re
 import reprlib
 import stat
@@ -62,18 +64,82 @@ def state_root(environ: Mapping[str, str]) -> Path:
     """Where clusters are remembered: $CPUFT_STATE, or cpuft/clusters in the XDG state directory.
 
     Raises CpuftError: its path holds white space, which ssh's configuration and mpirun's options cannot carry; or
-    others may write there, and so decide what commands on a cluster do.
+    others may write there (`refuse_untrusted`), and so decide what commands on a cluster do.
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
     if find_control(str(root)) or len(str(root).split()) > 1:
         raise CpuftError(f"{str(root)!r} holds white space, which mpirun cannot pass to ssh: set CPUFT_STATE elsewhere")
-    found = root.stat() if os.path.exists(root) else None
-    if found and (found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH):
-        raise CpuftError(
-            f"others may write to {root}: look at what is there, and set CPUFT_STATE to a folder of your own"
-        )
+    if os.path.exists(root):
+        refuse_untrusted(root)
     return root
+
+
+def refuse_untrusted(path: Path) -> None:
+    """Check that nobody but root and this user can have written `path`, which exists, or can replace it.
+
+    The owner and the write permission of `path` and of all folders above it are checked, along the path as it is
+    written and along the one that its symbolic links lead to. A folder above may be writable when it is sticky, as
+    /tmp is: others cannot replace there what this user owns. The owner of the Python environment is trusted, because
+    the running code is theirs.
+
+    Raises CpuftError: names the first file or folder that others may write to.
+    """
+    trusted = {0, os.geteuid(), os.stat(sys.prefix).st_uid}
+    for leaf in dict.fromkeys((path, Path(os.path.realpath(path)))):
+        for place in (leaf, *leaf.parents):
+            found = os.lstat(place)
+            why = ""
+            if found.st_uid not in trusted and (place == leaf or found.st_uid != _find_unmapped()):
+                why = f"its owner is {_name_user(found.st_uid)}"
+            elif not stat.S_ISLNK(found.st_mode) and (place == leaf or not found.st_mode & stat.S_ISVTX):
+                others = found.st_mode & stat.S_IWOTH
+                others |= 0 if _has_private_group(found) else found.st_mode & stat.S_IWGRP
+                why = f"its mode is {stat.S_IMODE(found.st_mode):o}" if others else ""
+            if why:
+                raise CpuftError(
+                    f"others may write to {place} ({why}), and so decide which commands cpuft runs: look at what is "
+                    f"there and correct its owner and mode (chmod go-w), or set CPUFT_STATE to a folder of your own"
+                )
+
+
+def _has_private_group(found: os.stat_result) -> bool:
+    """Whether the group of a file is its owner's own, as distributions with umask 002 make one for each user."""
+    if not found.st_uid:
+        return False
+    try:
+        user, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
+    except KeyError:
+        return False
+    return user.pw_gid == found.st_gid and user.pw_name == group.gr_name and not {*group.gr_mem} - {user.pw_name}
+
+
+def _find_unmapped() -> int:
+    """User id that stands for root, and for all other users, in a user namespace that maps only this user; else -1.
+
+    Containers without root (Apptainer) show / and /home as that user's.
+    """
+    try:
+        maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        overflow = int(Path("/proc/sys/fs/overflowuid").read_text())
+    except (OSError, ValueError):
+        return -1
+    return -1 if any(int(first) <= overflow < int(first) + int(count) for first, _, count in maps) else overflow
+
+
+def _name_user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def make_state_root(root: Path) -> None:
+    """Make the folder of clusters, and the folders above it that are missing, for this user alone."""
+    for folder in [*reversed(root.parents), root]:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    refuse_untrusted(root)
 
 
 def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[Path, ...]:
@@ -109,10 +175,13 @@ def recall(root: Path, name: str) -> Entry | None:
 def read_entry(root: Path, name: str) -> Entry:
     """The cluster called `name`.
 
-    Raises CpuftError: there is none (with the known names), or what is there was not written by `cpuft provision`:
-    commands act on what an entry names.
+    Raises CpuftError: there is none (with the known names), or what is there was not written by `cpuft provision`, or
+    others may write to it: commands act on what an entry names.
     """
     path = root / check_name(name) / FILE_NAME
+    for beside in (FILE_NAME, "ssh_config", "known_hosts"):
+        if os.path.lexists(path.with_name(beside)):
+            refuse_untrusted(path.with_name(beside))
     try:
         values = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
         # Entries of earlier versions do not say so: settings were for hosts that run this machine's own cpuft.

@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from cpuft.hosts.registry import HOSTFILES, Entry, check_name, refuse_other_kind, state_root
+from cpuft.hosts.registry import (
+    HOSTFILES,
+    Entry,
+    check_name,
+    make_state_root,
+    refuse_other_kind,
+    refuse_untrusted,
+    state_root,
+)
 from cpuft.options.clusters import AwsConfig, HostsConfig, LocalConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.plan import Plan
@@ -72,6 +80,8 @@ class Provider(ABC, Generic[C, F]):
 
     def check(self) -> None:
         """Raises CpuftError when a cluster of this name cannot be made here."""
+        if self.directory.exists():
+            refuse_untrusted(self.directory)
         refuse_other_kind(self.root, self.name, self.kind)
         check_places(str(self.directory), self.hostfile)
 
@@ -81,7 +91,7 @@ class Provider(ABC, Generic[C, F]):
     def make(self, say: Say, ask: Ask) -> str:
         """Make or repair the cluster; a sentence for the user."""
         self.check()
-        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_state_root(self.root)
         with lock(self.directory):
             self.learn(ask)
             reconcile(self.gather, self.plan, say, self.run)

@@ -47,8 +47,12 @@ def run_stages(plan: Plan, say: Say) -> None:
 
 
 def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:
-    """Write a file beside its place and rename it, making its directory. A link that lies there is not followed."""
-    script = 'set -eC; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; mv -f "$1.new" "$1"'
+    """Write a file beside its place and rename it, making its directory. A link that lies there is not followed.
+
+    A folder that is made is writable by its owner only: cpuft trusts no entry in a folder that others may write to.
+    """
+    script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; '
+    script += 'mv -f "$1.new" "$1"'
     return Step(why, ("sh", "-c", script, "write", path, mode), host=host, stdin=text)
 
 

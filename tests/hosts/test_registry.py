@@ -1,5 +1,6 @@
 """What is remembered of clusters, and where it is looked for."""
 
+import contextlib
 import os
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cpuft.cli import main
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import (
@@ -16,6 +18,7 @@ from cpuft.hosts.registry import (
     find_entry,
     format_entry,
     list_names,
+    make_state_root,
     read_entry,
     recall,
     refuse_other_kind,
@@ -93,6 +96,73 @@ def test_a_registry_that_others_could_have_written_is_refused(tmp_path: Path) ->
     tmp_path.chmod(0o777)
     with pytest.raises(CpuftError, match=r"^others may write to .*: .* set CPUFT_STATE to a folder of your own$"):
         state_root({"CPUFT_STATE": str(tmp_path)})
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
+@pytest.mark.parametrize("place", ["lab/cluster.json", "lab/ssh_config", "lab", "", ".."])
+def test_an_entry_that_others_may_write_to_is_refused(tmp_path: Path, place: str, mode: int) -> None:
+    root = tmp_path / "cpuft" / "clusters"
+    make_state_root(root)
+    remember(root, ENTRY)
+    write_text(root / "lab" / "ssh_config", "Host *\n")
+    assert read_entry(root, "lab") == ENTRY
+    (root / place).chmod(mode)
+    if mode == 0o1777 and (root / place).is_dir():
+        # As in /tmp, others can only add names there: what lies below belongs to this user.
+        assert read_entry(root, "lab") == ENTRY
+        return
+    with pytest.raises(CpuftError, match=rf"^others may write to .* \(its mode is {mode:o}\), and so decide"):
+        read_entry(state_root({"CPUFT_STATE": str(root)}), "lab")
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["lab/cluster.json", "lab/ssh_config", "lab", "", ".."])
+def test_an_entry_of_another_user_is_refused(tmp_path: Path, place: str) -> None:
+    root = tmp_path / "cpuft" / "clusters"
+    remember(root, ENTRY)
+    write_text(root / "lab" / "ssh_config", "Host *\n")
+    os.chown(root / place, 65534, 65534)
+    with pytest.raises(CpuftError, match=r"^others may write to .* \(its owner is nobody\), and so decide"):
+        read_entry(root, "lab")
+
+
+@needs_root
+def test_a_link_of_another_user_does_not_lead_to_the_registry(tmp_path: Path) -> None:
+    own, theirs = tmp_path / "own", tmp_path / "theirs"
+    remember(own, ENTRY)
+    theirs.symlink_to(own)
+    os.chown(theirs, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(CpuftError, match=r"^others may write to .*/theirs \(its owner is nobody\)"):
+        state_root({"CPUFT_STATE": str(theirs)})
+
+
+@needs_root
+def test_nothing_is_made_of_a_cluster_in_a_folder_of_another_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remember(tmp_path / "state", replace(ENTRY, kind="plain"))
+    os.chown(tmp_path / "state" / "lab", 65534, 65534)
+    for words in (["local", "--without-root", "--name", "lab"], ["status", "lab"], ["down", "lab"]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CPUFT_STATE", str(tmp_path / "state"))
+            with pytest.raises(SystemExit):
+                main(["provision", *words])
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1)
+        assert "cpuft: error: others may write to" in said.err
+
+
+def test_what_is_made_is_trusted_under_a_umask_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = os.umask(0o002)
+    try:
+        for words in (["local", "--without-root", "--name", "lab"], ["status", "lab"]):
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+                patch.setenv("CPUFT_STATE", str(tmp_path / "a" / "state"))
+                main(["provision", *words])
+            assert capsys.readouterr().out.startswith("cluster lab")
+    finally:
+        os.umask(before)
 
 
 @needs_root
