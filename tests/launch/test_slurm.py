@@ -67,6 +67,17 @@ def test_a_login_nodes_allocation_is_used_ranks_started_by_srun(slurm: Slurm) ->
     assert "with srun; output" in (folder / "login" / "plan.sh").read_text()
 
 
+def test_a_submitted_job_is_ended_and_no_other(slurm: Slurm) -> None:
+    job = slurm.cpuft("submit", "slurm", "--extra=--hold", "--", "launch", "--np", "2").stdout.strip()
+    other = slurm.ask("sbatch", "--parsable", "--hold", "--comment=cpuft-not", "--wrap=true").stdout.strip()
+    done = slurm.cpuft("submit", "cancel", job)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "JobState=CANCELLED" in slurm.ask("scontrol", "show", "job", job.removeprefix("slurm:")).stdout
+    refused = slurm.cpuft("submit", "cancel", f"slurm:{other}")
+    assert (refused.returncode, f"cpuft submit has not made slurm:{other}" in refused.stderr) == (2, True)
+    slurm.ask("scancel", other)
+
+
 def test_it_is_up_at_once(slurm: Slurm) -> None:
     """Three seconds where nothing else runs."""
     assert slurm.seconds < 20

@@ -52,8 +52,8 @@ class _Slurm(_Programs):
     _submit, _cancel = ("sbatch", "--parsable"), ("scancel",)
 
     def is_ours(self, name: str) -> bool:
-        """Whether its script is one of cpuft's."""
-        return bool(re.search(r"^ *Comment=cpuft$", _ask("scontrol", "show", "job", name), re.MULTILINE))
+        """Whether its script is one of cpuft's. After some values, this one among them, scontrol prints a space."""
+        return bool(re.search(r"^ *Comment=cpuft *$", _ask("scontrol", "show", "job", name), re.MULTILINE))
 
     def look(self, name: str) -> Sight:
         """Of an array, its states and the worst of its exit codes."""

@@ -150,7 +150,7 @@ def add_slurm(state: str, ended: str = "0:0", comment: str = "cpuft") -> None:
         f"   JobState={state} Reason=None Dependency=(null)",
         f"   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={ended}",
         f"   StdOut={Path('x 12.out').absolute()}",
-        f"   Comment={comment}",
+        f"   Comment={comment} ",
         "   Power=",
     )
     Path("answer").write_text("\n".join(lines))
