@@ -45,9 +45,10 @@ class Row:
     global_batch: int
     train_seconds: float
     samples_per_second: float
+    """Steady: without the first tenth of the steps."""
     samples_per_second_per_rank: float
     speedup: float
-    """Seconds of training of the baseline over those of this run."""
+    """Steady samples per second of this run over those of the baseline."""
     efficiency: float
     """Speedup over (ranks / the baseline's ranks)."""
     metrics: dict[str, float]
@@ -91,7 +92,7 @@ def compare(records: list[Record]) -> Comparison:
                 f"{record.path} did not finish ({counted(len(record.steps), 'step')} recorded): run it "
                 f"again, or leave it out of the report"
             )
-        if not (record.footer.samples_per_second > 0 and record.header.world_size > 0):
+        if not (record.footer.steady_samples_per_second > 0 and record.header.world_size > 0):
             raise CpuftError(f"{record.path} trained no rows: leave it out of the report")
         _refuse_impossible(record)
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
@@ -158,6 +159,11 @@ def count_cores(record: Record) -> int:
     return len({(place.host, cpu) for place in record.header.ranks for cpu in place.cpus})
 
 
+def shares_cores(row: Row, base: Row) -> bool:
+    """Whether a run had more ranks than the baseline, but no more cores."""
+    return row.np > base.np and row.cores <= base.cores
+
+
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
     """Runs that differ in nothing but when they ran, together; all in their order."""
     groups: dict[str, list[Record]] = {}
@@ -169,13 +175,13 @@ def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
 
 
 def _rates(group: Sequence[Record]) -> list[float]:
-    return [record.footer.samples_per_second for record in group if record.footer]
+    """The steady rates: one slow step at the start would else decide a comparison of short runs."""
+    return [record.footer.steady_samples_per_second for record in group if record.footer]
 
 
 def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Sequence[Record]) -> Row:
     first, rates = group[0], _rates(group)
     times = first.header.world_size / baseline[0].header.world_size
-    # Of whole epochs all runs train on the same rows, and this is the ratio of seconds, too.
     speedups = [own / other for own, other in zip(rates, _rates(baseline))]
     against = [found for run, ideal in zip(group, ideals) if (found := measure_against(run, ideal))]
     samples = {
@@ -252,7 +258,11 @@ def note_restarts(records: Sequence[Record]) -> list[str]:
 def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
     """Baseline, kind of scaling, and whatever makes the numbers mean less than they seem to."""
     base = rows[0]
-    notes = [f"speedup and efficiency are relative to np {base.np} ({counted(base.hosts, 'host')})."]
+    notes = [
+        f"speedup and efficiency are relative to np {base.np} ({counted(base.hosts, 'host')}).",
+        "samples/s, speedup and efficiency leave out the first tenth of the steps, in which caches warm up; train "
+        "seconds include it.",
+    ]
     if scaling == "weak":
         notes.append(
             "weak scaling: the batch a rank is fixed, so the global batch grows with the ranks"
@@ -263,19 +273,19 @@ def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> li
     if scaling == "mixed":
         notes.append("neither the batch a rank nor the global batch is the same in all runs.")
     if len({record.footer.samples for record in records if record.footer}) > 1:
-        notes.append("the runs trained on different numbers of rows, so speedup is that of samples/s, not of seconds.")
+        notes.append("the runs trained on different numbers of examples: compare samples/s, not train seconds.")
     notes += [
         f"np {row.np} is {row.speedup:.2f} times as fast as np {base.np}, more than its ranks explain: something else "
         f"kept the hosts busy in the meantime, or cores were idle at np {base.np}; run both again before you trust it."
         for row in rows[1:]
         if row.efficiency > MOST_EFFICIENCY
     ]
-    same_cores = [row.np for row in rows[1:] if row.cores <= base.cores and row.np > base.np]
+    same_cores = [row.np for row in rows[1:] if shares_cores(row, base)]
     if same_cores:
         listed = ", ".join(map(str, same_cores))
         notes.append(
-            f"np {listed} ran on no more cores than np {base.np} ({base.cores}): its speedup shows what "
-            f"splitting costs, not what more hosts bring."
+            f"np {listed} ran on no more cores than np {base.np} ({counted(base.cores, 'core')}): the speedup shows "
+            f"what splitting the work gains or costs, not what more hosts bring."
         )
     if len({(record.header.cpu_model, tuple(record.header.cpu_flags)) for record in records}) > 1:
         notes.append("the runs' master hosts have different CPUs.")

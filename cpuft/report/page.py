@@ -13,7 +13,7 @@ from cpuft.errors import CpuftError, counted
 from cpuft.files import write_text
 from cpuft.loader import load, parse_json
 from cpuft.record import PHASES, Record, drop_warm_up
-from cpuft.report.comparison import Comparison, Row, compare, group_repeats
+from cpuft.report.comparison import Comparison, Row, compare, group_repeats, shares_cores
 from cpuft.report.figures import COLOURS, Line, draw_bars, draw_lines, thin
 from cpuft.report.ideal import PARTS
 from cpuft.report.prediction import Prediction
@@ -89,12 +89,14 @@ def format_verdict(comparison: Comparison) -> str:
         return f"{_name(last)}: {last.samples_per_second:.1f} samples/s{metrics}."
     ideal = _judge_ideal(last)
     if abs(last.speedup - 1) <= last.intervals.get("speedup", -1.0):
-        return f"No clear difference in speed between {_name(last)} and {_name(base)}."
+        shared = f" on the same {counted(base.cores, 'core')}" if shares_cores(last, base) else ""
+        return f"There is no clear difference in speed between {_name(last)} and {_name(base)}{shared}."
     off = last.intervals.get("speedup")
-    return (
-        f"{_name(last)} are {last.speedup:.2f} {f'± {off:.2f} ' if off else ''}times as fast as {_name(base)}: "
-        f"{last.efficiency:.0%} of {last.np / base.np:g} times{ideal}."
-    )
+    faster = f"{_name(last)} are {last.speedup:.2f} {f'± {off:.2f} ' if off else ''}times as fast as {_name(base)}"
+    if shares_cores(last, base):
+        shared = counted(base.cores, "core")
+        return f"On the same {shared}, {faster}: more ranks, but no more hardware{ideal}."
+    return f"{faster}: {last.efficiency:.0%} of {last.np / base.np:g} times{ideal}."
 
 
 def _judge_ideal(row: Row) -> str:
@@ -106,7 +108,7 @@ def _judge_ideal(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    return counted(row.hosts, "host") if row.np == row.hosts else f"{counted(row.np, 'rank')} on {row.hosts}"
+    return f"{counted(row.np, 'rank')} on {counted(row.hosts, 'host')}"
 
 
 def _speed(comparison: Comparison, predictions: Sequence[Prediction]) -> list[tuple[str, str]]:

@@ -86,18 +86,34 @@ class Loop:
         """What is done then, on all ranks after the same update, with the same parameters. To leave, it raises."""
 
 
+def warm_up(loop: Loop, rows: Order) -> None:
+    """Run one forward and one backward pass on the rows of the first update, and forget their gradients.
+
+    This compiles the C++ kernels (and the model with --compile) and fills caches before the first timed step.
+    Without it, the first step of a run may take seconds longer than that of the run it is compared with. The
+    gradients are multiplied by 0 and never sent, so parameters and later results do not change. A collective.
+    """
+    # DeepSpeed counts every backward pass as a part of an update.
+    if loop.config.engine != "deepspeed":
+        batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size), 0)
+        with loop.exchange.micro_batch(last=False):
+            _forward_backward(loop, Clock(), batch, 0.0)
+        loop.exchange.clear()
+    if loop.world.size > 1:
+        dist.barrier()  # else the first step of the ranks that are ready would include waiting for the slowest
+
+
 def train(loop: Loop) -> Iterator[StepLine]:
     """Run all updates; a line for each. Raises CpuftError: the loss is no finite number."""
     config = loop.config
     loop.exchange.model.train()
+    for _, rows in islice(_plan(loop), loop.done, loop.done + 1):
+        warm_up(loop, rows)
     take_traffic()  # what was sent while the ranks met is no step's
-    orders = plan_updates(
-        loop.prepared.train, loop.global_batch, config.seed, loop.updates, config.padding == "dynamic"
-    )
     # Ranks that train apart learn of all ranks' losses an update later: behind what is sent meanwhile they would wait.
     late = int(config.sync_every > 1)
     unread: list[Callable[[], StepLine]] = []
-    for number, (epoch, rows) in islice(enumerate(orders, start=1), loop.done, None):
+    for number, (epoch, rows) in islice(enumerate(_plan(loop), start=1), loop.done, None):
         rests = loop.asked if loop.asked >= LEAVE or number % config.sync_every == 0 else 0.0
         unread.append(_update(loop, number, epoch, rows, bool(rests)))
         rests = (rests if late else loop.asked) * (number < loop.updates)
@@ -108,6 +124,12 @@ def train(loop: Loop) -> Iterator[StepLine]:
             loop.rest(number, rests >= LEAVE)
             loop.asked = 0.0
     yield from (read() for read in unread)
+
+
+def _plan(loop: Loop) -> Iterator[tuple[int, Order]]:
+    """The epoch and the rows of every update, from the first one on."""
+    config, rows = loop.config, loop.prepared.train
+    return plan_updates(rows, loop.global_batch, config.seed, loop.updates, config.padding == "dynamic")
 
 
 def _update(loop: Loop, number: int, epoch: int, rows: Order, rests: bool) -> Callable[[], StepLine]:

@@ -24,7 +24,7 @@ def make_runs(numbers: tuple[int, ...], steps: int = 345, ideal: bool = True) ->
         assert record.footer is not None
         samples = 32 * ranks * steps
         seconds = sum(line.step_seconds for line in lines)
-        rates: dict[str, Any] = {"train_seconds": seconds, "samples_per_second": samples / seconds}
+        rates: dict[str, Any] = {"train_seconds": seconds, "steady_samples_per_second": samples / seconds}
         footer = replace(record.footer, samples=samples, phases=phases, **rates)
         evaluations = [EvaluationLine(steps * part // 4, {"accuracy": 0.6 + 0.05 * part}, 408, 2.0) for part in (1, 4)]
         header = replace(record.header, started=f"2026-01-01T00:{at:02}:00+00:00")

@@ -17,7 +17,7 @@ from cpuft.report.comparison import compare
 from cpuft.report.files import find_runs, write_report
 from cpuft.report.table import format_markdown, format_text, to_json
 from tests.conftest import Golden
-from tests.records import make_record
+from tests.records import make_record, with_rate
 
 # The recipe's own times for MRPC on one, two and four hosts: 7:46, 4:39 and 2:36.
 RECIPE = [make_record(4, 4, 156), make_record(1, 1, 466), make_record(2, 2, 279)]
@@ -34,11 +34,21 @@ def test_runs_of_some_updates_are_compared_by_their_rate() -> None:
     # Weak scaling: two ranks train on twice the rows in as many updates.
     one, two = (make_record(np, np, 10.0, options={"max_steps": 20}) for np in (1, 2))
     assert one.footer
-    footer = dataclasses.replace(one.footer, samples=2 * one.footer.samples, samples_per_second=2 * 1100.4)
+    footer = dataclasses.replace(one.footer, samples=2 * one.footer.samples, steady_samples_per_second=2 * 1100.4)
     comparison = compare([one, dataclasses.replace(two, footer=footer)])
     assert [round(row.speedup, 2) for row in comparison.rows] == [1.0, 2.0]
     assert "20 updates" in format_text(comparison)
-    assert any("different numbers of rows" in note for note in comparison.notes)
+    assert any("different numbers of examples" in note for note in comparison.notes)
+
+
+def test_a_slow_first_step_does_not_decide_the_speedup() -> None:
+    # The first step of np 1 took 4.1 s longer, because kernels were compiled in it: 100 samples/s were 119 steady ones.
+    one, two = with_rate(make_record(1), 100.0), with_rate(make_record(2, 1), 119.0)
+    assert one.footer
+    (_, row) = compare(
+        [dataclasses.replace(one, footer=dataclasses.replace(one.footer, samples_per_second=75.0)), two]
+    ).rows
+    assert round(row.speedup, 2) == 1.19
 
 
 def test_tables(golden: Golden) -> None:
@@ -82,8 +92,8 @@ def test_different_jobs_are_refused_by_name_of_what_differs(changes: dict[str, A
         ("header", {"options": {}}, "runs/np-1: its epochs is None, and must be a number: name a run of this version"),
         ("header", {"options": {"epochs": "3"}}, "runs/np-1: its epochs is '3', and must be a number: name a run of"),
         ("header", {"options": {"epochs": 1, "max_steps": 1.5}}, "its max_steps is 1.5, and must be a whole number"),
-        ("footer", {"samples_per_second": 0.0}, "runs/np-1 trained no rows: leave it out of the report"),
-        ("footer", {"samples_per_second": math.nan}, "runs/np-1 trained no rows: leave it out of the report"),
+        ("footer", {"steady_samples_per_second": 0.0}, "runs/np-1 trained no rows: leave it out of the report"),
+        ("footer", {"steady_samples_per_second": math.nan}, "runs/np-1 trained no rows: leave it out of the report"),
     ],
 )
 def test_a_run_that_cannot_be_compared_is_refused(part: str, changes: dict[str, Any], message: str) -> None:
@@ -139,7 +149,8 @@ def test_kinds_of_scaling(batches: tuple[int, int], scaling: str) -> None:
 def test_ranks_that_share_the_baselines_cores_are_told() -> None:
     notes = compare([make_record(1), make_record(2, 1)]).notes
     assert notes[-1] == (
-        "np 2 ran on no more cores than np 1 (16): its speedup shows what splitting costs, not what more hosts bring."
+        "np 2 ran on no more cores than np 1 (16 cores): the speedup shows what splitting the work gains or costs, "
+        "not what more hosts bring."
     )
 
 

@@ -83,9 +83,15 @@ def test_values_that_are_no_numbers_leave_gaps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "rates, verdict",
     [
-        ([(10.0, 18.0)], "2 hosts are 1.80 times as fast as 1 host: 90% of 2 times."),
-        ([(10.0, 18.0), (10.0, 18.2)], "2 hosts are 1.81 ± 0.13 times as fast as 1 host: 90% of 2 times."),
-        ([(10.0, 9.0), (10.0, 13.0)], "No clear difference in speed between 2 hosts and 1 host."),
+        ([(10.0, 18.0)], "2 ranks on 2 hosts are 1.80 times as fast as 1 rank on 1 host: 90% of 2 times."),
+        (
+            [(10.0, 18.0), (10.0, 18.2)],
+            "2 ranks on 2 hosts are 1.81 ± 0.13 times as fast as 1 rank on 1 host: 90% of 2 times.",
+        ),
+        (
+            [(10.0, 9.0), (10.0, 13.0)],
+            "There is no clear difference in speed between 2 ranks on 2 hosts and 1 rank on 1 host.",
+        ),
     ],
 )
 def test_the_verdict(rates: list[tuple[float, float]], verdict: str) -> None:
@@ -93,9 +99,21 @@ def test_the_verdict(rates: list[tuple[float, float]], verdict: str) -> None:
     assert format_verdict(compare(records)) == verdict
 
 
+def test_the_verdict_says_that_the_ranks_share_cores() -> None:
+    one, two = with_rate(make_record(1), 100.0), with_rate(make_record(2, 1), 119.0)
+    assert format_verdict(compare([one, two])) == (
+        "On the same 16 cores, 2 ranks on 1 host are 1.19 times as fast as 1 rank on 1 host: more ranks, but no more "
+        "hardware."
+    )
+    again = [with_rate(make_record(1), 100.0), with_rate(make_record(2, 1), 90.0)]
+    assert format_verdict(compare([one, two, *again])) == (
+        "There is no clear difference in speed between 2 ranks on 1 host and 1 rank on 1 host on the same 16 cores."
+    )
+
+
 def test_verdicts_of_one_run_and_against_the_ideal() -> None:
     alone = with_rate(make_record(2, 1), 18.0)
-    assert format_verdict(compare([alone])) == "2 ranks on 1: 18.0 samples/s, accuracy 0.7700, f1 0.8400."
+    assert format_verdict(compare([alone])) == "2 ranks on 1 host: 18.0 samples/s, accuracy 0.7700, f1 0.8400."
     assert format_verdict(compare(make_runs((1, 2)))).endswith("and 86% of what they could do at best.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -99,6 +100,19 @@ def test_rows_are_measured_in_their_order() -> None:
     assert before.metrics == pytest.approx({"error": 1.5, "error_again": 1.5})
     assert after.metrics == pytest.approx({"error": 0.0, "error_again": 0.0}, abs=1e-6)
     assert (after.step, after.rows) == (6, 22)
+
+
+def test_the_first_timed_step_does_not_pay_for_what_the_first_pass_takes() -> None:
+    class Compiling(Weighing):
+        passes = 0
+
+        def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+            self.passes += 1
+            time.sleep(0.5 if self.passes == 1 else 0.0)
+            return super().losses(model, batch)
+
+    loop = make_loop(CONFIG, objective=Compiling)
+    assert next(iter(train(loop))).step_seconds < 0.4
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, 1e-8])
