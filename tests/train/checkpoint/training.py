@@ -98,7 +98,8 @@ def go(loop: Loop, keeper: Keeper | None = None) -> dict[str, Any]:
             keeper.note(HEADER)
             keeper.keep(5, wait=True)
     assert isinstance(loop.objective, Reading)
-    return {"losses": losses, "rows": loop.objective.rows, "checksum": checksum_parameters(loop.model)}
+    # The first pass is the warm-up's, which is no update.
+    return {"losses": losses, "rows": loop.objective.rows[1:], "checksum": checksum_parameters(loop.model)}
 
 
 def go_on(world: World, root: Path, dropout: float) -> tuple[Past, dict[str, Any]]:
