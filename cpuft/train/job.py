@@ -125,21 +125,35 @@ def checksum_parameters(model: torch.nn.Module) -> str:
     """SHA-256 of the bytes of all that would be saved, in order, cut to 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
-        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_list_bytes(value))
     return digest.hexdigest()[:16]
 
 
-def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
-    """Check that all ranks hold the same parameters; return their checksum.
+def _list_bytes(value: torch.Tensor) -> Any:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
-    Raises CpuftError: on all ranks, naming those whose parameters are not the majority's.
+
+def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
+    """Check that all ranks hold the same parameters; return their checksum. A collective.
+
+    Parameters
+    ----------
+    when: the moment of the check, for the error: `after update 2`.
+
+    Raises CpuftError: on all ranks, naming the ranks whose parameters are not the majority's, and the parameters.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))
     usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]
     odd = [f"{rank} on {host}" for rank, (checksum, host) in enumerate(checksums) if checksum != usual]
     if odd:
+        parameters = gather(
+            {name: hashlib.sha256(_list_bytes(one)).digest() for name, one in model.state_dict().items()}
+        )
+        names = [name for name, own in parameters[0].items() if any(other.get(name) != own for other in parameters)]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise CpuftError(
-            f"{when}, parameters of rank {', '.join(odd)} differ from the others: the run is not one job; "
-            f"check that all hosts have the same versions (cpuft launch records them)"
+            f"{when}, the parameters of rank {', '.join(odd)} differ from those of the other ranks: "
+            f"{', '.join(names[:3])}{more}. Either the hosts differ in versions or CPUs (run cpuft doctor), or the "
+            f"exchange of gradients does not suit this model (train it with --np 1)"
         )
     return str(usual)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm import take_traffic
+from cpuft.comm.gradients.embedding_rows import check_lookups
 from cpuft.errors import CpuftError
 from cpuft.options.fields import WITH_FEEDBACK, TrainConfig
 from cpuft.rank.world import World
@@ -69,6 +70,8 @@ class Loop:
         self.precision, self.world, self.apart = precision, world, apart
         self.global_batch = global_batch or config.batch_size * config.accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
+        first = objective.make_batch(prepared.train, np.arange(1))
+        check_lookups(model, first.inputs["input_ids"], lambda: objective.losses(model, first))
         self.optimizer = make_optimizer(model, config, precision)
         self.gradients, self.rung_reason = "", ""
         if not apart:

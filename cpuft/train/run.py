@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cpuft.comm import take_traffic
 from cpuft.comm.gradients.compression import choose_compression, gradient_type
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
 from cpuft.options.conflicts import refuse_conflicts
@@ -56,6 +57,9 @@ from cpuft.train.precision import format_products
 from cpuft.train.progress import Progress
 from cpuft.train.recall import find_products, recall, recall_backend
 
+_EARLY_PROOFS = (2, 20)
+"""Updates of this start after which ranks must have equal parameters: what makes them differ mostly does so at once,
+and is to end a run before its hours are lost. Not the first update: with a warm-up its learning rate is 0."""
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 
 Trained = tuple[list[StepLine], list[dict[str, float]], str]
@@ -102,9 +106,9 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         story = Story(stack.enter_context(Progress(worker.progress, world.rank)))
         header = make_header(config, prepared, precision, choice.backend, ranks, count_parameters(model), cpu)
         header = replace(header, products=find_products(header, measured), kernels=kernels)
-        travels = count_travels(model, objective, config, prepared)
         apart, batch = worker.apart, worker.global_batch
         loop = Loop(model, objective, config, prepared, precision.name, world, apart, batch, measured.gradients)
+        travels = count_travels(model, objective, config, prepared)  # after Loop, which looks at the word embedding
         header = replace(header, apart=worker.apart, gradients=loop.gradients, global_batch=loop.global_batch)
         header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=worker.cores_allowed)
         story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
@@ -212,6 +216,11 @@ def train_together(loop: Loop, story: Story, worker: WorkerConfig) -> Trained:
         steps.append(line)
         story.progress.step(line, loop.updates)
         story.add(line)
+        # Between two averages of parameters (--sync-every) ranks differ by intention.
+        if line.step - loop.done in _EARLY_PROOFS and loop.config.sync_every == 1 and line.step < loop.updates:
+            with loop.exchange.whole():
+                prove_equal_parameters(loop.model, f"after update {line.step}")
+            take_traffic()  # no step's
     keep_final_state(loop, story, worker)
     with loop.exchange.whole():
         checksum = prove_equal_parameters(loop.model, "after the last step")

@@ -229,7 +229,8 @@ with process_group(world, "gloo", 30):
 
 def test_different_parameters_name_the_rank() -> None:
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(DIFFERENT))
-    assert done.stdout.startswith("now, parameters of rank 1 on "), done.stderr
+    assert done.stdout.startswith("now, the parameters of rank 1 on "), done.stderr
+    assert " differ from those of the other ranks: bias. Either the hosts differ " in done.stdout
 
 
 MOVED = """

@@ -14,14 +14,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
+from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.rank.world import World
 from cpuft.record import StepLine
+from cpuft.train import run
 from cpuft.train.data.order import Order, plan_updates
 from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
 from cpuft.train.objective import Answers, Batch, Objective
+from cpuft.train.progress import Progress
 from tests.train.tokens import make_tokens
 
 CONFIG = TrainConfig(plain=True, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)
@@ -113,6 +115,23 @@ def test_the_first_timed_step_does_not_pay_for_what_the_first_pass_takes() -> No
 
     loop = make_loop(CONFIG, objective=Compiling)
     assert next(iter(train(loop))).step_seconds < 0.4
+
+
+def test_ranks_are_compared_after_the_first_updates_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def note(model: torch.nn.Module, when: str) -> str:
+        found.append(when)
+        return ""
+
+    monkeypatch.setattr(run, "prove_equal_parameters", note)
+    averaged, short = replace(CONFIG, sync_every=2), replace(CONFIG, max_steps=2)
+    for config, done in ((CONFIG, 0), (CONFIG, 1), (averaged, 0), (short, 0)):
+        loop = make_loop(config)
+        loop.done = done
+        run.train_together(loop, run.Story(Progress("lines", 1)), WorkerConfig())
+    last = "after the last step"
+    assert found == ["after update 2", last, "after update 3", last, last, last]
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, 1e-8])

@@ -7,6 +7,8 @@ behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -14,12 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft.comm.gradients.blocks import average_blocks
 from cpuft.comm.gradients.compression import narrow
 
+_OTHER_LOOKUPS = "_cpuft_other_lookups"
+"""Attribute of an embedding module that is looked up by more than a batch's input ids."""
+
 
 def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
     """The module that looks up a model's tokens, where its weight is trained and nothing else reads it.
 
     A weight that an output layer or a second look-up shares has gradients in every row: None, as for a module that is
-    more than a look-up.
+    more than a look-up, and for one of which `check_lookups` found that it is looked up by more than input ids.
     """
     try:
         module = model.get_input_embeddings()  # type: ignore[operator]
@@ -28,7 +33,42 @@ def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
     if type(module) is not torch.nn.Embedding or not module.weight.requires_grad:
         return None
     readers = [owner for owner in model.modules() if any(p is module.weight for p in owner.parameters(recurse=False))]
-    return module if len(readers) == 1 else None
+    return module if len(readers) == 1 and not hasattr(module, _OTHER_LOOKUPS) else None
+
+
+def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Callable[[], object]) -> bool:
+    """Return whether a model looks up its word embedding by nothing but a batch's input ids.
+
+    If not, `find_embedding` returns None for this model from now on, so that its gradient is exchanged whole. GPT-2,
+    for example, also looks up token types in its word embedding: an exchange of the rows that input ids name would
+    lose the gradients of these rows.
+
+    Parameters
+    ----------
+    input_ids: of the batch, int64.
+    forward: runs a forward pass of the model on the batch. It is called once, without gradients and without dropout.
+    """
+    embedding = find_embedding(model)
+    if embedding is None:
+        return True
+    lookups: list[torch.Tensor] = []
+    hook = embedding.register_forward_hook(
+        lambda module, args, kwargs, output: lookups.append(args[0] if args else kwargs["input"]), with_kwargs=True
+    )
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        hook.remove()
+        model.train(was_training)
+    # Some models transpose the ids first: their order does not matter.
+    named = input_ids.flatten().sort().values
+    only_ids = all(torch.equal(tokens.flatten().sort().values, named) for tokens in lookups)
+    if not only_ids:
+        setattr(embedding, _OTHER_LOOKUPS, True)
+    return only_ids
 
 
 class RowExchange:
