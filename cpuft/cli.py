@@ -282,12 +282,13 @@ def _report(runs: list[str], run_dir: str) -> None:
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Entry point. Bad input: one line, exit code 2."""
     keep_streams()
+    exit_code = 2
     try:
         code = _run_verb(args)
         check_output()
         sys.exit(code)
     except CpuftError as error:
-        message = str(error)
+        message, exit_code = str(error), error.exit_code
     except click.ClickException as error:
         message = _click_message(error)
     except click.exceptions.Abort:
@@ -300,7 +301,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if not message:
             raise
     click.echo(f"cpuft: error: {message}", err=True)
-    sys.exit(2)
+    sys.exit(exit_code)
 
 
 def _run_verb(args: Sequence[str] | None) -> Any:

@@ -11,16 +11,21 @@ from collections.abc import Iterable
 AGAIN = 75
 """Exit code EX_TEMPFAIL of sysexits.h: not the job's own fault, and `cpuft launch --resume` goes on with it."""
 
+NOT_STORED = 74
+"""Exit code EX_IOERR of sysexits.h: this machine could not store what was sent to it."""
+
 
 class CpuftError(Exception):
     """Bad input or a bad situation, said in one line that ends with the next move.
 
-    The command line prints it without a traceback and exits with 2. Any other exception is our bug and keeps
+    The command line prints it without a traceback and exits with `exit_code`. Any other exception is our bug and keeps
     its traceback.
     """
 
     passes = False
     """Whether only the way to a host failed: asked again, it may work."""
+    exit_code = 2
+    """Exit code of the command line for this error."""
 
     def __str__(self) -> str:
         # Nothing that ends a line, moves a terminal's cursor or cannot be printed.

@@ -193,6 +193,21 @@ def start(command: Sequence[str], environ: Mapping[str, str], streams: int | Non
     )
 
 
+def start_sender(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process whose standard output this process reads. Otherwise as `start` without `streams`."""
+    null, end = subprocess.DEVNULL, _end_with_parent
+    return subprocess.Popen(
+        command, env=environ, stdin=null, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=end
+    )
+
+
+def wait(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """Return the exit code of a process that is about to end, or 0 if it has not ended after `seconds`."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return exit_code(process) if process.returncode is not None else 0
+
+
 def exit_code(process: subprocess.Popen[bytes]) -> int:
     """That of a process which has ended; 128 + N when signal N did it."""
     return process.returncode if process.returncode >= 0 else 128 - process.returncode

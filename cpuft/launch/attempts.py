@@ -12,6 +12,7 @@ from cpuft.errors import AGAIN, CpuftError, counted
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.again import Course, Tried, end_ranks, fetch_if_finished, patiently, plan_again, take_away
 from cpuft.launch.failures import ended_to_go_on, read_failures
+from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch
 from cpuft.launch.kept import silent_at_the_end
 from cpuft.launch.remote import MasterLost, say_kept
@@ -56,6 +57,8 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
         try:
             left = _time_left(launch.job, begun) if number else launch.job.config.time_limit
             tried = _try(launch, cluster, partial(start, replace(plan, stays=True), launch.run_dir, cluster, left))
+        except NotStored:
+            raise  # the hosts' copies are the only ones
         except CpuftError:
             if number:
                 say_kept(plan, launch.run_dir, launch.environ, cluster.access.door.silent, say)
@@ -104,6 +107,8 @@ def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Tried:
         code = start()
     except MasterLost as lost:
         code, error = AGAIN, lost
+    except NotStored:
+        raise
     except CpuftError as refusal:
         if not (len(set(hosts)) > 1 and door.find_silent(sorted(set(hosts)))) and not refusal.passes:
             raise

@@ -14,9 +14,11 @@ from cpuft.files import PRIVATE, REMOVE, hash_file, hash_text, remove_command, s
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
+from cpuft.launch.fetch import MERGE, NEW
 from cpuft.launch.kept import ROWS, Kept, plan_kept
 from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Stages, Step
+from cpuft.words import own_module
 
 _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -chf - -- "${@:1:count}" | "${@:count+1}"'
 """Links are followed, because what they point to is not there: a hub's cache is made of them."""
@@ -27,7 +29,6 @@ _UNPACK = f"set -e\n{PRIVATE}{REMOVE}" + _HERE.with_name("unpack.sh").read_text(
 _FIND = PRIVATE + _HERE.with_name("lacking.sh").read_text(encoding="utf-8")
 _PACK = _HERE.with_name("pack.sh").read_text(encoding="utf-8")
 """The supervisor holds the lock until the last rank has ended. A run that refused its input has left nothing."""
-_FETCH = _HERE.with_name("fetch.sh").read_text(encoding="utf-8")
 _TRAINING_INPUTS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 
 
@@ -180,8 +181,8 @@ def plan_results(
     if not cluster.away:
         return ()
     pack = cluster.command_on(cluster.master, ("sh", "-c", _PACK, "pack", work))
-    words = ("bash", "-o", "pipefail", "-c", _FETCH, "merge" if resumed else "fetch", run_dir, *pack)
-    fetch = Step(f"fetch the run from {cluster.master}", words)
+    own = own_module(sys.executable, "cpuft.launch.fetch")
+    fetch = Step(f"fetch the run from {cluster.master}", (*own, MERGE if resumed else NEW, run_dir, *pack))
     remove = remove_command(cluster.folder, os.path.dirname(work))
     names = [*(assignment.host.name for assignment in cluster.assignments), *others]
     return ((fetch,), tuple(Step(f"take the run away from {name}", remove, host=name) for name in names))

@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from cpuft import execute
-from cpuft.errors import CpuftError, Interrupted
+from cpuft.errors import NOT_STORED, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import Door
 from cpuft.launch.asking import Asking
+from cpuft.launch.fetch import SKIPPED, NotStored
 from cpuft.launch.kept import NOTE, keep_checkpoints, silent_at_the_end
 from cpuft.launch.secrets import secrets_there
 from cpuft.launch.stacks.going import noted
@@ -38,6 +39,8 @@ _MAKE_SECONDS = 60.0
 _CLEAN_SECONDS = 15.0
 LEFT_THERE = "what the run left there, cpuft doctor finds a day later"
 _SEND_SECONDS = 1800.0
+_LAST_LINES = 6
+"""Of a failed step's output, the lines that its error shows."""
 Say = Callable[[str], None]
 
 
@@ -141,16 +144,19 @@ def _bring_back(
 ) -> None:
     """Fetch the run, and take it away there: where it has not `ended` well, all of it but its checkpoints.
 
-    Raises MasterLost: it could not be fetched.
+    Raises MasterLost: the run could not be fetched.
+    Raises NotStored: this machine could not store the run; nothing is taken away on the hosts.
     """
-    (fetch,), *clean = plan.results
+    _, *clean = plan.results
     silent = cluster.access.door.silent
     try:
         if cluster.master in silent:
             raise CpuftError(
                 f"host {cluster.master} does not answer, and it is the master: look at it with cpuft doctor"
             )
-        _run(Plan(((fetch,),), ways=plan.ways), environ, _SEND_SECONDS)
+        fetch_results(plan, run_dir, cluster, environ, say)
+    except NotStored:
+        raise
     except CpuftError as error:
         say_kept(plan, run_dir, environ, {cluster.master, *silent}, say)
         lost = MasterLost(f"{error}; what was recorded is in {cluster.work_dir(run_dir)} on {cluster.master}")
@@ -174,6 +180,36 @@ def _clean_hosts(steps: Sequence[Step], plan: RunPlan, environ: Mapping[str, str
     ways = Plan(ways=plan.ways)
     with contextlib.suppress(TimeoutError):
         execute.run_stage([ways.here(step) for step in steps], environ, _CLEAN_SECONDS)
+
+
+def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
+    """Fetch the run's folder from the head host into `run_dir`.
+
+    When this function returns, the whole folder is on this machine's disk, so that the copies on hosts may be removed.
+    They must stay if it raises.
+
+    Raises NotStored: the folder came, but this machine could not store it.
+    Raises CpuftError: the head host could not send the folder.
+    """
+    ((step,), *_) = plan.results
+    try:
+        (answer,) = execute.run_stage([Plan(ways=plan.ways).here(step)], environ, _SEND_SECONDS)
+    except TimeoutError:
+        late = f"the results of the run did not come from {cluster.master} within {_SEND_SECONDS:.0f} s"
+        raise CpuftError(late) from None
+    lines = [line.removeprefix("cpuft: error: ") for line in answer.said.splitlines() if line.strip()]
+    if answer.exit_code == NOT_STORED:
+        reason = lines[-1] if lines else "no reason was given"
+        raise NotStored(
+            f"the results of the run could not be stored in {run_dir} ({reason}). Host {cluster.master} keeps them: "
+            f"make room here or remove what is in the way, then copy {cluster.work_dir(run_dir)} from that host"
+        )
+    if answer.exit_code:
+        said = " | ".join(lines[-_LAST_LINES:]) or "without a message"
+        raise CpuftError(f"the results of the run could not be fetched from {cluster.master} ({said})")
+    for line in lines:
+        if line.startswith(SKIPPED):
+            say(f"cpuft: {line}")
 
 
 def say_kept(plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str], say: Say) -> None:

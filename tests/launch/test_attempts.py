@@ -13,10 +13,11 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import door as doors
-from cpuft.hosts.cluster import Cluster, gather_cluster
+from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.again import Course, find_resumed, find_update, patiently, take_away
 from cpuft.launch.attempts import describe_limit, find_limit, run_attempts
+from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch, plan_run
 from cpuft.launch.kept import Kept
 from cpuft.launch.remote import MasterLost
@@ -68,6 +69,10 @@ def lost(log: Path) -> int:
 
 def refused(log: Path) -> int:
     raise CpuftError("no such rows: name others")
+
+
+def not_stored(log: Path) -> int:
+    raise NotStored("the results could not be stored: make room here")
 
 
 def unreached(log: Path) -> int:
@@ -157,7 +162,7 @@ def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_a
     take_away(Course(last, used=used), last, "/runs/mrpc", said.append)
     work = last.work_dir("/runs/mrpc")
     sent = os.path.dirname(last.sent_file(work, 0))
-    assert asked == [("b", "end", work), ("b", sent, os.path.dirname(work))]
+    assert asked == [("b", FROM_STDIN, work), ("b", sent, os.path.dirname(work))]
     assert [line.partition(" did not")[0] for line in said] == ["cpuft: c"]
     asked.clear()
     take_away(Course(last, used={"b": Host("b")}), replace(last, away=False), "/runs/mrpc", said.append)
@@ -223,6 +228,16 @@ def test_what_is_not_to_be_started_again_is_not(cluster: Cluster, restarts: int,
 def test_what_is_refused_is_said_as_it_is(cluster: Cluster) -> None:
     with pytest.raises(CpuftError, match=r"^no such rows: name others$"):
         run(script(3), cluster, refused)
+
+
+def test_results_that_cannot_be_stored_start_nothing_again_and_stay_on_the_hosts(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleaned = list[object]()
+    monkeypatch.setattr("cpuft.launch.attempts.say_kept", lambda *given: cleaned.append(given))
+    with pytest.raises(NotStored, match=r"^the results could not be stored: make room here$"):
+        run(script(3), cluster, KILLED, not_stored)
+    assert cleaned == []
 
 
 def test_the_time_limit_is_that_of_all_starts(cluster: Cluster) -> None:

@@ -1,0 +1,187 @@
+"""What a host sends as a run's folder: stored whole or not at all, and nowhere but in the run's folder."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import NOT_STORED, CpuftError
+from cpuft.hosts.cluster import Cluster
+from cpuft.launch import fetch
+from cpuft.launch.fetch import NotStored
+from cpuft.launch.inputs import plan_results
+from cpuft.launch.remote import fetch_results
+from cpuft.plan import RunPlan
+from tests.launch.test_inputs import AWAY
+
+
+def member(name: str, text: str = "", kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> bytes:
+    """One member of an archive, without the archive's end."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type, info.linkname, info.mode, info.mtime = len(text), kind, link, mode, 1000
+    info.uid = info.gid = 4711
+    return info.tobuf() + text.encode() + bytes(-len(text) % 512)
+
+
+END = bytes(1024)
+
+
+def send(tmp_path: Path, *members: bytes, end: bytes = END, code: int = 0) -> tuple[str, ...]:
+    """A command that sends this archive."""
+    path = tmp_path / "sent.tar"
+    path.write_bytes(b"".join(members) + end)
+    return ("sh", "-c", f"cat {shlex.quote(str(path))}; exit {code}")
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file below a folder and its text."""
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "run"
+
+
+def test_plain_files_and_folders_get_safe_modes_and_their_times(tmp_path: Path, run: Path) -> None:
+    files = member("./logs/", kind=tarfile.DIRTYPE, mode=0o7777), member("./logs/a", "text", mode=0o6777)
+    assert fetch.fetch(run, send(tmp_path, *files, member("./secret", mode=0o600)), False) == []
+    assert tree(run) == {"logs/a": "text", "secret": ""}
+    modes = {name: (run / name).stat().st_mode & 0o7777 for name in ("logs", "logs/a", "secret")}
+    assert modes == {"logs": 0o755, "logs/a": 0o755, "secret": 0o600}
+    assert {path.stat().st_uid for path in run.rglob("*")} == {os.geteuid()}
+    assert (run / "logs/a").stat().st_mtime == 1000
+    assert list(run.parent.iterdir()) == [run]
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_links_of_a_host_lead_nowhere(tmp_path: Path, run: Path, merge: bool) -> None:
+    """Links in one archive, and links that an earlier fetch left where this one unpacks."""
+    outside = tmp_path / "home"
+    outside.mkdir()
+    (outside / "kept").write_text("mine")
+    if merge:
+        run.mkdir(parents=True)
+        (run / "out").symlink_to(outside)
+        (run / "kept").symlink_to(outside / "kept")
+        (run.parent / "run.part").symlink_to(outside)
+    links = member("out", kind=tarfile.SYMTYPE, link=str(outside)), member("hard", kind=tarfile.LNKTYPE, link="kept")
+    files = member("out/planted", "theirs"), member("kept", "theirs"), member("null", kind=tarfile.CHRTYPE)
+    told = fetch.fetch(run, send(tmp_path, *links, *files), merge)
+    assert told == ["out (symbolic link)", "hard (hard link)", "null (device)"]
+    assert tree(outside) == {"kept": "mine"}
+    assert (run / "out/planted").read_text() == (run / "kept").read_text() == "theirs"
+    assert not (run / "out").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["/tmp/planted", "../planted", "logs/../../planted"])
+def test_a_name_that_leads_out_is_refused(tmp_path: Path, run: Path, name: str) -> None:
+    with pytest.raises(NotStored, match="leads out of the run's folder"):
+        fetch.fetch(run, send(tmp_path, member("record.jsonl"), member(name, "theirs")), False)
+    assert list(run.parent.iterdir()) == []
+
+
+BROKEN: Mapping[str, tuple[tuple[bytes, ...], bytes]] = {
+    "no end": ((member("a", "text"),), b""),
+    "half a file": ((member("a", "x" * 1500)[:-600],), b""),
+    "no archive": ((b"Welcome to this host!\n" * 50,), END),
+    "nothing": ((), b""),
+    "the same file twice": ((member("a"), member("a")), END),
+    "a file that is a folder": ((member("a"), member("a/b")), END),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_archive_changes_nothing(tmp_path: Path, run: Path, case: str) -> None:
+    run.mkdir(parents=True)
+    (run / "a").write_text("older")
+    members, end = BROKEN[case]
+    with pytest.raises(NotStored):
+        fetch.fetch(run, send(tmp_path, *members, end=end), True)
+    assert tree(run.parent) == {"run/a": "older"}
+
+
+@pytest.mark.parametrize("end", [END, b""])
+def test_a_sender_that_fails_is_no_fault_of_this_disk(tmp_path: Path, run: Path, end: bytes) -> None:
+    with pytest.raises(CpuftError, match="exit code 255") as raised:
+        fetch.fetch(run, send(tmp_path, member("a", "x" * 600)[:-512], end=end, code=255), False)
+    assert not isinstance(raised.value, NotStored)
+    assert not run.exists()
+
+
+def test_a_resumed_run_is_merged_and_whatever_is_in_the_way_is_kept(tmp_path: Path, run: Path) -> None:
+    for name in ("logs/rank-0.out", "logs-1/rank-0.out", "only-here", "out", "model/weights"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("older")
+    names = ("logs/rank-0.out", "logs-1/rank-0.out", "out/file", "model")
+    fetch.fetch(run, send(tmp_path, *(member(name, "newer") for name in names)), True)
+    assert tree(run) == {
+        **dict.fromkeys(("logs/rank-0.out", "logs-3/rank-0.out", "out/file", "model"), "newer"),
+        **dict.fromkeys(("logs-1/rank-0.out", "logs-2/rank-0.out", "only-here"), "older"),
+        **dict.fromkeys(("out.old-1", "model.old-1/weights"), "older"),
+    }
+
+
+def test_what_a_killed_fetch_left_is_removed_and_a_fetch_that_runs_is_not_disturbed(tmp_path: Path, run: Path) -> None:
+    leftover = run.parent / f"{fetch._PREFIX}old"
+    (leftover / "run").mkdir(parents=True)
+    (leftover / "run" / "evil").symlink_to("/")
+    ready = tmp_path / "ready"
+    slow = ("sh", "-c", f"touch {ready}; read line <{tmp_path}/go; tar -cf - -T /dev/null")
+    os.mkfifo(tmp_path / "go")
+    words = [sys.executable, "-m", "cpuft.launch.fetch", fetch.NEW, str(run.parent / "other"), *slow]
+    with subprocess.Popen(words) as other:
+        while not ready.exists():
+            assert other.poll() is None
+        assert not leftover.exists()
+        fetch.fetch(run, send(tmp_path, member("a", "text")), False)
+        (tmp_path / "go").write_text("\n")
+    assert other.returncode == 0
+    assert [path.name for path in run.parent.iterdir()] == ["run"]
+
+
+def planned(tmp_path: Path, run: Path, resumed: bool) -> tuple[Cluster, RunPlan, Path]:
+    """A run whose hosts are this machine, and what it left there."""
+    work = tmp_path / "there" / "run"
+    (work / "out").mkdir(parents=True)
+    (work / "out" / "answer").write_text("42")
+    cluster = replace(AWAY, ways={})
+    return cluster, RunPlan(results=plan_results(cluster, str(work), str(run), resumed)), work
+
+
+def test_a_file_that_became_a_folder_loses_nothing(tmp_path: Path, run: Path) -> None:
+    cluster, plan, _ = planned(tmp_path, run, resumed=True)
+    run.mkdir(parents=True)
+    (run / "out").write_text("older")
+    fetch_results(plan, str(run), cluster, os.environ, lambda line: None)
+    assert tree(run) == {"out/answer": "42", "out.old-1": "older"}
+
+
+def test_results_that_cannot_be_stored_stay_on_the_host(tmp_path: Path, run: Path) -> None:
+    cluster, plan, work = planned(tmp_path, run, resumed=False)
+    run.parent.write_text("a file where the folder is to be")
+    with pytest.raises(NotStored) as raised:
+        fetch_results(plan, str(run), cluster, os.environ, lambda line: None)
+    assert raised.value.exit_code == NOT_STORED == 74
+    assert str(raised.value).startswith(
+        f"the results of the run could not be stored in {run} ({run.parent}: File exists)"
+    )
+    assert tree(work) == {"out/answer": "42"}
+    with pytest.raises(CpuftError, match="could not be sent"):
+        fetch_results(planned_without_host(plan), str(run), cluster, os.environ, lambda line: None)
+
+
+def planned_without_host(plan: RunPlan) -> RunPlan:
+    """The same plan, whose host does not answer."""
+    (fetch_step,), *others = plan.results
+    words = fetch_step.command[: fetch_step.command.index("sh")]
+    run = str(Path(words[-1]).parents[1] / "other")
+    return replace(plan, results=((replace(fetch_step, command=(*words[:-1], run, "sh", "-c", "exit 255")),), *others))
