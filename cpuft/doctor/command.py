@@ -44,7 +44,7 @@ def doctor(
         return
     config = LaunchConfig(hostfile=hostfile, cluster=cluster, ssh_config=ssh_config)
     hosts, access = read_hosts(config), find_access(config)
-    state = examine_hosts(hosts, access, full=full)
+    state = examine_hosts(hosts, access, full=full, try_outside=True)
     # Hosts that do not answer are told as such, and the others are not kept from measuring.
     there = tuple(one.host for one, _, _ in state.answering)
     links = measure_links(there, access) if bandwidth and len(there) > 1 else ()
@@ -52,7 +52,7 @@ def doctor(
     if fix and any(finding.fix for finding in findings):
         for line in run_fixes(findings, state, access):
             click.echo(line, err=True)
-        findings = find_all(replace(examine_hosts(hosts, access, full=full), links=links))
+        findings = find_all(replace(examine_hosts(hosts, access, full=full, try_outside=True), links=links))
     if as_json:
         measured = {"links": [asdict(link) for link in links]} if bandwidth else {}
         click.echo(json.dumps(to_json(findings, [host.name for host in hosts]) | measured, indent=2))

@@ -148,6 +148,15 @@ def _check_listening(state: ClusterState) -> Iterator[Finding]:
                 )
 
 
+@check("CPUFT-036", "ports that ranks listen at can be reached from outside of the cluster's network.")
+def _check_reached_from_outside(state: ClusterState) -> Iterator[Finding]:
+    """no firewall or security group protects the hosts, and ranks send gradients and keys in plain text
+    next: allow nothing but ssh from outside, and all TCP ports between the cluster's hosts only"""
+    for one, _, _ in state.answering:
+        if one.outside_port:
+            yield warning(one.name, f"this machine, which is on another network, reached its port {one.outside_port}")
+
+
 def _mtu(facts: HostFacts, mtus: dict[str, int]) -> int:
     source = next(iter(facts.routes.values()), "")
     name = next((name for name, address in facts.interfaces.items() if address == source), "")

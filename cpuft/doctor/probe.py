@@ -6,6 +6,7 @@ listen on one agreed port, and try to connect to each other there.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import importlib.metadata
@@ -167,8 +168,11 @@ def _is_own(path: str) -> bool:
         return False
 
 
-def try_ports(port: int, peers: list[str], seconds: float) -> dict[str, Any]:
+def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -> dict[str, Any]:
     """Listen on `port` and connect to it on every peer until all is done or `seconds` have passed.
+
+    With a `greeting`, somebody who is no peer is waited for, too. Everybody who connects is sent the greeting, by which
+    they know that they reached this port.
 
     Returns `listens` (whether the port could be had) and `connected` (milliseconds to each peer reached).
     """
@@ -184,11 +188,15 @@ def try_ports(port: int, peers: list[str], seconds: float) -> dict[str, Any]:
         server.listen(len(peers) + 8)
         with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
             tries = [pool.submit(_try_connect, peer, port, end) for peer in peers]
-            while time.monotonic() < end and not (all(t.done() for t in tries) and came >= set(peers)):
+            awaited = len(peers) + bool(greeting)
+            while time.monotonic() < end and not (
+                all(t.done() for t in tries) and came >= set(peers) and len(came) >= awaited
+            ):
                 if select.select([server], [], [], 0.05)[0]:
                     connection, (address, _) = server.accept()
                     came.add(address)
-                    connection.close()
+                    with connection, contextlib.suppress(OSError):
+                        connection.send(greeting.encode())
         connected = {peer: ms for peer, ms in zip(peers, (t.result() for t in tries)) if ms >= 0}
     return {"listens": True, "connected": connected}
 
@@ -223,13 +231,13 @@ def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
 def examine(order: dict[str, Any]) -> dict[str, Any]:
     """All of it; the keys are the fields of `cpuft.doctor.state.Health`.
 
-    `order` holds: port, peers (addresses), seconds (for the ports), ssh_options, ssh_peers.
+    `order` holds: port, peers (addresses), seconds (for the ports), greeting, ssh_options, ssh_peers.
     """
     now = time.time()
     working, steal = watch_cpu()  # before anything else, so that it does not see this probe itself at work
     with ThreadPoolExecutor(max_workers=2) as pool:
         ssh = pool.submit(try_ssh, order["ssh_options"], order["ssh_peers"])
-        ports = try_ports(order["port"], order["peers"], order["seconds"])
+        ports = try_ports(order["port"], order["peers"], order["seconds"], order.get("greeting", ""))
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         governors = {_read(path) for path in glob.glob(GOVERNORS)}
         return {

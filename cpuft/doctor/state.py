@@ -55,6 +55,8 @@ class HostState:
     """Why it could not be asked."""
     kind: str = ""
     """Of the failure, where it is one of ssh's (`HostError.kind`)."""
+    outside_port: int = 0
+    """TCP port of the host that this machine could connect to from another network; 0: none, or it was not tried."""
     skew: float = 0.0
     """Seconds by which its clock is surely ahead of (or, negative, behind) this machine's."""
 
