@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import AGAIN
-from cpuft.rank.process import FAILURE, KILLED_BY_SOMEBODY, OUT_OF_MEMORY, parse_failure, parse_missed
+from cpuft.rank.process import FAILURE, FOREIGN, KILLED_BY_SOMEBODY, OUT_OF_MEMORY, parse_failure, parse_missed
 
 _TRACE_LINES = 15
 _LIKELY = {
@@ -33,8 +33,8 @@ class Failure:
 
     @property
     def lost_its_peer(self) -> bool:
-        """Whether it failed only because another one had before."""
-        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed")
+        """Whether it failed only because another one had before, or because another program kept ranks apart."""
+        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed", FOREIGN)
         return any(sign in self.text for sign in signs)
 
 

@@ -137,6 +137,10 @@ def parse_failure(text: str) -> tuple[int, str, int] | None:
     return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
 
 
+FOREIGN = "an entry of torch's store is not the run's own"
+"""Said by a rank that ended because another program wrote to the store by which ranks find each other."""
+
+
 def parse_missed(text: str) -> set[int]:
     """The ranks that a rank waited for in vain, from what it wrote to standard error."""
     found = re.findall(rf"^{FAILURE} .* exit code \d+ (\d{{1,9}}(?: \d{{1,9}})*)$", text, re.MULTILINE)

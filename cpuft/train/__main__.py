@@ -32,7 +32,7 @@ def main() -> None:
         except Stopped:
             _leave(AGAIN)
     except CpuftError as error:
-        _refuse(str(error))
+        _refuse(str(error), error.exit_code)
     except OSError as error:
         if said := describe_disk(error):
             _refuse(said)
@@ -55,10 +55,10 @@ def _fail() -> NoReturn:
     _leave(1)
 
 
-def _refuse(line: str) -> NoReturn:
+def _refuse(line: str, code: int = 2) -> NoReturn:
     """Say it and end at once: other ranks may hang in a collective, and tearing down would wait for them."""
     print(f"cpuft: error: {line}", file=sys.stderr, flush=True)
-    _leave(2)
+    _leave(code)
 
 
 def _leave(code: int) -> NoReturn:

@@ -7,6 +7,7 @@ import pytest
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
 from cpuft.launch.restarts import Ended, Verdict, choose_hosts, count_restarts, describe_restart, judge
+from cpuft.rank.process import FOREIGN
 
 RAISED = 'step 1\nTraceback (most recent call last):\n  File "train.py", line 5\nValueError: odd <at 0x{}>\n'
 LOST_PEER = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:6330\n"
@@ -28,6 +29,7 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
         (Ended(143, failed(143)), Verdict(True, "rank 2 on node3 was killed by signal 15")),
         (Ended(75, failed(75)), Verdict(False, "rank 2 on node3 was interrupted")),
         (Ended(1, failed(1, LOST_PEER)), Verdict(True, "rank 2 on node3 lost another rank")),
+        (Ended(1, failed(1, f"cpuft: error: {FOREIGN}: wait")), Verdict(True, "rank 2 on node3 lost another rank")),
         (Ended(2), Verdict(False, "its options or data were refused")),
         (Ended(2, failed(2)), Verdict(False, "rank 2 on node3 refused its options or data")),
     ],

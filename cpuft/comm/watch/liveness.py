@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.watch.hub import WELCOME, Hub, prove
 from cpuft.errors import CpuftError
+from cpuft.rank.process import FOREIGN
 from cpuft.streams import notice_silence
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
@@ -31,6 +32,17 @@ Message = dict[str, Any]
 _HELLO_BYTES = 256
 _JOIN_SECONDS = 60.0
 _AGAIN_SECONDS = 0.2
+_FOREIGN_SECONDS = 10.0
+"""How long a rank waits for the first rank's own entry in the store while it finds one of somebody else's."""
+
+
+class Disturbed(CpuftError):
+    """Ranks did not find each other, perhaps because another host wrote to torch's store, which asks for no password.
+
+    Its exit code is no refusal's: another start of the run may succeed, so a disturbance must not prevent it.
+    """
+
+    exit_code = 1
 
 
 class Line:
@@ -40,7 +52,7 @@ class Line:
     ----------
     first: true on exactly one rank, which opens the hub for `ranks`.
 
-    Raises CpuftError: the hub does not let this rank in, or what the store says of it is not the run's own.
+    Raises Disturbed: the hub does not let this rank in, or what the store says of it is not the run's own.
     """
 
     def __init__(
@@ -90,20 +102,47 @@ def _open_hub(store: Store, ranks: Sequence[int]) -> Hub:
     key = own or secrets.token_hex(32)
     hub = Hub(key.encode(), host, ranks, lambda text: os.write(2, text.encode() + b"\n"))
     place = {"host": host, "port": hub.port, "seal": _seal(key.encode(), host, hub.port)}
-    store.set("liveness", json.dumps(place if own else place | {"key": key}))
+    entry = json.dumps(place if own else place | {"key": key})
+    store.set("liveness", entry)
+    if own:
+        threading.Thread(target=_announce, args=(store, entry, hub), name="cpuft-comm-announce", daemon=True).start()
     return hub
+
+
+def _announce(store: Store, entry: str, hub: Hub) -> None:
+    """Write the hub's address again until all ranks are in: anybody may have overwritten or deleted it."""
+    end = time.monotonic() + _JOIN_SECONDS
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        while not hub.full.wait(_AGAIN_SECONDS) and time.monotonic() < end:
+            store.set("liveness", entry)
 
 
 def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:
     """The hub's address, which only a rank of this run can have written, and the run's key."""
     # Starting takes what starting takes, however short a collective's own limit, which is the store's too.
     store.wait(["liveness"], timedelta(seconds=_JOIN_SECONDS))
-    place = json.loads(store.get("liveness"))
-    key = (os.environ.get(KEY_VARIABLE, "") or place.get("key", "")).encode()
-    address = str(place["host"]), int(place["port"])
-    if not hmac.compare_digest(str(place["seal"]), _seal(key, *address)):
-        raise CpuftError(f"rank {rank} has another {KEY_VARIABLE} than the first rank: start all by one cpuft launch")
-    return address, key
+    end = time.monotonic() + _FOREIGN_SECONDS
+    while not (found := _read_entry(store.get("liveness"))):
+        if time.monotonic() > end:
+            raise Disturbed(
+                f"{FOREIGN}: what the store says of the first rank was not written with rank {rank}'s {KEY_VARIABLE}. "
+                "Start all ranks by one cpuft launch, and keep other hosts away from the ports of ranks"
+            )
+        time.sleep(_AGAIN_SECONDS)
+        store.wait(["liveness"], timedelta(seconds=_FOREIGN_SECONDS))
+    return found
+
+
+def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
+    """The hub's address and the run's key; None for what nobody wrote who has the key."""
+    try:
+        place = json.loads(text)
+        key = (os.environ.get(KEY_VARIABLE, "") or str(place.get("key", ""))).encode()
+        address = str(place["host"]), int(place["port"])
+        own = hmac.compare_digest(str(place["seal"]).encode(), _seal(key, *address).encode())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UnicodeError):
+        return None
+    return (address, key) if own else None
 
 
 def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tuple[socket.socket, BinaryIO]:
@@ -121,7 +160,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
                 return connection, lines
             connection.close()
         time.sleep(_AGAIN_SECONDS)
-    raise CpuftError(
+    raise Disturbed(
         f"rank {rank} was not let in by the first rank at {address[0]} port {address[1]} in {seconds:.0f} s: "
         f"look whether this rank runs twice, and whether a firewall is between the two hosts"
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from cpuft.comm.watch import liveness
 from cpuft.comm.watch.hub import STRANGERS, Hub, prove
 from cpuft.comm.watch.liveness import KEY_VARIABLE, Line, Message
 from cpuft.errors import CpuftError
@@ -172,13 +173,41 @@ def test_the_key_is_not_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("key", ["other", ""])
 def test_a_hub_of_somebody_else_is_not_believed(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(liveness, "_FOREIGN_SECONDS", 0.5)
     monkeypatch.setenv(KEY_VARIABLE, "sesame")
     store = HashStore()
     line = meet(store, 0, [])
     monkeypatch.setenv(KEY_VARIABLE, key)
-    with pytest.raises(CpuftError, match="rank 1 has another CPUFT_RUN_KEY than the first rank"):
+    told = "an entry of torch's store is not the run's own: .* not written with rank 1's CPUFT_RUN_KEY"
+    with pytest.raises(liveness.Disturbed, match=told) as raised:
         meet(store, 1, [])
+    assert raised.value.exit_code == 1  # no refusal: the run may be started again
     line.close()
+    monkeypatch.delenv(KEY_VARIABLE)
+
+
+@pytest.mark.parametrize("value", ["", "[]", "7", '{"host": "h", "port": [], "seal": "x"}', "stranger", "\xff"])
+def test_what_a_stranger_writes_to_the_store_is_waited_out(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """The first rank writes its own entry again, until all are in."""
+    monkeypatch.setenv(KEY_VARIABLE, "sesame")
+    store, heard = HashStore(), list[Message]()
+    first = meet(store, 0, heard)
+    place = json.dumps({"host": "127.0.0.1", "port": 9, "seal": liveness._seal(b"stranger", "127.0.0.1", 9)})
+    store.set("liveness", place if value == "stranger" else value)
+    second = meet(store, 1, heard)
+    for line in (first, second):
+        line.close()
+    monkeypatch.delenv(KEY_VARIABLE)
+
+
+def test_a_key_that_a_stranger_deletes_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "sesame")
+    store, heard = HashStore(), list[Message]()
+    first = meet(store, 0, heard)
+    store.delete_key("liveness")
+    second = meet(store, 1, heard)
+    for line in (first, second):
+        line.close()
     monkeypatch.delenv(KEY_VARIABLE)
 
 
