@@ -90,6 +90,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.attempts import describe_limit, run_attempts
     from cpuft.launch.ending import describe_ending
+    from cpuft.launch.inputs import list_named, recall_named, remember_named
     from cpuft.launch.job import Job, Launch, plan_fetching, plan_run
     from cpuft.launch.kept import check_kept
     from cpuft.launch.planning import choose_run_dir, end_script, plan_script
@@ -117,6 +118,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
             return
         _say(f"cpuft: the run came to its end on {resumed.finished_on}: fetching its results")
         fetch_finished(fetching, resumed.run_dir, cluster, _say)
+        remember_named(resumed.run_dir, (), os.environ)
         click.echo(f"run: {resumed.run_dir}")
         return
     if resumed:
@@ -127,14 +129,21 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     cluster = gather_cluster(config, resumed.hosts if resumed else ())
     if resumed:
         check_kept(resumed.kept, cluster, run_dir)
-    job = Job(config, train, command, how.wrap, how.independent, _progress())
+    named = list_named(train, given_options()) if resumed else list_named(train)
+    named |= recall_named(run_dir, os.environ) if resumed else set()
+    may_send = frozenset(named) if resumed else None
+    job = Job(config, train, command, how.wrap, how.independent, _progress(), may_send)
     plan = plan_run(job, cluster, run_dir, os.environ, resumed)
     if dry_run:
         _print_plans([replace(plan, notes=(*describe_limit(job, cluster), *plan.notes))])
         return
     _check_hosts(cluster, config)
     grace = config.grace if train.engine == "torch" else None
+    if not script:
+        remember_named(run_dir, named, os.environ)
     code = run_attempts(Launch(job, run_dir, os.environ), plan, cluster, partial(_run, grace=grace), _say)
+    if not code and not script:
+        remember_named(run_dir, (), os.environ)
     code, line = describe_ending(code, run_dir, cluster.rank_hosts, config, script)
     click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)

@@ -20,7 +20,7 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from cpuft import execute
 from cpuft.errors import NOT_STORED, CpuftError, Interrupted
@@ -158,7 +158,8 @@ def extract(source: _Source, part: Path) -> list[str]:
     """
     skipped = []
     try:
-        with tarfile.open(fileobj=source, mode="r|", errorlevel=2, errors="surrogateescape") as archive:  # type: ignore[call-overload]
+        stream = cast(IO[bytes], source)  # reading is all that is done with it
+        with tarfile.open(fileobj=stream, mode="r|", errorlevel=2, errors="surrogateescape") as archive:
             for member in archive:
                 path = part.joinpath(*_split(member.name))
                 if member.isdir():
@@ -169,7 +170,7 @@ def extract(source: _Source, part: Path) -> list[str]:
                     _write(archive, member, path)
                 else:
                     skipped.append(f"{member.name} ({_KINDS.get(member.type, 'special file')})")
-                archive.members = []  # it would remember all of them
+                vars(archive)["members"] = []  # it would remember all of them
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         raise NotStored(f"what the host sent is no readable tar archive ({error})") from None
     for folder, _, _ in os.walk(part):

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE, REMOVE, hash_file, hash_text, remove_command, split_paths
+from cpuft.files import (
+    PRIVATE,
+    REMOVE,
+    check_private,
+    hash_file,
+    hash_text,
+    make_private,
+    remove_command,
+    split_paths,
+    write_text,
+)
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.registry import state_root
 from cpuft.launch.fetch import MERGE, NEW
 from cpuft.launch.kept import ROWS, Kept, plan_kept
+from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Stages, Step
 from cpuft.words import own_module
@@ -29,6 +43,8 @@ _UNPACK = f"set -e\n{PRIVATE}{REMOVE}" + _HERE.with_name("unpack.sh").read_text(
 _FIND = PRIVATE + _HERE.with_name("lacking.sh").read_text(encoding="utf-8")
 _PACK = _HERE.with_name("pack.sh").read_text(encoding="utf-8")
 """The supervisor holds the lock until the last rank has ended. A run that refused its input has left nothing."""
+_NAMED = ".named"
+"""Folder beside the clusters' entries: for each run the files and folders that the user named when it was started."""
 _TRAINING_INPUTS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 
 
@@ -42,8 +58,52 @@ class Parcel:
     """Folder that holds `sources` by their names."""
 
 
-def pack_training(cluster: Cluster, train: TrainConfig) -> tuple[TrainConfig, tuple[Parcel, ...]]:
-    """The training options with paths as they are on the hosts, and what has to travel for that."""
+def list_named(train: TrainConfig, options: Collection[str] = _TRAINING_INPUTS) -> set[str]:
+    """Absolute paths of the files and folders of this machine that these training options name."""
+    words = [word for name in _TRAINING_INPUTS if name in options for word in split_paths(getattr(train, name))]
+    return {str(path) for word in words if word and (path := Path(word).absolute()).exists()}
+
+
+def remember_named(run_dir: str, paths: Collection[str], environ: Mapping[str, str]) -> None:
+    """Keep on this machine which of its files and folders the user named for a run, so that `--resume` may send them.
+
+    The run's folder would be no place for that, because what is there comes from a host. Where the state folder cannot
+    be written, the user has to name them again.
+    """
+    with suppress(CpuftError, OSError):
+        path = _named_file(run_dir, environ)
+        if paths:
+            make_private(path.parent, "set CPUFT_STATE to a folder of your own")
+            write_text(path, json.dumps(sorted(paths)))
+        else:
+            path.unlink(missing_ok=True)
+
+
+def recall_named(run_dir: str, environ: Mapping[str, str]) -> set[str]:
+    """What `remember_named` kept for a run; nothing for a run that was started elsewhere."""
+    with suppress(CpuftError, OSError, ValueError):
+        path = _named_file(run_dir, environ)
+        check_private(path.parent)
+        return set(load(list[str], parse_json(path.read_text(encoding="utf-8"))))
+    return set()
+
+
+def _named_file(run_dir: str, environ: Mapping[str, str]) -> Path:
+    return state_root(environ) / _NAMED / f"{hash_text(run_dir, 24)}.json"
+
+
+def pack_training(
+    cluster: Cluster, train: TrainConfig, named: Collection[str] | None = None
+) -> tuple[TrainConfig, tuple[Parcel, ...]]:
+    """The training options with paths as they are on the hosts, and what has to travel for that.
+
+    Parameters
+    ----------
+    named: absolute paths that may be sent, where some options come from a record, which a host may have written; None
+        where the user gave all options.
+
+    Raises CpuftError: a path would be sent that is not among `named`.
+    """
     if not cluster.has_own_disks:
         return train, ()
     parcels, changes = [], dict[str, str]()
@@ -54,6 +114,12 @@ def pack_training(cluster: Cluster, train: TrainConfig) -> tuple[TrainConfig, tu
             if path.is_relative_to(cluster.inputs):  # of a run that goes on: it was sent when that began
                 parcels.append(Parcel((), str(path.parent)))
             elif path.exists():
+                if named is not None and str(path) not in named:
+                    flag = "--" + name.replace("_", "-")
+                    raise CpuftError(
+                        f"the run's record says {flag} {word}, which was not named for this run on this machine, and a "
+                        f"record may come from a host: add {flag} {word} if the hosts are to get it"
+                    )
                 parcels.append(pack((path,), cluster.inputs))
                 word = f"{parcels[-1].there}/{path.name}"
             there.append(word)

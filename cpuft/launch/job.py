@@ -28,6 +28,8 @@ class Job:
     independent: bool = False
     """Whether the ranks of the script are meant to be independent of each other."""
     progress: str = "lines"
+    named: frozenset[str] | None = None
+    """Files and folders that may be sent to hosts, where `train` is a record's; None where the user gave all of it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def plan_run(
         extra = script_settings(config.np, job.independent)
         plan = plan_launch(cluster, config, work, command, "gloo", environ, resumed, extra)
     else:
-        train, parcels = pack_training(cluster, job.train)
+        train, parcels = pack_training(cluster, job.train, job.named)
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
     lacking = gather_lacking(parcels, cluster)
     kept, have = (resumed.kept, find_rows(resumed, cluster)) if resumed else ((), set[str]())

@@ -202,7 +202,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
         reason = lines[-1] if lines else "no reason was given"
         raise NotStored(
             f"the results of the run could not be stored in {run_dir} ({reason}). Host {cluster.master} keeps them: "
-            f"make room here or remove what is in the way, then copy {cluster.work_dir(run_dir)} from that host"
+            f"make room here or remove what is in the way, then fetch them with cpuft launch --resume {run_dir}"
         )
     if answer.exit_code:
         said = " | ".join(lines[-_LAST_LINES:]) or "without a message"

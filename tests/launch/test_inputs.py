@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cpuft.errors import CpuftError
 from cpuft.execute import run_stage
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.door import Door
 from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
 from cpuft.launch import inputs
-from cpuft.launch.inputs import pack, pack_script, pack_training, plan_inputs, plan_results, plan_travel
+from cpuft.launch.inputs import (
+    list_named,
+    pack,
+    pack_script,
+    pack_training,
+    plan_inputs,
+    plan_results,
+    plan_travel,
+    recall_named,
+    remember_named,
+)
 from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Step
 
@@ -94,6 +107,40 @@ def test_each_of_several_files_travels(work: Path) -> None:
     model, rows, notes = (parcel.there for parcel in parcels)
     assert changed.train_file == f"{rows}/rows.csv,{notes}/notes.txt,missing"
     assert (changed.model, changed.validation_file) == (f"{model}/model", "")
+
+
+@pytest.mark.parametrize("option", ["model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file"])
+def test_a_record_sends_no_file_that_the_user_did_not_name(work: Path, option: str) -> None:
+    """A host that writes a path of this machine into the record of a run gets nothing by --resume."""
+    options: dict[str, Any] = {option: str(work / "rows.csv")}
+    train = TrainConfig(task="files", **options)
+    told = f"the run's record says --{option.replace('_', '-')} {work}/rows.csv, which was not named for this run"
+    with pytest.raises(CpuftError, match=re.escape(told)):
+        pack_training(AWAY, train, set())
+    for named in (None, list_named(train), list_named(train, {option: "command line"})):
+        assert len(pack_training(AWAY, train, named)[1]) == 1
+    assert list_named(train, {"task"}) == set()
+
+
+def test_what_was_sent_before_and_names_of_the_hub_need_no_leave(work: Path) -> None:
+    sent = f"{AWAY.inputs}/0123/rows.csv"
+    changed, parcels = pack_training(AWAY, TrainConfig(task="files", train_file=sent, model="some/name"), set())
+    assert (changed.train_file, [parcel.sources for parcel in parcels]) == (sent, [()])
+
+
+def test_what_the_user_named_is_remembered_on_this_machine_until_the_run_has_ended(work: Path) -> None:
+    environ = {"CPUFT_STATE": str(work / "state")}
+    train = TrainConfig(task="text", train_file="rows.csv,missing", model="model")
+    assert recall_named("/runs/run", environ) == set()
+    remember_named("/runs/run", list_named(train), environ)
+    assert recall_named("/runs/run", environ) == {str(work / "rows.csv"), str(work / "model")}
+    assert recall_named("/runs/other", environ) == set()
+    (kept,) = (work / "state").rglob("*.json")
+    kept.write_text("{")
+    assert recall_named("/runs/run", environ) == set()
+    remember_named("/runs/run", (), environ)
+    assert not kept.exists()
+    remember_named("/runs/run", {"x"}, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def test_mpiruns_process_above_a_rank_is_ended_too_and_what_is_above_that_is_not
     while len(pids) < 2:
         pids = kill.find_processes(run_dir)
     assert pids[1:] == [proxy]
-    assert len(run_as_on_a_host(run_dir).split()) == 2
+    # mpirun's process may end by itself as soon as its rank has.
+    assert run_as_on_a_host(run_dir).split() in ([str(pids[0])], [str(pid) for pid in pids])
     while "still there" not in (tmp_path / "said").read_text():
         assert above.poll() is None
     assert kill.find_processes(run_dir) == []
