@@ -68,6 +68,9 @@ class Header:
     kernels: str = ""
     """`compiled`: all ranks ran the C++ kernels of the fast path. `absent`: at least one rank had none, and was slower.
     Empty where the fast path was off, and in the record of an older version."""
+    fast_path: str = ""
+    """How many layers of the model the fast path has replaced, or why it has not; empty in the record of an older
+    version."""
     format: int = FORMAT
 
     @property

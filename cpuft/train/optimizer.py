@@ -14,7 +14,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.options.fields import TrainConfig
 from cpuft.train.engines import optimize_by_ipex, optimize_by_ort
-from cpuft.train.fast import accelerate
+from cpuft.train.fast import accelerate, describe_layers
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
@@ -38,6 +38,13 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     elif not config.plain:
         accelerate(model, optimizer, precision=precision, adapters=config.lora > 0)
     return optimizer
+
+
+def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
+    """How many layers of a model the fast path has replaced in `make_optimizer`, or why it has not."""
+    off = {"--plain": config.plain, "--compile": config.compile, f"--engine {config.engine}": config.engine != "torch"}
+    given = next((option for option, is_given in off.items() if is_given), "")
+    return f"not used, because of {given}" if given else describe_layers(model)
 
 
 def recompute_layers(model: torch.nn.Module) -> None:

@@ -53,6 +53,7 @@ from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.lora import check_lora
 from cpuft.train.model import count_parameters, name_model
 from cpuft.train.objective.kinds import make_objective
+from cpuft.train.optimizer import describe_fast_path
 from cpuft.train.precision import format_products
 from cpuft.train.progress import Progress
 from cpuft.train.recall import find_products, recall, recall_backend
@@ -110,9 +111,11 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         loop = Loop(model, objective, config, prepared, precision.name, world, apart, batch, measured.gradients)
         travels = count_travels(model, objective, config, prepared)  # after Loop, which looks at the word embedding
         header = replace(header, apart=worker.apart, gradients=loop.gradients, global_batch=loop.global_batch)
+        header = replace(header, fast_path=describe_fast_path(model, config))
         header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=worker.cores_allowed)
         story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         story.progress.note(describe_data(prepared, config))
+        story.progress.note(f"fast path: {header.fast_path}")
         if why_slow:
             story.progress.note(why_slow)
         if loop.rung_reason:

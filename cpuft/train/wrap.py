@@ -23,7 +23,7 @@ def wrap_trainer(done: list[str]) -> None:
     """
     from transformers import Trainer
 
-    from cpuft.train.fast import accelerate
+    from cpuft.train.fast import accelerate, describe_layers
 
     own = Trainer.create_optimizer
 
@@ -33,7 +33,8 @@ def wrap_trainer(done: list[str]) -> None:
         # When it trains once more, the Trainer has wrapped the optimizer in one of Accelerate's.
         accelerate(self.model, getattr(optimizer, "optimizer", optimizer))
         if not done and os.environ.get("RANK", "0") == "0":
-            print(f"cpuft: --wrap: {type(self.model).__name__} trains on the fast path", file=sys.stderr, flush=True)
+            name, layers = type(self.model).__name__, describe_layers(self.model)
+            print(f"cpuft: --wrap: fast path of {name}: {layers}", file=sys.stderr, flush=True)
         done.append(type(self.model).__name__)
         return optimizer
 

@@ -32,11 +32,13 @@ def test_two_ranks_train_on_the_demo_task() -> None:
     assert [len(place.cpus) for place in record.header.ranks] == [1, 1]
     assert record.header.ranks[0].cpus != record.header.ranks[1].cpus
     assert record.header.kernels == "compiled"
+    assert record.header.fast_path == "6 of 6 layers replaced"
     assert [line.step for line in record.steps] == [1, 2, 3, 4]
     assert record.footer is not None
     assert record.footer.samples == 128
     assert set(record.metrics) == {"accuracy", "f1"}
     assert Path("run/logs/rank-0.err").read_text().count("step ") == 4
+    assert Path("run/logs/rank-0.err").read_text().count("fast path: 6 of 6 layers replaced\n") == 1
     silent = Path("run/logs/rank-1.err")
     assert not silent.exists() or "step " not in silent.read_text()
 

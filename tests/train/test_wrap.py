@@ -91,7 +91,7 @@ def test_the_trainer_s_model_and_optimizer_are_fast(tmp_path: Path) -> None:
     done = run(tmp_path, TRAINS)
     assert done.stdout.splitlines()[-1:] == ["__main__ beside FastBertLayer FusedAdamW"], done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("cpuft:")]
-    assert said == ["cpuft: --wrap: BertForSequenceClassification trains on the fast path"]
+    assert said == ["cpuft: --wrap: fast path of BertForSequenceClassification: 1 of 1 layer replaced"]
 
 
 def test_the_trainer_resumes_from_its_own_checkpoint_to_the_bit(tmp_path: Path) -> None:

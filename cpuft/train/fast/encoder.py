@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpuft.train.fast.layer import LayerParts, quicken, read_parts
+from cpuft.errors import counted
+from cpuft.train.fast.layer import FastForward, LayerParts, has_reader, quicken, read_parts
 from cpuft.train.fast.layout import Layout, layout_of
 
 # Heads that read the first token alone, pooled or not, in transformers' own classes.
@@ -15,6 +16,8 @@ _FIRST_TOKEN_HEADS = frozenset(
     f"{kind}ForSequenceClassification"
     for kind in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "DistilBert")
 )
+
+_KNOWN = "BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and DistilBERT"
 
 
 def reads_first_token(model: Any) -> bool:
@@ -99,4 +102,30 @@ def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]
         known = [p for p in parts if p is not None]
         if len(known) == len(parts):
             found.append(FastEncoder(module, list(layers), known))
+    return found
+
+
+def describe_layers(model: nn.Module) -> str:
+    """How many of a model's layers `accelerate` has replaced, such as `6 of 6 layers replaced`, and why it has not."""
+    layers = _find_layers(model)
+    replaced = sum(isinstance(layer, FastForward) for layer in layers)
+    counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"
+    if replaced:
+        return counts
+    if any(has_reader(layer) for layer in layers):
+        why = "they have parts that it does not know (a decoder, chunked feed-forward, or adapters with dropout)"
+    else:
+        names = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or type(model).__name__
+        why = f"it does not know {names} (it knows the layers of {_KNOWN})"
+    return f"{counts}, because {why}"
+
+
+def _find_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: members of a list, by their class a layer or a block, and not inside another layer."""
+    found, inside = list[nn.Module](), set[nn.Module]()
+    for module in model.modules():
+        for layer in module if isinstance(module, nn.ModuleList) and module not in inside else ():
+            if type(layer).__name__.endswith(("Layer", "Block")):
+                found.append(layer)
+                inside.update(layer.modules())
     return found

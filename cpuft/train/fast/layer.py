@@ -133,6 +133,12 @@ def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> Layer
     )
 
 
+def has_reader(layer: nn.Module) -> bool:
+    """Whether a layer's class is one that the fast path can stand in for."""
+    module = type(layer).__module__.split(".")
+    return module[0] == "transformers" and (module[-2], type(layer).__name__) in _READERS
+
+
 def _is_linear(layer: nn.Module, adapters: bool) -> bool:
     return type(layer) is nn.Linear or (adapters and is_adapted(layer))
 

@@ -1,0 +1,60 @@
+"""What is said of a model's layers: how many the fast path has replaced, or why none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AlbertConfig, AutoModelForSequenceClassification, BertConfig, GPT2Config, ModernBertConfig
+
+from cpuft.options.fields import TrainConfig
+from cpuft.train.fast import accelerate, describe_layers
+from cpuft.train.optimizer import describe_fast_path
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and DistilBERT)"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (BertConfig(**SMALL), "2 of 2 layers replaced"),
+        # ALBERT has one layer, which it runs as often as the configuration says.
+        (
+            AlbertConfig(**SMALL, embedding_size=16),
+            f"0 of 1 layer replaced, because it does not know AlbertLayer {UNKNOWN}",
+        ),
+        (
+            ModernBertConfig(**SMALL, pad_token_id=0),
+            f"0 of 2 layers replaced, because it does not know ModernBertEncoderLayer {UNKNOWN}",
+        ),
+        (
+            GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4),
+            f"0 of 2 layers replaced, because it does not know GPT2Block {UNKNOWN}",
+        ),
+        (
+            BertConfig(**SMALL, chunk_size_feed_forward=4),
+            "0 of 2 layers replaced, because they have parts that it does not know (a decoder, chunked feed-forward, "
+            "or adapters with dropout)",
+        ),
+    ],
+    ids=["bert", "albert", "modernbert", "gpt2", "chunked"],
+)
+def test_how_many_layers_are_replaced(config: Any, said: str) -> None:
+    model = AutoModelForSequenceClassification.from_config(config)
+    accelerate(model, torch.optim.AdamW(model.parameters()))
+    assert describe_layers(model) == said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"plain": True}, "not used, because of --plain"),
+        ({"compile": True}, "not used, because of --compile"),
+        ({"engine": "deepspeed"}, "not used, because of --engine deepspeed"),
+        ({}, "0 of 0 layers replaced, because it does not know Linear " + UNKNOWN),
+    ],
+)
+def test_why_the_fast_path_is_not_used(options: dict[str, Any], said: str) -> None:
+    assert describe_fast_path(torch.nn.Linear(2, 2), TrainConfig(**options)) == said
