@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,14 @@ _LIKELY = {
     135: "SIGBUS (is /dev/shm full? look with cpuft doctor)",
     137: "SIGKILL (out of memory? lower --batch-size)",
 }
+_NOT_FOR_USERS = re.compile(
+    # Where in the source text of hydra, the mpirun of Intel MPI and MPICH, an error was noticed.
+    r"\[(mpiexec|proxy:\d+:\d+)@[^\]]*\] .*\(\S+\.c:\d+\):"
+    # A warning of torch on hosts whose addresses have no names; nothing follows from it.
+    r"|\[c10d\] The hostname of the client socket cannot be retrieved"
+)
+"""Lines of mpirun and of ranks that users can do nothing about: the logs keep these lines, the screen does not show
+them."""
 _WATCH = "cpuft comm: rank "
 """How the last word of the watch over collectives begins."""
 
@@ -98,7 +107,9 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
         if first.missed and absent:
             how = f"{_ranks(f.rank for f in failures)} waited in vain"
         how = f"\ncpuft: {how}"
-    return "\n".join([f"{how}:", _last_lines(text), *(f"cpuft: {line}" for line in absent or [blame] if line)])
+    lines = _last_lines(text)
+    said = [] if not (failures or lines) and absent else [f"{how}:", lines or "(it said nothing)"]
+    return "\n".join([*said, *(f"cpuft: {line}" for line in absent or [blame] if line)])
 
 
 def ended_to_go_on(failures: list[Failure]) -> bool:
@@ -131,6 +142,11 @@ def _traceback(text: str) -> str:
     return text[max(start, 0) :]
 
 
+def is_for_users(line: str) -> bool:
+    """Whether a line that mpirun or a rank has written says something that a user can act on."""
+    return not _NOT_FOR_USERS.search(line)
+
+
 def _last_lines(text: str) -> str:
-    lines = [line for line in text.rstrip().splitlines() if line.strip()]
-    return os.linesep.join(lines[-_TRACE_LINES:]) or "(it said nothing)"
+    lines = [line for line in text.rstrip().splitlines() if line.strip() and is_for_users(line)]
+    return os.linesep.join(lines[-_TRACE_LINES:])

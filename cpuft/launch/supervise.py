@@ -23,6 +23,7 @@ from cpuft.launch.asking import Asking
 from cpuft.launch.failures import (
     describe_failures,
     ended_to_go_on,
+    is_for_users,
     name_absent,
     read_failures,
     worst_exit_code,
@@ -72,7 +73,8 @@ class Tail:
         self.position += len(new)
         if new:
             lines = new.decode(errors="replace").splitlines(keepends=True)
-            self.stream.write("".join(line for line in lines if not any(mark in line for mark in _UNSAID)))
+            shown = (line for line in lines if is_for_users(line) and not any(mark in line for mark in _UNSAID))
+            self.stream.write("".join(shown))
             self.stream.flush()
 
 

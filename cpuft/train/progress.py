@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,10 @@ from cpuft.record import EvaluationLine, Header, ResumedLine, StepLine
 
 _LINES = 10
 """Plain lines of a whole run."""
+_WARM_UP_STEPS = 2
+"""Steps in which caches and kernels warm up: left out of the speed that is shown."""
+_WINDOW_STEPS = 20
+"""Steps whose mean speed is shown."""
 _DIVERGED = 10.0
 """A loss of so many times the first one, which counts as 1 at least, is no noise of small batches any more."""
 
@@ -28,13 +33,15 @@ class Progress:
     def __init__(self, style: str, rank: int) -> None:
         self._style, self._shown = style, rank == 0
         self._bar: Any = None
-        self._start, self._samples, self._done = 0.0, 0, 0
+        self._done, self._made = 0, 0
+        self._recent = deque[tuple[float, int]](maxlen=_WINDOW_STEPS + 1)
+        """When each of the latest steps after the warm-up ended, and its samples. The first one is the start of the
+        window."""
         self._first_loss: float | None = None
         self._warned = False
 
     def begin(self, header: Header, precision_reason: str, backend_reason: str) -> None:
         """Say what is about to be trained, in what precision and over what backend, and why."""
-        self._start = time.perf_counter()
         if self._shown:
             ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
             self._say(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
@@ -59,39 +66,44 @@ class Progress:
         """Show a finished step."""
         if not self._shown:
             return
-        self._warn_of_divergence(line)
-        self._samples += line.samples
-        seconds = time.perf_counter() - self._start
+        self._made += 1
+        if self._made >= _WARM_UP_STEPS:
+            self._recent.append((time.perf_counter(), line.samples))
         if self._style == "bar":
             self._show_bar(line, updates)
         elif line.step == updates or line.step % max(1, updates // _LINES) == 0:
-            eta = seconds / (line.step - self._done) * (updates - line.step)
-            rate = self._samples / seconds
-            self._say(f"step {line.step}/{updates}  loss {line.loss:.4f}  {rate:.1f} samples/s  {eta:.0f} s left")
+            parts = [f"step {line.step}/{updates}", f"loss {line.loss:.4f}"]
+            if speed := self._measure_speed():
+                rate, seconds = speed
+                parts += [f"{rate:.1f} samples/s", f"{seconds * (updates - line.step):.0f} s left"]
+            self._say("  ".join(parts))
 
-    def _warn_of_divergence(self, line: StepLine) -> None:
-        """Say it once when the loss has exploded: such a model has learned nothing."""
-        if self._first_loss is None:
-            self._first_loss = line.loss
-        if line.loss > _DIVERGED * max(1.0, self._first_loss) and not self._warned:
-            self._warned = True
-            grown = f"the loss has grown from {self._first_loss:.4g} to {line.loss:.4g} at update {line.step}"
-            advice = f"stop the run and lower --learning-rate (it is {line.learning_rate:g} here)"
-            text = f"cpuft: warning: {grown}: the training diverges, and the model will be of no use; {advice}"
-            if self._bar is None:
-                self._say(text)
-            else:
-                self._bar.write(text, file=sys.stderr)
+    def _measure_speed(self) -> tuple[float, float] | None:
+        """Samples per second and seconds per step of the latest steps; None before the first step after the warm-up."""
+        if len(self._recent) < 2:
+            return None
+        seconds = max(self._recent[-1][0] - self._recent[0][0], 1e-9)
+        samples = sum(count for _, count in list(self._recent)[1:])
+        return samples / seconds, seconds / (len(self._recent) - 1)
 
     def _show_bar(self, line: StepLine, updates: int) -> None:
         from tqdm import tqdm
 
         if self._bar is None:
             self._bar = tqdm(
-                initial=self._done, total=updates, unit="step", file=sys.stderr, dynamic_ncols=False, ncols=100
+                initial=self._done,
+                total=updates,
+                unit="step",
+                file=sys.stderr,
+                dynamic_ncols=False,
+                ncols=100,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             )
-        rate = self._samples / (time.perf_counter() - self._start)
-        self._bar.set_postfix_str(f"loss {line.loss:.4f}, {rate:.1f} samples/s", refresh=False)
+        told = f"loss {line.loss:.4f}"
+        if speed := self._measure_speed():
+            rate, seconds = speed
+            told += f", {rate:.1f} samples/s, {seconds * (updates - line.step):.0f} s left"
+        self._bar.set_postfix_str(told, refresh=False)
         self._bar.update()
 
     def evaluating(self, rows: int) -> None:

@@ -51,6 +51,41 @@ def waited(rank: int, missed: int) -> str:
     return f"step 1\n{line}{format_failure(World(rank, 3, 0, 1), f'host{rank}', 75, (missed,))}\n"
 
 
+HYDRA = (
+    "[mpiexec@vm] HYD_sock_write (../../../../../src/pm/i_hydra/libhydra/sock/hydra_sock_intel.c:360): write error\n"
+    "[proxy:0:1@vm] HYDT_dmxu_poll_wait_for_event (lib/tools/demux/demux_poll.c:76): callback returned error status\n"
+    "[mpiexec@vm] control_cb (mpiexec/pmiserv_cb.c:280): assert (!closed) failed\n"
+)
+DOWNSTREAM = "[mpiexec@vm] Error: Downstream from host node2 exited abnormally\n"
+C10D = "[W1123 10:00:00.1 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "absent", "said"),
+    [
+        (HYDRA, ["host node2 does not answer"], "cpuft: host node2 does not answer"),
+        (
+            HYDRA + DOWNSTREAM,
+            ["host node2 does not answer"],
+            f"cpuft: mpirun failed before any rank did:\n{DOWNSTREAM}cpuft: host node2 does not answer",
+        ),
+        (HYDRA, [], "cpuft: mpirun failed before any rank did:\n(it said nothing)"),
+    ],
+    ids=["a lost host", "with a word on it", "without a word"],
+)
+def test_places_in_the_source_text_of_mpirun_are_not_shown(mpirun: str, absent: list[str], said: str) -> None:
+    assert describe_failures([], mpirun, absent) == said
+
+
+def test_warnings_that_nothing_follows_from_are_in_the_log_only(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.err").write_text(f"{C10D}step 1\n[rank0]:{C10D}step 2\n")
+    shown = io.StringIO()
+    Tail(tmp_path / "rank-0.err", shown).copy()
+    assert shown.getvalue() == "step 1\nstep 2\n"
+    failures = find_failures([ended(f"{RAISED}{C10D}", 0, 1)], ("localhost",))
+    assert "c10d" not in describe_failures(failures, "")
+
+
 @pytest.mark.parametrize(
     "name, errors",
     [

@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from cpuft.train import progress
 from cpuft.train.progress import Progress
 from tests.records import make_steps
 
 
-def show(losses: list[float], capsys: pytest.CaptureFixture[str], style: str = "lines", rank: int = 0) -> str:
-    (line,) = make_steps(1, [1.0])
-    with Progress(style, rank) as progress:
-        for number, loss in enumerate(losses, start=1):
-            progress.step(replace(line, step=number, loss=loss, learning_rate=10.0), len(losses))
-    return capsys.readouterr().err
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
-@pytest.mark.parametrize("style", ["lines", "bar"])
-def test_a_loss_that_explodes_is_said_once(style: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = show([0.69, 0.8, 995.0, 800.0, 900.0], capsys, style)
-    assert said.count("cpuft: warning: the loss has grown from 0.69 to 995 at update 3: the training diverges") == 1
-    assert said.count("lower --learning-rate (it is 10 here)") == 1
+def show(seconds: list[float], style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show steps of 32 samples that took so many seconds each."""
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    with Progress(style, rank=0) as shown:
+        for taken, line in zip(seconds, make_steps(len(seconds), [0.1], samples=32)):
+            clock.now += taken
+            shown.step(replace(line, step_seconds=taken), len(seconds))
 
 
-@pytest.mark.parametrize("losses", [[0.01, 2.0, 9.0], [1e6, 9e6, 1e5], [10.3, 11.0]])
-def test_noise_is_no_divergence(losses: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "warning" not in show(losses, capsys)
+def test_speed_and_time_left_leave_out_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show([30.0, 10.0, *[0.5] * 28], "lines", monkeypatch)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("  ")[0] for line in lines] == [f"step {step}/30" for step in range(3, 31, 3)]
+    assert [line.partition("  loss ")[2][8:] for line in lines] == [
+        f"64.0 samples/s  {0.5 * (30 - step):.0f} s left" for step in range(3, 31, 3)
+    ]
 
 
-def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert show([0.69, 995.0], capsys, rank=1) == ""
+def test_speed_is_that_of_the_last_twenty_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show([1.0] * 80 + [0.25] * 20, "lines", monkeypatch)
+    rates = re.findall(r"([0-9.]+) samples/s  (\d+) s left", capsys.readouterr().err)
+    # After step 90, ten of the last twenty steps took 1 s and ten 0.25 s.
+    assert rates[7:] == [("32.0", "20"), ("51.2", "6"), ("128.0", "0")]
+
+
+def test_no_speed_is_shown_before_a_step_is_warm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show([9.0, 3.0, 0.5], "lines", monkeypatch)
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(r"loss [0-9.]+", "loss", line) for line in lines] == [
+        "step 1/3  loss",
+        "step 2/3  loss",
+        "step 3/3  loss  64.0 samples/s  0 s left",
+    ]
+
+
+def test_the_bar_shows_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    show([30.0, 10.0, *[0.5] * 8], "bar", monkeypatch)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "10/10" in last
+    assert "64.0 samples/s, 0 s left" in last
