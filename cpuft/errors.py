@@ -5,14 +5,23 @@ from __future__ import annotations
 import difflib
 import errno
 import reprlib
+import shlex
 import signal
+import sys
 from collections.abc import Iterable
+from pathlib import Path
+
+import cpuft
 
 AGAIN = 75
 """Exit code EX_TEMPFAIL of sysexits.h: not the job's own fault, and `cpuft launch --resume` goes on with it."""
 
 NOT_STORED = 74
 """Exit code EX_IOERR of sysexits.h: this machine could not store what was sent to it."""
+
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""Where PyTorch's builds without CUDA are: PyPI's for x86 bring several GB of CUDA libraries."""
 
 
 class CpuftError(Exception):
@@ -43,6 +52,20 @@ class Interrupted(Exception):
 def counted(number: int, noun: str) -> str:
     """`1 host`, `2 hosts`."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def install_command(*extras: str) -> str:
+    """Return the shell command that adds these extras of setup.cfg to the Python that runs this process.
+
+    A checkout is named by its folder; a cpuft installed from a wheel is named by its version, so that pip keeps it.
+    The command has the exact versions (constraints.txt) and, for torch, the index of builds without CUDA.
+    """
+    package = Path(cpuft.__file__).parent
+    names = f"[{','.join(extras)}]"
+    is_checkout = (package.parent / "setup.cfg").is_file()
+    what = ("-e", f"{package.parent}{names}") if is_checkout else (f"cpuft{names}=={cpuft.__version__}",)
+    index = ("--extra-index-url", CPU_INDEX) if "train" in extras else ()
+    return shlex.join((sys.executable, "-m", "pip", "install", "-c", str(package / "constraints.txt"), *index, *what))
 
 
 def describe_disk(error: OSError) -> str:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.errors import CpuftError
+import cpuft
+from cpuft.errors import CPU_INDEX, CpuftError, install_command
+
+PACKAGE = Path(cpuft.__file__).parent
 
 
 @given(st.text(st.characters()))
@@ -25,3 +33,26 @@ def test_every_message_is_one_printable_line(text: str) -> None:
 )
 def test_what_would_end_the_line_is_escaped(text: str, shown: str) -> None:
     assert str(CpuftError(text)) == shown
+
+
+def test_pip_takes_the_command_that_hints_print() -> None:
+    """Of a checkout, as tests are; `--no-index` shows that nothing is missing that the command does not name."""
+    command = shlex.split(install_command("plot"))
+    assert command[:5] == [sys.executable, "-m", "pip", "install", "-c"]
+    more = ("--dry-run", "--no-index", "--no-deps", "--no-build-isolation", "--quiet")
+    subprocess.run([*command, *more], check=True, timeout=120)
+
+
+def test_what_trains_comes_without_cuda_and_with_exact_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = shlex.split(install_command("train", "mpi", "demo"))
+    pins = str(PACKAGE / "constraints.txt")
+    root = str(PACKAGE.parent)
+    assert checkout[4:] == ["-c", pins, "--extra-index-url", CPU_INDEX, "-e", f"{root}[train,mpi,demo]"]
+    monkeypatch.setattr(cpuft, "__file__", "/env/lib/python3.11/site-packages/cpuft/__init__.py")
+    pins = "/env/lib/python3.11/site-packages/cpuft/constraints.txt"
+    assert shlex.split(install_command("aws"))[4:] == ["-c", pins, f"cpuft[aws]=={cpuft.__version__}"]
+
+
+def test_no_hint_has_an_install_command_of_its_own() -> None:
+    found = [path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
+    assert found == []

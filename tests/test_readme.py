@@ -118,6 +118,12 @@ def test_the_line_for_the_shell_makes_it_complete() -> None:
     assert done.stdout.split()[-1] == "cpuft"
 
 
+@pytest.mark.parametrize("line", re.findall(r"^pip install .*$", EVERYTHING, re.M))
+def test_pip_takes_every_line_for_it(line: str) -> None:
+    more = ("--dry-run", "--no-index", "--no-deps", "--no-build-isolation", "--quiet")
+    subprocess.run([sys.executable, "-m", *shlex.split(line), *more], cwd=ROOT, check=True, timeout=120)
+
+
 @pytest.mark.parametrize("script", sorted(set(re.findall(r"scripts/[a-z-]+", EVERYTHING))))
 def test_every_script_is_there_and_can_be_run(script: str) -> None:
     assert (ROOT / script).stat().st_mode & 0o111

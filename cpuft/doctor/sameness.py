@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from cpuft.doctor.finding import Finding, check, warning
 from cpuft.doctor.state import ClusterState, Health, HostState
+from cpuft.errors import install_command
 from cpuft.hardware import bf16_hardware
 from cpuft.hosts.topology import HostFacts
 
@@ -81,10 +82,15 @@ def _check_packages(state: ClusterState) -> Iterator[Finding]:
 @check("CPUFT-015", "no mpirun, a broken one, or another than elsewhere.")
 def _check_mpi(state: ClusterState) -> Iterator[Finding]:
     """no MPI beside the training environment's Python nor in PATH
-    next: pip install 'cpuft[train]' brings Intel MPI's"""
+    next: cpuft provision hosts installs Intel MPI"""
     for one, _, health in state.answering:
         if not health.mpi or health.mpi.startswith("broken"):
-            yield Finding(one.name, f"mpirun is {health.mpi or 'missing'}")
+            yield Finding(
+                one.name,
+                f"mpirun is {health.mpi or 'missing'}",
+                next_move="cpuft provision hosts installs Intel MPI on other hosts, and on this machine "
+                f"{install_command('train', 'mpi', 'demo')}",
+            )
     for one, own, common in _odd(state, lambda _, health: health.mpi):
         if own and not own.startswith("broken") and common:
             yield Finding(

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
 
@@ -60,8 +60,8 @@ def find_flavour(master: Host, wanted: str, python: str, door: Door) -> Flavour:
         where = f" at {wanted}" if wanted else ""
         where += "" if door.is_here(master) else f" on {master.name}"
         raise CpuftError(
-            f"there is no mpirun{where}: cpuft provision, or pip install 'cpuft[train]', brings Intel MPI's; "
-            f"or name yours with --mpirun"
+            f"there is no mpirun{where}: cpuft provision installs Intel MPI on other hosts, and on this machine "
+            f"{install_command('train', 'mpi', 'demo')}; or name your own mpirun with --mpirun"
         )
     path, _, version = answer.output.partition("\n")
     flavour = parse_flavour(path, version + answer.errors)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from cpuft import execute
 from cpuft.compiler import find_compiler
-from cpuft.errors import CpuftError
+from cpuft.errors import CPU_INDEX, CpuftError
 from cpuft.files import cache_folder
 from cpuft.provision.kernels_wheel import write_kernels_wheel
 from cpuft.provision.own_wheel import write_own_wheel
 from cpuft.provision.wheels import EXTRAS, PINS, downloads_folder
 from cpuft.words import own_module
 
-_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _DOWNLOAD_SECONDS = 3600.0
 _WITHOUT_WHEEL = ("seqeval",)
 """Requirements that the index has as source only, of pure Python: their wheels are built here, for any host."""
@@ -68,7 +67,7 @@ def _find_constraints(folder: Path) -> tuple[str, ...]:
     pins = folder / "constraints.txt"
     lines = PINS.read_text(encoding="utf-8").splitlines()
     pins.write_text("\n".join(f"{line}+cpu" if line.startswith("torch==") else line for line in lines) + "\n")
-    return ("-c", str(pins), "--extra-index-url", _CPU_INDEX)
+    return ("-c", str(pins), "--extra-index-url", CPU_INDEX)
 
 
 def _pip(*words: str) -> str:

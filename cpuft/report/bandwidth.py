@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 from cpuft.files import written_beside
 from cpuft.measurement import Measurement
 from cpuft.record import parse_measurements
@@ -18,7 +18,7 @@ def write_plot(record: str) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise CpuftError("a plot needs matplotlib: pip install 'cpuft[plot]'") from None
+        raise CpuftError(f"a plot needs matplotlib: {install_command('plot')}") from None
     rows = parse_measurements(Path(record).read_text(encoding="utf-8"), record)
     figure = Figure(figsize=(9, 4), layout="constrained")
     time_axes, rate_axes = figure.subplots(1, 2)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 
 COLOURS = 8
 """The page's stylesheet has so many, --c0 and on."""
@@ -64,7 +64,7 @@ def _figure(name: str, height: float, found: list[str]) -> Iterator[Any]:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
-        raise CpuftError("a page needs matplotlib and Jinja2: pip install 'cpuft[plot]'") from None
+        raise CpuftError(f"a page needs matplotlib and Jinja2: {install_command('plot')}") from None
     with rc_context({**_SETTINGS, "svg.hashsalt": name}):
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         yield figure

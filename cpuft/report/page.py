@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
 from cpuft.loader import load, parse_json
 from cpuft.record import PHASES, Record, drop_warm_up
@@ -33,7 +33,7 @@ def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Pred
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
-        raise CpuftError("a page needs matplotlib and Jinja2: pip install 'cpuft[plot]'") from None
+        raise CpuftError(f"a page needs matplotlib and Jinja2: {install_command('plot')}") from None
     comparison = compare(list(records))
     runs = [group[0] for group in group_repeats([one for one in _in_order(records) if not one.header.apart])]
     for run in runs:

@@ -46,7 +46,9 @@ class Engine:
 ENGINES = {
     "ipex": Engine({IPEX: "2.8", "torch": "2.8"}, "use the environment that scripts/check-ipex makes", "x86_64"),
     "deepspeed": Engine(
-        {"deepspeed": "0.19"}, "pip install --no-build-isolation 'cpuft[deepspeed]'", settings={"DS_ACCELERATOR": "cpu"}
+        {"deepspeed": "0.19"},
+        "use the environment that scripts/check-deepspeed makes",
+        settings={"DS_ACCELERATOR": "cpu"},
     ),
     # Else it trains with torch wherever it fails, and only warns.
     "ort": Engine(

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 from cpuft.options.fields import TrainConfig
 
 _ATTENTION = ("attention", "attn")
@@ -31,7 +31,7 @@ def check_lora(config: TrainConfig, package: str = "peft") -> None:
 def check_peft(wanted_by: str, package: str = "peft") -> None:
     """Raises CpuftError when peft is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise CpuftError(f"{wanted_by} needs peft, which is not installed: pip install 'cpuft[train]'")
+        raise CpuftError(f"{wanted_by} needs peft, which is not installed: {install_command('train')}")
 
 
 def adapt(model: Any, rank: int, source: str, fresh: Collection[str]) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
 from cpuft.train.lora import adapt, merge
@@ -48,7 +48,7 @@ def find_model(name: str) -> str:
     if name == _OFFLINE:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
         if spec is None or not spec.submodule_search_locations:
-            raise CpuftError("the offline encoder is not installed: pip install 'cpuft[demo]', or name a --model")
+            raise CpuftError(f"the offline encoder is not installed: {install_command('demo')}, or name a --model")
         return str(Path(spec.submodule_search_locations[0]) / "model")
     folder = Path(name)
     if (folder / "config.json").exists():

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli import main
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 from cpuft.record import EvaluationLine
 from cpuft.report.comparison import compare
 from cpuft.report.figures import thin
@@ -170,7 +170,7 @@ def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit) as ended:
         main(["report", "run", "--html"])
     said = capsys.readouterr()
-    wanted = "cpuft: error: a page needs matplotlib and Jinja2: pip install 'cpuft[plot]'\n"
+    wanted = f"cpuft: error: a page needs matplotlib and Jinja2: {install_command('plot')}\n"
     assert (ended.value.code, said.out, said.err) == (2, "", wanted)
     assert [path.name for path in Path("run").iterdir()] == ["record.jsonl"]
 

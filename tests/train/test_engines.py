@@ -39,7 +39,7 @@ MOVE_ORT = MOVE.replace("ipex", "ort")
             ("",),
             "x86_64",
             "--engine deepspeed needs deepspeed 0.19, and here is none: "
-            "pip install --no-build-isolation 'cpuft[deepspeed]', or leave --engine out",
+            "use the environment that scripts/check-deepspeed makes, or leave --engine out",
         ),
         ("ort", ("1.19.2", "2.3.1+cu121"), "x86_64", ""),
         ("ort", ("1.19.2", "2.13.0"), "x86_64", f"--engine ort needs torch 2.3, and here is 2.13.0: {MOVE_ORT}"),

@@ -18,7 +18,7 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 from cpuft.options.fields import TrainConfig
 from cpuft.train.checkpoint.model import save_model
 from cpuft.train.fast import accelerate
@@ -78,7 +78,7 @@ def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
 def test_adapters_without_peft_are_refused() -> None:
     with pytest.raises(CpuftError) as refused:
         check_lora(LORA, "no_such_package")
-    assert str(refused.value) == "--lora needs peft, which is not installed: pip install 'cpuft[train]'"
+    assert str(refused.value) == f"--lora needs peft, which is not installed: {install_command('train')}"
     check_lora(LORA)
     check_lora(TrainConfig(), "no_such_package")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 from cpuft.rank.world import is_of_srun, parse_world
 
 # Places in the enums `datatype` and `reduction` of oneCCL 2021's oneapi/ccl/types.hpp.
@@ -52,7 +52,8 @@ def _load_first(name: str, distribution: str) -> None:
         ctypes.CDLL(find_library(name, distribution))
     except OSError as error:
         raise CpuftError(
-            f"backend ccl needs {name} ({error}): pip install {distribution}==2021.*, or use --backend mpi or gloo"
+            f"backend ccl needs {name} of {distribution} ({error}): {install_command('train', 'ccl')}, "
+            "or use --backend mpi or gloo"
         ) from None
 
 
@@ -68,8 +69,9 @@ def load() -> ctypes.CDLL:
     if not shims:
         raise CpuftError(
             "backend ccl was not built when cpuft was installed (no C++17 compiler, or no oneCCL headers): "
-            "pip install oneccl-cpu oneccl-cpu-devel, install g++, then pip install --no-build-isolation "
-            "--force-reinstall --no-deps cpuft; or use --backend mpi or gloo"
+            "install g++ (Debian: apt-get install g++), then run this twice, because the first run brings the headers "
+            f"that the second one compiles with: {install_command('train', 'ccl')}; "
+            "or use --backend mpi or gloo"
         )
     for name, value in worker_settings(dict(os.environ), os.sched_getaffinity(0)).items():
         os.environ.setdefault(name, value)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 from cpuft.rank.world import parse_world
 
 FINALIZE_SECONDS = 5.0
@@ -56,7 +56,8 @@ def load() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise CpuftError(
-            f"backend mpi needs mpi4py and an MPI library ({error}): pip install mpi4py impi-rt, or use --backend gloo"
+            f"backend mpi needs mpi4py and an MPI library ({error}): {install_command('train', 'mpi')}, "
+            "or use --backend gloo"
         ) from None
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CpuftError("backend mpi needs MPI_THREAD_MULTIPLE, and MPI came up without: use --backend gloo")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, install_command
 from cpuft.execute import run_quietly
 
 _SECONDS, _EVERY_SECONDS, _MISSES = 120.0, 5.0, 20
@@ -133,7 +133,7 @@ class _Batch:
             import botocore.exceptions as faults
             from botocore.config import Config
         except ImportError:
-            raise CpuftError("AWS Batch needs boto3: pip install 'cpuft[aws]'") from None
+            raise CpuftError(f"AWS Batch needs boto3: {install_command('aws')}") from None
         config = Config(retries={"total_max_attempts": 1})  # what nobody answered may have been done
         try:
             client = boto3.session.Session(region_name=self._place or None).client(service, config=config)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.provision.aws.calls import ACTIONS, LOOK, Call
 
 Hook = Callable[[str, str, dict[str, Any]], None]
@@ -102,7 +102,7 @@ class Cloud:
             import boto3
             import botocore.exceptions
         except ImportError:
-            raise CpuftError("renting from AWS needs boto3: pip install 'cpuft[aws]'") from None
+            raise CpuftError(f"renting from AWS needs boto3: {install_command('aws')}") from None
         try:
             self._session = boto3.session.Session(region_name=region or None)
         except botocore.exceptions.ProfileNotFound as error:
