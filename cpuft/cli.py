@@ -27,7 +27,7 @@ from cpuft.options.fields import (
     TrainConfig,
 )
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
-from cpuft.options.help import Verbs
+from cpuft.options.help import Verbs, complete_runs
 from cpuft.streams import check_output, keep_streams
 
 _GROUPS = {
@@ -229,7 +229,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     click.Option(["--markdown"], is_flag=True, help="print Markdown"),
     click.Option(["--html"], is_flag=True, help="write a page, report.html, into the one RUN, or where you are"),
     click.Option(["--estimate"], default="", metavar="FILE", help="with --html: draw what estimate --json foretold"),
-    click.Argument(["runs"], nargs=-1, required=True, metavar="RUN..."),
+    click.Argument(["runs"], nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs),
 )
 def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, config: str) -> None:
     """Report on recorded runs: directories of runs, or of a comparison."""
@@ -241,7 +241,10 @@ def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, est
 
     if estimate and not html:
         raise CpuftError("--estimate says what the page shows: add --html")
-    records = [read_record(run) for run in find_runs(runs)]
+    found, others = find_runs(runs)
+    if others:
+        click.echo(f"skipped, because there is no record.jsonl in them: {', '.join(others)}", err=True)
+    records = [read_record(run) for run in found]
     comparison = compare(records)
     if html:
         predictions = read_predictions(estimate) if estimate else []

@@ -16,6 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.options.estimate import EstimateConfig, parse_hosts
 from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.options.flags import Verb, make_options, pick, refuse_options
+from cpuft.options.help import complete_runs
 from cpuft.options.rates import parse_bits
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ PROBE_SECONDS = 60.0
         *make_options(EstimateConfig),
         *(one for one in make_options(TrainConfig) if one.name in _OF_PROBE),
         click.Option(["--json", "as_json"], is_flag=True, help="print one JSON object"),
-        click.Argument(["run"], required=False),
+        click.Argument(["run"], required=False, shell_complete=complete_runs),
     ],
 )
 def estimate(run: str | None, as_json: bool, **values: Any) -> None:

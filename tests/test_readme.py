@@ -17,7 +17,7 @@ import pytest
 
 from cpuft.bench.figures import format_contestants, format_figures, read_figures
 from cpuft.cli import cli
-from cpuft.launch.planning import plan_settings
+from cpuft.launch.planning import choose_run_dir, plan_settings
 from cpuft.options.fields import LaunchConfig
 from cpuft.options.foreign import TOOLS, read_table
 from tests.conftest import run_cpuft
@@ -45,6 +45,7 @@ def find_commands() -> list[str]:
 
 
 COMMANDS = find_commands()
+RUNS = {name for command in COMMANDS for name in re.findall(r"runs/[\w-]+", command)}
 SERVERS = {command for command in COMMANDS if "--hosts" in command}
 """They need servers called so: scripts/check-clusters does the same to real ones."""
 RENTED = {command for command in COMMANDS if re.search(r"provision (aws|image|extend)", command)}
@@ -58,10 +59,13 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
     for folder in ("hostfiles", "ami"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "train.py").write_text("")
-    for ranks in (1, 2):
-        write_record(make_record(ranks), tmp_path / f"runs/mrpc-np{ranks}")
-    (tmp_path / "runs/mrpc-np1/model").mkdir()
-    (tmp_path / "runs/mrpc-np1/model/config.json").write_text("{}")
+    for run in RUNS:
+        places = {1: f"{run}/np-1", 2: f"{run}/np-2"} if "compare" in run else {2: run}
+        for ranks, place in places.items():
+            write_record(make_record(ranks), tmp_path / place)
+    for run in tmp_path.glob("runs/*-np*"):
+        (run / "model").mkdir()
+        (run / "model/config.json").write_text("{}")
     state = {"CPUFT_STATE": str(tmp_path / "state")}
     lab = run_cpuft("provision", "local", "--without-root", "--name", "lab", "--nodes", "4", settings=state)
     assert lab.returncode == 0, lab.stderr
@@ -92,6 +96,16 @@ def test_every_command_in_a_sentence_can_be_typed(command: str) -> None:
         verb = found
     with contextlib.suppress(click.exceptions.Exit):  # --help ends so
         verb.make_context(name, words)
+
+
+def test_runs_have_the_names_that_runs_get(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = set(re.findall(r"runs/([a-z]+-(?:np\d+|compare))-\d{8}-\d{6}\b", TEXTS["README.md"]))
+    assert names == {"mrpc-np2", "mrpc-compare"}
+    for run in RUNS:
+        name, _, _ = run.removeprefix("runs/").rpartition("-2")
+        made = Path(choose_run_dir("", name)).relative_to(tmp_path).as_posix()
+        assert re.sub(r"\d{8}-\d{6}$", "", made) == re.sub(r"\d{8}-\d{6}$", "", run)
 
 
 def test_the_script_in_it_trains(tmp_path: Path) -> None:

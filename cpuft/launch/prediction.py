@@ -13,6 +13,7 @@ import click
 from cpuft.errors import CpuftError, near_names
 from cpuft.options.fields import TASKS, format_arguments
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
+from cpuft.options.help import complete_runs
 from cpuft.options.predict import PredictConfig
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ _FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
 
 @click.command(
     cls=Verb,
-    params=[*make_options(PredictConfig, "run"), DRY_RUN, CONFIG_FILE, click.Argument(["run"], metavar="RUN")],
+    params=[
+        *make_options(PredictConfig, "run"),
+        DRY_RUN,
+        CONFIG_FILE,
+        click.Argument(["run"], metavar="RUN", shell_complete=complete_runs),
+    ],
 )
 def predict(dry_run: bool, **values: Any) -> None:
     """Predict with the model of RUN: labels and probabilities of the rows of --file or --split, as CSV.

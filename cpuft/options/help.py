@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +14,8 @@ from cpuft.options.fields import SECTIONS
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+_RUN_FILES = ("record.jsonl", "plan.sh")
+"""A folder that holds one of them is a run's."""
 _COLUMN = 24
 """Width of the first column, the same in all sections."""
 
@@ -60,6 +64,17 @@ def complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) 
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="dir" if param.metavar == "FOLDER" else "file")]
+
+
+def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer the runs below what is typed, those of comparisons too; without any, leave folders to the shell."""
+    from click.shell_completion import CompletionItem
+
+    begin = glob.escape(incomplete)
+    folders = [f"{begin}*", f"{begin}*/*", *(["runs/*/*"] if "runs/".startswith(incomplete) else [])]
+    files = [path for name in _RUN_FILES for folder in folders for path in glob.glob(f"{folder}/{name}")]
+    runs = sorted({os.path.dirname(path) for path in files})
+    return [CompletionItem(run) for run in runs] or [CompletionItem(incomplete, type="dir")]
 
 
 class Sectioned(CheckedCommand):

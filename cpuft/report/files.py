@@ -14,13 +14,28 @@ from cpuft.report.page import write_page
 from cpuft.report.table import format_markdown, format_text, to_json
 
 
-def find_runs(paths: Sequence[str]) -> list[str]:
-    """Run directories, each once: the named ones, or those one level below a named one that holds no record itself."""
+def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Find the runs in directories, or one level below a directory that holds no record itself.
+
+    Returns
+    -------
+    tuple[list[str], list[str]]
+        The run directories, each once, and those of several `paths` that are files or directories without a record, as
+        a shell's DIR/* names them. A path that does not exist is returned as a run, and so is a path that is the only
+        one: reading its record says what is wrong.
+    """
     runs: list[str] = []
+    others: list[str] = []
     for path in paths:
         below = sorted(str(record.parent) for record in Path(path).glob(f"*/{FILE_NAME}"))
-        runs += [path] if (Path(path) / FILE_NAME).exists() or not below else below
-    return list({Path(run).resolve(): run for run in runs}.values())
+        is_run = (Path(path) / FILE_NAME).exists() or Path(path).suffix == ".jsonl" or not Path(path).exists()
+        if is_run or below:
+            runs += [path] if is_run else below
+        else:
+            others.append(path)
+    if not runs:
+        return list(paths[:1]), []
+    return list({Path(run).resolve(): run for run in runs}.values()), others
 
 
 def page_path(paths: Sequence[str]) -> Path:

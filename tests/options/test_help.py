@@ -12,9 +12,11 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from cpuft.cli import cli
 from cpuft.options.fields import SECTIONS, TASKS
+from cpuft.record import FILE_NAME
 from tests.conftest import Golden
 
 
@@ -89,6 +91,27 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         ["bash", "-c", script], capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
     )
     assert (set(done.stdout.split()), done.stderr) == (offered, "")
+
+
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        ("cpuft report ", {"runs/demo-np1", "runs/demo-compare/np-1"}),
+        ("cpuft report runs/demo-np1 ru", {"runs/demo-np1", "runs/demo-compare/np-1"}),
+        ("cpuft estimate runs/demo-n", {"runs/demo-np1"}),
+        ("cpuft predict runs/demo-c", {"runs/demo-compare/np-1"}),
+        ("cpuft stacks runs/demo-compare/", {"runs/demo-compare/np-1"}),
+    ],
+)
+def test_runs_are_completed(line: str, offered: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("runs/demo-np1", "runs/demo-compare/np-1", "runs/other"):
+        Path(run).mkdir(parents=True)
+    Path("runs/demo-np1", FILE_NAME).touch()
+    Path("runs/demo-compare/np-1/plan.sh").touch()
+    *words, last = line.split(" ")[1:]
+    complete = ShellComplete(cli, {}, "cpuft", "_CPUFT_COMPLETE")
+    assert {item.value for item in complete.get_completions(words, last)} == offered
 
 
 @pytest.mark.parametrize("flag, kind", [("--hostfile", "file"), ("--data-dir", "dir"), ("--config", "file")])

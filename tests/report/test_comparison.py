@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from cpuft.cli import cli
 from cpuft.errors import CpuftError
 from cpuft.record import EvaluationLine, Line, Record, ResumedLine, format_line
 from cpuft.report.comparison import compare
@@ -173,12 +175,31 @@ def write_record(record: Record, folder: Path) -> None:
     (folder / "record.jsonl").write_text("".join(format_line(line) + "\n" for line in lines))
 
 
+def test_what_is_no_run_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a shell's `runs/*` names it."""
+    monkeypatch.chdir(tmp_path)
+    for ranks in (1, 2):
+        write_record(make_record(ranks, ranks), Path(f"runs/np-{ranks}"))
+    Path("runs/empty").mkdir()
+    Path("runs/report.html").write_text("")
+    names = sorted(str(path) for path in Path("runs").iterdir())
+    done = CliRunner().invoke(cli, ["report", *names])
+    assert done.exit_code == 0, done.output
+    assert "1.00" in done.stdout
+    told = "skipped, because there is no record.jsonl in them: runs/empty, runs/report.html\n"
+    assert done.stderr == told
+    missing = CliRunner().invoke(cli, ["report", "runs/np-1", "runs/np-3"])
+    assert str(missing.exception) == "there is no runs/np-3: name the directory of a run"
+    alone = CliRunner().invoke(cli, ["report", "runs/empty"])
+    assert str(alone.exception) == "runs/empty holds no record.jsonl: name the directory of a run"
+
+
 def test_files(tmp_path: Path) -> None:
     write_record(make_record(1), tmp_path / "np-1")
     write_record(make_record(2, 2), tmp_path / "np-2")
     runs = [str(tmp_path / "np-1"), str(tmp_path / "np-2")]
-    assert find_runs([str(tmp_path)]) == runs
-    assert find_runs([*runs, runs[0] + "/", *runs]) == runs
-    assert find_runs([str(tmp_path / "none")]) == [str(tmp_path / "none")]
+    assert find_runs([str(tmp_path)]) == (runs, [])
+    assert find_runs([*runs, runs[0] + "/", *runs]) == (runs, [])
+    assert find_runs([str(tmp_path / "none")]) == ([str(tmp_path / "none")], [])
     assert write_report(compare(RECIPE), str(tmp_path)) == tmp_path / "report.md"
     assert sorted(path.name for path in tmp_path.glob("report.*")) == ["report.json", "report.md", "report.txt"]

@@ -9,12 +9,13 @@ import click
 
 from cpuft.launch.stacks.sights import Sight, describe_state
 from cpuft.options.flags import Verb
+from cpuft.options.help import complete_runs
 
 _WIDTH = 400
 _COLUMNS = ("rank", "host", "pid", "state", "operation", "stands at")
 
 
-@click.command(cls=Verb, params=[click.Argument(["run"], metavar="RUN")])
+@click.command(cls=Verb, params=[click.Argument(["run"], metavar="RUN", shell_complete=complete_runs)])
 def stacks(run: str) -> None:
     """Show what every rank of RUN, which goes on, is doing, and which of them holds up the others.
 
