@@ -196,3 +196,12 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
                 severe=bool(pids),
                 fix=("sh", "-c", script),
             )
+
+
+@check("CPUFT-037", "no compiled kernels, and no C++ compiler to build them.")
+def _check_kernels(state: ClusterState) -> Iterator[Finding]:
+    """the fast path then runs in plain torch, and training is 2 to 3 times slower; all ranks wait for the slowest host
+    next: install a compiler (Debian: apt-get install g++), or provision again from a machine that has one"""
+    for one, _, health in state.answering:
+        if not health.kernels:
+            yield warning(one.name, "there is neither a C++ compiler (g++, c++) nor a folder cpuft_kernels")

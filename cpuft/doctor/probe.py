@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -69,6 +70,13 @@ def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         return f"broken: {error}"
     return (done.stdout.strip().splitlines() or [f"broken: {done.stderr.strip()[-200:]}"])[0]
+
+
+def find_kernels() -> str:
+    """The C++ compiler that builds the fast path's kernels, or a file of kernels from provisioning; empty: neither."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    brought = glob.glob(f"{sysconfig.get_path('purelib')}/cpuft_kernels/*.so")
+    return compiler or (brought[0] if brought else "")
 
 
 def resolve_self() -> str:
@@ -245,6 +253,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "executable": sys.executable,
             "packages": read_packages(),
             "mpi": read_mpi(),
+            "kernels": find_kernels(),
             "own_address": resolve_self(),
             "amx_usable": may_use_amx(),
             "memory_available": read_memory_available(),

@@ -18,6 +18,8 @@ class Health:
     executable: str
     packages: dict[str, str]
     mpi: str
+    kernels: str
+    """Path of a C++ compiler, or of kernels that were compiled elsewhere; empty where there is neither."""
     own_address: str
     amx_usable: bool
     memory_available: int

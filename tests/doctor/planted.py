@@ -31,6 +31,7 @@ HEALTH = Health(
     executable="/opt/env/bin/python",
     packages={"torch": "2.13.0", "cpuft": "0.1.0"},
     mpi="Intel(R) MPI Library 2021.18",
+    kernels="/usr/bin/g++",
     own_address="",
     amx_usable=True,
     memory_available=60 << 30,

@@ -60,6 +60,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-034", {"open_files": 64}),
     ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0123456789ab"]}),
     ("CPUFT-035", {"listening": {"hydra_pmi_proxy (pid 9), port 40000": "0.0.0.0"}}),
+    ("CPUFT-037", {"kernels": ""}),
     ("CPUFT-035", {"listening": {"python (pid 9), port 6006": "8.8.4.4"}}),
     ("CPUFT-036", {"outside_port": 23456}),
 ]
@@ -150,7 +151,7 @@ def test_findings_alike_are_told_once_and_severe_ones_first() -> None:
     text = format_findings(find_all(state), 4, len(CHECKS))
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
     assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores" in text
-    assert text.endswith("4 hosts, 36 checks: 1 error, 2 warnings\n")
+    assert text.endswith("4 hosts, 37 checks: 1 error, 2 warnings\n")
 
 
 def test_a_launch_stops_for_severe_findings_only() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
+from cpuft.doctor import probe
 from cpuft.doctor.probe import find_leftovers, read_mpi
 from tests.provision.simulated import needs_root
 
@@ -26,6 +28,19 @@ def make(root: Path, names: tuple[str, ...], hours: float = 25) -> None:
 
 def left(root: Path) -> list[str]:
     return sorted(text for text in find_leftovers(str(root)) if text.startswith(str(root)))
+
+
+def test_kernels_come_from_a_compiler_or_from_provisioning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "site"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert probe.find_kernels() == ""
+    library = tmp_path / "site" / "cpuft_kernels" / "kernels-0123456789abcdef-avx2.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert probe.find_kernels() == str(library)
+    (tmp_path / "c++").touch(mode=0o755)
+    assert probe.find_kernels() == str(tmp_path / "c++")
 
 
 def test_folders_of_runs_are_left_over_after_a_day(tmp_path: Path) -> None:
