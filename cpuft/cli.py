@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 import click
 
 from cpuft import __version__
-from cpuft.errors import CpuftError, Interrupted, describe_disk
+from cpuft.errors import CpuftError, Interrupted, describe_disk, find_full_disk
 from cpuft.options.fields import (
     LAUNCH_ALONE,
     BenchConfig,
@@ -96,6 +96,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.launch.planning import choose_run_dir, end_script, plan_script
     from cpuft.launch.remote import fetch_finished
     from cpuft.launch.resume import gather_resumed
+    from cpuft.launch.stacks.going import hold_run
 
     config, train, how = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values)
     if script:
@@ -108,6 +109,8 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     name = (
         Path(command[1] if command[1:2] and command[1].endswith(".py") else command[0]).stem if script else train.task
     )
+    if resume and not dry_run:  # before its state is read: another launch would change it
+        click.get_current_context().with_resource(hold_run(resume))
     resumed = gather_resumed(resume, config, bool(script)) if resume else None
     if resumed and resumed.finished_on:
         there = [host for host in resumed.hosts if host.name == resumed.finished_on]
@@ -126,6 +129,8 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
         for line in resumed.silent:
             click.echo(f"{line}; the run goes on without it", err=True)
     run_dir = resumed.run_dir if resumed else choose_run_dir(config.run_dir, f"{name}-np{config.np}")
+    if not resumed and not dry_run:
+        click.get_current_context().with_resource(hold_run(run_dir))
     cluster = gather_cluster(config, resumed.hosts if resumed else ())
     if resumed:
         check_kept(resumed.kept, cluster, run_dir)
@@ -292,7 +297,7 @@ def _report(runs: list[str], run_dir: str) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Entry point. Bad input: one line, exit code 2."""
+    """Entry point. Bad input: one line, exit code 2; a full disk: one line, exit code 74."""
     keep_streams()
     exit_code = 2
     try:
@@ -309,7 +314,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         click.echo(f"cpuft: stopped by {stopped}: run the same command again to go on", err=True)
         sys.exit(stopped.exit_code)
     except OSError as error:
-        message = describe_disk(error)
+        full = find_full_disk(error)
+        message, exit_code = (str(full), full.exit_code) if full else (describe_disk(error), 2)
         if not message:
             raise
     click.echo(f"cpuft: error: {message}", err=True)

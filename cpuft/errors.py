@@ -7,6 +7,7 @@ import errno
 import reprlib
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,9 @@ AGAIN = 75
 
 NOT_STORED = 74
 """Exit code EX_IOERR of sysexits.h: this machine could not store what was sent to it."""
+
+FULL = 74
+"""Exit code EX_IOERR of sysexits.h: a disk became full while a run went on, and nothing is wrong with its options."""
 
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -39,6 +43,19 @@ class CpuftError(Exception):
     def __str__(self) -> str:
         # Nothing that ends a line, moves a terminal's cursor or cannot be printed.
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
+
+
+class DiskFullError(CpuftError):
+    """A disk became full while a run went on."""
+
+    exit_code = FULL
+
+    def __init__(self, path: str, advice: str = "") -> None:
+        """`path`: the file or folder that could not be written on this host; `advice`: the next step."""
+        host = socket.gethostname()
+        resume = "cpuft launch --resume goes on with a run from its last checkpoint"
+        advice = advice or f"make room there, then try again ({resume})"
+        super().__init__(f"no space is left on the disk of {path} on host {host}: {advice}")
 
 
 class Interrupted(Exception):
@@ -66,6 +83,12 @@ def install_command(*extras: str) -> str:
     what = ("-e", f"{package.parent}{names}") if is_checkout else (f"cpuft{names}=={cpuft.__version__}",)
     index = ("--extra-index-url", CPU_INDEX) if "train" in extras else ()
     return shlex.join((sys.executable, "-m", "pip", "install", "-c", str(package / "constraints.txt"), *index, *what))
+
+
+def find_full_disk(error: OSError) -> DiskFullError | None:
+    """The error to report for an OSError that says that a disk or a user's quota is full; None for any other one."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return DiskFullError(str(error.filename2 or error.filename or "a file")) if full else None
 
 
 def describe_disk(error: OSError) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import socket
 from pathlib import Path
 
 import pytest
 
-from cpuft.errors import describe_disk
+from cpuft.errors import describe_disk, find_full_disk
 from tests.conftest import run_cpuft, run_shell
 from tests.provision.simulated import needs_root
 
@@ -29,6 +30,26 @@ DEMO = "--task=demo --max-train-samples=64 --max-steps=2"
 def test_what_is_said_of_a_disk(error: OSError, said: str) -> None:
     assert describe_disk(error).startswith(said)
     assert bool(describe_disk(error)) == bool(said)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_is_no_bad_input(number: int) -> None:
+    found = find_full_disk(OSError(number, "full", "run/record.jsonl"))
+    assert found is not None
+    assert found.exit_code == 74
+    said = f"no space is left on the disk of run/record.jsonl on host {socket.gethostname()}: make room there"
+    assert str(found).startswith(said)
+    assert find_full_disk(OSError(errno.EACCES, "denied")) is None
+
+
+@needs_root
+def test_a_record_that_finds_no_room_ends_the_rank_with_74(tmp_path: Path) -> None:
+    options = "--task=demo --max-train-samples=16 --max-steps=2 --max-length=16 --save-model=False --checkpoint-every=0"
+    full = "mkdir run && mount -t tmpfs -o size=4k none run && head -c 4096 /dev/zero > run/filler 2>/dev/null"
+    done = run_shell(f"{full}; python -m cpuft.train --run-dir=run {options}", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.returncode == 74
+    said = f"cpuft: error: no space is left on the disk of run/record.jsonl on host {socket.gethostname()}: make room"
+    assert done.stderr.splitlines()[-1].startswith(said)
 
 
 @pytest.mark.parametrize("start", ["cpuft launch --run-dir run", "python -m cpuft.train --run-dir=run"])
@@ -68,9 +89,9 @@ def test_a_disk_that_fills_up_while_ranks_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     script = "mount -t tmpfs -o size=300m none small && cpuft launch --run-dir small/run -- fills.py"
     done = run_shell(script)
-    assert done.returncode == 2
-    said = f"cpuft: error: the disk of {tmp_path}/small/run is full: make room there, or name another place"
-    assert done.stderr.splitlines()[-1] == f"{said} with --run-dir"
+    assert done.returncode == 74
+    said = f"cpuft: error: no space is left on the disk of {tmp_path}/small/run on host {socket.gethostname()}: make"
+    assert done.stderr.splitlines()[-1].startswith(said)
 
 
 @pytest.mark.parametrize("verb", ["local --without-root", pytest.param("local --name q", marks=needs_root)])

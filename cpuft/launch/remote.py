@@ -233,7 +233,7 @@ def main() -> None:
             code = run_plan(order.plan, order.run_dir, order.hosts, os.environ, order.seconds, Door(order.ssh_config))
         except CpuftError as error:
             print(f"cpuft: error: {error}", file=sys.stderr)
-            code = 2
+            code = error.exit_code
         except Interrupted as stopped:
             code = stopped.exit_code
     # 255 is what ssh itself says; mpirun passes on that of its own.

@@ -6,14 +6,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from cpuft.errors import AGAIN, counted
+from cpuft.errors import AGAIN, FULL, counted
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure, describe_exit
 
 DEFAULT = 3
 """Restarts of a run on several hosts, where nobody asked for a number."""
-_REFUSED = 2
-"""Exit code of what refused its options or data with one line: it would do so again."""
+_IN_VAIN = {2: "refused its options or data", FULL: "found a full disk"}
+"""What an exit code says of a process that ended with one line, and would do so again."""
 _FROM_OUTSIDE = (137, 143)
 """SIGKILL and SIGTERM: no program does that to itself."""
 _TRACEBACK = "Traceback (most recent call last)"
@@ -66,8 +66,8 @@ def judge(ended: Ended, earlier: Collection[str]) -> Verdict:
     if ended.unreached:
         return Verdict(True, ended.unreached)
     if not ended.failures:
-        if ended.code == _REFUSED:
-            return Verdict(False, "its options or data were refused")
+        if ended.code in _IN_VAIN:
+            return Verdict(False, "a disk was full" if ended.code == FULL else "its options or data were refused")
         return _judge_error(ended, "mpirun failed", f"mpirun {ended.code}", earlier)
     first = ended.failures[0]
     blame = f"rank {first.rank} on {first.host}"
@@ -80,8 +80,8 @@ def judge(ended: Ended, earlier: Collection[str]) -> Verdict:
     if first.code in _FROM_OUTSIDE or first.lost_its_peer:
         how = describe_exit(first.code).partition(" (")[0]
         return Verdict(True, f"{blame} was {how}" if first.code > 128 else f"{blame} lost another rank")
-    if first.code == _REFUSED:
-        return Verdict(False, f"{blame} refused its options or data")
+    if first.code in _IN_VAIN:
+        return Verdict(False, f"{blame} {_IN_VAIN[first.code]}")
     return _judge_error(ended, f"{blame} failed ({describe_exit(first.code)})", _find_mark(first), earlier)
 
 

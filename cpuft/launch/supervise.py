@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from cpuft import execute
-from cpuft.errors import AGAIN, CpuftError
+from cpuft.errors import AGAIN, CpuftError, DiskFullError
 from cpuft.files import remove_command, write_text
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
@@ -278,7 +278,7 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     note_silent(logs, silent)
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
-        raise CpuftError(f"the disk of {logs.parent} is full: make room there, or name another place with --run-dir")
+        raise DiskFullError(str(logs.parent))
     said, absent = (logs.parent / SIGN).read_text(errors="replace"), name_absent(failures, hosts, silent)
     if ending.verdict and not silent:
         absent = [ending.verdict.text]

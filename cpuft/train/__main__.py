@@ -7,7 +7,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from cpuft.errors import AGAIN, CpuftError, describe_disk
+from cpuft.errors import AGAIN, CpuftError, describe_disk, find_full_disk
 from cpuft.options.fields import TrainConfig, WorkerConfig, option_names
 from cpuft.options.flags import parse_arguments
 from cpuft.rank.reporting import start_reporting
@@ -16,7 +16,7 @@ from cpuft.train.imports import hurry
 
 
 def main() -> None:
-    """Train; exit 2 with one line for bad input."""
+    """Train; exit 2 with one line for bad input, 74 for a full disk."""
     started = time.perf_counter()
     keep_streams()
     start_reporting()
@@ -34,6 +34,8 @@ def main() -> None:
     except CpuftError as error:
         _refuse(str(error), error.exit_code)
     except OSError as error:
+        if full := find_full_disk(error):
+            _refuse(str(full), full.exit_code)
         if said := describe_disk(error):
             _refuse(said)
         _fail()

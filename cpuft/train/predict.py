@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cpuft.errors import CpuftError, counted, describe_disk
+from cpuft.errors import CpuftError, counted, describe_disk, find_full_disk
 from cpuft.hardware import choose_precision
 from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig, option_names
@@ -170,22 +170,24 @@ def tag_tokens(tokens: Tokens, rows: Rows) -> Tokens:
 
 
 def main() -> None:
-    """Predict; exit 2 with one line for bad input."""
+    """Predict; exit 2 with one line for bad input, 74 for a full disk."""
+    exit_code = 2
     keep_streams()
     hurry()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing half-written stays
     try:
         predict(parse_arguments(PredictConfig, sys.argv[1:]))
     except CpuftError as error:
-        said = str(error)
+        said, exit_code = str(error), error.exit_code
     except OSError as error:
-        said = describe_disk(error)
+        full = find_full_disk(error)
+        said, exit_code = (str(full), full.exit_code) if full else (describe_disk(error), 2)
         if not said:
             raise
     else:
         return
     print(f"cpuft: error: {said}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
         (Ended(1, failed(1, LOST_PEER)), Verdict(True, "rank 2 on node3 lost another rank")),
         (Ended(1, failed(1, f"cpuft: error: {FOREIGN}: wait")), Verdict(True, "rank 2 on node3 lost another rank")),
         (Ended(2), Verdict(False, "its options or data were refused")),
+        (Ended(74), Verdict(False, "a disk was full")),
+        (Ended(74, failed(74)), Verdict(False, "rank 2 on node3 found a full disk")),
         (Ended(2, failed(2)), Verdict(False, "rank 2 on node3 refused its options or data")),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -49,6 +50,53 @@ def noted(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.enviro
     finally:
         with suppress(OSError, CpuftError):
             _find_note(cache_path(environ), run_dir).unlink()
+
+
+@contextmanager
+def hold_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Keep every other launch of this user on this machine out of a run's folder, whether or not it exists yet.
+
+    Without a cache folder nobody is kept out, and the run goes on all the same.
+
+    Raises
+    ------
+    CpuftError: another launch works in this folder.
+    """
+    # The cache may be on a shared disk, and the same path on another machine may be another folder.
+    name = hash_text(f"{socket.gethostname()}:{os.path.realpath(run_dir)}", 24)
+    held: tuple[Path, int] | None = None
+    try:
+        path = cache_folder(environ) / "going" / f"{name}.lock"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        held = path, _lock(path)
+    except BlockingIOError:
+        advice = "wait until it has ended, or stop it, and try again"
+        raise CpuftError(f"another cpuft launch is working in the run folder {run_dir}: {advice}") from None
+    except (OSError, CpuftError):
+        pass
+    try:
+        yield
+    finally:
+        if held:
+            with suppress(OSError):
+                held[0].unlink()
+            os.close(held[1])
+
+
+def _lock(path: Path) -> int:
+    """Return a descriptor that holds the lock of the file at `path`. Raises BlockingIOError: somebody else has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who had the lock before may have removed the file since it was opened here: such a lock keeps nobody out.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def find_place(run: str, environ: Mapping[str, str]) -> Place:

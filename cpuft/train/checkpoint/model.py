@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError
+from cpuft.errors import DiskFullError
 from cpuft.train.data.vocabulary import wrap_tokenizer
 from cpuft.train.lora import is_adapted, save_adapters
 from cpuft.train.model import load_tokenizer, load_weights
@@ -24,7 +24,7 @@ def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made
     source: model or tokenizer whose tokenizer is saved with it, unless one was `made` for this run.
     merged: of a model with adapters the whole, instead of these alone.
 
-    Raises CpuftError: the disk is full.
+    Raises DiskFullError: the disk is full.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:
@@ -35,7 +35,7 @@ def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made
     except Exception as error:  # safetensors raises a class of its own that is no OSError
         if "No space left" not in str(error):
             raise
-        raise CpuftError(f"the disk of {run_dir} is full: make room for the model, or use --no-save-model") from None
+        raise DiskFullError(str(target), "make room for the model, or use --no-save-model") from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return target

@@ -13,7 +13,7 @@ from cpuft.files import write_text
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.stacks.going import find_place, noted
+from cpuft.launch.stacks.going import find_place, hold_run, noted
 from tests.conftest import run_cpuft
 
 HERE, NOWHERE = Host("localhost"), Host("127.0.0.9", port=9)
@@ -69,3 +69,33 @@ def test_of_a_host_that_does_not_answer_the_others_are_shown_all_the_same(tmp_pa
     assert states == ["no such process"] * 2
     assert "rank 2 on 127.0.0.9: its host does not answer" in done.stdout
     assert Path("run/logs/rank-2.stack").read_text().splitlines()[1] == "state: its host does not answer"
+
+
+def test_of_two_launches_in_one_folder_the_second_is_refused(tmp_path: Path) -> None:
+    """Both went on with the run, in each other's record, logs and checkpoints."""
+    environ = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
+    (tmp_path / "link").symlink_to(tmp_path)
+    said = "another cpuft launch is working in the run folder link/run"
+    with hold_run("run", environ), pytest.raises(CpuftError, match=said), hold_run("link/run", environ):
+        pass
+    with hold_run("run", environ), hold_run("other", environ):
+        pass
+    assert list((tmp_path / "cache" / "cpuft" / "going").iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("--resume", "run"), ("--run-dir", "run")])
+def test_a_launch_in_a_folder_that_another_works_in_ends_at_once(words: tuple[str, str], tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
+    with hold_run("run", environ):
+        done = run_cpuft("launch", *words, settings=environ)
+        assert done.returncode == 2
+        folder = "run" if words[0] == "--resume" else Path.cwd() / "run"
+        said = f"cpuft: error: another cpuft launch is working in the run folder {folder}: wait until it has ended, "
+        assert done.stderr.splitlines()[-1] == f"{said}or stop it, and try again"
+    assert not Path("run").exists()
+
+
+def test_a_folder_is_held_by_nobody_without_a_cache() -> None:
+    for _ in range(2):
+        with hold_run("run", {"XDG_CACHE_HOME": "/dev/null/none"}):
+            pass
