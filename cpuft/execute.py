@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import IO, TextIO
 
@@ -24,6 +25,8 @@ SSH_FAILED = 255
 PIPE = subprocess.PIPE
 _POLL_SECONDS = 0.05
 _LAST_LINES = 6
+_REMIND_SECONDS = 30.0
+"""Between lines that tell a waiting user what is not finished."""
 _GRACE_SECONDS = 3.0
 """From a polite signal to SIGKILL; with what mpirun needs to follow, all is gone within 5 s."""
 
@@ -88,8 +91,15 @@ def run_step(
     return exit_code(process)
 
 
-def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float) -> list[Answer]:
+def run_stage(
+    stage: Sequence[Step],
+    environ: Mapping[str, str],
+    seconds: float,
+    say_left: Callable[[list[int], float], None] = lambda left, passed: None,
+) -> list[Answer]:
     """Run local steps side by side to their ends; what each said, on both streams, and its exit code.
+
+    `say_left` is called every 30 s with the numbers of the steps that have not ended, and with the seconds until then.
 
     Raises Interrupted, TimeoutError: as `run_step`.
     """
@@ -99,7 +109,8 @@ def run_stage(stage: Sequence[Step], environ: Mapping[str, str], seconds: float)
         processes: list[subprocess.Popen[bytes]] = []
         try:
             processes += (_start(step, environ, *pair) for step, *pair in zip(stage, inputs, outputs))
-            _wait(processes, lambda: None, seconds)
+            left = remind(lambda passed: say_left([n for n, one in enumerate(processes) if one.poll() is None], passed))
+            _wait(processes, left, seconds)
         finally:
             end(processes)
         return [Answer(exit_code(process), _read(output)) for process, output in zip(processes, outputs)]
@@ -117,7 +128,8 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             hosts = [step.host for step in stage if step.why == why and step.host]
             say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
         try:
-            answers = run_stage([plan.here(step) for step in stage], environ, seconds)
+            left = partial(_say_left, stage, say)
+            answers = run_stage([plan.here(step) for step in stage], environ, seconds, left)
             failures = [_describe(step, answer.said) for step, answer in zip(stage, answers) if answer.exit_code]
             passes = {answer.exit_code for answer in answers if answer.exit_code} == {SSH_FAILED}
         except (FileNotFoundError, TimeoutError) as error:
@@ -126,6 +138,33 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             failure = CpuftError(f"{'; '.join(failures)}: {advice}")
             failure.passes = passes
             raise failure
+
+
+def remind(say: Callable[[float], None], every: float | None = None) -> Callable[[], None]:
+    """Return a function to call often while something is waited for; every 30 s it calls `say` with the seconds so far.
+
+    `every`: seconds between two calls, in the place of 30.
+    """
+    begun, every = time.monotonic(), every or _REMIND_SECONDS
+    told = 0
+
+    def watch() -> None:
+        nonlocal told
+        passed = time.monotonic() - begun
+        if passed >= (told + 1) * every:
+            told = int(passed / every)
+            say(passed)
+
+    return watch
+
+
+def _say_left(stage: Sequence[Step], say: Callable[[str], None], left: list[int], passed: float) -> None:
+    """Tell which steps of a stage have not ended."""
+    whys = dict.fromkeys(stage[number].why for number in left)
+    for why in whys:
+        hosts = [stage[number].host for number in left if stage[number].why == why and stage[number].host]
+        where = f" on {', '.join(dict.fromkeys(hosts))}" if hosts else ""
+        say(f"{why}: not finished{where} after {passed:.0f} s")
 
 
 def _describe(step: Step, said: str) -> str:

@@ -56,6 +56,8 @@ class Parcel:
     """Here; none of what only hosts have any more."""
     there: str
     """Folder that holds `sources` by their names."""
+    nbytes: int = 0
+    """Of all files."""
 
 
 def list_named(train: TrainConfig, options: Collection[str] = _TRAINING_INPUTS) -> set[str]:
@@ -168,8 +170,10 @@ def _find_modules(script: Path) -> tuple[Path, ...]:
 
 def pack(sources: tuple[Path, ...], inputs: str) -> Parcel:
     """The parcel of these files and folders: equal names and contents have the same place in the hosts' `inputs`."""
-    told = [f"{name}\0{path.stat().st_mode & 0o111}\0{hash_file(path)}" for path, name in _list_files(sources)]
-    return Parcel(sources, f"{inputs}/{hash_text(chr(0).join(told), 24)}")
+    files = list(_list_files(sources))
+    told = [f"{name}\0{path.stat().st_mode & 0o111}\0{hash_file(path)}" for path, name in files]
+    nbytes = sum(path.stat().st_size for path, _ in files)
+    return Parcel(sources, f"{inputs}/{hash_text(chr(0).join(told), 24)}", nbytes)
 
 
 def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
@@ -214,7 +218,10 @@ def plan_inputs(parcels: tuple[Parcel, ...], lacking: Mapping[str, set[str]], cl
         folder = str(parcel.sources[0].parent) if names else ""
         send = ("bash", "-o", "pipefail", "-c", _SEND, "send", folder, str(len(names)), *names)
         unpack = ("sh", "-c", _UNPACK, "unpack", cluster.folder, parcel.there)
-        stages.append(tuple(Step(f"send {names[0]} to {h}", (*send, *cluster.command_on(h, unpack))) for h in needy))
+        size = f"{parcel.nbytes / 1e6:.1f} MB"
+        stages.append(
+            tuple(Step(f"send {names[0]} to {h} ({size})", (*send, *cluster.command_on(h, unpack))) for h in needy)
+        )
     return tuple(stage for stage in stages if stage)
 
 

@@ -192,8 +192,13 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
     Raises CpuftError: the head host could not send the folder.
     """
     ((step,), *_) = plan.results
+
+    def say_waiting(passed: float) -> None:
+        say(f"cpuft: {step.why}: not finished after {passed:.0f} s")
+
     try:
-        (answer,) = execute.run_stage([Plan(ways=plan.ways).here(step)], environ, _SEND_SECONDS)
+        here = Plan(ways=plan.ways).here(step)
+        (answer,) = execute.run_stage([here], environ, _SEND_SECONDS, lambda _, passed: say_waiting(passed))
     except TimeoutError:
         late = f"the results of the run did not come from {cluster.master} within {_SEND_SECONDS:.0f} s"
         raise CpuftError(late) from None

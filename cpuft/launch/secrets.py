@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE, SENT, remove_command
+from cpuft.files import PRIVATE, REMOVE, SENT
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.door import side_by_side
+from cpuft.hosts.door import attempt, side_by_side
 from cpuft.launch import settings as environment
 from cpuft.launch.mpirun import KEY
 from cpuft.plan import RunPlan, Setting
+
+_SENT = PRIVATE + REMOVE + Path(__file__).with_name("sent.sh").read_text(encoding="utf-8")
+"""Writes, refreshes and removes the files. A host removes those that nobody took or refreshed for ten minutes."""
+_REFRESH_SECONDS = 200.0
 
 
 def plan_secrets(
@@ -57,25 +63,35 @@ def secrets_there(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[s
 
     def send(index: int) -> None:
         names = [*map(str, range(cluster.assignments[index].ranks)), *(["prepare"] if prepares and not index else [])]
-        paths = [f"{cluster.sent_file(work, index)}-{name}" for name in names]
-        script = f'{PRIVATE}umask 077; private "$1" && mkdir -p "$2" && shift 2 && tee -- "$@" >/dev/null'
-        ask(index, ("sh", "-c", script, "send", cluster.folder, os.path.dirname(paths[0]), *paths), text)
+        ask(index, "send", *(f"{cluster.sent_file(work, index)}-{name}" for name in names), stdin=text)
 
-    def remove(index: int) -> None:
-        ask(index, remove_command(cluster.folder, os.path.dirname(cluster.sent_file(work, index))))
-
-    def ask(index: int, words: tuple[str, ...], stdin: str = "") -> None:
+    def ask(index: int, what: str, *paths: str, stdin: str = "") -> str:
         host = cluster.assignments[index].host
+        folder = os.path.dirname(cluster.sent_file(work, index))
+        words = ("sh", "-c", _SENT, "sent", what, cluster.folder, folder, *paths)
         answer = cluster.access.door.run(host, words, stdin)
         if answer.exit_code:
             said = " ".join(answer.errors.split())[-200:]
             raise CpuftError(f"host {host.name} could not take the run's variables ({said}): look at its disk")
+        return answer.output
 
+    def answering() -> list[int]:
+        silent = cluster.access.door.silent
+        return [index for index, one in enumerate(cluster.assignments) if one.host.name not in silent]
+
+    def refresh() -> None:
+        """Until every process has taken its file, tell the hosts that the launcher is still there."""
+        while not over.wait(_REFRESH_SECONDS):
+            answers = attempt(lambda index: ask(index, "refresh"), answering())
+            if not any(answers):
+                return
+
+    over = threading.Event()
     try:
         side_by_side(send, range(len(cluster.assignments)))
+        threading.Thread(target=refresh, daemon=True).start()
         yield
     finally:
-        silent = cluster.access.door.silent
-        left = [index for index, one in enumerate(cluster.assignments) if one.host.name not in silent]
+        over.set()
         with suppress(CpuftError):
-            side_by_side(remove, left)
+            side_by_side(lambda index: ask(index, "remove"), answering())

@@ -240,7 +240,8 @@ def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
 
 def _run_before(step: Step, environ: Mapping[str, str]) -> None:
     with execute.open_memory() as output:
-        code = execute.run_step(step, environ, output, lambda: None)
+        waiting = execute.remind(lambda passed: _say(f"{step.why}: not finished after {passed:.0f} s"))
+        code = execute.run_step(step, environ, output, waiting)
         output.seek(0)
         said = output.read().decode(errors="replace").strip()
     if code == _CHECK_FAILED:

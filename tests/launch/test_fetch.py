@@ -165,6 +165,15 @@ def test_a_file_that_became_a_folder_loses_nothing(tmp_path: Path, run: Path) ->
     assert tree(run) == {"out/answer": "42", "out.old-1": "older"}
 
 
+def test_a_fetch_that_takes_long_says_so(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuft.execute._REMIND_SECONDS", 0.01)
+    cluster, plan, _ = planned(tmp_path, run, resumed=False)
+    told = list[str]()
+    fetch_results(plan, str(run), cluster, os.environ, told.append)
+    assert told[0] == "cpuft: fetch the run from a: not finished after 0 s"
+    assert tree(run) == {"out/answer": "42"}
+
+
 def test_results_that_cannot_be_stored_stay_on_the_host(tmp_path: Path, run: Path) -> None:
     cluster, plan, work = planned(tmp_path, run, resumed=False)
     run.parent.write_text("a file where the folder is to be")

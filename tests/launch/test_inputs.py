@@ -168,6 +168,10 @@ def test_a_parcel_travels_as_its_plan_says(work: Path, tmp_path_factory: pytest.
     folder = tmp_path_factory.mktemp("there") / "mine"
     there = folder / "inputs" / "abc"
     ((step,),) = plan_inputs((replace(parcel, there=str(there)),), {"a": {str(there)}, "b": set()}, AWAY)
+    sent = ("code/pack/__init__.py", "code/pack/a.py", "code/pack/weights", "code/train.py")
+    assert parcel.nbytes == sum((work / name).stat().st_size for name in sent)
+    ((big,),) = plan_inputs((replace(parcel, there=str(there), nbytes=12_345_678),), {"a": {str(there)}}, AWAY)
+    assert big.why == f"send {work}/code/pack to a (12.3 MB)".replace(f"{work}/code/", "")
     step = replace(step, command=(*step.command[: step.command.index("ssh")], "sh", "-c", step.command[-1]))
     step = replace(step, command=tuple(word.replace(AWAY.folder, str(folder)) for word in step.command))
     for _ in range(2):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan, Step
 from cpuft.provision.reconcile import lock, plan_file, reconcile, run_stages
@@ -40,6 +41,19 @@ def test_every_step_that_failed_is_named_with_its_last_words() -> None:
         "correct that and run the same command again"
     )
     assert told == ["install (3 hosts)"]
+
+
+def test_whoever_waits_is_told_which_hosts_have_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "_REMIND_SECONDS", 0.3)
+    steps = tuple(Step("install", ("install",), host=host) for host in ("a", "b", "c"))
+    says = {"a": "sleep 0.8", "b": "true", "c": "sleep 0.8"}
+    told: list[str] = []
+    run_stages(Plan((steps,), ways={host: ("sh", "-c", script) for host, script in says.items()}), told.append)
+    assert told == [
+        "install (3 hosts)",
+        "install: not finished on a, c after 0 s",
+        "install: not finished on a, c after 1 s",
+    ]
 
 
 def test_a_program_that_is_not_there_is_said() -> None:

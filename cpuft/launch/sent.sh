@@ -1,0 +1,33 @@
+# $1: send, refresh or remove; $2: this user's folder; $3: its folder of what was sent to the processes of one run.
+folder=$2 sent=$3
+new() { find "$1" -type f -name '[0-9]*' -mmin -10 2>/dev/null | head -n 1; }
+end_watch() {
+    # It may not lead a group of its own yet.
+    read -r pid <"$sent/.watch" && grep -qzxF -- "$sent" "/proc/$pid/cmdline" &&
+        { kill -9 "-$pid" || kill -9 "$pid"; }
+} 2>/dev/null
+case $1 in
+send)
+    umask 077
+    private "$folder" || exit 1
+    for old in "$folder"/*.sent; do
+        [ ! -d "$old" ] || [ "$old" = "$sent" ] || [ -n "$(new "$old")" ] || remove "$folder" "$old"
+    done
+    end_watch
+    mkdir -p "$sent" || exit 1
+    shift 3
+    tee -- "$@" >/dev/null || exit 1
+    # Should the launcher never come back, the host removes what no process has taken.
+    setsid sh -c 'while sleep 2 && [ -d "$1" ]; do
+        [ -n "$(find "$1" -type f -name "[0-9]*" -mmin -10 | head -n 1)" ] || exec rm -rf -- "$1"
+    done' watch "$sent" </dev/null >/dev/null 2>&1 &
+    echo $! >"$sent/.watch"
+    ;;
+refresh)
+    for file in "$sent"/[0-9]*; do [ ! -f "$file" ] || { touch -c -- "$file"; echo waiting; }; done
+    ;;
+remove)
+    end_watch
+    remove "$folder" "$sent"
+    ;;
+esac
