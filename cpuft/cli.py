@@ -88,6 +88,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     Its ranks have to form one process group, or the run ends with an error: see --independent.
     """
     from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.asking import SCRIPT_SECONDS, TRAINING_SECONDS
     from cpuft.launch.attempts import describe_limit, run_attempts
     from cpuft.launch.ending import describe_ending
     from cpuft.launch.inputs import list_named, recall_named, remember_named
@@ -146,7 +147,9 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     grace = config.grace if train.engine == "torch" else None
     if not script:
         remember_named(run_dir, named, os.environ)
-    code = run_attempts(Launch(job, run_dir, os.environ), plan, cluster, partial(_run, grace=grace), _say)
+    patience = SCRIPT_SECONDS * (command[0] == sys.executable) if command else TRAINING_SECONDS
+    start = partial(_run, grace=grace, patience=patience)
+    code = run_attempts(Launch(job, run_dir, os.environ), plan, cluster, start, _say)
     if not code and not script:
         remember_named(run_dir, (), os.environ)
     code, line = describe_ending(code, run_dir, cluster.rank_hosts, config, script)
@@ -279,10 +282,12 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
         check_before_launch(cluster, _say)
 
 
-def _run(plan: Any, run_dir: str, cluster: Any, seconds: float, grace: float | None = None) -> int:
+def _run(
+    plan: Any, run_dir: str, cluster: Any, seconds: float, grace: float | None = None, patience: float = 0.0
+) -> int:
     from cpuft.launch.remote import run_anywhere
 
-    return run_anywhere(plan, run_dir, cluster, seconds, _say, grace)
+    return run_anywhere(plan, run_dir, cluster, seconds, _say, grace, patience)
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,7 @@ from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.job import Job, Launch, plan_run
-from cpuft.launch.kept import Kept, check_kept, gather_kept, keep_checkpoints
+from cpuft.launch.kept import check_kept, find_update, gather_kept, keep_checkpoints
 from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished
 from cpuft.launch.restarts import Ended, choose_hosts
 from cpuft.launch.resume import Resumed, read_resumed
@@ -177,14 +177,6 @@ def find_resumed(job: Job, resumed: Resumed) -> Resumed:
     made = [resumed.updates] if resumed.updates >= 0 else [max(one.steps, one.update) for one in kept]
     known = replace(known, kept=kept, updates=max([0, *made]))
     return replace(known, since=resumed.since, because=resumed.because, fetched=resumed.fetched)
-
-
-def find_update(run_dir: str, kept: tuple[Kept, ...]) -> int:
-    """The last update of the newest checkpoint; 0 for none."""
-    folder = Path(run_dir, "checkpoints")
-    names = os.listdir(folder) if folder.is_dir() else []
-    here = [int(name.split(".")[0]) for name in names if name.replace(".", "").isdecimal()]
-    return max([0, *here, *(one.update for one in kept)])
 
 
 def end_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = None) -> None:

@@ -132,6 +132,14 @@ def check_kept(kept: Iterable[Kept], cluster: Cluster, run_dir: str) -> None:
         )
 
 
+def find_update(run_dir: str, kept: Iterable[Kept] = ()) -> int:
+    """The last update of the newest checkpoint in the run's folder here or on hosts; 0 for none."""
+    folder = Path(run_dir, "checkpoints")
+    names = os.listdir(folder) if folder.is_dir() else []
+    here = [int(name.split(".")[0]) for name in names if name.replace(".", "").isdecimal()]
+    return max([0, *here, *(one.update for one in kept)])
+
+
 def note_silent(logs: Path, silent: Collection[str]) -> None:
     """Note the hosts that did not answer at the end of a run, where there are any."""
     if silent:

@@ -11,18 +11,20 @@ import dataclasses
 import fcntl
 import json
 import os
+import shlex
+import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from cpuft import execute
-from cpuft.errors import NOT_STORED, CpuftError, Interrupted
+from cpuft.errors import AGAIN, NOT_STORED, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.door import Door
-from cpuft.launch.asking import Asking
+from cpuft.launch.asking import StopRequest
 from cpuft.launch.fetch import SKIPPED, NotStored
-from cpuft.launch.kept import NOTE, keep_checkpoints, silent_at_the_end
+from cpuft.launch.kept import NOTE, find_update, keep_checkpoints, silent_at_the_end
 from cpuft.launch.secrets import secrets_there
 from cpuft.launch.stacks.going import noted
 from cpuft.launch.supervise import run_plan, write_plan
@@ -65,16 +67,25 @@ class Order:
 
 
 def run_anywhere(
-    plan: RunPlan, run_dir: str, cluster: Cluster, seconds: float, say: Say, grace: float | None = None
+    plan: RunPlan,
+    run_dir: str,
+    cluster: Cluster,
+    seconds: float,
+    say: Say,
+    grace: float | None = None,
+    patience: float = 0.0,
 ) -> int:
-    """Run a plan to its end, wherever its master is; the exit code. A signal ends the run and this program.
+    """Run a plan to its end, wherever its head host is; returns its exit code. A signal ends the run and the program.
 
-    `grace`: how long SIGTERM leaves ranks for a checkpoint, once SIGUSR1 may ask for one, too; None: nobody may ask.
+    Parameters
+    ----------
+    grace: seconds that SIGTERM leaves the ranks to save a checkpoint; None: no signal asks them for one.
+    patience: the same for the first Ctrl-C.
 
     Raises CpuftError: as `run_plan_there` and `run_plan`.
     """
     work, door, environ = cluster.work_dir(run_dir), cluster.access.door, os.environ
-    asking = None if grace is None else Asking(work, cluster.master, cluster.ways, grace)
+    asking = None if grace is None else StopRequest(work, cluster.master, cluster.ways, grace, patience)
     try:
         with secrets_there(plan, cluster, work, environ), noted(run_dir, cluster):
             if cluster.away:
@@ -85,6 +96,8 @@ def run_anywhere(
         what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"
         kept = f"{what} is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
         say(f"cpuft: stopped by {stopped}: all ranks are gone, {kept}")
+        if update := find_update(run_dir):
+            say(f"cpuft: go on after update {update} with {shlex.join(['cpuft', 'launch', '--resume', run_dir])}")
         sys.exit(stopped.exit_code)
 
 
@@ -95,7 +108,7 @@ def run_plan_there(
     environ: Mapping[str, str],
     seconds: float,
     say: Say,
-    asking: Asking | None,
+    asking: StopRequest | None,
 ) -> int:
     """Run a plan to its end, fetch its run directory, and leave nothing on the hosts; the exit code.
 
@@ -118,6 +131,8 @@ def run_plan_there(
     if code == execute.SSH_FAILED:
         cluster.access.door.find_silent([assignment.host.name for assignment in cluster.assignments])
     _bring_back(plan, run_dir, cluster, environ, not code, say)
+    if code not in (0, AGAIN) and asking and asking.signal_number == signal.SIGINT:
+        raise Interrupted(signal.SIGINT)
     # A rank that was killed has such a code, too, and then the supervisor told it.
     if code == execute.SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _CODE).exists()):
         raise MasterLost(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import IO
 
 from cpuft import execute
-from cpuft.errors import AGAIN, CpuftError, DiskFullError
+from cpuft.errors import AGAIN, CpuftError, DiskFullError, Interrupted
 from cpuft.files import remove_command, write_text
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.asking import Asking
+from cpuft.launch.asking import StopRequest
 from cpuft.launch.failures import (
     describe_failures,
     ended_to_go_on,
@@ -93,7 +94,7 @@ class Ending:
     look: Callable[[], tuple[Verdict, set[str]]]
     """Looks at ranks that hang; the hosts that do not answer."""
     verdict: Verdict | None = None
-    asking: Asking | None = None
+    asking: StopRequest | None = None
     renewal: Renewal | None = None
     failed_at: float = 0.0
     looked_at: float = 0.0
@@ -180,7 +181,7 @@ def run_plan(
     environ: Mapping[str, str],
     seconds: float,
     door: Door,
-    asking: Asking | None = None,
+    asking: StopRequest | None = None,
 ) -> int:
     """Run a launch's plan to its end; the exit code of its worst rank, 75 when none could give one for a lost host.
 
@@ -210,7 +211,7 @@ def run_plan(
     return _run_ranks(here(ranks), ending, hosts, environ, seconds)
 
 
-def _make_ending(plan: RunPlan, run_dir: str, hosts: tuple[str, ...], door: Door, asking: Asking | None) -> Ending:
+def _make_ending(plan: RunPlan, run_dir: str, hosts: tuple[str, ...], door: Door, asking: StopRequest | None) -> Ending:
     names = tuple(sorted(set(hosts)))
     return Ending(
         Path(run_dir) / "logs",
@@ -275,6 +276,8 @@ def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapp
     failures = read_failures(logs, hosts)
     if not stuck and ended_to_go_on(failures):
         return AGAIN
+    if ending.asking and ending.asking.signal_number == signal.SIGINT:
+        raise Interrupted(signal.SIGINT)
     silent = ending.name_silent()
     note_silent(logs, silent)
     # mpirun ends without a word where it cannot write what ranks say.

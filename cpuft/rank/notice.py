@@ -31,11 +31,17 @@ _ANSWER_SECONDS = 2.0
 _METADATA = "/latest/meta-data/"
 """How paths of EC2's metadata begin, which want a token (version 2 of the service)."""
 _came = threading.Event()
+_polled = threading.Event()
+"""Whether this program has ever looked at `came`: only then can it end by itself."""
 
 
-def listen() -> None:
-    """Note SIGUSR1 from now on instead of ending by it, and whether the launch has asked before. On the main thread."""
-    signal.signal(SIGNAL, _note)
+def listen(is_script: bool = False) -> None:
+    """Note SIGUSR1 from now on instead of ending by it, and whether the launch has asked before. On the main thread.
+
+    `is_script`: in a script of the user's that never looks at `came`, the user's Ctrl-C raises KeyboardInterrupt, as it
+    would in a terminal.
+    """
+    signal.signal(SIGNAL, _interrupt_script if is_script else _note)
     signal.siginterrupt(SIGNAL, False)  # libraries' system calls are begun again
     if os.path.exists(_find(os.environ, ASKED)):
         _came.set()
@@ -45,17 +51,31 @@ def _note(number: int, frame: FrameType | None) -> None:
     _came.set()
 
 
+def _interrupt_script(number: int, frame: FrameType | None) -> None:
+    _came.set()
+    if not _polled.is_set() and _asked_by(_find(os.environ, ASKED)) == signal.SIGINT.name:
+        raise KeyboardInterrupt
+
+
 def came() -> bool:
     """Whether this process was told that its run is to stop."""
+    _polled.set()
     return _came.is_set()
 
 
 def describe_cause(environ: Mapping[str, str]) -> str:
     """Who told this rank to stop."""
-    with suppress(OSError), open(_find(environ, ASKED), encoding="utf-8") as file:
-        return file.read().strip()
+    if asked := _asked_by(_find(environ, ASKED)):
+        return asked
     notice = environ.get(NOTICE, "")
     return f"{f'the notice {notice}' if notice else SIGNAL.name} on {socket.gethostname()}"
+
+
+def _asked_by(path: str) -> str:
+    """The name of the signal for which the launch asked, from its file; empty where there is none."""
+    with suppress(OSError), open(path, encoding="utf-8") as file:
+        return file.read().strip()
+    return ""
 
 
 def is_leaving(environ: Mapping[str, str]) -> bool:

@@ -231,5 +231,5 @@ def flush_and_exit(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     connection = change_torch()
-    listen()
+    listen(is_script=True)
     end(run_script(sys.argv[1:], check=connection))

@@ -11,7 +11,7 @@ import pytest
 
 from cpuft.errors import Interrupted
 from cpuft.execute import run_step
-from cpuft.launch.asking import Asking
+from cpuft.launch.asking import StopRequest
 from cpuft.plan import Step
 
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
@@ -28,19 +28,37 @@ USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
     ],
 )
 def test_usr1_asks_and_so_does_the_first_term_with_grace(grace: float, signals: list[int], taken: list[bool]) -> None:
-    asking = Asking("/run", "", {}, grace)
+    asking = StopRequest("/run", "", {}, grace)
     assert [asking.takes(number) for number in signals] == taken
+
+
+def test_the_first_ctrl_c_asks_and_the_second_ends() -> None:
+    assert [StopRequest("/run", "", {}, 0.0, 9.0).takes(INT)] == [True]
+    for signals, taken in (([INT, INT], [True, False]), ([USR1, INT], [True, False]), ([TERM, INT], [False, True])):
+        request = StopRequest("/run", "", {}, 0.0, 9.0)
+        assert [request.takes(number) for number in signals] == taken
+    assert StopRequest("/run", "", {}, 9.0, 9.0).takes(TERM)
+
+
+def test_what_the_ranks_are_asked_is_said_at_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    request = StopRequest(str(tmp_path), "", {}, 0.0, 120.0)
+    request.takes(INT)
+    request.check()
+    assert (tmp_path / "logs/interrupt").read_text() == "SIGINT\n"
+    told = "the ranks are asked to save a checkpoint and end, within 120 s; press Ctrl-C again to end them at once"
+    assert capsys.readouterr().err == f"cpuft: {told}\n"
 
 
 def test_ranks_are_told_by_a_file_beside_their_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
-    asking = Asking(str(tmp_path), "", {}, 0.0)
+    asking = StopRequest(str(tmp_path), "", {}, 0.0)
     asking.check()
     assert list((tmp_path / "logs").iterdir()) == []
     asking.takes(USR1)
     asking.check()
     assert [(path.name, path.read_text()) for path in (tmp_path / "logs").iterdir()] == [("interrupt", "SIGUSR1\n")]
-    nowhere = Asking(str(tmp_path / "none"), "", {}, 0.0)
+    nowhere = StopRequest(str(tmp_path / "none"), "", {}, 0.0)
     nowhere.takes(USR1)
     nowhere.check()
     nowhere.check()
@@ -48,7 +66,7 @@ def test_ranks_are_told_by_a_file_beside_their_logs(tmp_path: Path, capsys: pyte
 
 
 def test_a_master_elsewhere_is_told_by_its_way(tmp_path: Path) -> None:
-    asking = Asking("/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")}, 0.0)
+    asking = StopRequest("/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")}, 0.0)
     *way, line = asking.plan_telling("SIGUSR1").command
     assert way == ["ssh", "a"]
     assert line.endswith(" /var/tmp/cpuft-0/x/run/logs/interrupt SIGUSR1")
@@ -56,7 +74,7 @@ def test_a_master_elsewhere_is_told_by_its_way(tmp_path: Path) -> None:
 
 def test_after_the_grace_ranks_are_ended(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    asking = Asking(str(tmp_path), "", {}, 0.3)
+    asking = StopRequest(str(tmp_path), "", {}, 0.3)
     signals = iter([TERM])
 
     def watch() -> None:

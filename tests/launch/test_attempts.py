@@ -15,11 +15,11 @@ from cpuft.execute import Answer
 from cpuft.hosts import door as doors
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.again import Course, find_resumed, find_update, patiently, take_away
+from cpuft.launch.again import Course, find_resumed, patiently, take_away
 from cpuft.launch.attempts import describe_limit, find_limit, run_attempts
 from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch, plan_run
-from cpuft.launch.kept import Kept
+from cpuft.launch.kept import Kept, find_update
 from cpuft.launch.remote import MasterLost
 from cpuft.launch.resume import Resumed
 from cpuft.options.fields import LaunchConfig, TrainConfig

@@ -42,17 +42,20 @@ def wait_for(there: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "job",
-    [("--task", "demo"), pytest.param(("--task", "text", "--train-file", "book.txt"), marks=pytest.mark.proof)],
-    ids=lambda job: job[1],
+    "job, stop",
+    [
+        (("--task", "demo"), signal.SIGINT),
+        pytest.param(("--task", "text", "--train-file", "book.txt"), signal.SIGUSR1, marks=pytest.mark.proof),
+    ],
+    ids=["demo-Ctrl-C", "text-SIGUSR1"],
 )
-def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], stop: signal.Signals, tmp_path: Path) -> None:
     Path("book.txt").write_text(TEXT)
     own = (*WORDS, *job, *SIZE)
     words = [sys.executable, "-m", "cpuft", *own, "--run-dir", "run", "--checkpoint-every", "0"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         wait_for(Path("run/logs/rank-0.err"))
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(stop)
         said = process.communicate(timeout=200)[1].rstrip().splitlines()[-1]
     assert process.returncode == 75, said
     done = run_cpuft("launch", "--resume", "run")
@@ -61,7 +64,7 @@ def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], tmp_pat
     assert undisturbed.returncode == 0, undisturbed.stderr
     record, whole = read_record("run"), read_record("whole")
     ((update, repeated),) = [(line.step, line.repeated) for line in record.resumptions]
-    how = f"cpuft: interrupted by SIGUSR1 after update {update} of 40"
+    how = f"cpuft: interrupted by {stop.name} after update {update} of 40"
     assert said == f"{how}: go on with cpuft launch --resume {tmp_path}/run"
     assert 0 < update < 40
     assert repeated == 0

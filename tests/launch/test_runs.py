@@ -255,6 +255,9 @@ def test_a_stopped_launch_leaves_no_process_and_a_record_that_reads(number: int,
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     wait_for_steps(2)
     process.send_signal(number)
+    if number == signal.SIGINT:  # the first one asks for a checkpoint
+        time.sleep(0.2)
+        process.send_signal(number)
     assert process.wait(5) == code
     limit = time.monotonic() + 5
     while list_children() and time.monotonic() < limit:
@@ -265,6 +268,17 @@ def test_a_stopped_launch_leaves_no_process_and_a_record_that_reads(number: int,
     record = read_record("run")
     assert len(record.steps) >= 2
     assert record.footer is None
+
+
+def test_ctrl_c_ends_a_script_that_does_not_listen_as_in_a_terminal() -> None:
+    Path("script.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
+    command = [sys.executable, "-m", "cpuft", "launch", "--np", "1", "--run-dir", "run", "--", "script.py"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    assert "KeyboardInterrupt" in Path("run/logs/rank-0.err").read_text()
 
 
 def wait_for_steps(count: int, seconds: float = 120) -> None:
