@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cpuft.errors import CpuftError, counted
@@ -53,6 +54,10 @@ class Access:
     notice: str = ""
     renewal: str = ""
     """Both as in the cluster's entry."""
+    cluster: str = ""
+    """Name of the provisioned cluster; empty for none."""
+    until: int = 0
+    """When the hosts' lease ends, as in the cluster's entry."""
 
     def any_python(self, *words: str) -> tuple[str, ...]:
         """A command of the environment's Python; where that is missing, any Python tells at least what the host is."""
@@ -194,7 +199,8 @@ def find_access(config: LaunchConfig) -> Access:
     door = Door(config.ssh_config or entry.ssh_config)
     python = entry.python or sys.executable
     there = entry.ssh_config_there
-    return Access(door, python, entry.settings, entry.shares_files, there, entry.notice, entry.renewal)
+    known = Access(door, python, entry.settings, entry.shares_files, there, entry.notice, entry.renewal)
+    return replace(known, cluster=entry.name, until=entry.until)
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
@@ -270,7 +276,10 @@ def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None
 
 
 def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ...]:
-    """Facts of every host, asked side by side. Raises CpuftError that names every host that failed."""
+    """Facts of every host, asked side by side.
+
+    Raises CpuftError that names every host that failed; and says so when the hosts' lease has ended.
+    """
     addresses = [access.door.address(host) for host in hosts]
     # The master's way to the first other host, and everyone else's way to the master.
     targets = {host.name: addresses[0] for host in hosts[1:]} | {hosts[0].name: addresses[:2][-1]}
@@ -280,4 +289,13 @@ def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ..
         answer = access.door.run(host, access.any_python("-c", FROM_STDIN, targets[host.name]), source)
         return parse_facts(answer.output or answer.errors, host.name)
 
-    return tuple(side_by_side(gather, hosts))
+    try:
+        return tuple(side_by_side(gather, hosts))
+    except CpuftError as error:
+        if not 0 < access.until < time.time():
+            raise
+        ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(access.until))
+        raise CpuftError(
+            f"the lease of cluster {access.cluster} ended at {ended}, and its hosts end themselves then: run cpuft "
+            f"provision down {access.cluster}, then rent the cluster again with cpuft provision aws ({error})"
+        ) from None

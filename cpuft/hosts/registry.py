@@ -58,6 +58,8 @@ class Entry:
     """Where a host learns that it is about to go: what --notice of a launch is by itself."""
     renewal: str = ""
     """A command by which a host's lease goes on while a run does."""
+    until: int = 0
+    """When the lease of its hosts ends, in seconds of the epoch, as provisioning knew it last; 0 for no lease."""
 
 
 def state_root(environ: Mapping[str, str]) -> Path:

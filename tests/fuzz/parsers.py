@@ -34,7 +34,7 @@ from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, opt
 from cpuft.options.flags import parse_arguments, read_config
 from cpuft.options.predict import PredictConfig
 from cpuft.options.rates import parse_bits
-from cpuft.provision.aws.lease import parse_lease, parse_limit
+from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.preflight import parse_ssh_from
 from cpuft.provision.batch.meeting import parse_meet
 from cpuft.provision.batch.variables import parse_node
@@ -238,6 +238,10 @@ PARSERS: dict[str, Parser] = {
     "plan_turns": Parser(lambda text: plan_turns(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])),
     "parse_lease": Parser(parse_lease, values.damaged(["90m", "4h", "2d"])),
     "parse_limit": Parser(partial(parse_limit, lease=3600), values.damaged(["90m", "4h", "2d"])),
+    "parse_timer": Parser(
+        lambda text: parse_timer(text).find_fault(10**9),
+        values.damaged(["until 9\nusec 9000000\nmode poweroff\nenabled yes\n"]),
+    ),
     "parse_ssh_from": Parser(parse_ssh_from, values.damaged(["203.0.113.7", "10.0.0.0/24", "::1"])),
     "parse_bits": Parser(parse_bits, values.damaged(["1gbit", "2.5mbit", "7bit"])),
     "parse_world": Parser(

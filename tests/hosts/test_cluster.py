@@ -66,6 +66,19 @@ def test_this_machine_answers() -> None:
     assert facts.uid == os.geteuid()
 
 
+def test_hosts_whose_lease_has_ended_are_said_to_be_gone() -> None:
+    hosts = (Host("127.0.0.2", port=9),)
+    ended = Access(cluster="lab", until=1_700_000_000)
+    with pytest.raises(CpuftError) as error:
+        gather_facts(hosts, ended)
+    assert str(error.value).startswith(
+        "the lease of cluster lab ended at 2023-11-14 22:13 UTC, and its hosts end themselves then: run "
+        "cpuft provision down lab, then rent the cluster again with cpuft provision aws (host 127.0.0.2 cannot be used"
+    )
+    with pytest.raises(CpuftError, match=r"^host 127\.0\.0\.2 cannot be used"):
+        gather_facts(hosts, Access(cluster="lab", until=1 << 40))
+
+
 def test_users_have_a_folder_each_on_hosts_with_disks_of_their_own() -> None:
     first, second = (Cluster((), (), Flavour("mpirun", "intel"), away=True, uid=uid) for uid in (0, 1000))
     assert first.inputs == "/var/tmp/cpuft-0/inputs"

@@ -21,7 +21,7 @@ from cpuft.provision.aws.facts import Found, Instance, Offer
 from cpuft.provision.aws.launching import NoCapacityError
 from cpuft.provision.aws.lease import format_time, parse_lease, parse_limit
 from cpuft.provision.aws.look import find_clusters, find_costs, find_offer, find_own_address, find_tagged, read_table
-from cpuft.provision.aws.nodes import Nodes
+from cpuft.provision.aws.nodes import LeaseError, Nodes
 from cpuft.provision.aws.planning import Facts, plan_rental
 from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
 from cpuft.provision.aws.price import describe_bill, describe_price, find_price
@@ -83,6 +83,7 @@ class Aws(Provider[AwsConfig, Everything]):
         """Whether to wait for what AWS is about to do: only those who change something do."""
         self._on_demand = False
         """Whether no zone has spot instances for us, and others will do."""
+        self._say: Say = lambda text: None
         self._last: tuple[Instance, ...] = ()
         """What AWS told of the instances when the cluster was last looked at to be taken down."""
 
@@ -118,10 +119,11 @@ class Aws(Provider[AwsConfig, Everything]):
         nodes = self._nodes(found)
         if self._patient:
             nodes.wait(_BOOT_SECONDS, self.edge.now, self.edge.sleep)
+            nodes.secure_lease(self._say)
         return nodes.gather()
 
     def _nodes(self, found: Found) -> Nodes:
-        return Nodes(self.config, found.live, self.environ, self.hostfile)
+        return Nodes(self.config, found.live, self.environ, self.hostfile, found.group)
 
     def _await_running(self, facts: Facts) -> Facts:
         """Until all instances run, or fewer are left. Raises CpuftError when that takes too long."""
@@ -194,10 +196,22 @@ class Aws(Provider[AwsConfig, Everything]):
             self._offer = replace(self._offer, spot_role=True)
 
     def make(self, say: Say, ask: Ask) -> str:
-        """As for all clusters; where no zone has any instance for us, nothing is left."""
-        self._patient = True
+        """As for all clusters; where no zone has any instance for us, nothing is left.
+
+        Nor is anything left where instances would not end themselves with their lease: they would cost money for ever.
+        """
+        self._patient, self._say = True, say
         try:
             made = self._make_on_any_market(say, ask)
+        except LeaseError as error:
+            say(f"end the instances: {error}")
+            try:
+                self.down(say)
+            except CpuftError as trouble:
+                raise CpuftError(f"{error}; they cost money, and could not be ended ({trouble})") from None
+            raise CpuftError(
+                f"{error}: all instances of {self.name} were ended, look at systemd and cloud-init of the image"
+            ) from None
         except NoCapacityError:
             if not self._facts().found.live:
                 # Every zone has said no: nothing can appear late.
@@ -261,7 +275,9 @@ class Aws(Provider[AwsConfig, Everything]):
         if self.edge.logs_in:
             door = Door(planning.check_config(self.name, facts), elsewhere=True)
             ways = {one.private: door.way(Host(one.private)) for one in facts.found.live}
-            plan = replace(plan, stages=(*plan.stages, planning.tell_instances(facts.found, until)), ways=ways)
+            tell = planning.tell_instances(facts.found, until)
+            note = planning.plan_lease_note(self.name, facts, until)
+            plan = replace(plan, stages=(*plan.stages, tell, *note), ways=ways)
         return plan
 
     def extend(self, lease: str, say: Say) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
+from cpuft.options.fields import is_count
 
 UNTIL_FILE = "/var/lib/cpuft/until"
 """On every instance: when it ends itself, in seconds of the epoch."""
@@ -38,6 +40,7 @@ shutdown -c 2>/dev/null
 exec shutdown -P "+$left"
 """
 """Arms the end of the lease on an instance. Instances are made so that powering off terminates them."""
+_UNIT_FILE = "/etc/systemd/system/cpuft-lease.service"
 _UNIT = f"""[Unit]
 Description=End of the lease of this instance
 After=systemd-logind.service dbus.service
@@ -49,6 +52,66 @@ ExecStart={_ARM}
 [Install]
 WantedBy=multi-user.target
 """
+
+
+CHECK_TIMER = f"""
+echo "until $(cat {UNTIL_FILE} 2>/dev/null)"
+sed -n 's/^USEC=/usec /p; s/^MODE=/mode /p' /run/systemd/shutdown/scheduled 2>/dev/null
+[ ! -e /etc/systemd/system/multi-user.target.wants/cpuft-lease.service ] || echo "enabled yes"
+"""
+"""Shell script that prints what `parse_timer` reads: the end of the lease as an instance knows it, and as it is armed.
+
+systemd writes `scheduled` for a shutdown that is to come, and removes it when that is cancelled.
+"""
+_INSTALL = """set -eu
+put() {
+    mkdir -p "${1%/*}"
+    printf '%s\\n' "$2" >"$1.new"
+    chmod "$3" "$1.new"
+    mv -f "$1.new" "$1"
+}
+put "$1" "$2" 644
+put "$3" "$4" 644
+put "$5" "$6" 755
+put "$7" "$8" 644
+systemctl daemon-reload
+systemctl enable "${7##*/}"
+exec "$5"
+"""
+
+
+@dataclass(frozen=True)
+class Timer:
+    """The end of the lease of one instance, as it said itself."""
+
+    until: int = 0
+    """The end that it knows, in seconds of the epoch; 0 for none."""
+    scheduled: int = 0
+    """When it will power off; 0 when no power-off is scheduled."""
+    enabled: bool = False
+    """Whether the end is armed again after a reboot."""
+
+    def find_fault(self, limit: int) -> str:
+        """Why the instance would not end itself by `limit`; empty when it will."""
+        if not self.scheduled:
+            return "no shutdown is scheduled"
+        if self.scheduled > limit:
+            return f"its shutdown is scheduled for {format_time(self.scheduled)}"
+        return "" if self.enabled else "a reboot would cancel its shutdown"
+
+
+def parse_timer(text: str) -> Timer:
+    """What `CHECK_TIMER` printed; what is missing there, or is no number, counts as not armed."""
+    said = dict(line.partition(" ")[::2] for line in text.split("\n"))
+    until, usec = said.get("until", "").strip(), said.get("usec", "").strip()
+    armed = said.get("mode", "").strip() == "poweroff" and is_count(usec, most=10**18)
+    return Timer(int(until) if is_count(until) else 0, int(usec) // 10**6 if armed else 0, "enabled" in said)
+
+
+def make_arming(until: int, limit: int) -> tuple[str, ...]:
+    """A command of an instance that installs and arms the end of its lease, whatever user data has done before."""
+    files = (UNTIL_FILE, str(until), _LIMIT_FILE, str(limit), _ARM, ARM_SCRIPT, _UNIT_FILE, _UNIT)
+    return ("sh", "-c", _INSTALL, "arm", *files)
 
 
 def parse_lease(text: str, flag: str = "--lease") -> int:
@@ -88,7 +151,7 @@ def format_user_data(until: int, limit: int) -> str:
         {"path": UNTIL_FILE, "content": f"{until}\n"},
         {"path": _LIMIT_FILE, "content": f"{limit}\n"},
         {"path": _ARM, "content": ARM_SCRIPT, "permissions": "0755"},
-        {"path": "/etc/systemd/system/cpuft-lease.service", "content": _UNIT},
+        {"path": _UNIT_FILE, "content": _UNIT},
     ]
     arm = [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "cpuft-lease.service"]]
     return (

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.door import Door, attempt
+from cpuft.hosts.door import Door, attempt, side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh import KEY_CHANGED, KEY_UNKNOWN, HostError
 from cpuft.options.clusters import AwsConfig, HostsConfig
-from cpuft.plan import Plan
-from cpuft.provision.aws.facts import Instance
+from cpuft.plan import Plan, Step
+from cpuft.provision.aws.facts import Group, Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
-from cpuft.provision.aws.lease import RENEWAL
+from cpuft.provision.aws.lease import CHECK_TIMER, RENEWAL, Timer, make_arming, parse_timer
 from cpuft.provision.aws.planning import find_notice, remember
 from cpuft.provision.ownership import read_raw
 from cpuft.provision.servers.doing import Servers
@@ -21,6 +21,10 @@ from cpuft.provision.servers.planning import Facts
 from cpuft.provision.sshfiles import Member
 
 _LOOK_AGAIN_SECONDS = 2.0
+
+
+class LeaseError(CpuftError):
+    """Instances do not end themselves when their lease ends, and cannot be made to."""
 
 
 class Nodes(Servers):
@@ -34,7 +38,12 @@ class Nodes(Servers):
     elsewhere = True
 
     def __init__(
-        self, config: AwsConfig, instances: tuple[Instance, ...], environ: Mapping[str, str], hostfile: str
+        self,
+        config: AwsConfig,
+        instances: tuple[Instance, ...],
+        environ: Mapping[str, str],
+        hostfile: str,
+        group: Group | None = None,
     ) -> None:
         hosts = ",".join(one.private for one in instances)
         own = HostsConfig(hosts, config.name, "root", prefix=config.prefix, wheels=config.wheels)
@@ -48,20 +57,70 @@ class Nodes(Servers):
         known = read_raw(self.directory / "known_hosts")
         self.keys = {member.known_name: known_keys(known, member) or self._given for member in self.members}
         self._asked = config
+        self._until = group.until if group else 0
+        self._limit = max(group.until, group.limit) if group else 0
+        self._timers: dict[str, Timer] = {}
+        """Of each instance, by its private address, as it was seen last."""
 
     def _look(self, door: Door) -> Facts:
         facts = super()._look(door)
+        self._read_timers(door)
         servers = tuple(
             (replace(member, key=choose_keys(self._given, own.host_keys)), own) for member, own in facts.servers
         )
         facts = replace(facts, servers=servers, kind=self.kind, options=remember(self._asked))
+        facts = replace(facts, until=self._until)
         return replace(facts, notice=find_notice(self._asked), renewal=RENEWAL, may_lose_master=True)
 
     def plan(self, facts: Facts) -> Plan:
-        """What is missing; when nothing is, the next step of the hosts' own keys."""
+        """The end of the lease, where it is not armed; what is missing; then the next step of the hosts' own keys."""
         plan = super().plan(facts)
         steps = () if plan.stages else plan_rotation(facts.servers, self._given)
-        return replace(plan, stages=(steps,)) if steps else plan
+        stages = (self._plan_arming(), steps or (), *plan.stages)
+        return replace(plan, stages=tuple(stage for stage in stages if stage))
+
+    def _read_timers(self, door: Door) -> None:
+        def read(member: Member) -> Timer:
+            return parse_timer(door.run(Host(member.address), ("sh", "-c", CHECK_TIMER)).output)
+
+        if self._limit:
+            self._timers = dict(zip([member.address for member in self.members], side_by_side(read, self.members)))
+
+    def _find_unarmed(self) -> dict[str, str]:
+        """Why instances do not end themselves with their lease, by their addresses."""
+        faults = {address: timer.find_fault(self._limit) for address, timer in self._timers.items()}
+        return {address: fault for address, fault in faults.items() if fault}
+
+    def _plan_arming(self) -> tuple[Step, ...]:
+        steps = []
+        for address, fault in self._find_unarmed().items():
+            # What jobs have moved the end to stays, as far as they may.
+            known = self._timers[address].until
+            until = known if self._until <= known <= self._limit else self._until
+            words = make_arming(until, self._limit)
+            steps.append(Step(f"arm the end of the lease, because {fault}", words, host=address))
+        return tuple(steps)
+
+    def secure_lease(self, say: Callable[[str], None]) -> None:
+        """Verify that all instances end themselves when their lease ends, and make those do so that do not.
+
+        Raises LeaseError: naming each that still does not.
+        """
+        with self._door(()) as door:
+            try:
+                self._read_timers(door)
+                for step in self._plan_arming():
+                    say(f"{step.host}: {step.why}")
+                    answer = door.run(Host(step.host), step.command)
+                    if answer.exit_code:
+                        said = " ".join(answer.errors.split())[-300:] or "it said nothing"
+                        raise LeaseError(f"{step.host} does not end itself when its lease ends ({said})")
+                self._read_timers(door)
+            except HostError as error:
+                raise LeaseError(f"whether {error.host} ends itself when its lease ends is unknown: {error}") from None
+            if unarmed := self._find_unarmed():
+                told = ", ".join(f"{address}: {fault}" for address, fault in unarmed.items())
+                raise LeaseError(f"instances do not end themselves when their lease ends ({told})")
 
     def wait(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
         """Until all let us in. Raises CpuftError: some do not in time, or one shows a key that is not the given one."""

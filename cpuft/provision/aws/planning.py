@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from cpuft.errors import CpuftError, counted
-from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
+from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
 from cpuft.options.clusters import AwsConfig
-from cpuft.plan import Plan, Step
+from cpuft.plan import Plan, Stages, Step
 from cpuft.provision.aws.calls import LIMIT, UNTIL, make_tags, plan_call, tag_all
 from cpuft.provision.aws.facts import Found, Group, Instance, Offer, Rule, format_rules
 from cpuft.provision.aws.launching import (
@@ -99,6 +100,7 @@ def _plan_files(config: AwsConfig, facts: Facts) -> list[list[Step]]:
     python, there = f"{config.prefix}/env/bin/python", f"{config.prefix}/clusters/{config.name}/ssh_config"
     entry = Entry(config.name, "aws", facts.hostfile, f"{base}/ssh_config", python, {}, remember(config), there)
     entry = replace(entry, notice=find_notice(config), renewal=RENEWAL)
+    entry = replace(entry, until=facts.found.group.until if facts.found.group else 0)
     steps = plan_files({f"{base}/{FILE_NAME}": format_entry(entry)}, facts.files, "remember the cluster")
     keys = [
         Step(why, ("sh", "-c", KEYGEN, "keygen", f"{base}/{name}", KEY_MARK, kind))
@@ -229,6 +231,16 @@ def tell_instances(found: Found, until: int) -> tuple[Step, ...]:
     """Instances end themselves at the time that they know."""
     limit = max(until, found.group.limit if found.group else 0)
     return tuple(Step("tell the instance", make_extension(until, limit), host=one.private) for one in found.live)
+
+
+def plan_lease_note(name: str, facts: Facts, until: int) -> Stages:
+    """Note in the cluster's entry when its lease ends, where it is remembered here."""
+    path = f"{facts.directory}/{FILE_NAME}"
+    if path not in facts.files:
+        return ()
+    entry = read_entry(Path(facts.directory).parent, name)
+    steps = plan_files({path: format_entry(replace(entry, until=until))}, facts.files, "note the end of the lease")
+    return (tuple(steps),) if steps else ()
 
 
 def is_young(found: Found, made: float, seconds: float) -> bool:

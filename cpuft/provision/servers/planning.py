@@ -55,6 +55,8 @@ class Facts:
     notice: str = ""
     renewal: str = ""
     """Both as in the entry."""
+    until: int = 0
+    """When the servers' lease ends, as in the entry."""
     may_lose_master: bool = False
     """Whether every server is to be able to take the master's place."""
 
@@ -111,7 +113,7 @@ def _plan_remembering(config: HostsConfig, facts: Facts) -> list[list[Step]]:
     options = {key: str(value) for key, value in asdict(replace(config, accept_host_keys=False)).items()}
     options = dict(facts.options) if facts.options else options
     entry = Entry(config.name, facts.kind, facts.hostfile, f"{base}/ssh_config", python, {}, options, there)
-    entry = replace(entry, notice=facts.notice, renewal=facts.renewal)
+    entry = replace(entry, notice=facts.notice, renewal=facts.renewal, until=facts.until)
     texts = {
         f"{base}/{FILE_NAME}": format_entry(entry),
         f"{base}/ssh_config": format_ssh_config(members, config.key, f"{base}/known_hosts", facts.bastions),

@@ -101,6 +101,7 @@ def test_a_job_moves_the_end_of_its_hosts_lease(bottle: Bottle) -> None:
     check(done)
     assert "cpuft: the lease of the hosts goes on while the run does, to " in done.stderr
     (one,) = bottle.live()
-    assert re.findall("shutdown in (.*) min", bottle.ask("console", one["id"])) == ["9", "15"]
+    said = re.findall("shutdown in (.*) min", bottle.ask("console", one["id"]))
+    assert list(dict.fromkeys(said)) == ["9", "15"]
     assert "; jobs move it, to " in check(bottle.cpuft("provision", "status", "lab"))
     bottle.empty("lab")

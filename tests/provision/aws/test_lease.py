@@ -15,9 +15,11 @@ from cpuft.provision.aws.lease import (
     ARM_SCRIPT,
     format_span,
     format_user_data,
+    make_arming,
     make_extension,
     parse_lease,
     parse_limit,
+    parse_timer,
 )
 
 NOW = 1_800_000_000
@@ -92,6 +94,44 @@ def test_the_end_of_a_lease_is_armed_at_every_boot(left: int, said: str, tmp_pat
     script = ARM_SCRIPT.replace("/var/lib/cpuft/until", str(until))
     subprocess.run(["sh", "-c", script], env={"PATH": f"{bin_folder}:/usr/bin:/bin"}, check=True)
     assert (tmp_path / "said").read_text() == said
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ("until 1799990000\nusec 1799990000000000\nmode poweroff\nenabled yes\n", ""),
+        ("until 1799990000\nusec 1799990000000000\nmode poweroff\n", "a reboot would cancel its shutdown"),
+        ("until 1799990000\nusec 1800000060000000\nmode poweroff\nenabled yes\n", "its shutdown is scheduled for"),
+        ("until 1799990000\nusec 1799990000000000\nmode reboot\nenabled yes\n", "no shutdown is scheduled"),
+        ("until 1799990000\nenabled yes\n", "no shutdown is scheduled"),
+        ("until \n", "no shutdown is scheduled"),
+        ("", "no shutdown is scheduled"),
+        ("usec x\nmode poweroff\nenabled yes\n", "no shutdown is scheduled"),
+    ],
+)
+def test_whether_an_instance_ends_itself_is_read_from_what_it_says(said: str, fault: str) -> None:
+    found = parse_timer(said).find_fault(NOW)
+    assert found.startswith(fault)
+    assert bool(found) == bool(fault)
+
+
+def test_an_instance_that_user_data_has_told_nothing_is_armed(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("systemctl", "shutdown"):
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nprintf "{name} %s|" "$*" >>{tmp_path}/said\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    words = [
+        word.replace("/var/lib/cpuft", f"{tmp_path}/lib").replace("/usr/local/sbin", f"{tmp_path}/sbin")
+        for word in make_arming(2 * NOW, 2 * NOW + 9)
+    ]
+    words = [word.replace("/etc/systemd", f"{tmp_path}/systemd") for word in words]
+    environ = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    subprocess.run(words, env=environ, check=True)
+    assert (tmp_path / "lib/until").read_text() == f"{2 * NOW}\n"
+    assert (tmp_path / "lib/limit").read_text() == f"{2 * NOW + 9}\n"
+    assert "ExecStart=" in (tmp_path / "systemd/system/cpuft-lease.service").read_text()
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("systemctl daemon-reload|systemctl enable cpuft-lease.service|shutdown -c|shutdown -P +")
 
 
 def test_an_instance_is_told_a_new_end_and_arms_it(tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host, read_hostfile
 from cpuft.hosts.registry import read_entry
+from cpuft.provision.aws import nodes
 from cpuft.provision.aws.doing import Aws
 from tests.provision.aws.region import NAME, NOTHING, Region, left, make_aws, open_region, refuse, say
 from tests.provision.simulated import Simulated, needs_root, simulate, write_wheels
 
 pytestmark = needs_root
+ARMED = "echo 'until 1'; echo 'usec 1000000'; echo 'mode poweroff'; echo 'enabled yes'"
+"""What an instance says that will end itself. Simulated hosts have no systemd, and this machine's files."""
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,7 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
     cluster: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(cluster.folder)
+    monkeypatch.setattr(nodes, "CHECK_TIMER", ARMED)
     state = cluster.folder / "state" / cluster.name
     addresses = [host.name for host in cluster.hosts]
     with open_region() as region:
@@ -79,3 +83,23 @@ def check_again(region: Region, lab: Aws) -> None:
     assert left(region) == NOTHING
     assert not lab.directory.exists()
     assert not Path(lab.hostfile).exists()
+
+
+@pytest.mark.parametrize("command", ["true", "echo systemd is not there >&2; exit 1"])
+def test_instances_that_would_never_end_themselves_are_ended(
+    cluster: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.chdir(cluster.folder)
+    monkeypatch.setattr(nodes, "make_arming", lambda until, limit: ("sh", "-c", command))
+    with open_region() as region:
+        region.addresses = [host.name for host in cluster.hosts]
+        lab = make_aws(region, tmp_path, nodes=2, wheels=str(cluster.folder / "wheels"), logs_in=True)
+        plant(cluster, lab, cluster.folder / "state" / cluster.name / "nodes/1/host_key")
+        told: list[str] = []
+        with pytest.raises(CpuftError, match=r"when (its|their) lease ends") as caught:
+            lab.make(told.append, refuse)
+        assert str(caught.value).endswith(
+            "all instances of lab were ended, look at systemd and cloud-init of the image"
+        )
+        assert any("arm the end of the lease, because no shutdown is scheduled" in line for line in told)
+        assert left(region) == NOTHING

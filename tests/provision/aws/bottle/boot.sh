@@ -8,6 +8,7 @@
 #   NAME ADDRESS PUBLIC    its hostname and addresses; no public one may be given
 #   LINK BRIDGE GATEWAY    the region's end of its cable, what that is plugged into, and the way out
 #   PYTHON FIRST_BOOT      what reads user data, and with which Python
+#   BROKEN                 what fails there: `final`, user data's own commands, or `shutdown`; empty for nothing
 set -eu
 hostname "$NAME"
 # The same card for an address at all times: neighbours remember which one it was at.
@@ -46,6 +47,7 @@ exec chroot . sh -c '
 umount -l /.machine
 rmdir /.machine
 "$PYTHON" -I "$FIRST_BOOT" init
+[ "$BROKEN" != shutdown ] || : >/etc/no-shutdown
 systemctl start-enabled
-"$PYTHON" -I "$FIRST_BOOT" final &
+[ "$BROKEN" = final ] || "$PYTHON" -I "$FIRST_BOOT" final &
 exec /usr/sbin/sshd -D -e'

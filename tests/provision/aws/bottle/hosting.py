@@ -29,6 +29,8 @@ class Hosts:
         """Of images that were made of instances."""
         self.impostors = False
         """Whether what is started from now on shows host keys of its own."""
+        self.broken = ""
+        """What fails on instances that are started from now on, as in boot.sh."""
 
     def backend(self) -> Any:
         """moto's, of the region."""
@@ -42,7 +44,7 @@ class Hosts:
         one = Machine(self.disk / instance.id, instance, lower, lambda: self._power_off(instance))
         self.machines[instance.id] = one
         _set_state(instance, "pending", 0)
-        one.start(self.impostors)
+        one.start(self.impostors, self.broken)
         later = Timer(_RUNNING_SECONDS, lambda: self._say_running(instance))
         later.daemon = True
         later.start()

@@ -108,10 +108,10 @@ class Machine:
         """What it said."""
         return self.folder / "console"
 
-    def start(self, impostor: bool = False) -> None:
-        """Boot it. An `impostor` has a host key of its own, whatever it was told."""
+    def start(self, impostor: bool = False, broken: str = "") -> None:
+        """Boot it. An `impostor` has a host key of its own, whatever it was told; `broken` is as in boot.sh."""
         words = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        environ = self._environ | {"LOWER": self.lower, "IMPOSTOR": "yes" * impostor}
+        environ = self._environ | {"LOWER": self.lower, "IMPOSTOR": "yes" * impostor, "BROKEN": broken}
         with open("/proc/self/ns/net", "rb") as network, self.console.open("ab") as console:
             process = subprocess.Popen(
                 [*words, "sh", str(HERE / "boot.sh")], env=environ, stdin=network, stdout=console, stderr=console

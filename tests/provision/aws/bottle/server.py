@@ -155,6 +155,11 @@ class Desk:
         assert self._hosts
         self._hosts.impostors = really
 
+    def send_broken(self, what: str) -> None:
+        """What fails on instances that are started from now on, as in boot.sh."""
+        assert self._hosts
+        self._hosts.broken = what
+
 
 def serve_desk(listener: Listener, desk: Desk) -> None:
     """Answer tests, one after the other."""

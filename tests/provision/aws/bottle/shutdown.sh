@@ -2,7 +2,8 @@
 # An instance's shutdown: now, in some minutes, or not after all. Its power is off when its first process ends.
 pending=/run/shutdown.pid
 [ ! -e "$pending" ] || kill "$(cat "$pending")" 2>/dev/null
-rm -f "$pending"
+rm -f "$pending" /run/systemd/shutdown/scheduled
+[ ! -e /etc/no-shutdown ] || exit 1
 minutes=1
 for word; do
     case "$word" in
@@ -11,6 +12,9 @@ for word; do
     +*) minutes=${word#+} ;;
     esac
 done
+# As systemd's logind does.
+mkdir -p /run/systemd/shutdown
+printf 'USEC=%s000000\nWARN_WALL=1\nMODE=poweroff\n' "$(($(date +%s) + minutes * 60))" >/run/systemd/shutdown/scheduled
 echo "shutdown in $minutes min" >>/proc/1/fd/2
 setsid sh -c 'sleep "$1"; kill -TERM 1' shutdown "$((minutes * 60))" </dev/null >/dev/null 2>&1 &
 echo $! >"$pending"
