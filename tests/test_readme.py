@@ -26,7 +26,7 @@ from tests.records import make_record
 from tests.report.test_comparison import write_record
 
 ROOT = Path(__file__).parents[1]
-LINES = 160
+LINES = 165
 """Of README.md: what a tired person reads."""
 TEXTS = {
     path: (ROOT / path).read_text(encoding="utf-8")

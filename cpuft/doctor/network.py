@@ -37,8 +37,15 @@ def _check_reachable(state: ClusterState) -> Iterator[Finding]:
 def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
     """the host was installed anew, or another machine answers at its address
     next: compare its key (ssh-keygen -lf on the host), then replace the line in known_hosts"""
-    for one in _failed(state, ssh.KEY_UNKNOWN, ssh.KEY_CHANGED):
+    for one in _failed(state, ssh.KEY_CHANGED):
         yield Finding(one.host.name, one.failure)
+    for one in _failed(state, ssh.KEY_UNKNOWN):
+        yield Finding(
+            one.host.name,
+            one.failure,
+            "this machine has never connected to the host, so no known_hosts file has its key",
+            f"compare the key (ssh-keygen -lf on the host), then run ssh {one.host.name} once and answer yes",
+        )
 
 
 @check("CPUFT-004", "the host does not let us in.")

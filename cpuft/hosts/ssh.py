@@ -27,9 +27,10 @@ UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key chang
 LOGIN_REFUSED, TIMED_OUT = "login refused", "time-out"
 _MOVES = {
     UNREACHABLE: "check its name, its port and that sshd runs there and lets this machine in",
-    KEY_UNKNOWN: "add its key to known_hosts after you have compared it",
+    KEY_UNKNOWN: "compare it with what ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host; to accept "
+    "it, run ssh once by hand and answer yes, or cpuft provision hosts with --accept-host-keys",
     KEY_CHANGED: "its key has changed: find out why before you take the old one out of known_hosts",
-    LOGIN_REFUSED: "put your public key into its authorized_keys",
+    LOGIN_REFUSED: "put your public key there with ssh-copy-id, or name another user with user=NAME in the hostfile",
     TIMED_OUT: "is it on, and its ssh port open to this machine?",
 }
 
@@ -37,8 +38,9 @@ _MOVES = {
 class HostError(CpuftError):
     """A host could not be used; `kind` is one of the names above, for those who act on it."""
 
-    def __init__(self, host: str, kind: str, said: str) -> None:
-        super().__init__(f"host {host} cannot be used over ssh ({said}: {_MOVES[kind]})")
+    def __init__(self, host: str, kind: str, said: str, move: str = "") -> None:
+        """`said`: what happened. `move`: what to do next, where that is not what helps against this kind as a rule."""
+        super().__init__(f"host {host} cannot be used over ssh ({said}: {move or _MOVES[kind]})")
         self.host, self.kind = host, kind
         self.passes = kind in (UNREACHABLE, TIMED_OUT)
 
@@ -162,10 +164,29 @@ def _log_in(host: Host, login: Login, before: paramiko.SSHClient | None, stack: 
         except paramiko.SSHException as error:
             transport = client.get_transport()
             if transport and transport.is_active() and not isinstance(error, paramiko.BadHostKeyException):
+                if not options["key_filename"] and not _has_key():
+                    raise HostError(
+                        host.name,
+                        LOGIN_REFUSED,
+                        "this user has no ssh key: ~/.ssh has no id_ed25519, id_ecdsa or id_rsa, and no agent has one",
+                        f"make a key with ssh-keygen -t ed25519, then put it on the host with ssh-copy-id {host.name}",
+                    ) from None
                 # The server is fine, and no key of ours was: paramiko's class for that is the general one.
                 raise paramiko.AuthenticationException(str(error)) from None
             raise
     return client
+
+
+def _has_key() -> bool:
+    """Whether this user has a private key where ssh looks for one, or an agent that holds one."""
+    import paramiko
+
+    if any(os.path.exists(os.path.expanduser(f"~/.ssh/id_{kind}")) for kind in ("ed25519", "ecdsa", "rsa")):
+        return True
+    try:
+        return bool(paramiko.Agent().get_keys())
+    except (paramiko.SSHException, OSError):
+        return False
 
 
 def _open_stream(login: Login, before: paramiko.SSHClient | None, seconds: float) -> Any:
@@ -186,8 +207,12 @@ def _make_refusal() -> paramiko.MissingHostKeyPolicy:
     import paramiko
 
     class Refusal(paramiko.MissingHostKeyPolicy):
-        def missing_host_key(self, client: object, hostname: str, key: object) -> None:
-            raise _UnknownKeyError(f"server {hostname!r} not found in known_hosts")
+        def missing_host_key(self, client: object, hostname: str, key: paramiko.PKey) -> None:
+            shown = f"{key.get_name()} {key.get_base64()}"
+            raise _UnknownKeyError(
+                f"its host key {key.get_name()} {fingerprint(shown)} is not in known_hosts, because this machine "
+                f"has not connected to the host before"
+            )
 
     return Refusal()
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun")
+TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq")
 
 
 @dataclass(frozen=True)

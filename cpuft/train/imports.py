@@ -8,11 +8,15 @@ import functools
 import gc
 import importlib.util
 import os
+import socket
 import sys
+import threading
+import urllib.request
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 from cpuft.rank.script import ChangeModules
 
@@ -59,6 +63,50 @@ def list_once(import_utils: Any) -> None:
         return _listed[folder]
 
     import_utils.create_import_structure_from_path = read
+
+
+HUB_SECONDS = 3.0
+"""Time in which the Hugging Face hub must accept a connection."""
+
+
+@functools.cache
+def find_hub_problem() -> str:
+    """Why the Hugging Face hub cannot be asked, in words for the middle of an error; empty if it can.
+
+    If it cannot, the hub's client is told to read its cache only. The client itself would try again five times, with
+    pauses that add up to 25 s for each file.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids asking the Hugging Face hub"
+    url = urlsplit(constants.ENDPOINT)
+    proxy = urllib.request.getproxies().get(url.scheme, "")
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    if _accepts_connection(url.hostname or "", url.port or (443 if url.scheme == "https" else 80)):
+        return ""
+    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"  # libraries that are imported later read this
+    for name, flag in (("transformers.utils.hub", "_is_offline_mode"), ("datasets.config", "HF_HUB_OFFLINE")):
+        if hasattr(sys.modules.get(name), flag):
+            setattr(sys.modules[name], flag, True)
+    return f"the Hugging Face hub does not answer within {HUB_SECONDS:.0f} s"
+
+
+def _accepts_connection(host: str, port: int) -> bool:
+    """Whether a TCP connection is accepted within HUB_SECONDS. On a thread, because a name server may not answer."""
+    accepted = threading.Event()
+
+    def connect() -> None:
+        with suppress(OSError, ValueError), socket.create_connection((host, port), timeout=HUB_SECONDS):
+            accepted.set()
+        ended.set()
+
+    ended = threading.Event()
+    threading.Thread(target=connect, daemon=True).start()
+    ended.wait(HUB_SECONDS)
+    return accepted.is_set()
 
 
 def defer(name: str, functions: Collection[str] = ()) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
+from cpuft.train.imports import find_hub_problem
 from cpuft.train.lora import adapt, merge
 
 _OFFLINE = "minilm"
@@ -53,6 +54,10 @@ def find_model(name: str) -> str:
     folder = Path(name)
     if (folder / "config.json").exists():
         return str(folder)
+    if (folder / "model" / "config.json").exists():
+        raise CpuftError(
+            f"folder {name} is a run's directory, and its model is in a folder there: did you mean {name}/model?"
+        )
     if folder.is_dir():
         raise CpuftError(f"folder {name} holds no model (no config.json): name one made with save_pretrained")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -78,6 +83,8 @@ def load_settings(config: TrainConfig, head: Mapping[str, Any], words: int = 0, 
 
     name = config.from_config
     source = "" if name else find_model(config.model)
+    if source and not Path(source).is_dir():
+        find_hub_problem()
     if name and name not in SIZES and not Path(name).is_file():
         raise CpuftError(f"--from-config knows no {name!r}: {near_names(name, SIZES)}, or name a JSON file")
     try:
@@ -207,6 +214,7 @@ def load_tokenizer(name: str, words: bool = False) -> Any:
     source = find_model(name)
     if not Path(source).is_dir():
         print(f"looking for model {name} at the Hugging Face hub", file=sys.stderr, flush=True)
+        find_hub_problem()
     try:
         # RoBERTa's would take each word for the first of a text; those that know no such option leave it be.
         return transformers.AutoTokenizer.from_pretrained(source, **({"add_prefix_space": True} if words else {}))
@@ -215,6 +223,11 @@ def load_tokenizer(name: str, words: bool = False) -> Any:
 
 
 def _cannot_load(name: str, error: Exception) -> str:
+    if not Path(find_model(name)).is_dir() and (problem := find_hub_problem()):
+        return (
+            f"model {name} is neither a folder here nor in the cache of models, and {problem}: check the network and "
+            f"the proxy settings, name a folder with --model, or use --model {_OFFLINE}, which needs no hub"
+        )
     said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     hint = near_names(name, [_OFFLINE]) if "/" not in name else f"or use --model {_OFFLINE}"
     return f"model {name} cannot be loaded ({said}): name a folder or a hub model that you can reach; {hint}"

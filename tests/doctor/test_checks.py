@@ -74,6 +74,15 @@ def test_a_fault_on_one_host_is_found_by_its_code(code: str, fault: dict[str, An
     assert all(finding.evidence and finding.cause and finding.next_move for finding in findings)
 
 
+def test_a_host_that_was_never_seen_is_not_called_installed_anew() -> None:
+    causes = {
+        kind: find_all(plant(healthy(), 3, **GONE, failure="x", kind=kind))[0].cause
+        for kind in (ssh.KEY_UNKNOWN, ssh.KEY_CHANGED)
+    }
+    assert causes[ssh.KEY_UNKNOWN] == "this machine has never connected to the host, so no known_hosts file has its key"
+    assert causes[ssh.KEY_CHANGED].startswith("the host was installed anew")
+
+
 def test_what_a_host_says_of_leftovers_is_no_command() -> None:
     said = ["pid 12: cpuft.rank", "pid 1; reboot: cpuft.rank", "/var/tmp/cpuft-0123456789ab; cd; rm -r *"]
     said += ["/var/tmp/cpuft-0/0123456789ab", "/var/tmp/cpuft-0/../../home", "/var/tmp/cpuft-0", "/home"]

@@ -173,6 +173,32 @@ def test_errors_have_a_kind(config: Path, old: str, new: str, kind: str) -> None
     assert error.value.kind == kind
 
 
+def test_an_unknown_key_is_shown_with_what_accepts_it(config: Path, servers: tuple[Server, Server, Path]) -> None:
+    with pytest.raises(HostError) as error:
+        change(config, "UserKnownHostsFile", "UserKnownHostsFile /dev/null\n  CertificateFile").run(HOST, ("true",))
+    key = servers[0].key
+    assert str(error.value) == (
+        f"host far cannot be used over ssh (its host key {key.split()[0]} {ssh.fingerprint(key)} is not in "
+        "known_hosts, because this machine has not connected to the host before: compare it with what "
+        "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host; to accept it, run ssh once by hand and "
+        "answer yes, or cpuft provision hosts with --accept-host-keys)"
+    )
+
+
+def test_a_user_without_a_key_is_told_how_to_make_one(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    with pytest.raises(HostError) as error:
+        change(config, "IdentityFile", "IdentityFile /nowhere\n  CertificateFile").run(HOST, ("true",))
+    assert error.value.kind == ssh.LOGIN_REFUSED
+    assert str(error.value) == (
+        "host far cannot be used over ssh (this user has no ssh key: ~/.ssh has no id_ed25519, id_ecdsa or id_rsa, and "
+        "no agent has one: make a key with ssh-keygen -t ed25519, then put it on the host with ssh-copy-id far)"
+    )
+
+
 def test_a_changed_key(config: Path, servers: tuple[Server, Server, Path]) -> None:
     host, bastion, _ = servers
     config.with_name("known_hosts").write_text(f"[127.0.0.1]:{host.port} {bastion.key}\n")

@@ -83,6 +83,16 @@ def test_no_name_has_two_answers() -> None:
             "write --task for --task_name, --backend for --xpu_backend; leave out --do_train (a run trains, then "
             "evaluates), --no_cuda (cpuft trains on CPUs only)",
         ),
+        (["--lr", "1e-4"], "write --learning-rate for --lr"),
+        (
+            ["--lr_scheduler_type", "cosine", "--push_to_hub"],
+            "leave out --lr_scheduler_type (the rate rises linearly for --warmup-ratio of the updates, then falls "
+            "linearly to 0), --push_to_hub (upload the folder RUN_DIR/model yourself when the run has ended)",
+        ),
+        (
+            ["--load_best_model_at_end", "True"],
+            "leave out --load_best_model_at_end (a run evaluates once, at its end, and saves that model)",
+        ),
         (["--np", "2", "--task", "mrpc"], ""),
         (["train.py", "--np", "2"], ""),
         (["train.py", "--lr", "2"], "put -- before train.py: what follows it is its own"),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cpuft.train.imports import defer
+from cpuft.errors import CpuftError
+from cpuft.train.imports import defer, find_hub_problem
+from cpuft.train.model import find_model, load_tokenizer
 
 _MODULES = {
     "__init__.py": "from late.parts import add\nfrom late import other\nNAME = 'late'\n",
@@ -127,3 +134,64 @@ def test_what_is_imported_or_not_installed_is_left_alone() -> None:
         defer(name)
     assert sys.modules["json"] is before
     assert not {"no_such_package", "no_such_package.part", "json.no_such_module"} & sys.modules.keys()
+
+
+@pytest.fixture
+def _hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from huggingface_hub import constants
+
+    find_hub_problem.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    os.environ.pop("HF_HUB_OFFLINE", None)
+    find_hub_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("_hub")
+def test_a_hub_that_accepts_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        assert find_hub_problem() == ""
+    find_hub_problem.cache_clear()
+    assert find_hub_problem() == "the Hugging Face hub does not answer within 3 s"
+    assert constants.HF_HUB_OFFLINE
+    find_hub_problem.cache_clear()
+    assert find_hub_problem() == "HF_HUB_OFFLINE forbids asking the Hugging Face hub"
+
+
+@pytest.mark.usefixtures("_hub")
+def test_a_name_server_that_does_not_answer_costs_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def wait(*_: object, **__: object) -> None:
+        answered.wait(20)
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", wait)
+    start = time.monotonic()
+    find_hub_problem()
+    assert time.monotonic() - start < 5
+    answered.set()
+    with pytest.raises(CpuftError) as error:
+        load_tokenizer("someone/some-encoder")
+    assert str(error.value) == (
+        "model someone/some-encoder is neither a folder here nor in the cache of models, and the Hugging Face hub does "
+        "not answer within 3 s: check the network and the proxy settings, name a folder with --model, or use "
+        "--model minilm, which needs no hub"
+    )
+
+
+def test_the_folder_of_a_run_is_answered_with_that_of_its_model(tmp_path: Path) -> None:
+    (tmp_path / "x" / "model").mkdir(parents=True)
+    (tmp_path / "x" / "model" / "config.json").write_text("{}")
+    with pytest.raises(CpuftError) as error:
+        find_model(f"{tmp_path}/x")
+    folder = f"{tmp_path}/x"
+    assert str(error.value) == (
+        f"folder {folder} is the directory of a run, which holds its model: did you mean {folder}/model?"
+    )

@@ -13,6 +13,7 @@ from cpuft.train.data.demo import make_pairs
 from cpuft.train.data.own import read_own
 from cpuft.train.data.tables import find_column, parse_label, read_text, refuse_empty
 from cpuft.train.data.tasks import TASKS, Data, Rows, Task
+from cpuft.train.imports import find_hub_problem
 
 _HUB_NAMES = {"dev": "validation", "dev_matched": "validation_matched", "dev_mismatched": "validation_mismatched"}
 """The hub's names of splits, where they are not the files'."""
@@ -99,11 +100,17 @@ def parse_tsv(text: str, task: Task, source: str) -> Rows:
 
 def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Rows]:
     """GLUE from the Hugging Face hub, through `datasets`."""
+    problem = find_hub_problem()
     from datasets import load_dataset
 
     try:
         tables = load_dataset("nyu-mll/glue", task.name)
     except Exception as error:  # the hub's client raises whatever its layers raise
+        if problem:
+            raise CpuftError(
+                f"the data of --task {task.name} is not in the cache of data sets, and {problem}: check the network "
+                f"and the proxy settings, name a folder with a GLUE download with --data-dir, or use --task demo"
+            ) from None
         said = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise CpuftError(
             f"the hub did not give {task.name} ({said}): name a GLUE download with --data-dir, or use --task demo"
