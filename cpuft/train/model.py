@@ -55,9 +55,7 @@ def find_model(name: str) -> str:
     if (folder / "config.json").exists():
         return str(folder)
     if (folder / "model" / "config.json").exists():
-        raise CpuftError(
-            f"folder {name} is a run's directory, and its model is in a folder there: did you mean {name}/model?"
-        )
+        raise CpuftError(f"folder {name} is the directory of a run, which holds its model: did you mean {name}/model?")
     if folder.is_dir():
         raise CpuftError(f"folder {name} holds no model (no config.json): name one made with save_pretrained")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
