@@ -77,13 +77,21 @@ def state_root(environ: Mapping[str, str]) -> Path:
     return root
 
 
-def refuse_untrusted(path: Path) -> None:
+_OF_CLUSTERS = ("decide which commands cpuft runs", "set CPUFT_STATE to a folder of your own")
+
+
+def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
     """Check that nobody but root and this user can have written `path`, which exists, or can replace it.
 
     The owner and the write permission of `path` and of all folders above it are checked, along the path as it is
     written and along the one that its symbolic links lead to. A folder above may be writable when it is sticky, as
     /tmp is: others cannot replace there what this user owns. The owner of the Python environment is trusted, because
     the running code is theirs.
+
+    Parameters
+    ----------
+    harm
+        What others could do who write there, and what to do instead of correcting the mode: parts of the message.
 
     Raises CpuftError: names the first file or folder that others may write to.
     """
@@ -100,8 +108,8 @@ def refuse_untrusted(path: Path) -> None:
                 why = f"its mode is {stat.S_IMODE(found.st_mode):o}" if others else ""
             if why:
                 raise CpuftError(
-                    f"others may write to {place} ({why}), and so decide which commands cpuft runs: look at what is "
-                    f"there and correct its owner and mode (chmod go-w), or set CPUFT_STATE to a folder of your own"
+                    f"others may write to {place} ({why}), and so {harm[0]}: look at what is "
+                    f"there and correct its owner and mode (chmod go-w), or {harm[1]}"
                 )
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cpuft import execute
 from cpuft.compiler import find_compiler
 from cpuft.errors import CPU_INDEX, CpuftError
 from cpuft.files import cache_folder
 from cpuft.provision.kernels_wheel import write_kernels_wheel
-from cpuft.provision.own_wheel import write_own_wheel
-from cpuft.provision.wheels import EXTRAS, PINS, downloads_folder
+from cpuft.provision.wheels import BUILT_HERE, HASHES, PINS, Hashed, downloads_folder, parse_hashes
 from cpuft.words import own_module
 
 _DOWNLOAD_SECONDS = 3600.0
-_WITHOUT_WHEEL = ("seqeval",)
-"""Requirements that the index has as source only, of pure Python: their wheels are built here, for any host."""
 
 
 def fetch_wheels(python: str, environ: Mapping[str, str]) -> None:
@@ -32,16 +31,36 @@ def fetch_wheels(python: str, environ: Mapping[str, str]) -> None:
         return
     beside = folder.with_name(f"{folder.name}.{os.getpid()}.new")
     shutil.rmtree(beside, ignore_errors=True)
-    own = write_own_wheel(beside / "own")
+    beside.mkdir(parents=True)
     target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
-    constraints = _find_constraints(beside)
-    _pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(beside), *constraints, *_WITHOUT_WHEEL)
-    words = [*target, "--only-binary", ":all:", *constraints, "pip", f"{own}[{','.join(EXTRAS)}]"]
-    _pip("download", "--quiet", "--dest", str(beside), "--find-links", str(beside), *words)
-    (beside / own.name).unlink(missing_ok=True)
+    hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
+    sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
+    built, fetched = beside / "built.txt", beside / "fetched.txt"
+    built.write_text(format_requirements(sources), encoding="utf-8")
+    fetched.write_text(format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
+    _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(beside), "-r", str(built))
+    words = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(beside), *target)
+    _pip(*words, "--require-hashes", "-r", str(fetched))
+    _pip(*words, *_find_torch())
+    for path in (built, fetched):
+        path.unlink()
     _add_kernels(beside, environ)
-    shutil.rmtree(own.parent)
     beside.rename(folder)
+
+
+def select_hashed(hashed: Sequence[Hashed], python: str) -> list[Hashed]:
+    """Return what a host of this machine's kind with Python `python` ("3.11") installs."""
+    try:
+        markers: Any = importlib.import_module("packaging.markers")
+    except ImportError:
+        markers = importlib.import_module("pip._vendor.packaging.markers")
+    there = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(there)]
+
+
+def format_requirements(hashed: Sequence[Hashed]) -> str:
+    """Return the text of a requirements file for `pip --require-hashes`."""
+    return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
 
 
 def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
@@ -56,18 +75,18 @@ def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
         print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
 
 
-def _find_constraints(folder: Path) -> tuple[str, ...]:
-    """The pins; on x86-64, where pip sees no CPU build of torch, PyTorch's own index too: others bring CUDA."""
-    words = ("--ignore-installed", "--no-deps", "--quiet", "--report", "-", "-c", str(PINS), "torch")
+def _find_torch() -> tuple[str, ...]:
+    """Return pip's words for the torch that PINS names, without CUDA: on x86-64 from PyTorch's own index alone, unless
+    the index that pip is configured for has such a build."""
+    pin = next(line for line in PINS.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
+    if platform.machine() != "x86_64":
+        return (pin,)
+    words = ("--ignore-installed", "--no-deps", "--quiet", "--report", "-", pin)
     report = _pip("install", "--dry-run", *words)
     found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
-    version = found["install"][0]["metadata"]["version"]
-    if platform.machine() != "x86_64" or version.endswith("+cpu"):
-        return ("-c", str(PINS))
-    pins = folder / "constraints.txt"
-    lines = PINS.read_text(encoding="utf-8").splitlines()
-    pins.write_text("\n".join(f"{line}+cpu" if line.startswith("torch==") else line for line in lines) + "\n")
-    return ("-c", str(pins), "--extra-index-url", CPU_INDEX)
+    if found["install"][0]["metadata"]["version"].endswith("+cpu"):
+        return (pin,)
+    return (f"{pin}+cpu", "--index-url", CPU_INDEX)
 
 
 def _pip(*words: str) -> str:

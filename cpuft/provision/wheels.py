@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ import cpuft
 from cpuft.compiler import find_compiler, hash_sources
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, cache_path, check_private, hash_file, hash_text
+from cpuft.hosts.registry import refuse_untrusted
 from cpuft.plan import Step
 from cpuft.provision.own_wheel import make_own_wheel
 from cpuft.words import own_module
@@ -25,6 +27,9 @@ EXTRAS = ("train", "mpi", "ccl", "demo")
 INSTALL = REMOVE + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
 """The shell script, after `set -eu`, that makes the environment on a host, in an image or in a container."""
 PINS = Path(cpuft.__file__).with_name("constraints.txt")
+HASHES = Path(cpuft.__file__).with_name("constraints-hashes.txt")
+BUILT_HERE = ("seqeval",)
+"""Packages that the index has as source only: their wheels are built here, so no recorded hash is theirs."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,49 @@ class Wheel:
     def pin(self) -> str:
         """name==version, from the file name as PEP 427 has it."""
         return "==".join(self.name.split("-")[:2])
+
+
+@dataclass(frozen=True)
+class Hashed:
+    """An exact version of HASHES."""
+
+    pin: str
+    """name==version."""
+    marker: str
+    """The environments that it is for, as PEP 508 has it; empty for all."""
+    hashes: tuple[str, ...]
+    """SHA-256 of each file that an index may send for it."""
+
+
+def parse_hashes(text: str) -> tuple[Hashed, ...]:
+    """Parse a requirements file of exact versions with hashes, as `pip --require-hashes` takes it."""
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    found = [line.split("--hash=sha256:") for line in lines if line.strip() and not line.startswith("#")]
+    parts = [(requirement.partition(";"), hashes) for requirement, *hashes in found]
+    return tuple(
+        Hashed(pin.strip(), marker.strip(), tuple(digest.strip() for digest in hashes))
+        for (pin, _, marker), hashes in parts
+    )
+
+
+def _normalise(pin: str) -> str:
+    """Return name==version with the name in the one spelling that PEP 503 has for it."""
+    name, _, version = pin.partition("==")
+    return f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}"
+
+
+def refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[Hashed]) -> None:
+    """Raises CpuftError: a wheel in `folder` has a name and version of `hashed`, and is none of the files recorded."""
+    known: dict[str, set[str]] = {}
+    for one in hashed:
+        known.setdefault(_normalise(one.pin), set()).update(one.hashes)
+    for wheel in wheels:
+        wanted = known.get(_normalise(wheel.pin))
+        if wanted and wheel.sha256 not in wanted and wheel.pin.partition("==")[0] not in BUILT_HERE:
+            raise CpuftError(
+                f"--wheels {folder}: the SHA-256 of {wheel.name} is {wheel.sha256}, which is not recorded for "
+                f"{wheel.pin} in {HASHES.name}: download it again, or leave --wheels out"
+            )
 
 
 def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
@@ -75,6 +123,7 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
     digest = hashlib.sha256(content).hexdigest()
     wheels = [Wheel(str(own / name), name, digest, len(content))]
     missing = [] if (own / name).exists() and hash_file(own / name) == digest else [plan_own_wheel(own)]
+    is_given = bool(folder)
     if python and not folder:
         folder = str(downloads_folder(python, environ))
         if not Path(folder).exists():
@@ -86,7 +135,12 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
         found = [path for path in Path(folder).glob("*.whl") if not path.name.startswith("cpuft-")]
         if not found:
             raise CpuftError(f"--wheels {folder} holds no wheels: leave it out, and they are downloaded")
-        wheels += (_read_wheel(path, path.stat().st_mtime_ns) for path in sorted(found))
+        given = [_read_wheel(path, path.stat().st_mtime_ns) for path in sorted(found)]
+        if is_given:
+            for path in (Path(folder), *sorted(found)):
+                refuse_untrusted(path, ("change what runs on all hosts", "give --wheels a folder of your own"))
+            refuse_unknown_files(folder, given, parse_hashes(HASHES.read_text(encoding="utf-8")))
+        wheels += given
     return Supply(tuple(wheels), tuple(missing))
 
 
@@ -105,6 +159,7 @@ def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
     """Where wheels for Python `python` are kept, by all that decides which they are."""
     # Of cpuft only the requirements and the kernels count here: its other code changes from day to day.
     needs = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
+    hashes = HASHES.read_text(encoding="utf-8")
     kernels = hash_sources() if find_compiler(environ) else ""
-    text = f"{python}\n{platform.machine()}\n{PINS.read_text(encoding='utf-8')}\n{needs}\n{EXTRAS}\n{kernels}"
+    text = f"{python}\n{platform.machine()}\n{PINS.read_text(encoding='utf-8')}\n{hashes}\n{needs}\n{EXTRAS}\n{kernels}"
     return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"

