@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,9 +28,13 @@ holds this user's home fails."""
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """A path to write to, in the folder of `path`, which is made; renamed to `path` when that is done, else gone."""
+    """A path to write to, in the folder of `path`, which is made; renamed to `path` when that is done, else gone.
+
+    An empty file is there already, under a name that nobody could foresee: a link planted there would be followed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
     try:
         yield beside
         beside.rename(path)

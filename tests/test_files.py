@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE, cache_folder, make_private, remove_command
+from cpuft.files import PRIVATE, cache_folder, make_private, remove_command, write_text, written_beside
 from tests.provision.simulated import needs_root
 
 NOBODY = 65534
@@ -146,3 +146,19 @@ def test_another_disk_below_stays(trees: Path) -> None:
     mounted = f'mount -t tmpfs tmpfs {trees}/root/tree/below; : >{trees}/root/tree/below/kept; "$@"'
     done = run(("unshare", "--mount", "sh", "-c", f"{mounted}; ls {trees}/root/tree/below", "sh", *words))
     assert done.stdout == "kept\n", done.stderr
+
+
+def test_a_link_planted_where_a_file_is_written_first_is_not_followed(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "record"
+    victim.write_text("mine")
+    names = ("record.new", f"record.{os.getpid()}.new")
+    for name in names:
+        (tmp_path / name).symlink_to(victim)
+    write_text(path, "text")
+    assert (victim.read_text(), path.read_text(), path.is_symlink()) == ("mine", "text", False)
+    with written_beside(path) as beside:
+        assert beside.name not in names
+        assert beside.stat().st_size == 0
+        beside.write_text("other")
+    assert path.read_text() == "other"
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(["victim", "record", *names])
