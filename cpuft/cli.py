@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import click
@@ -94,7 +93,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.launch.inputs import list_named, recall_named, remember_named
     from cpuft.launch.job import Job, Launch, plan_fetching, plan_run
     from cpuft.launch.kept import check_kept
-    from cpuft.launch.planning import choose_run_dir, end_script, plan_script
+    from cpuft.launch.planning import choose_run_dir, end_script, name_script, plan_script, refuse_other_launchers
     from cpuft.launch.remote import fetch_finished
     from cpuft.launch.resume import gather_resumed
     from cpuft.launch.stacks.going import hold_run
@@ -107,9 +106,9 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     command = plan_script(script) if script else ()
     if how.wrap:
         end_script(command, sys.executable, how.wrap)
-    name = (
-        Path(command[1] if command[1:2] and command[1].endswith(".py") else command[0]).stem if script else train.task
-    )
+    if script and config.np > 1 and not how.independent:
+        refuse_other_launchers(script)
+    name = name_script(command) if script else train.task
     if resume and not dry_run:  # before its state is read: another launch would change it
         click.get_current_context().with_resource(hold_run(resume))
     resumed = gather_resumed(resume, config, bool(script)) if resume else None
@@ -152,7 +151,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     code = run_attempts(Launch(job, run_dir, os.environ), plan, cluster, start, _say)
     if not code and not script:
         remember_named(run_dir, (), os.environ)
-    code, line = describe_ending(code, run_dir, cluster.rank_hosts, config, script)
+    code, line = describe_ending(code, run_dir, cluster.rank_hosts, config, script, how)
     click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)
 

@@ -9,12 +9,17 @@ from pathlib import Path
 from cpuft.errors import AGAIN, CpuftError
 from cpuft.launch.failures import ended_to_go_on, read_failures
 from cpuft.launch.resume import read_resumed
-from cpuft.options.fields import LaunchConfig
+from cpuft.options.fields import LaunchConfig, ScriptConfig, option_names
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 
 def describe_ending(
-    code: int, run_dir: str, hosts: tuple[str, ...], config: LaunchConfig, script: Sequence[str]
+    code: int,
+    run_dir: str,
+    hosts: tuple[str, ...],
+    config: LaunchConfig,
+    script: Sequence[str],
+    own: ScriptConfig | None = None,
 ) -> tuple[int, str]:
     """The exit code of a launch whose ranks on `hosts` gave `code`, and its last line, if all went as it was to go.
 
@@ -33,5 +38,6 @@ def describe_ending(
         if isinstance(line, InterruptedLine):
             how = f"interrupted by {line.by} after update {line.step} of {line.updates}"
     where = [f"--{name}={value}" for name in ("cluster", "hostfile") if (value := getattr(config, name))]
+    where += [f"--{name}" for name in option_names(ScriptConfig) if script and own and getattr(own, name)]
     words = ["cpuft", "launch", "--resume", run_dir, *where, *(["--", *script] if script else [])]
     return code, f"cpuft: {how}: go on with {shlex.join(words)}"

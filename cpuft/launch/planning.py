@@ -35,6 +35,10 @@ from cpuft.words import own_module, pack_words
 LEAST_FREE_BYTES = 256 << 20
 """Room that a run directory must have: records and logs are small, a trained encoder is a few hundred MB."""
 
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "mpiexec", "horovodrun")
+_LAUNCHER_MODULES = {"torch.distributed": "torchrun", "accelerate.commands": "accelerate", "deepspeed": "deepspeed"}
+"""How names of modules begin that are launchers, and the name of each launcher."""
+
 # Not mkdir -p: of two launches at the same moment one must fail, and a printed plan must not run twice.
 _MAKE = '{ mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"'
 _MAKE_AGAIN = (
@@ -129,12 +133,14 @@ def plan_training(
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     """The command of a user's own script: by this Python when it is one of Python's, else as it is.
 
-    `python train.py` is the same as `train.py`.
+    `python train.py` is the same as `train.py`, and `python -m train` is run by this Python as well.
 
     Raises CpuftError: there is no such script or program.
     """
     if len(script) > 1 and _is_own_python(script[0]):
         words = script[2:] if script[1] == "-u" else script[1:]
+        if len(words) > 1 and words[0] == "-m":
+            return (sys.executable, *words)
         script = words if words and words[0].endswith(".py") else script
     path = Path(script[0])
     if path.suffix == ".py" or path.is_file():
@@ -146,6 +152,35 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     if shutil.which(script[0]) is None:
         raise CpuftError(f"there is no script or program {script[0]}: name a .py file or a program of PATH")
     return script
+
+
+def name_script(command: tuple[str, ...]) -> str:
+    """The name of a run of a user's own script: `train` for train.py and for `-m package.train`.
+
+    Parameters
+    ----------
+    command: from `plan_script`.
+    """
+    if command[0] != sys.executable:
+        return Path(command[0]).stem
+    return command[2].rpartition(".")[2] if command[1] == "-m" else Path(command[1]).stem
+
+
+def refuse_other_launchers(script: tuple[str, ...]) -> None:
+    """Refuse a script that another launcher is to start on each of several ranks.
+
+    Every rank would start a job of its own, and train a copy that is connected with no other.
+
+    Raises CpuftError: the script is started by a launcher.
+    """
+    name = Path(script[0]).name
+    if _is_own_python(script[0]) and script[1:2] == ("-m",) and len(script) > 2:
+        name = next((known for module, known in _LAUNCHER_MODULES.items() if script[2].startswith(module)), "")
+    if name in _LAUNCHERS:
+        raise CpuftError(
+            f"cpuft launch starts the ranks itself, and {name} would start a job of its own on each of them: leave "
+            f"{name} and its options out (cpuft launch --np N -- train.py ...), or add --independent"
+        )
 
 
 def _is_own_python(word: str) -> bool:
@@ -166,7 +201,7 @@ def end_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, 
 
     Raises CpuftError: it is no Python script, and `wrap` wants one.
     """
-    if len(command) < 2 or command[0] != python or not command[1].endswith(".py"):
+    if len(command) < 2 or command[0] != python or not (command[1] == "-m" or command[1].endswith(".py")):
         if wrap:
             raise CpuftError("--wrap takes a Python script: cpuft launch --wrap -- train.py ...")
         return command

@@ -1,6 +1,7 @@
 """A user's Python script, run as Python would, and ended without what makes some of them hang.
 
     python -m cpuft.rank.script SCRIPT.py ARGS...
+    python -m cpuft.rank.script -m MODULE ARGS...
 
 gloo's threads let go of the last tensors after the collective is over, for which they need the interpreter. When that
 is being taken down by then, Python 3.11 ends such a thread, which holds the lock that the process group's destructor
@@ -22,6 +23,7 @@ import importlib.util
 import ipaddress
 import os
 import re
+import runpy
 import socket
 import sys
 import threading
@@ -46,7 +48,7 @@ def run_script(
     refusals: tuple[type[Exception], ...] = (RefusedScriptError,),
     check: ConnectionCheck | None = None,
 ) -> int:
-    """Run a script with its arguments as `__main__`; its exit code.
+    """Run a script, or with `-m` a module, with its arguments as `__main__`; its exit code.
 
     An exception is reported as Python does, but one of `refusals` in one line, and the code is 2. So it is when the
     script ends well, but `check` finds that its ranks were not connected.
@@ -66,11 +68,15 @@ def _refuse(error: Exception) -> int:
 
 
 def _run_script(words: Sequence[str], refusals: tuple[type[Exception], ...]) -> int:
-    path, sys.argv = words[0], list(words)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    is_module = words[0] == "-m"
+    path, sys.argv = words[is_module], list(words[is_module:])
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(path)))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
-    module.__file__ = path
     try:
+        if is_module:
+            runpy._run_module_as_main(path)  # type: ignore[attr-defined]  # what `python -m` calls
+            return 0
+        module.__file__ = path
         with open(path, "rb") as file:
             exec(compile(file.read(), path, "exec"), module.__dict__)
     except SystemExit as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.launch.ending import describe_ending
-from cpuft.options.fields import LaunchConfig, TrainConfig
+from cpuft.options.fields import LaunchConfig, ScriptConfig, TrainConfig
 from cpuft.rank.process import format_failure
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, Line, format_line
@@ -48,6 +48,13 @@ def test_75_is_kept_for_what_can_be_resumed(
 ) -> None:
     line = said.format(f"cpuft launch --resume {tmp_path} --cluster=lab")
     assert end(tmp_path, code, lines, errors, script) == (wanted, line and f"cpuft: {line}")
+
+
+def test_a_script_is_resumed_with_its_own_options(tmp_path: Path) -> None:
+    end(tmp_path, 75, (), ENDED, ["train.py"])
+    config, how = LaunchConfig(), ScriptConfig(independent=True)
+    _, line = describe_ending(75, str(tmp_path), ("a", "b"), config, ["train.py"], how)
+    assert line.endswith(f"go on with cpuft launch --resume {tmp_path} --independent -- train.py")
 
 
 def test_the_last_line_of_a_run_that_came_to_its_end_is_its_place(tmp_path: Path) -> None:

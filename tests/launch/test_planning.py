@@ -19,10 +19,12 @@ from cpuft.launch.planning import (
     LEAST_FREE_BYTES,
     choose_run_dir,
     end_script,
+    name_script,
     plan_launch,
     plan_script,
     plan_settings,
     plan_training,
+    refuse_other_launchers,
 )
 from cpuft.launch.resume import Resumed
 from cpuft.launch.supervise import run_plan
@@ -170,7 +172,10 @@ def test_scripts(tmp_path: Path) -> None:
     command, python = plan_script(("train.py", "--lr", "1")), sys.executable
     for start in (("python",), ("python3", "-u"), (sys.executable,)):
         assert plan_script((*start, "train.py", "--lr", "1")) == command
-    assert plan_script((sys.executable, "-m", "train")) == (sys.executable, "-m", "train")
+    assert plan_script(("python", "-m", "a.train", "-x")) == (sys.executable, "-m", "a.train", "-x")
+    assert end_script((python, "-m", "a.train"), python, wrap=False) == ("-m", "cpuft.rank.script", "-m", "a.train")
+    names = [("train.py",), ("python", "-m", "a.train"), ("bash", "-c", "true")]
+    assert [name_script(plan_script(words)) for words in names] == ["train", "train", "bash"]
     words = (str(tmp_path / "train.py"), "--lr", "1")
     assert end_script(command, python, wrap=True) == ("-m", "cpuft.train.wrap", *words)
     assert end_script(command, python, wrap=False) == ("-m", "cpuft.rank.script", *words)
@@ -182,6 +187,21 @@ def test_scripts(tmp_path: Path) -> None:
         plan_script(("other.py",))
     with pytest.raises(CpuftError, match="there is no script or program no-such-program"):
         plan_script(("no-such-program",))
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        (("torchrun", "train.py"), "torchrun"),
+        (("/usr/bin/accelerate", "launch", "train.py"), "accelerate"),
+        (("python", "-m", "torch.distributed.run", "train.py"), "torchrun"),
+    ],
+)
+def test_another_launcher_is_refused(script: tuple[str, ...], name: str) -> None:
+    with pytest.raises(CpuftError, match=f"starts the ranks itself, and {name} would start .* leave {name} and its"):
+        refuse_other_launchers(script)
+    refuse_other_launchers(("python", "-m", "train"))
+    refuse_other_launchers(("train.py", "torchrun"))
 
 
 def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,26 @@ def test_a_script_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
     assert run(tmp_path, text, "--lr", "1") == run(tmp_path, text, "--lr", "1", module="")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import sys\nfrom . import inner\nprint(__name__, __file__, __package__, sys.argv, sys.path, inner.NAME)",
+        "raise SystemExit(7)",
+        "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+    ],
+)
+def test_a_module_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inner.py").write_text("NAME = 'inner'\n")
+    (tmp_path / "package" / "train.py").write_text(text)
+    told = []
+    for python in ((sys.executable,), own_module(sys.executable, "cpuft.rank.script")):
+        command = [*python, "-m", "package.train", "--lr", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+        told.append((done.stdout, done.stderr, done.returncode))
+    assert told[0] == told[1]
+
+
 def test_the_interpreter_is_not_taken_down(tmp_path: Path) -> None:
     # What is left to C's exit handlers, and to modules' destructors, is what threads of gloo trip over.
     text = "class A:\n    def __del__(self): print('gone', flush=True)\nkept = A()\n"
