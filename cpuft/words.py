@@ -49,7 +49,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
     """Slurm's count for each host: "2(x3),1" is 2, 2, 2, 1; nothing for a text that is none."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
         if not found:
             return ()
         counts += [int(found[1])] * int(found[2] or 1)

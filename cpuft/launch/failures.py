@@ -11,10 +11,13 @@ from pathlib import Path
 from cpuft.errors import AGAIN
 from cpuft.rank.process import FAILURE, FOREIGN, KILLED_BY_SOMEBODY, OUT_OF_MEMORY, parse_failure, parse_missed
 
+_NO_MEMORY = re.compile(r"^(MemoryError\b|RuntimeError: .*can't allocate memory|.*std::bad_alloc)", re.MULTILINE)
+"""What Python, torch and C++ say of an allocation that was refused, at the end of a traceback."""
+_LESS_MEMORY = "lower --batch-size or --max-length, add --recompute, or start fewer ranks on this host"
 _TRACE_LINES = 15
 _LIKELY = {
     135: "SIGBUS (is /dev/shm full? look with cpuft doctor)",
-    137: "SIGKILL (out of memory? lower --batch-size)",
+    137: f"SIGKILL (was memory short? If so, {_LESS_MEMORY})",
 }
 _NOT_FOR_USERS = re.compile(
     # Where in the source text of hydra, the mpirun of Intel MPI and MPICH, an error was noticed.
@@ -39,6 +42,11 @@ class Failure:
     text: str
     missed: frozenset[int] = frozenset()
     """The ranks that it waited for in vain: theirs is the failure."""
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel killed it for memory, or an allocation failed in it."""
+        return (self.code == 137 and OUT_OF_MEMORY in self.text) or bool(_NO_MEMORY.search(_traceback(self.text)))
 
     @property
     def lost_its_peer(self) -> bool:
@@ -128,7 +136,9 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 def describe_exit(code: int, said: str = "") -> str:
     """An exit code in words, with what is behind it by what the rank `said`, or is most often."""
     if code == 137 and OUT_OF_MEMORY in said:
-        return "killed by the kernel, out of memory (lower --batch-size)"
+        return f"killed by the kernel because it was out of memory ({_LESS_MEMORY})"
+    if _NO_MEMORY.search(_traceback(said)):
+        return f"out of memory ({_LESS_MEMORY})"
     if code == 137 and KILLED_BY_SOMEBODY in said:
         return "killed by signal 9"
     if code in _LIKELY:

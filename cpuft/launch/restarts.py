@@ -77,6 +77,8 @@ def judge(ended: Ended, earlier: Collection[str]) -> Verdict:
         return _judge_error(ended, f"{told} did not answer the others", _last_line(first.text), earlier)
     if first.code == AGAIN:
         return Verdict(False, f"{blame} was interrupted")  # who told it to end wants its hosts, or takes them away
+    if first.ran_out_of_memory:
+        return _judge_error(ended, f"{blame} ran out of memory", "out of memory", earlier)
     if first.code in _FROM_OUTSIDE or first.lost_its_peer:
         how = describe_exit(first.code).partition(" (")[0]
         return Verdict(True, f"{blame} was {how}" if first.code > 128 else f"{blame} lost another rank")

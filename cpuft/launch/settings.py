@@ -19,13 +19,18 @@ _BY_VALUE = (
 )
 """How names begin of what the user has set and every rank gets by value, on command lines and in plans."""
 
-_FOR_RANKS = {"ALL_PROXY", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"}
+_FOR_RANKS = {
+    *("ALL_PROXY", "HF_ENDPOINT", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY"),
+    *("HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"),
+}
 """Of what may be secret, what training itself may need, and so goes to other hosts; a proxy's URL holds a password."""
 # UCX_IB_PKEY and its like number a partition of the network.
 _SECRET_NAME = re.compile(
     r"(?<!_P)KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|(^|_)(PASS|PAT|PWD)(_|$)|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.I
 )
-_SECRET_VALUE = re.compile(r"://[^/\s]*:[^/\s]*@")
+# A token may stand where a URL has its user, without a password.
+_SECRET_VALUE = re.compile(r"://[^/\s]*@")
+_PLAIN_ENDPOINT = re.compile(r"(https?://)?[\w.-]+(:[0-9]+)?/?", re.ASCII)
 _PLACES = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY"}
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -198,6 +203,8 @@ def may_be_secret(name: str, value: str) -> bool:
     """Whether a variable must not be seen: by its name, or a password in its value, a URL."""
     if name in _PLACES or name.startswith(_TIED_TO_A_RUN):
         return False
+    if name == "HF_ENDPOINT" and not _PLAIN_ENDPOINT.fullmatch(value):
+        return True  # mirrors take a token as a part of the path, too
     return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
 
 

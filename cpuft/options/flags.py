@@ -61,9 +61,30 @@ class _Name(click.Choice[str]):
 class _Number(click.FloatRange):
     """A number that can be reckoned with: neither nan, which every comparison lets through, nor infinite."""
 
+    name = "number"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        _refuse_other_digits(self, value, param, ctx)
         number = float(super().convert(value, param, ctx))
         return number if math.isfinite(number) else self.fail(f"{value!r} is not a number", param, ctx)
+
+
+class _Whole(click.IntRange):
+    """A whole number."""
+
+    name = "whole number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        _refuse_other_digits(self, value, param, ctx)
+        return int(super().convert(value, param, ctx))
+
+
+def _refuse_other_digits(
+    kind: click.IntRange | click.FloatRange, value: Any, param: click.Parameter | None, ctx: click.Context | None
+) -> None:
+    """Refuse digits of other scripts: Python takes them for digits, but a shell or another program does not."""
+    if isinstance(value, str) and not value.isascii():
+        kind.fail(f"{value!r} is not a {kind.name}: write it with the digits 0 to 9 only", param, ctx)
 
 
 def make_options(config: type, *without: str) -> list[FieldOption]:
@@ -79,10 +100,9 @@ def _make_option(field: dataclasses.Field[Any], kind: type) -> FieldOption:
     takes = meta["takes"]
     if meta["choices"]:
         click_type, takes = _Name(meta["choices"]), "|".join(meta["choices"])
-    elif meta["least"] is not None:
-        kinds = click.IntRange if kind is int else _Number
+    elif kind in (int, float):
+        kinds = _Whole if kind is int else _Number
         click_type, takes = kinds(min=meta["least"], max=meta["most"]), "N"
-        click_type.name = "whole number" if kind is int else "number"
     names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
     return FieldOption(
         [*names, field.name], meta["section"], takes, default=field.default, type=click_type, help=meta["help"]

@@ -85,11 +85,30 @@ def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> 
 
 
 def count_memory_kills() -> int:
-    """Processes of this host that the kernel has killed for memory, those of control groups among them; -1: no count.
+    """Number of processes that the kernel has killed because memory ran out; -1 if nothing counts them.
 
-    Its log would name them, and is root's alone. Source: mm/oom_kill.c, which counts in both cases.
+    This is the counter of the host, which includes kills because a control group reached its limit. Where a container
+    hides it, this is the counter of this process's control group. The kernel's log would name the processes, but only
+    root may read it. Source: mm/oom_kill.c and mm/memcontrol.c.
     """
-    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+    return next((count for path in list_memory_counters() if (count := _read_kills(path)) >= 0), -1)
+
+
+def list_memory_counters(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[str]:
+    """Files that may count processes killed for memory, in the order in which they are asked."""
+    paths = ["/proc/vmstat"]
+    with contextlib.suppress(OSError), open(groups, encoding="utf-8") as file:
+        for line in file:
+            _, controllers, group = line.rstrip("\n").split(":", 2)
+            if not controllers:  # version 2
+                paths.append(f"{root}{group.rstrip('/')}/memory.events")
+            elif "memory" in controllers.split(","):
+                paths.append(f"{root}/memory{group.rstrip('/')}/memory.oom_control")
+    return paths
+
+
+def _read_kills(path: str) -> int:
+    with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
         return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), -1)
     return -1
 

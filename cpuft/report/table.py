@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from typing import Any
 
 from cpuft.report.comparison import Comparison, Row
@@ -74,9 +75,18 @@ def format_text(comparison: Comparison) -> str:
 def format_markdown(comparison: Comparison) -> str:
     """For a README or an issue."""
     columns = table_columns(comparison)
-    lines = [f"## {format_title(comparison)}", "", "| " + " | ".join(columns) + " |", "|" + " ---: |" * len(columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in table_rows(comparison)]
-    return "\n".join([*lines, "", *(f"- {note}" for note in comparison.notes)]) + "\n"
+    lines = [f"## {_escape(format_title(comparison))}", "", _format_cells(columns), "|" + " ---: |" * len(columns)]
+    lines += [_format_cells(row) for row in table_rows(comparison)]
+    return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in comparison.notes)]) + "\n"
+
+
+def _format_cells(cells: list[str]) -> str:
+    return f"| {' | '.join(map(_escape, cells))} |"
+
+
+def _escape(text: str) -> str:
+    """The text without line ends and without what Markdown would take for HTML or for the end of a table's cell."""
+    return html.escape(" ".join(text.split()), quote=False).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

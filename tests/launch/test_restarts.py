@@ -7,7 +7,7 @@ import pytest
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
 from cpuft.launch.restarts import Ended, Verdict, choose_hosts, count_restarts, describe_restart, judge
-from cpuft.rank.process import FOREIGN
+from cpuft.rank.process import FOREIGN, OUT_OF_MEMORY
 
 RAISED = 'step 1\nTraceback (most recent call last):\n  File "train.py", line 5\nValueError: odd <at 0x{}>\n'
 LOST_PEER = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:6330\n"
@@ -57,6 +57,18 @@ def test_the_same_error_at_the_same_update_comes_once(first: Ended, again: str, 
     assert not second.again
     assert second.why.endswith(f"{why}, as it had before at update 5")
     assert judge(Ended(first.code, failures, update=6), {verdict.mark}).again
+
+
+def test_out_of_memory_at_the_same_update_is_tried_once_more_only() -> None:
+    """Killed by the kernel, or an allocation that failed."""
+    python = 'Traceback (most recent call last):\n  File "train.py", line 5\nMemoryError\n'
+    torch = "Traceback (most recent call last):\nRuntimeError: DefaultCPUAllocator: can't allocate memory\n"
+    for code, text in ((137, f"{OUT_OF_MEMORY}\n"), (1, python), (1, torch)):
+        first = judge(Ended(code, failed(code, text), update=5), ())
+        assert (first.again, first.why) == (True, "rank 2 on node3 ran out of memory")
+        second = judge(Ended(code, failed(code, text), update=5), {first.mark})
+        assert (second.again, second.why) == (False, "rank 2 on node3 ran out of memory, as it had before at update 5")
+        assert judge(Ended(code, failed(code, text), update=6), {first.mark}).again
 
 
 def test_another_error_at_the_same_update_is_tried_again() -> None:

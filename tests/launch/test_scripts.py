@@ -206,7 +206,8 @@ def test_a_rank_that_runs_out_of_memory_is_named_with_the_cause(small_group: Pat
     done = run_cpuft("launch", "--run-dir", "run", "--", write_script(MEMORY), str(small_group), seconds=60)
     assert done.returncode == 137
     assert done.stderr.rstrip().splitlines()[-3:] == [
-        "cpuft: rank 0 on localhost failed, killed by the kernel, out of memory (lower --batch-size):",
+        "cpuft: rank 0 on localhost failed, killed by the kernel because it was out of memory (lower "
+        "--batch-size or --max-length, add --recompute, or start fewer ranks on this host):",
         "cpuft: the kernel killed this rank because memory ran out",
         "cpuft: rank 0 on localhost failed",
     ]

@@ -110,7 +110,10 @@ def test_families_of_variables_travel_but_secrets_do_not() -> None:
         ),
         *((name, "x", True) for name in ("PGPASSWORD", "GOOGLE_APPLICATION_CREDENTIALS", "FI_AUTH_KEY", "MYSQL_PWD")),
         ("https_proxy", "http://me:word@proxy:3128", True),
+        ("https_proxy", "http://token@proxy:3128", True),
         ("https_proxy", "http://proxy:3128/a@b", False),
+        *(("HF_ENDPOINT", f"https://{place}", False) for place in ("hub.example", "10.0.0.1:8080/", "hub-2.example/")),
+        *(("HF_ENDPOINT", f"https://{place}", True) for place in ("t@hub", "hub/api/t", "hub?token=t", "u:p@hub:8080")),
         *((name, "x", False) for name in ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "UCX_IB_PKEY", "PWD", "OLDPWD")),
         *((name, "x", False) for name in ("SSH_AUTH_SOCK", "CPUFT_RUN_KEY", "PATH", "HF_HOME", "I_MPI_PIN_DOMAIN")),
     ],
@@ -120,7 +123,7 @@ def test_what_may_be_secret(name: str, value: str, secret: bool) -> None:
 
 
 def test_ranks_on_other_hosts_get_only_the_secrets_that_training_needs() -> None:
-    needed = {"HF_TOKEN": "a", "https_proxy": "http://me:word@proxy"}
+    needed = {"HF_TOKEN": "a", "https_proxy": "http://me:word@proxy", "HF_ENDPOINT": "https://token@hub"}
     assert secrets_for_ranks(needed | {"OPENAI_API_KEY": "b", "HTTP_PROXY": "http://proxy", "HOME": "/"}) == needed
 
 

@@ -132,7 +132,11 @@ def test_a_failures_mark_reads_back() -> None:
     [
         (3, "exit code 3"),
         (135, "killed by SIGBUS (is /dev/shm full? look with cpuft doctor)"),
-        (137, "killed by SIGKILL (out of memory? lower --batch-size)"),
+        (
+            137,
+            "killed by SIGKILL (was memory short? If so, lower --batch-size or --max-length, add --recompute, "
+            "or start fewer ranks on this host)",
+        ),
         (139, "killed by signal 11"),
     ],
 )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError
+from cpuft.options.clusters import LocalConfig
 from cpuft.options.fields import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names
 from cpuft.options.flags import CONFIG_FILE, Verb, make_options, parse_arguments, read_config
 from cpuft.train.__main__ import parse_worker
@@ -173,3 +174,40 @@ def test_a_script_s_own_arguments_may_hold_any_character(tmp_path: Path) -> None
     argument = click.Argument(["script"], nargs=-1, type=click.UNPROCESSED)
     verb = Verb("x", params=[*make_options(TrainConfig), argument])
     assert verb.make_context("x", ["--", "-c", "a\nb"]).params["script"] == ("-c", "a\nb")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["launch", "--np", "٢"],
+            "Invalid value for '--np': '٢' is not a whole number: write it with the digits 0 to 9",
+        ),
+        (
+            ["launch", "--epochs", "٣"],
+            "Invalid value for '--epochs': '٣' is not a number: write it with the digits 0 to",
+        ),
+        (["estimate", "r", "--bandwidth", "٢gbit"], "--bandwidth '٢gbit' is no rate: write e.g. 1gbit or 100mbit"),
+        (["provision", "local", "--shm", "٢g", "--dry-run"], "--shm '٢g' is no size: write e.g. 256m or 1g"),
+        (
+            ["provision", "local", "--net", "٣gbit", "--dry-run"],
+            "--net '٣gbit' is no rate: write e.g. 1gbit or 100mbit",
+        ),
+        (["compare", "--np", "1,٢"], "--np '1,٢' is no list of different rank numbers: write e.g. --np 1,2,4"),
+    ],
+)
+def test_digits_of_other_scripts_are_no_numbers(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert said.startswith(f"cpuft: error: {message}")
+
+
+def test_every_number_option_takes_plain_digits_only() -> None:
+    for option in (*make_options(TrainConfig), *make_options(LaunchConfig), *make_options(LocalConfig)):
+        if isinstance(option.default, (int, float)) and not option.is_flag:
+            with pytest.raises(click.BadParameter, match="digits 0 to 9"):
+                option.type.convert("٢", option, None)

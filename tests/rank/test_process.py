@@ -14,6 +14,7 @@ from cpuft.files import take_sent
 from cpuft.rank.process import (
     FAILURE,
     abort_job,
+    list_memory_counters,
     parse_cores,
     parse_failure,
     parse_missed,
@@ -93,3 +94,9 @@ def test_a_script_that_prints_the_mark_with_numbers_that_are_none(words: str) ->
 @pytest.mark.parametrize("text, rank, cores", [("", 0, ()), ("0,1;2", 0, (0, 1)), ("0,1;2", 1, (2,)), ("0,1;2", 2, ())])
 def test_cores_of_a_rank(text: str, rank: int, cores: tuple[int, ...]) -> None:
     assert parse_cores(text, rank) == cores
+
+
+def test_memory_kills_are_counted_by_the_host_or_else_by_the_control_group(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("4:memory:/a\n0::/b\n")
+    found = list_memory_counters(str(tmp_path / "cgroup"), "/x")
+    assert found == ["/proc/vmstat", "/x/memory/a/memory.oom_control", "/x/b/memory.events"]

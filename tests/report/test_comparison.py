@@ -137,6 +137,17 @@ def test_names_are_no_markup() -> None:
     assert "[/]" in format_text(comparison)
 
 
+def test_names_are_neither_cells_nor_html_in_markdown() -> None:
+    record = make_record(1, model="<b>a|b</b>\nx")
+    record = dataclasses.replace(record, evaluations=[EvaluationLine(1, {"<i>|": 0.5}, 1, 1.0)])
+    text = format_markdown(compare([record]))
+    assert text.startswith("## mrpc with &lt;b&gt;a\\|b&lt;/b&gt; x, 3 epochs, bf16\n")
+    assert "&lt;i&gt;\\|" in text
+    assert "<" not in text
+    heading, line, row = (text.splitlines()[at].replace("\\|", "").count("|") for at in (2, 3, 4))
+    assert heading == line == row
+
+
 def test_an_unfinished_run_is_refused() -> None:
     with pytest.raises(CpuftError, match=r"runs/np-2 did not finish \(1 step recorded\)"):
         compare([make_record(1), dataclasses.replace(make_record(2), footer=None)])

@@ -61,7 +61,7 @@ def check_config(config: LocalConfig) -> None:
     parse_bits(config.net)
     if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
         raise CpuftError(f"--image {config.image}: overlay mounts take no comma, colon or space in a path: move it")
-    if not re.fullmatch(r"\d{1,9}[kmg]?", config.shm):
+    if not re.fullmatch(r"[0-9]{1,9}[kmg]?", config.shm):
         raise CpuftError(f"--shm {config.shm[:60]!r} is no size: write e.g. 256m or 1g")
 
 
