@@ -39,7 +39,9 @@ class HostsConfig:
     wheels: str = option(
         "", "directory of wheels to push, pip's own among them (default: downloaded here by exact pins)"
     )
-    pins: str = option("", "file of exact pins (name==version) that hosts fetch from their own package index instead")
+    pins: str = option(
+        "", "file of exact pins (name==version, better with --hash=) that hosts fetch from their own index instead"
+    )
     accept_host_keys: bool = option(False, "take the host keys that are seen first, without asking")
 
 

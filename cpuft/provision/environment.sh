@@ -22,6 +22,8 @@ if [ -n "$pip" ]; then
     "$prefix/env/bin/python" "$pip/pip" install --quiet --no-index --find-links "$prefix/wheels" "$@"
 else
     python3 -m venv "$prefix/env"
-    "$prefix/env/bin/python" -m pip install --quiet --find-links "$prefix/wheels" "$@"
+    # As a file, because only there may pins have hashes: if one has, pip requires one of each.
+    printf '%s\n' "$@" >"$prefix/env/pins.txt"
+    "$prefix/env/bin/python" -m pip install --quiet --find-links "$prefix/wheels" -r "$prefix/env/pins.txt"
 fi
 echo "$stamp" >"$prefix/env/stamp"

@@ -71,6 +71,29 @@ def parse_hashes(text: str) -> tuple[Hashed, ...]:
     )
 
 
+def parse_pins(text: str, path: str) -> tuple[str, ...]:
+    """Parse the file of --pins: name==version on each line, and its hashes as `--hash=sha256:DIGEST` if it has any.
+
+    Raises CpuftError: a version is not exact, or some versions have hashes and others have none.
+    """
+    joined = re.sub(r"\\\n", " ", text).split("\n")
+    pins = tuple(" ".join(line.split("#")[0].split()) for line in joined if line.split("#")[0].strip())
+    for pin in pins:
+        if "==" not in pin:
+            raise CpuftError(f"--pins {path}: {pin!r} is not exact: write name==version")
+        if "--hash=" not in pin and any("--hash=" in other for other in pins):
+            raise CpuftError(
+                f"--pins {path}: {pin!r} has no hash and others have one: pip takes hashes for all or none"
+            )
+    return pins
+
+
+def add_own(pins: tuple[str, ...], own: Wheel) -> tuple[str, ...]:
+    """Add this cpuft to the pins of a user, with its hash if they have hashes."""
+    has_hashes = any("--hash=" in pin for pin in pins)
+    return (*pins, f"{own.pin} --hash=sha256:{own.sha256}" if has_hashes else own.pin)
+
+
 def _normalise(pin: str) -> str:
     """Return name==version with the name in the one spelling that PEP 503 has for it."""
     name, _, version = pin.partition("==")

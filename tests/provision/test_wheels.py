@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,9 +21,23 @@ from cpuft.files import hash_file
 from cpuft.provision import fetch
 from cpuft.provision.fetch import select_hashed
 from cpuft.provision.own_wheel import write_own_wheel
-from cpuft.provision.wheels import EXTRAS, HASHES, PINS, Wheel, gather_supply, list_pins, make_stamp, parse_hashes
+from cpuft.provision.wheels import (
+    EXTRAS,
+    HASHES,
+    INSTALL,
+    PINS,
+    Wheel,
+    add_own,
+    gather_supply,
+    list_pins,
+    make_stamp,
+    parse_hashes,
+    parse_pins,
+)
+from tests.provision.simulated import write_wheel
 
 TORCH = Wheel("/w/torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl", "1")
+OWN_HASHED = "cpuft==1 --hash=sha256:22"
 (TORCH_PIN,) = re.findall("^torch==.*$", PINS.read_text(encoding="utf-8"), re.M)
 PIP = Wheel("/w/pip-26.3-py3-none-any.whl", "pip-26.3-py3-none-any.whl", "2")
 
@@ -125,6 +141,54 @@ def test_downloads_are_checked_by_hash_and_torch_comes_from_one_index(
     assert torch[-len(source) - 1 :] == ((f"{TORCH_PIN}+cpu" if source else TORCH_PIN), *source)
     assert [words[0] for words in calls if "--require-hashes" in words] == ["wheel", "download"]
     assert not [words for words in calls if "--extra-index-url" in words]
+
+
+@pytest.mark.parametrize(
+    "text, pins",
+    [
+        ("a==1 # why\n\nb==2\n", ("a==1", "b==2", "cpuft==1")),
+        (
+            "a==1 \\\n    --hash=sha256:00 \\\n    --hash=sha256:11\n",
+            ("a==1 --hash=sha256:00 --hash=sha256:11", OWN_HASHED),
+        ),
+    ],
+)
+def test_a_users_pins_may_have_hashes(text: str, pins: tuple[str, ...]) -> None:
+    assert (
+        add_own(parse_pins(text, "pins"), Wheel("/w/cpuft-1-py3-none-any.whl", "cpuft-1-py3-none-any.whl", "22"))
+        == pins
+    )
+
+
+def test_pins_that_are_not_exact_or_lack_a_hash_are_refused() -> None:
+    with pytest.raises(CpuftError, match="--pins pins: 'a>=1' is not exact: write name==version"):
+        parse_pins("a>=1\n", "pins")
+    with pytest.raises(CpuftError, match="--pins pins: 'b==2' has no hash and others have one"):
+        parse_pins("a==1 --hash=sha256:00\nb==2\n", "pins")
+
+
+def test_pip_requires_the_hashes_of_a_users_pins(tmp_path: Path) -> None:
+    """On a host that installs from an index; here a folder stands in for it."""
+    write_wheel(tmp_path, "click", {})
+    path = tmp_path / "click-99.0-py3-none-any.whl"
+    for digest, code in ((hash_file(path), 0), ("0" * 64, 1)):
+        prefix = tmp_path / f"prefix{code}"
+        words = (
+            "sh",
+            "-c",
+            f"set -eu\n{INSTALL}",
+            "install",
+            str(prefix),
+            "stamp",
+            f"click==99.0 --hash=sha256:{digest}",
+        )
+        environ = dict(os.environ) | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+        (prefix / "wheels").mkdir(parents=True)
+        (prefix / "install.lock").touch()
+        shutil.copy(path, prefix / "wheels")
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
+        assert bool(done.returncode) == bool(code), done.stderr
+        assert ("DO NOT MATCH THE HASHES" in done.stderr) == bool(code)
 
 
 def test_wheels_that_others_could_have_put_there_are_refused(tmp_path: Path) -> None:

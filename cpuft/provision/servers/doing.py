@@ -23,7 +23,7 @@ from cpuft.provision.servers import planning
 from cpuft.provision.servers.facts import ServerFacts, describe_server, find_python, parse_survey
 from cpuft.provision.servers.planning import Facts
 from cpuft.provision.sshfiles import Bastions, Member, format_known_hosts, format_ssh_config
-from cpuft.provision.wheels import gather_supply, list_pins
+from cpuft.provision.wheels import add_own, gather_supply, list_pins, parse_pins
 
 _SURVEY_SECONDS = 120.0
 """Checksums of a gigabyte of wheels on a slow disk."""
@@ -98,7 +98,7 @@ class Servers(Provider[HostsConfig, Facts]):
         planning.refuse(self.config, facts)
         wanted = "" if self.config.pins else find_python({member.address: own.python for member, own in facts.servers})
         supply = gather_supply(self.directory / "wheels", self.config.wheels, wanted, self.environ)
-        pins = (*self._read_pins(), supply.wheels[0].pin) if self.config.pins else list_pins(supply.wheels)
+        pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
         return replace(facts, supply=supply, pins=pins)
 
     def gather_left(self) -> Facts:
@@ -128,14 +128,10 @@ class Servers(Provider[HostsConfig, Facts]):
 
     def _read_pins(self) -> tuple[str, ...]:
         try:
-            lines = Path(self.config.pins).read_text(encoding="utf-8").split("\n")
+            text = Path(self.config.pins).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CpuftError(f"--pins {self.config.pins} cannot be read ({error}): name a file of pins") from None
-        pins = tuple(line.split("#")[0].strip() for line in lines if line.split("#")[0].strip())
-        loose = [pin for pin in pins if "==" not in pin]
-        if loose:
-            raise CpuftError(f"--pins {self.config.pins}: {loose[0]!r} is not exact: write name==version")
-        return pins
+        return parse_pins(text, self.config.pins)
 
     def plan(self, facts: Facts) -> Plan:
         """What is missing."""
