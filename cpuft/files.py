@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
 import os
 import secrets
 import stat
@@ -12,11 +12,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cpuft.errors import CpuftError
+from cpuft.loader import load, parse_json
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 SENT = "CPUFT_SENT"
 """Says how the paths begin of files from which processes of a host take variables that nobody else may see."""
 
+_SPECIAL = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFIFO: "named pipe",
+    stat.S_IFSOCK: "socket",
+}
 _HERE = Path(__file__)
 PRIVATE = _HERE.with_name("private.sh").read_text(encoding="utf-8")
 """`private FOLDER`: makes a folder for this user alone, in one step with its mode. What is there and could be another
@@ -28,18 +36,51 @@ holds this user's home fails."""
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """A path to write to, in the folder of `path`, which is made; renamed to `path` when that is done, else gone.
+    """An empty file to write to, beside `path`; it is renamed to `path` when the block ends well, and removed else.
 
-    An empty file is there already, under a name that nobody could foresee: a link planted there would be followed.
+    The folder of `path` is made. A link at `path` is replaced by the file, and what it points to stays as it is.
+
+    Raises
+    ------
+    CpuftError: at `path` is a folder, device, named pipe or socket, or a link to one: these are never replaced.
     """
+    refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    # A name that nobody could foresee, and O_EXCL: no link that somebody planted there is followed.
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
     try:
         yield beside
         beside.rename(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def refuse_special(path: Path) -> None:
+    """Do nothing when a file may be written at `path`.
+
+    Raises
+    ------
+    CpuftError: a folder, device, named pipe or socket is there, or a link to one.
+    """
+    with suppress(OSError):  # nothing is there, or what goes wrong goes wrong again when it is written
+        kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
+        if kind:
+            raise CpuftError(f"{path} is a {kind}, and only a regular file can be written: name another file")
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of the regular file at `path`. A named pipe would make a plain open wait for its other end.
+
+    Raises
+    ------
+    OSError: it cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return descriptor
 
 
 def write_text(path: Path, text: str) -> None:
@@ -76,15 +117,25 @@ def take_sent(environ: Mapping[str, str], process: str) -> dict[str, str]:
     """Variables that were sent to this process of a host alone, by a file that is gone then.
 
     None where there is no such file, as for a printed plan that is run by hand, or where it is another user's.
+
+    Raises
+    ------
+    CpuftError: the file is damaged.
     """
     path = f"{environ.get(SENT) or '/nowhere'}-{process}"
     try:
-        with open(path, encoding="utf-8") as file:
+        with os.fdopen(open_regular(Path(path), os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_uid == os.geteuid():
                 os.unlink(path)
-                return dict(json.loads(file.read()))
+                return load(dict[str, str], parse_json(file.read()), "it")
     except OSError:
         pass
+    except ValueError as error:
+        # Not what it holds: these are secrets.
+        said = f"is no JSON object of texts ({type(error).__name__})"
+        raise CpuftError(
+            f"{path}, which brings this process its secret variables, {said}: start the run again"
+        ) from None
     return {}
 
 

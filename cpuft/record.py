@@ -220,7 +220,10 @@ class Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = str(path)
         beside = path if begun is None else path.with_suffix(".new")
-        self._file: IO[str] = open(beside, "x" if begun is None else "w", encoding="utf-8")  # noqa: SIM115
+        if begun is not None:
+            beside.unlink(missing_ok=True)  # of a start that ended before it could rename it
+        # "x" follows no link, and does not wait at a named pipe.
+        self._file: IO[str] = open(beside, "x", encoding="utf-8")  # noqa: SIM115
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.write(begun or "")
         self._file.flush()

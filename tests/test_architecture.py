@@ -20,7 +20,7 @@ ON_A_RANK = PURE | {"options", "record"}
 ALLOWED: dict[str, set[str]] = {
     "compiler": {"errors"},
     "errors": set(),
-    "files": {"errors"},
+    "files": {"errors", "loader"},
     "hardware": {"errors"},
     "loader": set(),
     "measurement": set(),

@@ -6,13 +6,22 @@ import os
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.files import PRIVATE, cache_folder, make_private, remove_command, write_text, written_beside
+from cpuft.files import (
+    PRIVATE,
+    SENT,
+    cache_folder,
+    make_private,
+    remove_command,
+    take_sent,
+    write_text,
+    written_beside,
+)
 from tests.provision.simulated import needs_root
 
 NOBODY = 65534
@@ -162,3 +171,54 @@ def test_a_link_planted_where_a_file_is_written_first_is_not_followed(tmp_path: 
         beside.write_text("other")
     assert path.read_text() == "other"
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted(["victim", "record", *names])
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "named pipe": lambda path: os.mkfifo(path),
+    "device": lambda path: path.symlink_to("/dev/null"),
+    "folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_what_is_no_regular_file_is_never_replaced(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    SPECIAL[kind](path)
+    with pytest.raises(CpuftError, match=f"x is a {kind}, and only a regular file can be written: name another file"):
+        write_text(path, "a")
+    assert os.listdir(tmp_path) == ["x"]
+    assert not path.is_file()
+
+
+def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "x").symlink_to("precious")
+    write_text(tmp_path / "x", "a")
+    assert ((tmp_path / "x").read_text(), (tmp_path / "precious").read_text()) == ("a", "mine")
+    assert not (tmp_path / "x").is_symlink()
+
+
+def test_a_file_is_readable_as_the_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_text(tmp_path / "x", "a")
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "x") == 0o640
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"A": 1}', "[" * 100_000, "\xff"])
+def test_damaged_variables_are_refused_without_their_content(text: str, tmp_path: Path) -> None:
+    (tmp_path / "sent-0").write_text(text, encoding="latin-1")
+    said = r"sent-0, which brings this process its secret variables, is no JSON object of texts \(\w+\): start the run"
+    with pytest.raises(CpuftError, match=said):
+        take_sent({SENT: str(tmp_path / "sent")}, "0")
+    assert not (tmp_path / "sent-0").exists()
+
+
+def test_variables_are_not_waited_for_at_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "sent-0")
+    assert take_sent({SENT: str(tmp_path / "sent")}, "0") == {}
+    (tmp_path / "sent-1").write_text('{"A": "b"}')
+    assert take_sent({SENT: str(tmp_path / "sent")}, "1") == {"A": "b"}

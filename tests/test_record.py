@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,14 @@ def test_a_disk_that_is_full_is_named_by_the_records_path(tmp_path: Path) -> Non
         fill(tmp_path)
     said = f"{tmp_path}/record.jsonl cannot be used (File too large): see to its disk and its mode, or name another"
     assert describe_disk(caught.value).startswith(said)
+
+
+def test_a_resumed_record_is_written_through_no_link_and_into_no_pipe(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    plants: tuple[Callable[[Path], None], ...] = (lambda path: path.symlink_to("precious"), os.mkfifo)
+    for plant in plants:
+        plant(tmp_path / "record.new")
+        with Writer(str(tmp_path), "begun\n"):
+            pass
+        assert (tmp_path / "record.jsonl").read_text() == "begun\n"
+    assert (tmp_path / "precious").read_text() == "mine"

@@ -40,6 +40,8 @@ _FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
 def predict(dry_run: bool, **values: Any) -> None:
     """Predict with the model of RUN: labels and probabilities of the rows of --file or --split, as CSV.
 
+    A text that begins with =, +, - or @ is written with an apostrophe in front, so that no spreadsheet runs it.
+
     What is known of GLUE's test rows is written as GLUE takes it. Where rows have labels, metrics are printed, too.
     """
     from cpuft.execute import run_step
@@ -64,6 +66,8 @@ def check_request(asked: PredictConfig, header: Header) -> None:
         raise CpuftError(f"--split knows no {asked.split[:60]!r}: {near_names(asked.split, _SPLITS)}")
     if asked.split == "test" and (header.task in _NOT_GLUE or header.task not in TASKS):
         raise CpuftError(f"--task {header.task} has no test rows: name a file with --file")
+    if asked.split == "test" and asked.with_input:
+        raise CpuftError("--with-input adds columns, and GLUE takes its test rows without: leave it out, or use --file")
     if asked.data_dir and (asked.file or header.task in _NOT_GLUE):
         raise CpuftError("--data-dir holds the splits of a GLUE task: add --split, or leave it out")
     if not (Path(asked.run) / MODEL / "config.json").exists():

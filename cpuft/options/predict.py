@@ -18,5 +18,7 @@ class PredictConfig:
     text_columns: str = option("", "one or two (default: the run's)")
     label_column: str = option("", "measured by these labels, if the file has them (default: the run's)")
     data_dir: str = option("", "holds TASK/test.tsv (default: the run's)", takes="FOLDER")
+    overwrite: bool = option(False, "replace predictions that an earlier call has written")
+    with_input: bool = option(False, "write each row's texts beside its predictions")
     batch_size: int = option(0, "rows at once (default: the run's in evaluation)", least=0)
     precision: str = option("auto", "auto: the run's", choices=("auto", "bf16", "fp32"))

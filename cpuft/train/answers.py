@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
-from cpuft.files import written_beside
+from cpuft.files import refuse_special, written_beside
 from cpuft.train.data.own import BETWEEN_LABELS
 from cpuft.train.data.prepare import UNTAGGED, Tokens
 from cpuft.train.data.tasks import Rows, Task
@@ -19,6 +19,7 @@ Outputs = NDArray[np.float32]
 """A head's, of all rows: shape (rows, classes), of tags (rows, longest row, classes)."""
 Cells = tuple[object, ...]
 
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 _MOST_SCORE = 5.0
 """GLUE's only scores, STS-B's, are from 0 to this."""
 
@@ -27,7 +28,7 @@ def format_classes(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> 
     """A row's likeliest class, and the probability of each."""
     yield ("index", "label", *_name_classes(task))
     for index, chances in enumerate(_softmax(outputs)):
-        yield (index, task.labels[int(chances.argmax())], *_format(chances))
+        yield (index, guard_formula(task.labels[int(chances.argmax())]), *_format(chances))
 
 
 def format_scores(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
@@ -42,7 +43,7 @@ def format_several(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> 
     yield ("index", "labels", *_name_classes(task))
     for index, chances in enumerate(1 / (1 + np.exp(-outputs.astype(np.float64)))):
         likely = (label for label, chance in zip(task.labels, chances) if chance > 0.5)
-        yield (index, BETWEEN_LABELS.join(likely), *_format(chances))
+        yield (index, guard_formula(BETWEEN_LABELS.join(likely)), *_format(chances))
 
 
 def format_tags(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
@@ -55,9 +56,10 @@ def format_tags(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> Ite
         numbers = tokens.labels[tokens.offsets[index] : tokens.offsets[index + 1]]
         places = np.flatnonzero(numbers != UNTAGGED)
         seen = zip(numbers[places].tolist(), _softmax(outputs[index, places]))
-        told = {number: (task.labels[chances.argmax()], *_format(chances)) for number, chances in seen}
+        labels = [guard_formula(label) for label in task.labels]
+        told = {number: (labels[chances.argmax()], *_format(chances)) for number, chances in seen}
         for number, word in enumerate(words):
-            yield (index, word, *told.get(number, [""] * (1 + len(task.labels))))
+            yield (index, guard_formula(word), *told.get(number, [""] * (1 + len(task.labels))))
 
 
 TABLES: dict[str, Callable[[Task, Rows, Outputs, Tokens], Iterator[Cells]]] = {
@@ -67,6 +69,28 @@ TABLES: dict[str, Callable[[Task, Rows, Outputs, Tokens], Iterator[Cells]]] = {
     "tags": format_tags,
 }
 """By the task's kind."""
+
+
+def guard_formula(text: str) -> str:
+    """The text, with an apostrophe in front where a spreadsheet would run it as a formula.
+
+    That is a text of two characters or more that begins with =, +, -, @, a tab or a carriage return, and is no number.
+    """
+    if len(text) < 2 or not text.startswith(_FORMULAS):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def add_input(rows: Rows, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
+    """The table with each row's texts behind its index, under `names`; input_NAME where a column has the name."""
+    header = next(table)
+    yield (header[0], *(guard_formula(f"input_{name}" if name in header else name) for name in names), *header[1:])
+    for texts, cells in zip(rows.texts, table, strict=True):
+        yield (cells[0], *map(guard_formula, texts), *cells[1:])
 
 
 def format_submission(task: Task, outputs: Outputs) -> Iterator[Cells]:
@@ -98,8 +122,14 @@ def _format(chances: NDArray[np.float64]) -> list[str]:
     return [f"{chance:.6f}" for chance in chances]
 
 
-def check_output(path: Path) -> None:
-    """Raises CpuftError when something else than predictions is there, and would be lost."""
+def check_output(path: Path, overwrite: bool = False) -> None:
+    """Do nothing when predictions may be written to `path`.
+
+    Raises
+    ------
+    CpuftError: something is there; with `overwrite` only if it is something else than predictions.
+    """
+    refuse_special(path)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             begin = file.read(6)
@@ -109,6 +139,8 @@ def check_output(path: Path) -> None:
         raise CpuftError(f"{path} cannot be written ({error.strerror}): name another --output") from None
     if begin not in ("index,", "index\t", ""):
         raise CpuftError(f"{path} is there already, and holds no predictions: name another --output")
+    if begin and not overwrite:
+        raise CpuftError(f"{path} holds predictions already: add --overwrite to replace them, or name another --output")
 
 
 def write_table(path: Path, rows: Iterator[Cells]) -> None:

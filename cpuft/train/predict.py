@@ -19,7 +19,15 @@ from cpuft.options.flags import parse_arguments
 from cpuft.options.predict import PredictConfig
 from cpuft.record import read_record
 from cpuft.streams import keep_streams
-from cpuft.train.answers import TABLES, Outputs, check_output, format_submission, name_submission, write_table
+from cpuft.train.answers import (
+    TABLES,
+    Outputs,
+    add_input,
+    check_output,
+    format_submission,
+    name_submission,
+    write_table,
+)
 from cpuft.train.checkpoint.model import MODEL_DIR
 from cpuft.train.data.own import choose_metrics, read_asked
 from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens, tokenize
@@ -99,7 +107,7 @@ def name_outputs(asked: PredictConfig, run: Trained, suffixes: list[str]) -> dic
         else:
             test = asked.split == "test"
             paths[suffix] = Path(asked.run, name_submission(run.task, suffix) if test else f"predictions{suffix}.csv")
-        check_output(paths[suffix])
+        check_output(paths[suffix], asked.overwrite)
     return paths
 
 
@@ -115,8 +123,11 @@ def predict(asked: PredictConfig) -> None:
     outputs, found = answer(asked, run, prepared, splits)
     for suffix, rows in splits.items():
         test = asked.split == "test"
-        every = (task, rows, outputs[suffix], tokens[suffix])
-        write_table(paths[suffix], format_submission(task, outputs[suffix]) if test else TABLES[task.kind](*every))
+        table = TABLES[task.kind](task, rows, outputs[suffix], tokens[suffix])
+        # The words that tags are for stand in the table anyway.
+        if asked.with_input and task.kind != "tags":
+            table = add_input(rows, task.texts, table)
+        write_table(paths[suffix], format_submission(task, outputs[suffix]) if test else table)
     if found:
         print(format_metrics(found))
     print(f"predictions: {', '.join(map(str, paths.values()))}")

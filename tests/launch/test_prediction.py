@@ -14,6 +14,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.launch.prediction import check_request, compute_settings, plan_prediction
+from cpuft.options.fields import option_names
 from cpuft.options.flags import parse_arguments
 from cpuft.options.predict import PredictConfig
 from cpuft.record import read_record
@@ -88,7 +89,7 @@ def test_what_is_no_run_with_a_model_is_said_in_one_line(words: tuple[str, ...],
 def test_the_plan_is_the_process_that_is_started(tmp_path: Path) -> None:
     asked = replace(make_run(tmp_path / "a 'run"), file="rows of mine.csv", batch_size=7, precision="fp32")
     step = plan_prediction(asked, ())
-    assert parse_arguments(PredictConfig, step.command[-9:]) == asked
+    assert parse_arguments(PredictConfig, step.command[-len(option_names(PredictConfig)) :]) == asked
     done = run_cpuft("predict", asked.run, "--file", "rows of mine.csv", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "cpuft.train.predict" in done.stdout

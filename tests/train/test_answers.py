@@ -11,7 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
-from cpuft.train.answers import TABLES, check_output, format_submission, name_submission, write_table
+from cpuft.train.answers import (
+    TABLES,
+    add_input,
+    check_output,
+    format_submission,
+    guard_formula,
+    name_submission,
+    write_table,
+)
 from cpuft.train.data.prepare import UNTAGGED
 from cpuft.train.data.tasks import TASKS, Rows, Task
 from tests.train.tokens import make_tokens
@@ -92,14 +100,42 @@ def test_glue_s_names_of_files() -> None:
 def test_only_predictions_are_written_over(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     check_output(path)
-    for text in ("index,label,p_a\n", "index\tprediction\n", ""):
+    for text in ("index,label,p_a\n", "index\tprediction\n"):
         path.write_text(text)
-        check_output(path)
+        check_output(path, overwrite=True)
+        with pytest.raises(CpuftError, match=r"x\.csv holds predictions already: add --overwrite to replace them, or"):
+            check_output(path)
+    path.write_text("")
+    check_output(path)
     for text in ("text,label\n", "indexes\n"):
         path.write_text(text)
         with pytest.raises(
             CpuftError, match=r"x\.csv is there already, and holds no predictions: name another --output"
         ):
-            check_output(path)
-    with pytest.raises(CpuftError, match=r"cannot be written \(Is a directory\): name another --output"):
+            check_output(path, overwrite=True)
+    with pytest.raises(CpuftError, match="is a folder, and only a regular file can be written: name another file"):
         check_output(tmp_path)
+
+
+def test_no_text_of_a_table_is_a_formula(tmp_path: Path) -> None:
+    """Numbers, lone characters and probabilities stay as they are."""
+    texts = ["=1+2", "+cmd|x", "-x", "@SUM(A1)", "\t=1", "-1", "+1.5e3", "-", "--", "a=b", "", "'=1"]
+    guarded = ["'=1+2", "'+cmd|x", "'-x", "'@SUM(A1)", "'\t=1", "-1", "+1.5e3", "-", "'--", "a=b", "", "'=1"]
+    assert [guard_formula(text) for text in texts] == guarded
+    wanted = "index,label,p_=a(),p_ham\n0,ham,0.250000,0.750000\n1,'=a(),0.900000,0.100000\n"
+    assert table(make_task("class", ("=a()", "ham")), LOGITS, tmp_path / "x.csv") == wanted
+    rows, tokens = Rows([("=a()", "-")], [0.0]), replace(make_tokens([2]), labels=np.asarray([0, 1], np.int32))
+    outputs = np.asarray([[[0, 1], [0, 1]]], np.float32)
+    found = list(TABLES["tags"](make_task("tags", ("O", "@X")), rows, outputs, tokens))
+    assert [cells[1:3] for cells in found[1:]] == [("'=a()", "'@X"), ("-", "'@X")]
+
+
+def test_texts_stand_beside_what_was_predicted() -> None:
+    task = replace(make_task("class", ("ham", "spam")), texts=("question", "label"))
+    rows = Rows([("=a", "b"), ("c", "d")], [0.0, 0.0])
+    found = list(add_input(rows, task.texts, TABLES["class"](task, rows, LOGITS, make_tokens([1, 1]))))
+    assert [cells[:4] for cells in found] == [
+        ("index", "question", "input_label", "label"),
+        (0, "'=a", "b", "spam"),
+        (1, "c", "d", "ham"),
+    ]

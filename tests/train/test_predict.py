@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,30 @@ def test_rows_of_a_file_are_answered_in_their_order(tmp_path: Path, capsys: pyte
     assert told == [(number, word) for number, words in enumerate(sentences) for word in words]
     assert [row["tag"] for row in found] == ["O", "O", "B-COL", "B-ANI", "B-ANI", "B-COL", "O", "B-COL"]
     assert all(float(row[f"p_{row['tag']}"]) > 0.5 for row in found)
+
+
+def test_predictions_replace_earlier_ones_only_when_that_is_asked_for(tmp_path: Path, trained: Path) -> None:
+    Path("new.csv").write_text("text\na\n")
+    asked = PredictConfig(run=str(trained), file="new.csv", output="x.csv")
+    Path("x.csv").write_text("index,label\n0,mine\n")
+    with pytest.raises(CpuftError, match=r"x\.csv holds predictions already: add --overwrite to replace them"):
+        predict(asked)
+    Path("x.csv").unlink()
+    os.mkfifo("x.csv")  # to open it would wait for somebody who reads it
+    with pytest.raises(CpuftError, match=r"x\.csv is a named pipe, and only a regular file can be written"):
+        predict(asked)
+    with pytest.raises(CpuftError, match="/dev/null is a device, and only a regular file can be written"):
+        predict(replace(asked, output="/dev/null", overwrite=True))
+
+
+def test_texts_are_written_beside_their_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learn(make_config(tmp_path, "class", max_steps=2), "fp32", tmp_path / "run")
+    Path("new.csv").write_text("text\nthe cat\n=red()\n")
+    predict(PredictConfig(run="run", file="new.csv", with_input=True))
+    found = read_csv("run/predictions.csv")
+    assert [(row["index"], row["text"]) for row in found] == [("0", "the cat"), ("1", "'=red()")]
+    predict(PredictConfig(run="run", file="new.csv", overwrite=True))
+    assert "text" not in read_csv("run/predictions.csv")[0]
 
 
 def test_batches_are_those_of_the_evaluation() -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cpuft.files import hash_text
+from cpuft.files import hash_text, open_regular
 from cpuft.loader import load, parse_json
 
 FOLDER = "checkpoints"
@@ -73,7 +73,7 @@ def _remove(path: Path) -> None:
 def _write(path: Path, content: memoryview) -> str:
     """Write and sync a file; its checksum."""
     digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
         for start in range(0, len(content), _BLOCK):
             block = content[start : start + _BLOCK]
             digest.update(block)
@@ -118,7 +118,7 @@ def read_checkpoint(path: Path) -> dict[str, bytearray]:
     ValueError: it is not whole; says what is wrong.
     """
     try:
-        text = (path / _ABOUT).read_text(encoding="utf-8")
+        text = _read(path / _ABOUT).decode()
         about = load(dict[str, Any], parse_json(text), _ABOUT)
         if about.pop("checksum", "") != _checksum(about) or about.get("format") != _FORMAT:
             raise ValueError(f"{_ABOUT} is damaged, or of another version")
@@ -135,9 +135,9 @@ def read_checkpoint(path: Path) -> dict[str, bytearray]:
 
 
 def _read(path: Path) -> bytearray:
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         content = bytearray(os.fstat(file.fileno()).st_size)
-        size = file.readinto(content)  # a pipe or a file that is cut meanwhile is found by the checksum
+        size = file.readinto(content)  # a file that is cut meanwhile is found by the checksum
     return content[:size] if size < len(content) else content
 
 
@@ -157,7 +157,9 @@ def note_update(root: Path, update: int, rank: int) -> None:
     """Say beside the checkpoints how far a rank is: where the record is lost, it is known by this what was lost."""
     with suppress(OSError):  # on a full disk training goes on
         root.mkdir(parents=True, exist_ok=True)
-        (root / f"rank-{rank}.{_LAST}").write_text(f"{update}\n")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with os.fdopen(open_regular(root / f"rank-{rank}.{_LAST}", flags), "w") as file:
+            file.write(f"{update}\n")
 
 
 def remove_after(root: Path, update: int) -> None:

@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.errors import CpuftError
+from cpuft.loader import load, parse_json
 from cpuft.rank.notice import came
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
@@ -87,9 +89,14 @@ def load_state(**things: Any) -> dict[str, Any] | None:
     newest, read = find_newest(root, world, VALUES)
     if newest.update < 0:
         return None
-    tensors, tree = load_tensors(bytes(read().numpy().data)), json.loads(newest.text or "{}")
-    kept = {name: _put_together(value, tensors) for name, value in tree.items()}
     what = f"what was kept after step {newest.update}"
+    block = bytes(read().numpy().data)  # a collective: before anything is raised
+    try:
+        tensors, tree = load_tensors(block), load(dict[str, Any], parse_json(newest.text or "{}"), VALUES)
+        kept = {name: _put_together(value, tensors) for name, value in tree.items()}
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        said = f"{what} on {newest.host} is no state of cpuft.save_state ({type(error).__name__}: {error!s:.200})"
+        raise CpuftError(f"{said}: remove {root}, and start anew without --resume") from None
     for name, thing in things.items():
         if name not in kept:
             raise CpuftError(f"{what} has no {name}: load what the script has saved, or start anew without --resume")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,9 +42,12 @@ def read_table(path: Path, option: str = "--train-file") -> Table:
         raise CpuftError(f"{path} is empty: give a file with rows")
     if path.suffix in (".json", ".jsonl", ".ndjson"):
         lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        _refuse_array(lines[0][1], path)
         found = [parse_json_row(line, f"{path}, line {number}", number) for number, line in lines]
-        return Table(str(path), sorted(found[0][1]), found)
+        # Not those of the first line alone: if that lacks a column, the error is to name the line.
+        return Table(str(path), sorted({name for _, row in found for name in row}), found)
     (_, columns), *rows = _split_cells(text, "\t" if path.suffix == ".tsv" else ",", str(path))
+    _refuse_delimiter(columns, path)
     for number, cells in rows:
         if len(cells) != len(columns):
             quotes = " (a text with a comma stands in quotation marks)" if len(cells) > len(columns) else ""
@@ -56,13 +60,97 @@ def read_table(path: Path, option: str = "--train-file") -> Table:
 
 def read_text(path: Path, option: str = "--data-dir") -> str:
     """A file that `option` has named, whole. Raises CpuftError: it is not there, or no UTF-8 text."""
+    content = b""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:  # a line end inside quotation marks is text
-            return file.read()
+        if path.is_dir():
+            raise CpuftError(_describe_folder(path, option))
+        content = path.read_bytes()
+        if how := _describe_format(path, content):
+            raise CpuftError(how)
+        return content.decode("utf-8-sig")  # line ends stay: inside quotation marks they are text
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}: check {option}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"{path} cannot be read ({error}): it must be a UTF-8 text file you may read") from None
+    except UnicodeDecodeError as error:
+        # Behind a byte order mark the decoder counts from where that ends.
+        start = error.start + (len(content) - len(error.object))
+        raise CpuftError(describe_encoding(path, content[:start].count(b"\n") + 1, error)) from None
+    except OSError as error:
+        raise CpuftError(f"{path} cannot be read ({error.strerror}): check its permissions and {option}") from None
+
+
+_CONVERT = 'python -c "import pandas; pandas.{}"'
+_MAGIC = ((b"PAR1", "a Parquet file"), (b"ARROW1", "an Arrow file"), (b"\x1f\x8b", "compressed with gzip"))
+"""How files of other formats begin."""
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def _describe_format(path: Path, content: bytes) -> str:
+    """What to say of a file of a format that is not read, and how it is converted; empty for what may be text."""
+    name = next((name for magic, name in _MAGIC if content.startswith(magic)), "")
+    target = str(path.with_suffix(".jsonl"))
+    if name == "a Parquet file":
+        how = _CONVERT.format(f"read_parquet({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
+    elif name == "an Arrow file":
+        how = _CONVERT.format(f"read_feather({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
+    elif name:
+        how = f"gunzip {shlex.quote(str(path))}"
+    elif path.suffix in (".xlsx", ".xls", ".ods"):
+        name, how = "a spreadsheet", "save it as CSV in UTF-8 with commas between the columns"
+    elif content.startswith(_UTF_16):
+        name, how = "in UTF-16", _convert_from("UTF-16", path)
+    return f"{path} is {name}, which cpuft does not read: convert it first: {how}" if name else ""
+
+
+def _describe_folder(path: Path, option: str) -> str:
+    """What to say of a folder where a file of rows is needed."""
+    if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        part = "['train']" if (path / "dataset_dict.json").exists() else ""
+        code = f"import datasets; datasets.load_from_disk({str(path)!r}){part}.to_json('train.jsonl')"
+        what = (
+            f"{path} is a folder of the package datasets, which cpuft does not read: convert each of its splits first"
+        )
+        return f'{what}: python -c "{code}"'
+    return f"{path} is a folder, and {option} takes one file of rows: name a CSV, TSV or JSON lines file"
+
+
+def _convert_from(encoding: str, path: Path) -> str:
+    target = path.with_name(f"{path.stem}-utf8{path.suffix}")
+    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(target))}"
+
+
+def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
+    """What to say of a line that is no UTF-8, and the command that converts the file from its likeliest encoding."""
+    if b"\0" in error.object:
+        return f"{path} is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8"
+    byte = error.object[error.start]
+    advice = f"if it comes from Windows or Excel, convert it with {_convert_from('WINDOWS-1252', path)}"
+    return f"{path}, line {line} is no UTF-8 text (byte 0x{byte:02x}): {advice}, else mend that line"
+
+
+def _refuse_array(line: str, path: Path) -> None:
+    """Raises CpuftError where the file is one JSON array, in place of an object on each line."""
+    if line.lstrip().startswith("["):
+        target = str(path.with_name(f"{path.stem}-lines.jsonl"))
+        code = f"import json; [print(json.dumps(row)) for row in json.load(open({str(path)!r}))]"
+        what = f"{path} is a JSON array, and cpuft reads JSON lines, one object a line"
+        raise CpuftError(f'{what}: convert it with python -c "{code}" > {shlex.quote(target)}')
+
+
+_OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
+
+
+def _refuse_delimiter(columns: Sequence[str], path: Path) -> None:
+    """Raises CpuftError where the header is one cell that looks like several, with something else between them."""
+    wanted = "tabs" if path.suffix == ".tsv" else "commas"
+    for character, name in _OTHER_DELIMITERS.items():
+        if len(columns) == 1 and character in columns[0] and name != wanted:
+            if name in ("tabs", "commas"):
+                ending = ".tsv" if name == "tabs" else ".csv"
+                raise CpuftError(f"{path} has {name} between its columns: give it a name that ends in {ending}")
+            target = str(path.with_name(f"{path.stem}-{wanted}{path.suffix}"))
+            how = f"read_csv({str(path)!r}, sep={character!r}, dtype=str).to_csv({target!r}, index=False)"
+            what = f"{path} has {name} between its columns, and cpuft reads {wanted}"
+            raise CpuftError(f"{what}: convert it with {_CONVERT.format(how)}")
 
 
 def _split_cells(text: str, delimiter: str, source: str) -> list[tuple[int, list[str]]]:

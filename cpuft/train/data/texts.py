@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
 from cpuft.files import split_paths
-from cpuft.train.data.tables import parse_json_row
+from cpuft.train.data.tables import describe_encoding, parse_json_row
 
 _JSON, _PLAIN = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md")
 MOST_BYTES = 8 << 20
@@ -89,7 +89,7 @@ def _list_texts(path: Path, columns: tuple[str, ...], option: str) -> Iterator[s
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error.strerror}): check {option}") from None
     except UnicodeDecodeError as error:
-        raise CpuftError(f"{path}, line {number} is no UTF-8 ({error.reason}): name text files, or mend it") from None
+        raise CpuftError(describe_encoding(path, number, error)) from None
 
 
 def _join_cells(line: str, columns: tuple[str, ...], path: Path, number: int) -> str:

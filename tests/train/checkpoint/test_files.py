@@ -172,3 +172,24 @@ def test_ranks_that_end_at_once_on_a_shared_disk_take_it_away_together(tmp_path:
             note_update(root, 3, 0)
             list(pool.map(remove_all, [root] * 4))
             assert not root.exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "state.safetensors"])
+def test_a_named_pipe_in_a_checkpoint_is_damage_and_nobody_waits_for_it(name: str, tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    path = write(tmp_path, 2) / name
+    path.unlink()
+    os.mkfifo(path)
+    update, _, damaged = read_newest(tmp_path)
+    assert update == 1
+    assert damaged == [f"checkpoint {path.parent} is left out: {path} cannot be read (it is no regular file)"]
+
+
+def test_how_far_a_rank_is_goes_into_no_pipe_and_through_no_link(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-0.last")
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "rank-1.last").symlink_to("precious")
+    for rank in range(3):
+        note_update(tmp_path, 7, rank)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "rank-2.last").read_text() == "7\n"

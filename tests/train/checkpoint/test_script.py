@@ -12,7 +12,8 @@ import torch
 
 import cpuft
 from cpuft.errors import CpuftError
-from cpuft.train.checkpoint.files import list_checkpoints
+from cpuft.train.checkpoint.files import list_checkpoints, write_checkpoint
+from cpuft.train.checkpoint.state import pack_tensors
 from tests.conftest import run_cpuft
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer
 
@@ -175,3 +176,13 @@ def test_two_ranks_of_a_script_are_interrupted_and_go_on(tmp_path: Path) -> None
     for rank in (0, 1):
         whole, resumed = (torch.load(f"run/{disturbed}-{rank}.pt") for disturbed in (False, True))
         assert all(torch.equal(*pair) for pair in zip(whole, resumed, strict=True))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, '{"a": {"odd": 1, "b": 2}}', '{"a": {"tensor": "b"}}'])
+def test_a_state_with_damaged_json_is_refused_with_its_place(text: str, tmp_path: Path) -> None:
+    """Its checksums are right: it is somebody else's, or another program's."""
+    files = {"state.safetensors": pack_tensors({}).numpy().data, "values.json": memoryview(text.encode())}
+    write_checkpoint(tmp_path / "checkpoints", 3, 0, files)
+    said = r"what was kept after step 3 on \S+ is no state of cpuft.save_state .*: remove .*checkpoints, and start anew"
+    with pytest.raises(CpuftError, match=said):
+        cpuft.load_state()

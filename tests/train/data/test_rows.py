@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -246,3 +248,124 @@ def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.train.texts == [("a", "b")]
     assert data.train.labels == [2.0]
     assert list(data.validation) == ["", "_mismatched"]
+
+
+@pytest.mark.parametrize(
+    "name, content, problem",
+    [
+        (
+            "x.parquet",
+            b"PAR1\x15\x04\xff",
+            'x.parquet is a Parquet file, which cpuft does not read: convert it first: python -c "import pandas; '
+            "pandas.read_parquet('x.parquet').to_json('x.jsonl', orient='records', lines=True)\"",
+        ),
+        (
+            "x.csv",
+            b"PAR1\x15\x04\xff",
+            'x.csv is a Parquet file, which cpuft does not read: convert it first: python -c "import pandas; '
+            "pandas.read_parquet('x.csv').to_json('x.jsonl', orient='records', lines=True)\"",
+        ),
+        (
+            "x.xlsx",
+            b"PK\x03\x04\x14",
+            "x.xlsx is a spreadsheet, which cpuft does not read: convert it first: save it as CSV in UTF-8 with commas "
+            "between the columns",
+        ),
+        (
+            "x.jsonl.gz",
+            b"\x1f\x8b\x08",
+            "x.jsonl.gz is compressed with gzip, which cpuft does not read: convert it first: gunzip x.jsonl.gz",
+        ),
+        (
+            "x.csv",
+            "text,label\n".encode("utf-16"),
+            "x.csv is in UTF-16, which cpuft does not read: convert it first: iconv -f UTF-16 -t UTF-8 x.csv > "
+            "x-utf8.csv",
+        ),
+        (
+            "x.bin",
+            b"\x00\x01\xff",
+            "x.bin is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8",
+        ),
+        (
+            "x.csv",
+            b"\xef\xbb\xbftext,label\na,b\ncaf\xe9,b\n",
+            "x.csv, line 3 is no UTF-8 text (byte 0xe9): if it comes from Windows or Excel, convert it with iconv -f "
+            "WINDOWS-1252 -t UTF-8 x.csv > x-utf8.csv, else mend that line",
+        ),
+        (
+            "x.json",
+            b'[{"text": "a", "label": "b"}]',
+            'x.json is a JSON array, and cpuft reads JSON lines, one object a line: convert it with python -c "import '
+            "json; [print(json.dumps(row)) for row in json.load(open('x.json'))]\" > x-lines.jsonl",
+        ),
+        (
+            "x.csv",
+            b"text;label\na, b, c;d\n",
+            'x.csv has semicolons between its columns, and cpuft reads commas: convert it with python -c "import '
+            "pandas; pandas.read_csv('x.csv', sep=';', dtype=str).to_csv('x-commas.csv', index=False)\"",
+        ),
+        (
+            "x.csv",
+            b"text\tlabel\na\tb\n",
+            "x.csv has tabs between its columns: give it a name that ends in .tsv",
+        ),
+        (
+            "x.tsv",
+            b"text,label\na,b\n",
+            "x.tsv has commas between its columns: give it a name that ends in .csv",
+        ),
+    ],
+)
+def test_files_of_other_formats_are_answered_with_what_to_do(name: str, content: bytes, problem: str) -> None:
+    Path(name).write_bytes(content)
+    with pytest.raises(CpuftError) as error:
+        read_table(Path(name))
+    assert str(error.value) == problem
+
+
+def test_the_conversions_that_are_named_work() -> None:
+    """Those that need nothing but Python and iconv."""
+    rows = [{"text": "a, b; c", "label": "d"}, {"text": "é", "label": "e"}]
+    Path("x.json").write_text(json.dumps(rows))
+    Path("x.csv").write_bytes("text,label\né,e\n".encode("cp1252"))
+    for name, made in (("x.json", "x-lines.jsonl"), ("x.csv", "x-utf8.csv")):
+        with pytest.raises(CpuftError) as error:
+            read_table(Path(name))
+        command = str(error.value).partition("convert it with ")[2].partition(", else ")[0]
+        subprocess.run(command.replace("python ", f"{sys.executable} "), shell=True, check=True, timeout=60)
+        assert read_table(Path(made)).rows[-1][1] == rows[-1]
+
+
+@pytest.mark.parametrize(
+    "found, problem",
+    [
+        ((), "x is a folder, and --train-file takes one file of rows: name a CSV, TSV or JSON lines file"),
+        (
+            ("state.json",),
+            "x is a folder of the package datasets, which cpuft does not read: convert each of its splits first: "
+            "python -c \"import datasets; datasets.load_from_disk('x').to_json('train.jsonl')\"",
+        ),
+        (
+            ("dataset_dict.json",),
+            "x is a folder of the package datasets, which cpuft does not read: convert each of its splits first: "
+            "python -c \"import datasets; datasets.load_from_disk('x')['train'].to_json('train.jsonl')\"",
+        ),
+    ],
+)
+def test_a_folder_is_no_file_of_rows(found: tuple[str, ...], problem: str) -> None:
+    Path("x").mkdir()
+    for name in found:
+        Path("x", name).touch()
+    with pytest.raises(CpuftError) as error:
+        read_table(Path("x"))
+    assert str(error.value) == problem
+
+
+def test_a_first_json_line_without_the_label_is_named(tmp_path: Path) -> None:
+    """It was said that the column does not exist, though every other line has it."""
+    rows = '{"text": "a"}\n{"text": "b", "label": "c"}\n{"text": "b", "label": "d"}\n'
+    with pytest.raises(CpuftError, match=r"train\.jsonl, line 1 has no 'label': mend or remove that line"):
+        read_data(files(tmp_path, rows, rows, "jsonl"))
+    with pytest.raises(CpuftError, match=r"train\.jsonl, line 1 has no 'text': mend or remove that line"):
+        read_data(files(tmp_path, rows.replace('"text": "a"', '"label": "c"'), rows, "jsonl"))

@@ -65,7 +65,7 @@ def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
         (
             {"a_txt": b"one\n\xff\xfe"},
             "a.txt",
-            "a.txt, line 2 is no UTF-8 (invalid start byte): name text files, or mend it",
+            "a.txt, line 2 is no UTF-8 text (byte 0xff): if it comes from Windows or Excel, convert it with iconv -f",
         ),
         ({"a_txt": b"a" * (MOST_BYTES + 1)}, "a.txt", "a.txt, line 1 is longer than 8 MB: break it into lines"),
         ({"a_csv": ""}, ".", "folder . holds no .txt, .text, .md, .json, .jsonl, .ndjson: name other files with"),
