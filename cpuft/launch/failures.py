@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import AGAIN
-from cpuft.rank.process import FAILURE, FOREIGN, KILLED_BY_SOMEBODY, OUT_OF_MEMORY, parse_failure, parse_missed
+from cpuft.rank.process import FOREIGN, KILLED_BY_SOMEBODY, MARKS, OUT_OF_MEMORY, parse_failure, parse_missed
 
 _NO_MEMORY = re.compile(r"^(MemoryError\b|RuntimeError: .*can't allocate memory|.*std::bad_alloc)", re.MULTILINE)
 """What Python, torch and C++ say of an allocation that was refused, at the end of a traceback."""
@@ -55,15 +55,20 @@ class Failure:
         return any(sign in self.text for sign in signs)
 
 
-def _read_errors(logs: Path, ranks: int) -> list[str]:
+def list_error_logs(logs: Path) -> list[Path]:
+    """What ranks wrote to standard error: `rank-N.err`, or what Open MPI makes of that, `JOB/rank.N/stderr`."""
+    return sorted(logs.glob("rank-*.err")) or sorted(logs.glob("*/rank.*/stderr"))
+
+
+def _read_errors(logs: Path) -> list[str]:
     """What each rank wrote to standard error, those that fell silent first in front."""
-    paths = [path for rank in range(ranks) if (path := logs / f"rank-{rank}.err").exists()]
+    paths = list_error_logs(logs)
     return [path.read_text(errors="replace") for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)]
 
 
 def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
     """As `find_failures`, from the logs of the ranks on these hosts."""
-    return find_failures(_read_errors(logs, len(hosts)), hosts)
+    return find_failures(_read_errors(logs), hosts)
 
 
 def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
@@ -71,7 +76,7 @@ def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
     failures = []
     for text in errors:
         if found := parse_failure(text):
-            own = "\n".join(line for line in text.splitlines() if not line.startswith(FAILURE))
+            own = "\n".join(line for line in text.splitlines() if not line.startswith(MARKS))
             host = hosts[found[0]] if found[0] < len(hosts) else found[1]
             failures.append(Failure(found[0], host, found[2], own, frozenset(parse_missed(text))))
     missed = _missed(failures)

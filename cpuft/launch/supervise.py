@@ -8,10 +8,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +25,7 @@ from cpuft.launch.failures import (
     describe_failures,
     ended_to_go_on,
     is_for_users,
+    list_error_logs,
     name_absent,
     read_failures,
     worst_exit_code,
@@ -35,24 +36,39 @@ from cpuft.launch.stacks.gather import look_at_hang
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.plan import RunPlan, Step, format_plan
 from cpuft.rank.notice import SIGN
-from cpuft.rank.process import FAILURE
+from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED
 from cpuft.rank.reporting import HANGS, SUPERVISED
 
 _GIVES_UP = ("Error: Downstream from host", "assert (!closed) failed")
 """What Intel MPI's and MPICH's mpirun say when a host of theirs is lost. They have ended all ranks then, but in a job
 of Slurm's they wait for the srun of their proxies, and that for Slurm, which misses the host minutes later."""
+_CANNOT_RUN = (126, 127)
+"""Exit codes of a shell for a program that is not there or may not be run: another start would not help."""
 _CHECK_FAILED = 2
 """Exit code of a step that refused its input with one line."""
 _END_SECONDS = 25.0
 """How long ranks may take to end once one has failed: those that save something have time, a lost host has not."""
 _LOOK_SECONDS = 0.5
-_QUIET_SECONDS = 150.0
-"""Without a sign of life, which ranks give every 20 s: hosts may be lost, all at once, and mpirun waits for them."""
+_QUIET_SECONDS = 30.0
+"""Without a heartbeat, which ranks give every 5 s: hosts may be lost, all at once, and mpirun waits for them."""
+_STARTS_SECONDS = 10.0
+"""After which the hosts are asked, if ranks have not started."""
+_START_LIMIT = 45.0
+_START_LIMIT_PER_RANK = 0.5
+"""Seconds within which a rank has to start. A stranger's connection to mpirun's port can hold up all of them."""
+_MOST_STARTS = 3
+"""How often mpirun is started where no rank starts; its port is another one each time, and its time twice as long."""
+_ENDS_SECONDS = 5.0
+"""After which the hosts are asked, if some ranks have ended and others have not."""
+_ASK_AGAIN_SECONDS = 10.0
+"""Between two questions to hosts that all answered."""
+_MARK_BYTES = 4096
+"""Of a log's beginning and of its end, in which a rank's marks are looked for."""
 _ASK_SECONDS = 0.5
 """From a rank's failure to the question whether all hosts are there. One that goes down may still answer at once."""
 _REMOVE_SECONDS = 60.0
-_UNSAID = (FAILURE, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
-"""Lines of rank 0 that only its log keeps: the mark for this supervisor; oneCCL's word on our own setting."""
+_UNSAID = (*MARKS, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
+"""Lines of rank 0 that only its log keeps: the marks for this supervisor; oneCCL's word on our own setting."""
 
 
 @dataclass
@@ -80,34 +96,67 @@ class Tail:
 
 
 class StuckError(Exception):
-    """A rank has failed or all are lost, and mpirun waits all the same."""
+    """A rank has failed or a host is lost, and mpirun waits all the same."""
+
+
+class NotStartedError(Exception):
+    """No rank has started in time, though all hosts answer."""
+
+
+class HostsLostError(Exception):
+    """Hosts do not answer any more."""
+
+    def __init__(self, silent: set[str]) -> None:
+        super().__init__(", ".join(sorted(silent)))
+        self.silent = silent
 
 
 @dataclass
-class Ending:
-    """Watches for the end of a run in which a rank has failed, or none is alive: mpirun waits without limit for a host
-    that is lost, and srun does so for all of them."""
+class Watchdog:
+    """Notices that a run cannot come to its end: mpirun and srun wait without limit for a host that is lost.
+
+    All hosts are asked whether they answer whenever something looks wrong: ranks have not started, some ranks have
+    ended and others have not, no rank has given a heartbeat for a while, or a rank has failed.
+    """
 
     logs: Path
     find_silent: Callable[[], set[str]]
-    """Asks all hosts, and tells which do not answer."""
+    """Asks all hosts, and returns those that do not answer."""
     look: Callable[[], tuple[Verdict, set[str]]]
     """Looks at ranks that hang; the hosts that do not answer."""
+    ranks: int = 0
+    """How many ranks there are; 0: nobody waits for their start and their end."""
+    several: bool = False
+    """Whether the ranks are on several hosts."""
+    start_seconds: float = 0.0
+    """Within which at least one rank has to start; 0 for no limit."""
     verdict: Verdict | None = None
     asking: StopRequest | None = None
     renewal: Renewal | None = None
+    begun: float = field(default_factory=time.monotonic)
     failed_at: float = 0.0
+    ended_at: float = 0.0
+    """When the first rank was seen to have ended well."""
     looked_at: float = 0.0
     sign: int = 0
-    """When a rank last gave one, in ns as the disk's host counts them; and when that was noticed here."""
+    """When a rank last gave a heartbeat, in ns as the disk's host counts them; and when that was noticed here."""
     signed_at: float = 0.0
+    started: int = 0
+    """How many ranks have started."""
     silent: set[str] | None = None
     asked: Future[set[str]] | None = None
-    """The question who does not answer, while nobody waits for it."""
+    """The question which hosts do not answer, while nobody waits for the answer."""
+    suspicion: str = "a host is lost"
+    """Why they were asked."""
+    ask_after: float = 0.0
+    """No earlier than then: all hosts answered a moment ago."""
 
     def check(self) -> None:
-        """Look now and then. Raises StuckError: a host is lost, and a rank has failed or all are silent; or a rank has
-        failed, and time is up."""
+        """Look now and then.
+
+        Raises StuckError: a host is lost, or ranks have not ended within their time after one of them failed.
+        Raises NotStartedError: no rank has started in time.
+        """
         now = time.monotonic()
         if now - self.looked_at < _LOOK_SECONDS or self.verdict:
             return
@@ -116,26 +165,51 @@ class Ending:
             self.asking.check()
         if self.renewal:
             self.renewal.check()
-        ranks, starter = self.logs.glob("rank-*.err"), self.logs.parent.glob(SIGN)
-        if not self.failed_at and (_any_says(ranks, FAILURE) or _any_says(starter, *_GIVES_UP)):
+        ends, starter = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(SIGN)
+        if not self.failed_at and (_any_says(ends, FAILURE) or _any_says(map(_read_end, starter), *_GIVES_UP)):
             self.failed_at = now
-        if _any_says(self.logs.glob("rank-*.err"), HANGS):
+        if _any_says(ends, HANGS):
             self.verdict, self.silent = self.look()
             raise StuckError("ranks that waited in vain were ended")
         since = now - self.failed_at if self.failed_at else 0.0
-        quiet = self._is_quiet(now)
-        if self.silent is None and self.asked is None and (quiet or since > _ASK_SECONDS):
-            self.asked = _begin(self.find_silent)
+        suspicion = self._suspect(now, ends)
+        asks = since > _ASK_SECONDS or bool(suspicion and now > self.ask_after)
+        if asks and self.silent is None and self.asked is None:
+            self.asked, self.suspicion = _begin(self.find_silent), suspicion or self.suspicion
         if self.asked and self.asked.done():
             self.silent = self.asked.result()
         if self.silent or since > _END_SECONDS:
-            why = f"within {since:.0f} s of a rank's failure" if since else "though no rank gives a sign of life"
+            why = f"within {since:.0f} s of a rank's failure" if since else f"though {self.suspicion}"
             raise StuckError(f"mpirun did not end {why}, so it was ended")
-        if self.silent is not None and not since:  # all hosts are there: ranks on other disks give no signs here
+        if self.silent is not None and not since:  # all hosts answer: ranks on other disks give no heartbeat here
             self.silent, self.asked, self.signed_at = None, None, now
+            self.ask_after = now + _ASK_AGAIN_SECONDS
+        if self.start_seconds and not self.has_started() and not since and now - self.begun > self.start_seconds:
+            raise NotStartedError(f"no rank has started within {self.start_seconds:.0f} s")
+
+    def _suspect(self, now: float, ends: Sequence[bytes]) -> str:
+        """Why a host may be lost; empty for no reason."""
+        if self._is_quiet(now):
+            return "no rank gives a sign of life"
+        if self.started < self.ranks:
+            starts = [_read_start(log) for log in list_error_logs(self.logs)]
+            self.started = sum(STARTED.encode() in start for start in starts)
+            if self.started < self.ranks and now - self.begun > _STARTS_SECONDS:
+                return f"{self.ranks - self.started} of {self.ranks} ranks have not started"
+            return ""
+        ended = sum(ENDED.encode() in end for end in ends)
+        if 0 < ended < self.ranks:
+            self.ended_at = self.ended_at or now
+            if now - self.ended_at > _ENDS_SECONDS:
+                return f"{self.ranks - ended} of {self.ranks} ranks have not ended"
+        return ""
+
+    def has_started(self) -> bool:
+        """Whether a rank has started, as far as its log tells."""
+        return self.started > 0 or any(log.stat().st_size for log in list_error_logs(self.logs))
 
     def _is_quiet(self, now: float) -> bool:
-        """Whether no rank has given a sign of life for long."""
+        """Whether no rank has given a heartbeat for long."""
         with suppress(OSError):
             sign = (self.logs.parent / SIGN).stat().st_mtime_ns
             if sign != self.sign:
@@ -147,6 +221,25 @@ class Ending:
         if self.asked:
             self.silent = self.asked.result()
         return self.silent or self.find_silent()
+
+
+@dataclass
+class HostWatch:
+    """Asks now and then whether all hosts answer, while one step on the head host prepares the run."""
+
+    find_silent: Callable[[], set[str]]
+    asked: Future[set[str]] | None = None
+    ask_after: float = field(default_factory=lambda: time.monotonic() + _ASK_AGAIN_SECONDS)
+
+    def check(self) -> None:
+        """Look now and then. Raises HostsLostError."""
+        now = time.monotonic()
+        if self.asked is None and now > self.ask_after:
+            self.asked = _begin(self.find_silent)
+        if self.asked and self.asked.done():
+            if silent := self.asked.result():
+                raise HostsLostError(silent)
+            self.asked, self.ask_after = None, now + _ASK_AGAIN_SECONDS
 
 
 def _begin(function: Callable[[], set[str]]) -> Future[set[str]]:
@@ -163,15 +256,20 @@ def _begin(function: Callable[[], set[str]]) -> Future[set[str]]:
     return found
 
 
-def _any_says(logs: Iterable[Path], *marks: str) -> bool:
-    """Whether one of the logs ends with a mark of failure."""
-    for log in logs:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 4096))
-            end = file.read()
-        if any(mark.encode() in end for mark in marks):
-            return True
-    return False
+def _read_end(log: Path) -> bytes:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _MARK_BYTES))
+        return file.read()
+
+
+def _read_start(log: Path) -> bytes:
+    with log.open("rb") as file:
+        return file.read(_MARK_BYTES)
+
+
+def _any_says(ends: Iterable[bytes], *marks: str) -> bool:
+    """Whether the end of one of the logs holds one of these marks."""
+    return any(mark.encode() in end for end in ends for mark in marks)
 
 
 def run_plan(
@@ -194,29 +292,40 @@ def run_plan(
     here = plan.whole.here
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
+    names = sorted(set(hosts))
+    watch = HostWatch(lambda: door.find_silent(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
-            _run_before(here(step), environ)
+            _run_before(here(step), environ, watch)
         write_plan(plan, run_dir)
     except BaseException as error:
         if not plan.resumed:
             execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
-        if isinstance(error, RuntimeError) and (silent := door.find_silent(sorted(set(hosts)))):
-            for line in (str(error).splitlines()[0], *name_absent([], hosts, silent)):
-                print(f"cpuft: {line}", file=sys.stderr, flush=True)
+        silent = error.silent if isinstance(error, HostsLostError) else set()
+        if isinstance(error, RuntimeError):
+            silent = door.find_silent(names)
+        if silent:
+            said = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
+            for line in (*said, *name_absent([], hosts, silent)):
+                _say(line)
             return AGAIN
         raise
     ((ranks,),) = plan.ranks
-    ending = _make_ending(plan, run_dir, hosts, door, asking)
+    ending = _make_watchdog(plan, run_dir, hosts, door, asking)
     return _run_ranks(here(ranks), ending, hosts, environ, seconds)
 
 
-def _make_ending(plan: RunPlan, run_dir: str, hosts: tuple[str, ...], door: Door, asking: StopRequest | None) -> Ending:
+def _make_watchdog(
+    plan: RunPlan, run_dir: str, hosts: tuple[str, ...], door: Door, asking: StopRequest | None
+) -> Watchdog:
     names = tuple(sorted(set(hosts)))
-    return Ending(
+    return Watchdog(
         Path(run_dir) / "logs",
         lambda: door.find_silent(names),
         lambda: look_at_hang(run_dir, hosts, door, _say),
+        len(hosts),
+        len(names) > 1,
+        _START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
         asking=asking,
         renewal=Renewal(plan.renewal, names, lambda host, words, limit: door.run(Host(host), words, "", limit), _say),
     )
@@ -239,10 +348,15 @@ def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
         raise CpuftError(f"the run's directory cannot be made ({said}): name a new one with --run-dir") from None
 
 
-def _run_before(step: Step, environ: Mapping[str, str]) -> None:
+def _run_before(step: Step, environ: Mapping[str, str], watch: Callable[[], None] = lambda: None) -> None:
+    waiting = execute.remind(lambda passed: _say(f"{step.why}: not finished after {passed:.0f} s"))
+
+    def look() -> None:
+        waiting()
+        watch()
+
     with execute.open_memory() as output:
-        waiting = execute.remind(lambda passed: _say(f"{step.why}: not finished after {passed:.0f} s"))
-        code = execute.run_step(step, environ, output, waiting)
+        code = execute.run_step(step, environ, output, look)
         output.seek(0)
         said = output.read().decode(errors="replace").strip()
     if code == _CHECK_FAILED:
@@ -252,39 +366,65 @@ def _run_before(step: Step, environ: Mapping[str, str]) -> None:
         raise RuntimeError(f"{step.why}: exit code {code}\n{said}")
 
 
-def _run_ranks(step: Step, ending: Ending, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float) -> int:
-    logs = ending.logs
-    tails = [Tail(logs / "rank-0.out", sys.stdout), Tail(logs / "rank-0.err", sys.stderr)]
-
-    def watch() -> None:
-        for tail in tails:
-            tail.copy()
-        ending.check()
-
-    stuck = False
-    with (logs.parent / SIGN).open("wb") as output:
-        try:
-            takes = ending.asking.takes if ending.asking else lambda signal_number: False
-            code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, seconds, takes)
-        except StuckError as error:
-            print(f"cpuft: {error}", file=sys.stderr)
-            stuck, code = True, 1
-        except TimeoutError as error:
-            raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
+def _run_ranks(
+    step: Step, watchdog: Watchdog, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float
+) -> int:
+    """Start mpirun, again if no rank starts, and wait for its end; returns the exit code of the run."""
+    logs, begun = watchdog.logs, time.monotonic()
+    for number in range(2, _MOST_STARTS + 2):
+        left = max(1.0, seconds - (time.monotonic() - begun)) if seconds else 0.0
+        code, stuck, nobody = _start_ranks(step, watchdog, environ, left)
+        if not nobody or number > _MOST_STARTS or (len(set(hosts)) > 1 and watchdog.find_silent()):
+            break
+        _say(f"{nobody}, though all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
+        watchdog = replace(watchdog, begun=time.monotonic(), start_seconds=2 * watchdog.start_seconds)
+        watchdog = replace(watchdog, failed_at=0.0, silent=None, asked=None)
     if not code:
         return 0
+    if nobody and stuck:
+        _say(f"{nobody}: does another program connect to mpirun's port? cpuft doctor looks for ports open to strangers")
     failures = read_failures(logs, hosts)
     if not stuck and ended_to_go_on(failures):
         return AGAIN
-    if ending.asking and ending.asking.signal_number == signal.SIGINT:
+    if watchdog.asking and watchdog.asking.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
-    silent = ending.name_silent()
+    silent = watchdog.name_silent()
     note_silent(logs, silent)
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
         raise DiskFullError(str(logs.parent))
     said, absent = (logs.parent / SIGN).read_text(errors="replace"), name_absent(failures, hosts, silent)
-    if ending.verdict and not silent:
-        absent = [ending.verdict.text]
+    if watchdog.verdict and not silent:
+        absent = [watchdog.verdict.text]
     print(describe_failures(failures, said, absent), file=sys.stderr, flush=True)
     return worst_exit_code(failures, AGAIN if silent else code)
+
+
+def _start_ranks(step: Step, watchdog: Watchdog, environ: Mapping[str, str], seconds: float) -> tuple[int, bool, str]:
+    """Start mpirun once, and wait for its end.
+
+    Returns
+    -------
+    Its exit code; whether it had to be ended; and if another start may help, because no rank started: what happened.
+    """
+    logs = watchdog.logs
+    tails = [Tail(logs / "rank-0.out", sys.stdout), Tail(logs / "rank-0.err", sys.stderr)]
+
+    def watch() -> None:
+        for tail in tails:
+            tail.copy()
+        watchdog.check()
+
+    with (logs.parent / SIGN).open("wb") as output:
+        try:
+            takes = watchdog.asking.takes if watchdog.asking else lambda signal_number: False
+            code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, seconds, takes)
+        except StuckError as error:
+            _say(str(error))
+            return 1, True, ""
+        except NotStartedError as error:
+            return 1, True, str(error)
+        except TimeoutError as error:
+            raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
+    nobody = code not in (0, *_CANNOT_RUN) and watchdog.several and not watchdog.has_started()
+    return code, False, f"mpirun ended (exit code {code}) before any rank had started" if nobody else ""

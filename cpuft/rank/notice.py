@@ -25,7 +25,7 @@ SIGN = "logs/mpirun.log"
 NOTICE = "CPUFT_NOTICE"
 SIGNAL = signal.SIGUSR1
 _LOOK_SECONDS = 1.0
-_NOTICE_EVERY, _SIGN_EVERY = 5, 20
+_NOTICE_EVERY, _SIGN_EVERY = 5, 5
 """Looks; EC2 gives a notice two minutes before the end."""
 _ANSWER_SECONDS = 2.0
 _METADATA = "/latest/meta-data/"

@@ -26,7 +26,9 @@ from cpuft.rank.notice import start_watch
 from cpuft.rank.world import World, is_of_srun, parse_world, world_variables
 from cpuft.words import unpack_words
 
-FAILURE = "cpuft-rank-failed:"
+FAILURE, STARTED, ENDED = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
+MARKS = (FAILURE, STARTED, ENDED)
+"""How lines of a rank's standard error begin that are for the launcher, and that users do not see on the screen."""
 OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: by the kernel's count no process was killed for memory"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -175,6 +177,7 @@ def main() -> None:
     allow_files()
     try:
         world = parse_world(os.environ)
+        print(f"{STARTED} rank {world.rank} on {hostname}", file=sys.stderr, flush=True)
         check_place(world, os.environ, hostname)
         cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
         if os.environ.get("CPUFT_PIN") == "rank" and cores:
@@ -187,6 +190,8 @@ def main() -> None:
     if code:
         print(format_failure(world, hostname, code), file=sys.stderr, flush=True)
         abort_job(os.environ, code)
+    else:
+        print(f"{ENDED} rank {world.rank} on {hostname}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

@@ -27,10 +27,10 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.stacks.verdict import Verdict
-from cpuft.launch.supervise import Ending, StuckError, Tail, run_plan
+from cpuft.launch.supervise import NotStartedError, StuckError, Tail, Watchdog, run_plan
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.notice import SIGN
-from cpuft.rank.process import format_failure, parse_failure, parse_missed
+from cpuft.rank.process import ENDED, STARTED, format_failure, parse_failure, parse_missed
 from cpuft.rank.reporting import HANGS
 from cpuft.rank.world import World
 from tests.conftest import Golden
@@ -245,7 +245,7 @@ def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answer
         asked.append("hosts")
         return set()
 
-    ending = Ending(tmp_path, find_silent, look)
+    ending = Watchdog(tmp_path, find_silent, look)
     with pytest.raises(StuckError, match="waited in vain"):
         ending.check()
     ending.looked_at = ending.failed_at = -100.0
@@ -266,7 +266,7 @@ def test_mpirun_that_has_lost_a_host_is_as_good_as_a_rank_that_failed(said: str,
     """In a job of Slurm's it would wait until that misses the host."""
     (tmp_path / "logs").mkdir()
     (tmp_path / SIGN).write_text(said, encoding="utf-8")
-    ending = Ending(tmp_path / "logs", set, lambda: (Verdict((), ""), set()))
+    ending = Watchdog(tmp_path / "logs", set, lambda: (Verdict((), ""), set()))
     ending.check()
     assert bool(ending.failed_at) == ends
 
@@ -281,7 +281,7 @@ def test_hosts_are_asked_when_no_rank_gives_a_sign_of_life(tmp_path: Path) -> No
         asked.append("hosts")
         return set()
 
-    ending = Ending(logs, find_silent, lambda: (Verdict((), ""), set()))
+    ending = Watchdog(logs, find_silent, lambda: (Verdict((), ""), set()))
 
     def look(quiet: float) -> None:
         ending.looked_at, ending.signed_at = 0.0, time.monotonic() - quiet
@@ -290,18 +290,117 @@ def test_hosts_are_asked_when_no_rank_gives_a_sign_of_life(tmp_path: Path) -> No
             time.sleep(0.01)
 
     look(0.0)  # the first sign
-    look(100.0)
+    look(20.0)
     os.utime(sign, (1.0, 1.0))  # another one
     look(1000.0)
     assert asked == []
     look(1000.0)
     look(0.0)
     assert (asked, ending.asked, ending.silent) == (["hosts"], None, None)
-    ending.asked = Future()
+    ending.asked, ending.suspicion = Future(), "no rank gives a sign of life"
     ending.asked.set_result({"node1"})
     with pytest.raises(StuckError, match="mpirun did not end though no rank gives a sign of life, so it was ended"):
         look(0.0)
     assert ending.name_silent() == {"node1"}
+
+
+def make_watchdog(logs: Path, silent: set[str], asked: list[str]) -> Watchdog:
+    """Of two ranks, whose hosts are asked at once when something looks wrong."""
+    logs.mkdir()
+
+    def find_silent() -> set[str]:
+        asked.append("hosts")
+        return silent
+
+    return Watchdog(logs, find_silent, lambda: (Verdict((), ""), set()), 2, True, 45.0)
+
+
+def check_after(watchdog: Watchdog, seconds: float) -> None:
+    """Look as if so much time had passed, and once more when all hosts have answered."""
+    watchdog.begun -= seconds
+    watchdog.ended_at -= seconds * bool(watchdog.ended_at)
+    for _ in range(2):
+        watchdog.looked_at = watchdog.ask_after = 0.0
+        watchdog.check()
+        if watchdog.asked:
+            watchdog.asked.result(30)
+
+
+def test_a_host_that_is_lost_before_its_rank_starts_is_noticed(tmp_path: Path) -> None:
+    asked = list[str]()
+    watchdog = make_watchdog(tmp_path / "logs", {"b"}, asked)
+    (tmp_path / "logs/rank-0.err").write_text(f"{STARTED} rank 0 on a\n")
+    check_after(watchdog, 5.0)
+    assert asked == []
+    with pytest.raises(StuckError, match="though 1 of 2 ranks have not started"):
+        check_after(watchdog, 6.0)
+
+
+def test_a_host_that_is_lost_while_the_run_is_saved_is_noticed(tmp_path: Path) -> None:
+    """The other ranks have ended, and mpirun waits for its rank."""
+    asked = list[str]()
+    watchdog = make_watchdog(tmp_path / "logs", {"b"}, asked)
+    for rank in range(2):
+        (tmp_path / f"logs/rank-{rank}.err").write_text(f"{STARTED} rank {rank} on {'ab'[rank]}\n")
+    check_after(watchdog, 100.0)
+    with (tmp_path / "logs/rank-0.err").open("a") as file:
+        file.write(f"step 9\n{ENDED} rank 0 on a\n")
+    check_after(watchdog, 1.0)
+    assert asked == []
+    with pytest.raises(StuckError, match="though 1 of 2 ranks have not ended"):
+        check_after(watchdog, 6.0)
+
+
+def test_ranks_that_do_not_start_though_all_hosts_answer_have_a_deadline(tmp_path: Path) -> None:
+    asked = list[str]()
+    watchdog = make_watchdog(tmp_path / "logs", set(), asked)
+    check_after(watchdog, 40.0)
+    assert asked
+    (tmp_path / "logs/rank-0.err").touch()
+    with pytest.raises(NotStartedError, match="no rank has started within 45 s"):
+        check_after(watchdog, 10.0)
+    (tmp_path / "logs/rank-0.err").write_text(f"{STARTED} rank 0 on a\n")
+    check_after(watchdog, 100.0)
+
+
+@pytest.mark.parametrize(
+    "script, code, starts",
+    [
+        ('echo x >>"$0/starts"; [ "$(wc -l <"$0/starts")" = 3 ] || sleep 60', 0, 3),
+        ('echo x >>"$0/starts"; sleep 60', 1, 3),
+        ('echo x >>"$0/starts"; [ "$(wc -l <"$0/starts")" = 2 ] || exit 255', 0, 2),
+        ('echo x >>"$0/starts"; exit 127', 127, 1),
+        ('echo x >>"$0/starts"; echo said >"$0/logs/rank-1.err"; exit 3', 3, 1),
+    ],
+    ids=["third start", "never", "closed connection", "no mpirun", "a rank failed"],
+)
+def test_mpirun_is_started_again_where_no_rank_starts(
+    script: str, code: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's connection to its port may hold up all ranks, or end mpirun."""
+    monkeypatch.setattr(supervise, "_START_LIMIT", 0.2)
+    monkeypatch.setattr(supervise, "_LOOK_SECONDS", 0.05)
+    run = tmp_path / "run"
+    make = Step("make the run's directory", ("mkdir", "-p", f"{run}/logs"))
+    plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
+    assert run_plan(plan, str(run), ("localhost", "127.0.0.1"), os.environ, 0.0, Door()) == code
+    assert len((run / "starts").read_text().split()) == starts
+
+
+def test_a_host_that_is_lost_while_rows_are_prepared_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The step on the master would take long, and nobody needs its rows."""
+    monkeypatch.setattr(supervise, "_ASK_AGAIN_SECONDS", 0.2)
+    run = tmp_path / "run"
+    make = Step("make the run's directory", ("mkdir", "-p", f"{run}/logs"))
+    prepare = Step("check and tokenise the rows", ("sleep", "60"))
+    plan = RunPlan(((make,),), prepare=((prepare,),), ranks=((Step("train", ("true",)),),))
+    begun = time.monotonic()
+    assert run_plan(plan, str(run), ("a", "b"), os.environ, 0.0, Lost()) == 75
+    assert time.monotonic() - begun < 30
+    named = "cpuft: host b does not answer, rank 1 was lost with it: look at it with cpuft doctor"
+    assert capfd.readouterr().err.splitlines() == [named]
 
 
 def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) -> None:
@@ -316,7 +415,7 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
     def look() -> tuple[Verdict, set[str]]:
         raise AssertionError("no rank hangs")
 
-    ending = Ending(tmp_path, find_silent, look)
+    ending = Watchdog(tmp_path, find_silent, look)
     ending.check()
     ending.looked_at = ending.failed_at = time.monotonic() - 1.0
     ending.check()
