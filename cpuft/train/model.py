@@ -42,6 +42,8 @@ SIZES: dict[str, dict[str, Any]] = {
 is BERT-base's."""
 # RoBERTa's kind counts places from the number after the one that pads.
 _PLACES_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")
+_TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
+"""Patterns of the files that hold a tokenizer's vocabulary. Other files, as tokenizer_config.json, hold none."""
 
 
 def find_model(name: str) -> str:
@@ -68,12 +70,14 @@ def name_model(config: TrainConfig) -> str:
     return config.from_config or config.model
 
 
-def load_settings(config: TrainConfig, head: Mapping[str, Any], words: int = 0, pad_id: int = 0) -> Any:
+def load_settings(config: TrainConfig, head: Mapping[str, Any], words: int = 0, pad_id: int = -1) -> Any:
     """The model's configuration, with the settings of its head.
 
     Parameters
     ----------
-    words, pad_id: of the tokenizer, for a model that is untrained. One of `SIZES` has so many words.
+    words: of the tokenizer, for a model that is untrained. One of `SIZES` has so many words.
+    pad_id: of the token that batches are padded with, by `choose_pad_id`. Some models need it to find the last token of
+        a text. -1 leaves a trained model's own, and is 0 for an untrained one.
 
     Raises CpuftError: there is none, or it makes no sense.
     """
@@ -87,11 +91,14 @@ def load_settings(config: TrainConfig, head: Mapping[str, Any], words: int = 0, 
         raise CpuftError(f"--from-config knows no {name!r}: {near_names(name, SIZES)}, or name a JSON file")
     try:
         if not name:
-            return transformers.AutoConfig.from_pretrained(source, **head)
+            settings = transformers.AutoConfig.from_pretrained(source, **head)
+            if pad_id >= 0:
+                settings.pad_token_id = pad_id
+            return settings
         values = SIZES[name] if name in SIZES else _read_values(name)
         size = {"vocab_size": words} if name in SIZES and words else {}
         return transformers.AutoConfig.for_model(
-            **{"model_type": "bert", **values, "pad_token_id": pad_id, **size, **head}
+            **{"model_type": "bert", **values, "pad_token_id": max(pad_id, 0), **size, **head}
         )
     except (OSError, ValueError) as error:
         raise CpuftError(_cannot_make(name, error) if name else _cannot_load(config.model, error)) from None
@@ -139,7 +146,34 @@ def check_tokenizer(config: TrainConfig, words: int) -> None:
         raise CpuftError(f"{name_model(config)} has places for {most} tokens: lower --max-length {config.max_length}")
 
 
-def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: int = 0, pad_id: int = 0) -> Any:
+def choose_pad_id(config: TrainConfig, tokenizer: Any, words: int = 0) -> int:
+    """Return the id of the token that batches are padded with.
+
+    It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text:
+    models that need the padding token look for the last token that is another one, and attention masks hide padding
+    from all others. RoBERTa's kind counts positions from its own padding token, which stays.
+
+    Raises CpuftError: neither the tokenizer nor the model knows such a token, or the model does not know this one.
+    """
+    settings = load_settings(config, {}, words)
+    own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
+    first = [own] if settings.model_type in _PLACES_AFTER_PAD else []
+    ends = ends if isinstance(ends, list) else [ends]
+    known = [one for one in (*first, tokenizer.pad_token_id, own, tokenizer.eos_token_id, *ends) if one is not None]
+    if not known:
+        raise CpuftError(
+            f"neither the tokenizer nor the configuration of {name_model(config)} names a padding token or a token "
+            f"that ends a text: set pad_token_id in its config.json"
+        )
+    if not 0 <= known[0] < settings.vocab_size:
+        raise CpuftError(
+            f"the padding token of {name_model(config)} has the id {known[0]}, and the model embeds the ids from 0 to "
+            f"{settings.vocab_size - 1} only: set pad_token in tokenizer_config.json to a token that the model knows"
+        )
+    return int(known[0])
+
+
+def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: int = 0, pad_id: int = -1) -> Any:
     """The encoder with a fresh head, fp32, on the CPU; untrained with `--from-config`, held by peft with `--lora`.
 
     Parameters
@@ -210,14 +244,37 @@ def load_tokenizer(name: str, words: bool = False) -> Any:
     import transformers
 
     source = find_model(name)
-    if not Path(source).is_dir():
+    if Path(source).is_dir():
+        _check_tokenizer_files(Path(source))
+    else:
         print(f"looking for model {name} at the Hugging Face hub", file=sys.stderr, flush=True)
         find_hub_problem()
     try:
         # RoBERTa's would take each word for the first of a text; those that know no such option leave it be.
-        return transformers.AutoTokenizer.from_pretrained(source, **({"add_prefix_space": True} if words else {}))
+        more = {"add_prefix_space": True} if words else {}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **more)
     except (OSError, ValueError) as error:
         raise CpuftError(_cannot_load(name, error)) from None
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
+        raise CpuftError(
+            f"the tokenizer of {name} knows nothing but its special tokens, so that every text would be unknown: save "
+            f"the tokenizer that the model was made with there, or name a folder or hub model with it by --tokenizer"
+        )
+    return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Raises CpuftError: the folder holds no tokenizer. transformers would make one that knows no word."""
+    missing = ""
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        missing = "no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) or SentencePiece *.model"
+    elif {"vocab.json"} == {"vocab.json", "merges.txt", "tokenizer.json"} & {path.name for path in folder.iterdir()}:
+        missing = "vocab.json without merges.txt, and no tokenizer.json"
+    if missing:
+        raise CpuftError(
+            f"the folder {folder} holds no whole tokenizer ({missing}): save the tokenizer that the model was made "
+            f"with there (tokenizer.save_pretrained), or name a folder or hub model that has it by --tokenizer"
+        )
 
 
 def _cannot_load(name: str, error: Exception) -> str:

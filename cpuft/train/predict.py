@@ -34,7 +34,7 @@ from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens, tokenize
 from cpuft.train.data.rows import name_tests, read_as_glue, read_splits
 from cpuft.train.data.tasks import TASKS, Rows, Task
 from cpuft.train.imports import hurry, settle
-from cpuft.train.model import load_tokenizer
+from cpuft.train.model import choose_pad_id, load_tokenizer
 from cpuft.train.progress import format_metrics
 
 _KINDS = {
@@ -119,7 +119,8 @@ def predict(asked: PredictConfig) -> None:
     tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
     splits_seen = {suffix: number_words(rows) if task.kind == "tags" else rows for suffix, rows in splits.items()}
     tokens = {suffix: tokenize(rows, tokenizer, run.train.max_length, task) for suffix, rows in splits_seen.items()}
-    prepared = Prepared(task.labels, task.metrics, "", tokenizer.pad_token_id or 0, tokens[""], tokens, task.kind)
+    pad_id = choose_pad_id(replace(run.train, model=str(run.model), from_config=""), tokenizer)
+    prepared = Prepared(task.labels, task.metrics, "", pad_id, tokens[""], tokens, task.kind)
     outputs, found = answer(asked, run, prepared, splits)
     for suffix, rows in splits.items():
         test = asked.split == "test"

@@ -41,7 +41,7 @@ from cpuft.train.checkpoint.keeper import Keeper, find_keepers
 from cpuft.train.checkpoint.model import save_model
 from cpuft.train.checkpoint.resuming import Past, resume
 from cpuft.train.checkpoint.state import State
-from cpuft.train.data.prepare import Prepared, describe_data, prepare, read_prepared
+from cpuft.train.data.prepare import Prepared, describe_data, prepare, read_prepared, warn_of_unknown
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
@@ -116,6 +116,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         story.progress.begin(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         story.progress.note(describe_data(prepared, config))
         story.progress.note(f"fast path: {header.fast_path}")
+        if unknown := warn_of_unknown(prepared):
+            story.progress.note(unknown)
         if why_slow:
             story.progress.note(why_slow)
         if loop.rung_reason:

@@ -60,6 +60,18 @@ def save_tiny(folder: Path) -> str:
     return str(folder)
 
 
+def save_tokenizer(folder: Path, **special: str) -> None:
+    """MiniLM's tokenizer with these special tokens only, in the place of the one in the folder."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+        (folder / name).unlink(missing_ok=True)
+    own = Tokenizer.from_file(str(Path(find_model("minilm"), "tokenizer.json")))
+    own.no_padding()
+    PreTrainedTokenizerFast(tokenizer_object=own, **special).save_pretrained(folder)
+
+
 def make_config(folder: Path, kind: str, **options: Any) -> TrainConfig:
     """Learns rows of a kind, in some dozens of steps."""
     usual: dict[str, Any] = {"max_steps": 60, "batch_size": 16, "learning_rate": 5e-3, "dropout": 0.0, "max_length": 32}

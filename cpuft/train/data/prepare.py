@@ -35,11 +35,13 @@ from cpuft.train.data.texts import Packer, divide, pack, sort_words, survey
 from cpuft.train.data.vocabulary import choose_tokenizer, count_words, digest_tokenizer, is_checked, name_tokenizer
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
-from cpuft.train.model import check_tokenizer, check_untrained, find_model
+from cpuft.train.model import check_tokenizer, check_untrained, choose_pad_id, find_model, load_settings, name_model
 
-FORMAT = 5
+FORMAT = 6
 _NONE: NDArray[Any] = np.zeros(0, np.int8)
 UNKNOWN = -1
+MOST_UNKNOWN = 0.05
+"""Share of the training texts' tokens that may be unknown without a warning."""
 _MOST_NAMED = 10
 """Classes whose names and counts `describe_data` lists."""
 UNTAGGED = -100
@@ -100,6 +102,8 @@ class Prepared:
     """Name of the column that holds the label; empty where there is none."""
     cut: int = UNKNOWN
     """Training examples that were longer than the maximum length and lost their ends, or UNKNOWN."""
+    unknown: float = 0.0
+    """Share of the training texts' tokens that the tokenizer does not know."""
 
 
 def checksum_rows(data: Data, config: TrainConfig) -> str:
@@ -175,8 +179,9 @@ def prepare(config: TrainConfig) -> Path:
     tokenizer, made = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     parts = {"train": data.train, **{f"validation{name}": rows for name, rows in data.validation.items()}}
     found = {key: tokenize_and_count(rows, tokenizer, config.max_length, data.task) for key, rows in parts.items()}
-    meta = _describe(data.task, list(data.validation), tokenizer, made, checksum) | {"cut": found["train"][1]}
-    _write(path, meta, {key: tokens for key, (tokens, _) in found.items()}, {})
+    splits = {key: tokens for key, (tokens, _) in found.items()}
+    meta = _describe(config, data.task, tokenizer, made, checksum, splits) | {"cut": found["train"][1]}
+    _write(path, meta, splits, {})
     return path
 
 
@@ -205,7 +210,7 @@ def _prepare_texts(config: TrainConfig) -> Path:
         if not all(map(len, splits.values())):
             too_few = f"of {counted(corpus.pieces, 'line')} of {config.train_file} none can be held out"
             raise CpuftError(f"{too_few}: name more texts, or --validation-file")
-        meta = _describe(TASKS["text"], [""], tokenizer, made, checksum) | {"cut": 0}
+        meta = _describe(config, TASKS["text"], tokenizer, made, checksum, splits) | {"cut": 0}
         _write(path, meta, splits, {"word_kinds": sort_words(tokenizer)})
     return path
 
@@ -217,12 +222,48 @@ def _check_fit(config: TrainConfig, path: Path) -> Path:
     return path
 
 
-def _describe(task: Task, validation: list[str], tokenizer: Any, made: str, checksum: str) -> dict[str, Any]:
-    """What the archive has beside the rows."""
-    ids = {"pad_id": tokenizer.pad_token_id or 0, "mask_id": tokenizer.mask_token_id or 0}
+def _describe(
+    config: TrainConfig, task: Task, tokenizer: Any, made: str, checksum: str, splits: dict[str, Tokens]
+) -> dict[str, Any]:
+    """What the archive has beside the rows. Raises CpuftError: the model cannot take these tokens."""
+    words = count_words(tokenizer)
+    most, largest = load_settings(config, {}, words).vocab_size, max(_find_largest(one.ids) for one in splits.values())
+    if largest >= most:
+        raise CpuftError(
+            f"the tokenizer makes tokens with ids up to {largest}, and {name_model(config)} embeds the ids from 0 to "
+            f"{most - 1} only: name the tokenizer that the model was made with by --tokenizer"
+        )
+    unknown = _find_unknown(splits["train"].ids, tokenizer)
+    if unknown == 1:
+        raise CpuftError(
+            f"the tokenizer of {name_tokenizer(config)} knows no token of the training texts: name the tokenizer that "
+            f"the model was made with by --tokenizer"
+        )
+    validation = [key.removeprefix("validation") for key in splits if key != "train"]
+    ids = {"pad_id": choose_pad_id(config, tokenizer, words), "mask_id": tokenizer.mask_token_id or 0}
     told = {"kind": task.kind, "labels": task.labels, "metrics": task.metrics, "validation": validation}
     told |= {"texts": task.texts, "label": task.label}
-    return {**told, **ids, "checksum": checksum, "words": count_words(tokenizer), "tokenizer": made}
+    return {**told, **ids, "unknown": unknown, "checksum": checksum, "words": words, "tokenizer": made}
+
+
+def _split(ids: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """Parts of token ids that may be more than memory holds."""
+    return [ids[start : start + 2**24] for start in range(0, len(ids), 2**24)]
+
+
+def _find_largest(ids: NDArray[np.int32]) -> int:
+    return max((int(part.max()) for part in _split(ids)), default=0)
+
+
+def _find_unknown(ids: NDArray[np.int32], tokenizer: Any) -> float:
+    """The share of tokens that the tokenizer does not know, among all that stand for a text."""
+    unknown, named = tokenizer.unk_token_id, tokenizer
+    others = {named.pad_token_id, named.bos_token_id, named.eos_token_id, named.cls_token_id, named.sep_token_id}
+    if unknown is None or unknown in others:  # GPT-2 takes the end of a text for it, and knows all bytes
+        return 0.0
+    special = np.asarray(sorted({*tokenizer.all_special_ids} - {unknown}), np.int32)
+    texts = sum(np.count_nonzero(~np.isin(part, special)) for part in _split(ids))
+    return sum(np.count_nonzero(part == unknown) for part in _split(ids)) / max(1, texts)
 
 
 def _write(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
@@ -251,7 +292,7 @@ def read_prepared(path: str) -> Prepared:
         validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
         values = (tuple(meta["labels"]), tuple(meta["metrics"]), meta["checksum"], meta["pad_id"], splits["train"])
         told = (meta["kind"], meta["mask_id"], arrays.get("word_kinds", _NONE), meta["words"], meta["tokenizer"])
-        return Prepared(*values, validation, *told, tuple(meta["texts"]), meta["label"], meta["cut"])
+        return Prepared(*values, validation, *told, tuple(meta["texts"]), meta["label"], meta["cut"], meta["unknown"])
     except Exception as error:  # zipfile and NumPy raise whatever their layers raise
         raise CpuftError(f"{path} is no prepared data ({error!r}): remove it, and start again") from None
 
@@ -271,6 +312,17 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
         some = f"{share:.1%}".replace("%", " %") if share >= 0.001 else f"{prepared.cut}"
         parts.append(f"{some if prepared.cut else 'none'} of the examples cut at --max-length {config.max_length}")
     return "; ".join(parts)
+
+
+def warn_of_unknown(prepared: Prepared) -> str:
+    """Warn that the tokenizer does not know many of the training texts' tokens; empty where it knows enough."""
+    if prepared.unknown <= MOST_UNKNOWN:
+        return ""
+    return (
+        f"warning: {prepared.unknown:.0%} of the tokens of the training texts are unknown to the tokenizer (more than "
+        f"{MOST_UNKNOWN:.0%}): the model cannot tell them apart; name a tokenizer for these texts by --tokenizer, or a "
+        f"--model that was made for them"
+    )
 
 
 def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:

@@ -8,10 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.files import cache_folder, hash_text, write_text
+from cpuft.loader import load, parse_json
 from cpuft.options.fields import TrainConfig
 from cpuft.train.model import check_tokenizer, find_model, load_settings, load_tokenizer
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "spm.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+)
 _SPECIAL = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -34,13 +47,24 @@ def is_checked(config: TrainConfig) -> bool:
 
 
 def digest_tokenizer(config: TrainConfig) -> bytes:
-    """All that decides which tokenizer it is, but for texts that one is made of."""
+    """All that decides which tokenizer it is, but for texts that one is made of, and what batches are padded with."""
     name = name_tokenizer(config)
     if not name:
         return repr((config.from_config, config.vocabulary)).encode()
     folder = Path(find_model(name))
     files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in _FILES]
-    return b"".join([name.encode() if not folder.is_dir() else b"", *files])
+    return b"".join([name.encode() if not folder.is_dir() else b"", *files, _digest_settings(config)])
+
+
+def _digest_settings(config: TrainConfig) -> bytes:
+    """What `choose_pad_id` and the check of token ids read of the model's configuration, where it is here."""
+    path = Path(config.from_config) if config.from_config else Path(find_model(config.model), "config.json")
+    try:
+        settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
+        names = ("model_type", "pad_token_id", "eos_token_id", "vocab_size")
+        return repr([settings.get(name) for name in names]).encode()
+    except (OSError, ValueError):  # a hub name, or one of SIZES
+        return (config.from_config or config.model).encode()
 
 
 def choose_tokenizer(
