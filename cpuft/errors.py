@@ -17,12 +17,9 @@ import cpuft
 AGAIN = 75
 """Exit code EX_TEMPFAIL of sysexits.h: not the job's own fault, and `cpuft launch --resume` goes on with it."""
 
-NOT_STORED = 74
-"""Exit code EX_IOERR of sysexits.h: this machine could not store what was sent to it."""
-
-FULL = 74
-"""Exit code EX_IOERR of sysexits.h: a disk became full while a run went on, and nothing is wrong with its options."""
-
+NOT_STORED = FULL = 74
+"""Exit code EX_IOERR of sysexits.h: this machine could not store the results that hosts sent, or a disk became full
+while a run went on; nothing is wrong with the run's options."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Where PyTorch's builds without CUDA are: PyPI's for x86 bring several GB of CUDA libraries."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cpuft.cli import cli
 from cpuft.errors import CpuftError
 from cpuft.execute import run_stage
 from cpuft.hosts.cluster import Access, Assignment, Cluster
@@ -29,6 +30,8 @@ from cpuft.launch.inputs import (
     recall_named,
     remember_named,
 )
+from cpuft.launch.job import Job
+from cpuft.launch.resume import Resumed
 from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Step
 
@@ -141,6 +144,31 @@ def test_what_the_user_named_is_remembered_on_this_machine_until_the_run_has_end
     remember_named("/runs/run", (), environ)
     assert not kept.exists()
     remember_named("/runs/run", {"x"}, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
+
+
+@pytest.mark.parametrize("asked", [(), ("--train-file", "rows.csv")])
+def test_resume_may_send_what_is_named_now_or_was_at_the_start(
+    work: Path, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch itself, up to its plan."""
+    monkeypatch.setenv("CPUFT_STATE", str(work / "state"))
+    resumed = Resumed(str(work / "run"), TrainConfig(task="files", train_file="rows.csv", model="model"), 1)
+    jobs = list[Job]()
+
+    def plan_run(job: Job, *others: object) -> None:
+        jobs.append(job)
+        raise CpuftError("that is enough")
+
+    monkeypatch.setattr("cpuft.launch.resume.gather_resumed", lambda *given: resumed)
+    monkeypatch.setattr("cpuft.hosts.cluster.gather_cluster", lambda *given: AWAY)
+    monkeypatch.setattr("cpuft.launch.job.plan_run", plan_run)
+    for remembered in (set(), {str(work / "model")}):
+        remember_named(resumed.run_dir, remembered, os.environ)
+        with pytest.raises(CpuftError, match="that is enough"):
+            cli.main(["launch", "--resume", "run", *asked], standalone_mode=False)
+        assert jobs[-1].named == frozenset({*remembered, *([str(work / "rows.csv")] if asked else [])})
+        assert jobs[-1].train.train_file == "rows.csv"
+    monkeypatch.delenv("CPUFT_STATE")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
     Raises CpuftError: nothing was measured.
     """
     if not timings:
-        raise CpuftError("no backend could be measured: run `cpuft doctor`, or give one with --backend gloo")
+        error = CpuftError("no backend could be measured: run `cpuft doctor`, or give one with --backend gloo")
+        error.exit_code = 1  # gloo always can be, unless another program wrote to the store: the next start may succeed
+        raise error
     seconds = {name: statistics.median(second for second, _ in found) for name, found in timings.items()}
     busy = {name: statistics.median(share for _, share in found) for name, found in timings.items()}
     costs = {name: seconds[name] * (1 + busy[name]) for name in timings}
