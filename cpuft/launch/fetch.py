@@ -87,10 +87,13 @@ def fetch(run_dir: Path, command: Sequence[str], merge: bool) -> list[str]:
     CpuftError: the command failed.
     NotStored: the archive is incomplete or leads out of the folder, or this machine's disk does not take it.
     """
+    run_dir = Path(os.path.realpath(run_dir))
+    # On the disk of the run's folder, which may be a link to another disk or a mount point.
+    place = run_dir if merge and run_dir.is_dir() else run_dir.parent
     try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(run_dir.parent)
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=run_dir.parent))
+        place.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(place)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)

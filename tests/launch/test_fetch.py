@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -128,6 +129,16 @@ def test_a_resumed_run_is_merged_and_whatever_is_in_the_way_is_kept(tmp_path: Pa
         **dict.fromkeys(("logs-1/rank-0.out", "logs-2/rank-0.out", "only-here"), "older"),
         **dict.fromkeys(("out.old-1", "model.old-1/weights"), "older"),
     }
+
+
+def test_a_run_whose_folder_the_user_put_on_another_disk_is_merged_there(tmp_path: Path, run: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        run.parent.mkdir()
+        run.symlink_to(disk)
+        fetch.fetch(run, send(tmp_path, member("a", "text")), True)
+        assert tree(Path(disk)) == tree(run) == {"a": "text"}
+        assert run.is_symlink()
+        assert os.listdir(disk) == ["a"]
 
 
 def test_what_a_killed_fetch_left_is_removed_and_a_fetch_that_runs_is_not_disturbed(tmp_path: Path, run: Path) -> None:
