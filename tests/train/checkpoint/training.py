@@ -86,7 +86,10 @@ def make_loop(world: World, dropout: float) -> Loop:
         make_tokens([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9, 2, 6], types=False), labels=np.linspace(-1, 1, 13).astype("f4")
     )
     prepared = Prepared((), (), HEADER.data, 0, tokens, {"": tokens})
-    return Loop(Reader(dropout), Reading(), CONFIG, prepared, "fp32", world, global_batch=GLOBAL_BATCH)
+    objective = Reading()
+    loop = Loop(Reader(dropout), objective, CONFIG, prepared, "fp32", world, global_batch=GLOBAL_BATCH)
+    objective.rows.clear()  # the loop looks once how the model uses its embedding
+    return loop
 
 
 def go(loop: Loop, keeper: Keeper | None = None) -> dict[str, Any]:
