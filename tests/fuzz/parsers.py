@@ -148,8 +148,11 @@ def _make_archive() -> str:
     meta = {**task, "checksum": "0", "pad_id": 0, "mask_id": 0, "words": 9, "tokenizer": "", "validation": [""]}
     meta |= {"texts": ["text"], "label": "label", "cut": 0}
     tokens = {"ids": [5, 6], "types": [0, 0], "offsets": [0, 2], "labels": [1]}
+    types = {"ids": np.int32, "types": np.int8, "offsets": np.int64, "labels": np.float32}
     arrays = {
-        f"{split}.{name}": np.asarray(value) for split in ("train", "validation") for name, value in tokens.items()
+        f"{split}.{name}": np.asarray(value, types[name])
+        for split in ("train", "validation")
+        for name, value in tokens.items()
     }
     file = io.BytesIO()
     np.savez(file, meta=np.asarray(json.dumps(meta)), **arrays)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import zipfile
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -218,7 +219,7 @@ def _prepare_texts(config: TrainConfig) -> Path:
 def _check_fit(config: TrainConfig, path: Path) -> Path:
     """What was prepared for any model, where it fits this one. Raises CpuftError: it does not."""
     if is_checked(config):
-        check_tokenizer(config, map_archive(str(path))[0]["words"])
+        check_tokenizer(config, read_prepared(str(path)).words)
     return path
 
 
@@ -286,7 +287,7 @@ def read_prepared(path: str) -> Prepared:
     try:
         meta, arrays = map_archive(path)
         splits = {
-            key: Tokens(*(arrays[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels")))
+            key: _check_tokens(Tokens(*(arrays[f"{key}.{name}"] for name in ("ids", "types", "offsets", "labels"))))
             for key in ("train", *(f"validation{name}" for name in meta["validation"]))
         }
         validation = {name: splits[f"validation{name}"] for name in meta["validation"]}
@@ -354,6 +355,26 @@ def _is_number(text: str) -> bool:
         return False
 
 
+_KINDS: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
+    "ids": ((np.int32, 1),),
+    "types": ((np.int8, 1),),
+    "offsets": ((np.int64, 1),),
+    "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int8, 1)),
+    "word_kinds": ((np.int8, 1),),
+}
+"""Type and number of axes that arrays of an archive may have, by the last part of their names."""
+
+
+def _check_tokens(tokens: Tokens) -> Tokens:
+    """The tokens, when their arrays fit each other. Raises ValueError: they do not."""
+    offsets, size = tokens.offsets, len(tokens.ids)
+    if not len(offsets) or offsets[0] or offsets[-1] != size or (np.diff(offsets) < 0).any():
+        raise ValueError("the examples' offsets do not fit the token ids")
+    if len(tokens.types) not in (0, size) or len(tokens.labels) not in (0, size, len(tokens)):
+        raise ValueError("token types or labels are not as many as tokens or examples")
+    return tokens
+
+
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What JSON holds in the array `meta`, and all others, mapped. Raises whatever NumPy, zipfile and JSON do."""
     with np.load(path, allow_pickle=False) as archive:
@@ -368,7 +389,13 @@ def _map(path: str, archive: Any, name: str) -> Any:
         # A file in an archive begins with 30 bytes, the last four of which say how long the two texts after them are.
         file.seek(sum(struct.unpack("<26xHH", file.read(30))), os.SEEK_CUR)
         np.lib.format.read_magic(file)
-        shape, _, kind = np.lib.format.read_array_header_1_0(file)
+        shape, by_columns, kind = np.lib.format.read_array_header_1_0(file)
+        # A memory map would take an object array's bytes for pointers, and packed ones for numbers.
+        kinds = _KINDS.get(name.rpartition(".")[2], ())
+        if not any(kind == allowed and len(shape) == axes for allowed, axes in kinds):
+            raise ValueError(f"array {name!r:.60} of type {kind!s:.60} and {len(shape)} axes is none of ours")
+        if by_columns or archive.zip.getinfo(f"{name}.npy").compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"array {name!r:.60} is compressed, or not stored row by row")
         return np.memmap(path, kind, "r", file.tell(), shape) if np.prod(shape) else np.zeros(shape, kind)
 
 

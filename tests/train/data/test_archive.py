@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cpuft.train.data.prepare import map_archive
+from cpuft.errors import CpuftError
+from cpuft.train.data.prepare import map_archive, read_prepared
 
 ARRAYS: dict[str, Any] = {
     "a.ids": np.arange(1000, dtype=np.int32),
     "a.types": np.zeros(0, np.int8),
-    "odd": np.arange(3, dtype=np.int8),
+    "word_kinds": np.arange(3, dtype=np.int8),
     "offsets": np.arange(7, dtype=np.int64),
     "labels": np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3),
 }
@@ -28,4 +30,57 @@ def test_arrays_come_back_and_stay_on_the_disk(tmp_path: Path) -> None:
         assert (found[name].dtype, found[name].tolist()) == (array.dtype, array.tolist())
         assert isinstance(found[name], np.memmap) == bool(array.size)
     with pytest.raises(ValueError, match="read-only"):
-        found["odd"][0] = 1
+        found["word_kinds"][0] = 1
+
+
+TOKENS: dict[str, Any] = {
+    "ids": np.arange(4, dtype=np.int32),
+    "types": np.zeros(4, np.int8),
+    "offsets": np.asarray([0, 1, 4]),
+    "labels": np.zeros(2, np.float32),
+}
+META: dict[str, Any] = {
+    "kind": "class",
+    "labels": ["a", "b"],
+    "metrics": ["accuracy"],
+    "validation": [""],
+    "checksum": "0",
+}
+META |= {"pad_id": 0, "mask_id": 0, "words": 9, "tokenizer": "", "texts": ["text"], "label": "label", "cut": 0}
+
+
+def save(path: Path, changes: dict[str, Any], compress: bool = False) -> str:
+    arrays = {f"{split}.{name}": value for split in ("train", "validation") for name, value in TOKENS.items()}
+    (np.savez_compressed if compress else np.savez)(path, meta=np.asarray(json.dumps(META)), **{**arrays, **changes})
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name, array, problem",
+    [
+        # As a memory map these would be taken for pointers.
+        ("train.ids", np.asarray([{}, "x", 1, 2], object), r"array 'train\.ids' of type object and 1 axes is none of"),
+        ("train.labels", np.asarray([[], {}], object), r"array 'train\.labels' of type object"),
+        ("others.x", np.asarray([{}], object), r"array 'others\.x' of type object"),
+        ("train.ids", np.arange(4), r"array 'train\.ids' of type int64"),
+        ("train.ids", np.zeros((2, 2), np.int32), r"array 'train\.ids' of type int32 and 2 axes"),
+        ("train.ids", np.zeros(4, [("a", "<i4")]), r"array 'train\.ids' of type \[\('a', '<i4'\)\]"),
+        ("train.labels", np.asfortranarray(np.zeros((2, 3), np.float32)), "or not stored row by row"),
+        ("train.offsets", np.asarray([0, 9, 4]), "the examples' offsets do not fit the token ids"),
+        ("train.offsets", np.asarray([0, 1, 5]), "the examples' offsets do not fit the token ids"),
+        ("train.offsets", np.asarray([-1, 1, 4]), "the examples' offsets do not fit the token ids"),
+        ("train.types", np.zeros(3, np.int8), "token types or labels are not as many"),
+        ("train.labels", np.zeros(3, np.float32), "token types or labels are not as many"),
+    ],
+)
+def test_arrays_of_other_types_and_sizes_are_refused(name: str, array: Any, problem: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "x.npz", {name: array})
+    with pytest.raises(CpuftError, match=rf"x\.npz is no prepared data \(.*{problem}.*\): remove it, and start again"):
+        read_prepared(path)
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    """Its bytes are no numbers that could be mapped."""
+    assert len(read_prepared(save(tmp_path / "x.npz", {})).train) == 2
+    with pytest.raises(CpuftError, match=r"x\.npz is no prepared data"):
+        read_prepared(save(tmp_path / "x.npz", {}, compress=True))
