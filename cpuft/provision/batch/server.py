@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
@@ -22,8 +23,11 @@ from cpuft.streams import notice_silence
 Answer = Callable[[paramiko.Channel, str], None]
 """What is done about a command, in a thread of its own."""
 Say = Callable[[str], object]
-PROOF_SECONDS, _STRANGERS, _STRANGERS_BYTES = 10.0, 64, 1 << 16
-"""Who has not proved yet to hold the key: how long that may take, how many there may be, what they may send."""
+PROOF_SECONDS, _STRANGERS, _STRANGERS_BYTES = 10.0, 256, 1 << 16
+"""Connections that have not proved yet to hold the key: how long that may take, how many of them there may be at a
+time, and how many bytes each may send."""
+_GREETING_SECONDS = 3.0
+"""Within which a connection must have sent its first byte: ssh clients send their version at once."""
 _TOLD = 5
 _SOON, _END_SECONDS = 0.01, 8.0
 _POLL_SECONDS = 0.02
@@ -38,7 +42,10 @@ class Server:
     place: address and port, the only ones that it listens on; port 0 for any.
     keys: its own key, and that of whoever may log in.
     say: told of the first refused connections.
-    seconds: within which a stranger has to prove to hold the key.
+    seconds: within which a connection has to prove to hold the key.
+
+    Each connection has a thread. Of more than `_STRANGERS` unproved ones the oldest of the busiest address is dropped:
+    connections that stay silent cannot keep a node out, which needs less than a second for its proof.
     """
 
     def __init__(
@@ -48,7 +55,11 @@ class Server:
         self._keys, self._answer, self._say, self._seconds = keys, answer, say, seconds
         self._listener = socket.create_server(place, backlog=1024)
         self.port: int = self._listener.getsockname()[1]
-        self._strangers, self._closed, self._refused = threading.Semaphore(_STRANGERS), False, 0
+        self._closed, self._refused = False, 0
+        self._strangers: dict[socket.socket, str] = {}
+        """Connections without a proof yet, the oldest first, each with its address."""
+        self._lock = threading.Lock()
+        """Held by whoever reads or changes `_strangers`."""
         self._transports: list[paramiko.Transport] = []
         self._answers: list[threading.Thread] = []
         threading.Thread(target=self._accept, name="cpuft-batch", daemon=True).start()
@@ -76,20 +87,39 @@ class Server:
             except OSError:  # closed, or no descriptor is left for now
                 time.sleep(_POLL_SECONDS)
                 continue
+            self._admit(connection, address)
             threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
+
+    def _admit(self, connection: socket.socket, address: str) -> None:
+        """Count a new connection among the unproved ones, and drop the one that gives way to it."""
+        with self._lock:
+            self._strangers[connection] = address
+            if len(self._strangers) <= _STRANGERS:
+                return
+            busiest, _ = Counter(self._strangers.values()).most_common(1)[0]
+            oldest = next(one for one, whose in self._strangers.items() if whose == busiest)
+            del self._strangers[oldest]
+        with suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+
+    def _forget(self, connection: socket.socket) -> None:
+        """No longer count a connection among the unproved ones."""
+        with self._lock:
+            self._strangers.pop(connection, None)
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         """A connection, from its first byte to its last."""
         transport = None
         with closing(connection), suppress(OSError, EOFError, paramiko.SSHException):
-            notice_silence(connection)
-            if self._strangers.acquire(blocking=False):
-                try:
+            try:
+                notice_silence(connection)
+                connection.settimeout(min(_GREETING_SECONDS, self._seconds))
+                if connection.recv(1, socket.MSG_PEEK):
                     bounded: Any = _Bounded(connection, lambda: _is_known(transport))
                     transport = paramiko.Transport(bounded)
-                    self._wait_for_proof(transport)
-                finally:
-                    self._strangers.release()
+                    self._wait_for_proof(transport, lambda: self._forget(connection))
+            finally:
+                self._forget(connection)
             if transport and _is_known(transport):
                 transport.join()
                 return
@@ -106,10 +136,10 @@ class Server:
         timer.start()
         self._answers.append(timer)
 
-    def _wait_for_proof(self, transport: paramiko.Transport) -> None:
+    def _wait_for_proof(self, transport: paramiko.Transport, proved: Callable[[], object]) -> None:
         transport.add_server_key(self._keys.server)
         self._transports.append(transport)
-        transport.start_server(threading.Event(), _Interface(self._keys.client, self._begin))
+        transport.start_server(threading.Event(), _Interface(self._keys.client, self._begin, proved))
         end = time.monotonic() + self._seconds
         while transport.is_alive() and not _is_known(transport) and time.monotonic() < end:
             transport.join(_POLL_SECONDS)
@@ -140,14 +170,17 @@ class _Bounded:
 class _Interface(paramiko.ServerInterface):
     """Commands for whoever holds the key, and nothing else: no shell, terminal or forwarding."""
 
-    def __init__(self, client: paramiko.PKey, answer: Answer) -> None:
-        self._client, self._answer = client, answer
+    def __init__(self, client: paramiko.PKey, answer: Answer, proved: Callable[[], object]) -> None:
+        self._client, self._answer, self._proved = client, answer, proved
 
     def get_allowed_auths(self, username: str) -> str:
         return "publickey"
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
-        return int(common.AUTH_SUCCESSFUL if key == self._client else common.AUTH_FAILED)
+        if key != self._client:
+            return int(common.AUTH_FAILED)
+        self._proved()  # before the client hears of it: from then on it must not be dropped
+        return int(common.AUTH_SUCCESSFUL)
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         refused = common.OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED

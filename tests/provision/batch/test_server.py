@@ -171,6 +171,25 @@ def test_who_says_nothing_does_not_stay(site: Site) -> None:
     assert site.heard.wait(10)
 
 
+@pytest.mark.parametrize("data", [b"", BANNER], ids=("silent", "a greeting and no more"))
+def test_a_crowd_that_proves_nothing_keeps_no_node_out(data: bytes) -> None:
+    """With seconds to go for each of them, and from the node's own address."""
+    served: list[str] = []
+    server = Server(("127.0.0.1", 0), KEYS, lambda channel, line: run_command(ENVIRON, channel, line), served.append)
+    crowd = []
+    try:
+        with session(socket.create_connection(("127.0.0.1", server.port))) as early:
+            for _ in range(300):
+                crowd.append(socket.create_connection(("127.0.0.1", server.port)))
+                crowd[-1].sendall(data)
+            with session(socket.create_connection(("127.0.0.1", server.port))) as late:
+                assert [ask(one, "exit 3")[0] for one in (late, early)] == [3, 3]
+    finally:
+        for connection in crowd:
+            connection.close()
+        server.end()
+
+
 def test_a_command_sees_what_it_is_given(site: Site) -> None:
     with session(socket.create_connection(site.place)) as transport:
         assert ask(transport, "env | grep -c TOKEN")[1] == b"0\n"
