@@ -6,11 +6,12 @@ import json
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from cpuft.comm.watch import liveness
 from cpuft.comm.watch.hub import STRANGERS, Hub, prove
@@ -156,7 +157,7 @@ def test_nobody_can_come_when_all_are_in(hub: Hub) -> None:
         rank.close()
 
 
-def meet(store: HashStore, rank: int, heard: list[Message], seconds: float = 10) -> Line:
+def meet(store: Store, rank: int, heard: list[Message], seconds: float = 10) -> Line:
     return Line(store, rank, (0, 1), rank == 0, heard.append, seconds)
 
 
@@ -207,6 +208,25 @@ def test_a_key_that_a_stranger_deletes_is_written_again(monkeypatch: pytest.Monk
     store.delete_key("liveness")
     second = meet(store, 1, heard)
     for line in (first, second):
+        line.close()
+    monkeypatch.delenv(KEY_VARIABLE)
+
+
+def test_another_host_that_writes_to_torchs_store_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real store over TCP, and a stranger who connects to it and overwrites and deletes what it finds."""
+    monkeypatch.setenv(KEY_VARIABLE, "sesame")
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other, stranger = (TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(2))
+    heard = list[Message]()
+    first = meet(PrefixStore("run", server), 0, heard)
+    stranger.delete_key("run/liveness")
+    second = list[Line]()
+    rank = threading.Thread(target=lambda: second.append(meet(PrefixStore("run", other), 1, heard)), daemon=True)
+    stranger.set("run/liveness", "mischief")
+    rank.start()
+    rank.join(8)
+    assert second
+    for line in (first, *second):
         line.close()
     monkeypatch.delenv(KEY_VARIABLE)
 
