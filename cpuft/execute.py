@@ -24,6 +24,8 @@ SSH_FAILED = 255
 """ssh's own exit code."""
 PIPE = subprocess.PIPE
 _POLL_SECONDS = 0.05
+_PROGRESS_SECONDS = 20.0
+"""How often whoever waits is told how far a task of many steps is."""
 _LAST_LINES = 6
 _REMIND_SECONDS = 30.0
 """Between lines that tell a waiting user what is not finished."""
@@ -123,10 +125,20 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
     `advice`.
     Raises Interrupted: as `run_step`.
     """
+    steps = [step for stage in plan.stages for step in stage]
+    told: dict[str, float] = {}
+    done = 0
     for stage in plan.stages:
-        for why in dict.fromkeys(step.why for step in stage):
+        for part in dict.fromkeys(step.part for step in stage if step.part):
+            if part in told and time.monotonic() - told[part] < _PROGRESS_SECONDS:
+                continue
+            number = [one.part for one in steps[:done]].count(part)
+            say(f"{part}: {number} of {[one.part for one in steps].count(part)} done" if part in told else part)
+            told[part] = time.monotonic()
+        for why in dict.fromkeys(step.why for step in stage if not step.part):
             hosts = [step.host for step in stage if step.why == why and step.host]
             say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
+        done += len(stage)
         try:
             left = partial(_say_left, stage, say)
             answers = run_stage([plan.here(step) for step in stage], environ, seconds, left)

@@ -30,6 +30,11 @@ class Step:
     """What it reads on standard input: never a secret, because plans are printed."""
     stdin_file: str = ""
     """A file of this machine that it reads on standard input instead."""
+    part: str = ""
+    """Name of the larger task that many steps like this one belong to, such as pushing all wheels.
+
+    Whoever waits is told of the task, and how far it is, instead of every step.
+    """
 
 
 Stages = tuple[tuple[Step, ...], ...]

@@ -95,3 +95,18 @@ def test_writing_beside_a_file_follows_no_link(tmp_path: Path) -> None:
     path.with_name("file.new").symlink_to(other)
     run_stages(Plan(((plan_file(str(path), "text", "why"),),)), quiet)
     assert (path.read_text(), other.read_text(), os.listdir(path.parent)) == ("text", "mine", ["file"])
+
+
+def test_a_task_of_many_steps_is_told_once_and_how_far_it_is_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [Step(f"push {number}", ("true",), part="push 66 files to 1 host, 900 MB in all") for number in range(66)]
+    plan, told = Plan(tuple((step,) for step in [STEP, *steps])), list[str]()
+    run_stages(plan, told.append)
+    assert told == ["make it", "push 66 files to 1 host, 900 MB in all"]
+    monkeypatch.setattr(execute, "_PROGRESS_SECONDS", 0.0)
+    told.clear()
+    run_stages(plan, told.append)
+    assert told[1:4] == [
+        "push 66 files to 1 host, 900 MB in all",
+        "push 66 files to 1 host, 900 MB in all: 1 of 66 done",
+        "push 66 files to 1 host, 900 MB in all: 2 of 66 done",
+    ]

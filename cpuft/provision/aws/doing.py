@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -144,7 +145,9 @@ class Aws(Provider[AwsConfig, Everything]):
             return
         self._try_out(facts)
         self._quote = self._make_quote(facts, missing)
-        if not self.config.yes and not ask(f"{self._quote}. Rent them?"):
+        if self.config.yes:
+            self._say(self._quote)
+        elif not ask(f"{self._quote}. Rent them?"):
             raise CpuftError(f"nothing was rented ({self._quote}): answer yes at a terminal, or say --yes")
 
     def _make_quote(self, facts: Facts, missing: int) -> str:
@@ -177,12 +180,12 @@ class Aws(Provider[AwsConfig, Everything]):
 
     def run(self, plan: Plan, say: Say) -> None:
         """Calls are made from here, one by one; other steps run as those of any plan."""
-        for stage in plan.stages:
-            if parse_call(stage[0]):
-                for step in stage:
+        for are_calls, stages in itertools.groupby(plan.stages, lambda stage: bool(parse_call(stage[0]))):
+            if are_calls:
+                for step in (step for stage in stages for step in stage):
                     self._make_call(step, say)
             else:
-                run_stages(replace(plan, stages=(stage,)), say)
+                run_stages(replace(plan, stages=tuple(stages)), say)
 
     def _make_call(self, step: Step, say: Say) -> None:
         call = parse_call(step)

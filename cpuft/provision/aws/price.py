@@ -26,6 +26,16 @@ class Price:
     spot_in: Mapping[str, float] = field(default_factory=dict)
     """The same, zone by zone."""
 
+    @property
+    def source(self) -> str:
+        """Region and year of the list price."""
+        return f"list price of {LISTED} in {self.dated}"
+
+    def source_of(self, instances: Sequence[Instance]) -> str:
+        """Where the prices of these instances come from."""
+        sources = sorted({"spot price of now" if one.spot else self.source for one in instances})
+        return f" at the {' and the '.join(sources)}" if sources else ""
+
     def of(self, one: Instance) -> float | None:
         """What an instance costs an hour. A spot price changes: the one of now is reckoned with."""
         if not one.spot:
@@ -48,8 +58,9 @@ def find_price(kind: str, region: str, table: dict[str, Kind], spot: Mapping[str
 def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:
     """What missing instances cost to the end of their lease, in one line; and to its limit, if jobs move it so far."""
     hours, later = max(0.0, until - now) / 3600, max(0.0, limit - now) / 3600
-    each = [f"on demand about {price.on_demand:.3f} $ (list of {price.dated})" if price.on_demand else _NO_LIST]
-    each += [f"spot now {_format_range(price.spot)} $" if price.spot else "spot now unknown"] if config.spot else []
+    listed = f"on demand about {price.on_demand:.3f} $ ({price.source})" if price.on_demand else _NO_LIST
+    spot = f"spot now {_format_range(price.spot)} $ in {config.region}" if price.spot else "spot now unknown"
+    each = [listed, spot] if config.spot else [listed]
     asked = (price.spot[1] if price.spot else None) if config.spot else price.on_demand
     hourly = asked * missing if asked else 0.0
     total = f"{hourly:.2f} $ an hour, {hourly * hours:.2f} $" if hourly else "an unknown price"
@@ -68,7 +79,7 @@ def _describe_demand(price: Price, missing: int, hours: float) -> str:
     return f"; on demand where no zone has spot instances: {total}"
 
 
-_NO_LIST = "on demand unknown"
+_NO_LIST = f"on demand unknown (not in the list of {LISTED})"
 
 
 def _format_range(prices: tuple[float, float]) -> str:
@@ -100,7 +111,7 @@ def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> st
     cost = reckon_cost(price, instances, now)
     if cost is None:
         return f"{reckon_seconds(instances, now) / 3600:.2f} instance hours so far, at an unknown price"
-    return f"about {format_dollars(cost)} $ so far"
+    return f"about {format_dollars(cost)} $ so far{price.source_of(instances)}"
 
 
 def format_dollars(cost: float) -> str:
@@ -114,4 +125,5 @@ def describe_bill(price: Price, instances: Sequence[Instance], now: float) -> st
         return ""
     cost, hours = reckon_cost(price, instances, now), reckon_seconds(instances, now) / 3600
     said = f"about {format_dollars(cost)} $" if cost is not None else "an unknown price"
-    return f"it has cost {said} for {format_dollars(hours)} instance hours; disks and traffic come on top"
+    source = price.source_of(instances) if cost is not None else ""
+    return f"it has cost {said} for {format_dollars(hours)} instance hours{source}; disks and traffic come on top"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.files import REMOVE, hash_text
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host, format_hostfile
@@ -184,14 +184,25 @@ def plan_hosts(config: HostsConfig, facts: Facts) -> list[list[Step]]:
 
 def _plan_wheels(config: HostsConfig, facts: Facts) -> list[list[Step]]:
     """Files for the hosts that will install, some at a time; one that came with its environment needs none."""
+    missing = {
+        wheel: [
+            member.address
+            for member, own in facts.servers
+            if own.stamp != facts.stamp and own.wheels.get(wheel.name) != wheel.sha256
+        ]
+        for wheel in facts.supply.wheels
+    }
+    hosts = {address for addresses in missing.values() for address in addresses}
+    files = counted(sum(map(bool, missing.values())), "file")
+    size = sum(wheel.size * len(addresses) for wheel, addresses in missing.items()) / 1e6
+    part = f"push {files} to {counted(len(hosts), 'host')}, {size:.0f} MB in all"
     stages: list[list[Step]] = []
     for number, wheel in enumerate(facts.supply.wheels):
         stages += [[]] if number % _PUSHES == 0 else []
         words = ("sh", "-c", _RECEIVE, "receive", f"{config.prefix}/wheels/{wheel.name}", wheel.sha256)
         stages[-1] += [
-            Step(f"push {wheel.name}", words, host=member.address, stdin_file=wheel.path)
-            for member, own in facts.servers
-            if own.stamp != facts.stamp and own.wheels.get(wheel.name) != wheel.sha256
+            Step(f"push {wheel.name}", words, host=address, stdin_file=wheel.path, part=part)
+            for address in missing[wheel]
         ]
     return stages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,20 @@ def become(user: str, monkeypatch: pytest.MonkeyPatch, *without: str) -> None:
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
     monkeypatch.setattr(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
     monkeypatch.setattr(ActionAuthenticatorMixin, "request_count", 0)
+
+
+def test_a_price_that_nobody_is_asked_about_is_said_all_the_same(region: Region, tmp_path: Path) -> None:
+    told: list[str] = []
+    lab = make_aws(region, tmp_path, nodes=2)
+    lab.make(told.append, refuse)
+    assert re.match(
+        r"2 x m7i\.8xlarge on demand, an hour of one: "
+        r"on demand about [0-9.]+ \$ \(list price of us-east-1 in 20[0-9]{2}\); "
+        r"in all [0-9.]+ \$ an hour, [0-9.]+ \$ to the end of the lease at ",
+        told[0],
+    ), told
+    assert sum("in all" in line for line in told) == 1
+    lab.down(say)
 
 
 def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

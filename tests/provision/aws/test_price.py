@@ -22,19 +22,20 @@ def test_an_unknown_price_is_said_to_be_unknown() -> None:
     assert unknown == find_price("x9.large", "us-east-1", table, {}) == Price(None, "")
 
     def describe(price: Price, spot: bool) -> str:
-        config = replace(CONFIG, spot=spot)
+        config = replace(CONFIG, spot=spot, region="us-east-1")
         return describe_price(price, config, 4, NOW, NOW + 7200, NOW + 7200).partition(" to the end")[0]
 
     assert describe(known, False) == (
-        "4 x m7i.8xlarge on demand, an hour of one: on demand about 1.613 $ (list of 2025); in all 6.45 $ an hour, "
-        "12.90 $"
+        "4 x m7i.8xlarge on demand, an hour of one: on demand about 1.613 $ (list price of us-east-1 in 2025); in all "
+        "6.45 $ an hour, 12.90 $"
     )
     assert describe(spot, True) == (
-        "4 x m7i.8xlarge spot, an hour of one: on demand about 1.613 $ (list of 2025), spot now 0.600 to 0.700 $; in "
-        "all 2.80 $ an hour, 5.60 $"
+        "4 x m7i.8xlarge spot, an hour of one: on demand about 1.613 $ (list price of us-east-1 in 2025), spot now "
+        "0.600 to 0.700 $ in us-east-1; in all 2.80 $ an hour, 5.60 $"
     )
     assert describe(unknown, True) == (
-        "4 x m7i.8xlarge spot, an hour of one: on demand unknown, spot now unknown; in all an unknown price"
+        "4 x m7i.8xlarge spot, an hour of one: on demand unknown (not in the list of us-east-1), spot now "
+        "unknown; in all an unknown price"
     )
 
 
@@ -45,7 +46,9 @@ def test_what_it_has_cost_is_seconds_times_price() -> None:
         make_instance(2, launched=NOW - 3600.0, state="terminated", ended=NOW - 2700.0),
         make_instance(3, launched=NOW - 3600.0, state="terminated", until=NOW - 1800),
     ]
-    assert describe_cost(Price(2.0, "2025"), instances, NOW) == "about 3.50 $ so far"
+    assert describe_cost(Price(2.0, "2025"), instances, NOW) == (
+        "about 3.50 $ so far at the list price of us-east-1 in 2025"
+    )
     assert describe_cost(Price(None, ""), instances, NOW) == "1.75 instance hours so far, at an unknown price"
     assert describe_cost(Price(2.0, "2025"), [replace(instances[0], spot=True)], NOW).endswith("at an unknown price")
 

@@ -112,6 +112,15 @@ def test_wheels_go_to_the_servers_that_will_install(wheels: dict[str, str]) -> N
     assert why((DONE, replace(DONE, wheels=wheels, stamp=""))) == [push, install]
 
 
+def test_whoever_waits_is_told_of_all_files_at_once() -> None:
+    supply = Supply(tuple(replace(WHEELS[0], name=f"pip-{number}-py3.whl", size=500_000) for number in range(66)))
+    facts = replace(make_facts((BARE, BARE)), supply=supply)
+    stages = plan_servers(CONFIG, facts).stages
+    pushes = [step for stage in stages for step in stage if step.why.startswith("push ")]
+    assert len(pushes) == 132
+    assert {step.part for step in pushes} == {"push 66 files to 2 hosts, 66 MB in all"}
+
+
 def test_one_environment_needs_one_python() -> None:
     assert find_python({"a": "3.11.2", "b": "3.11.9"}) == "3.11"
     with pytest.raises(CpuftError, match=r"a has 3\.11, b has 3\.13: install one on all of them$"):
