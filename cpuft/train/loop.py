@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,8 @@ from cpuft.train.data.order import Order, count_updates, deal, plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.automatic import settle
 from cpuft.train.exchange.choice import choose_exchange
+from cpuft.train.exchange.gradients import UNUSED_ATTRIBUTE
+from cpuft.train.model import name_model
 from cpuft.train.objective import Batch, Objective
 from cpuft.train.optimizer import learning_rate_factor, make_optimizer
 from cpuft.train.precision import autocast
@@ -70,8 +74,7 @@ class Loop:
         self.precision, self.world, self.apart = precision, world, apart
         self.global_batch = global_batch or config.batch_size * config.accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
-        first = objective.make_batch(prepared.train, np.arange(1))
-        check_lookups(model, first.inputs["input_ids"], lambda: objective.losses(model, first))
+        try_model(model, objective, config, prepared, precision)
         self.optimizer = make_optimizer(model, config, precision)
         self.gradients, self.rung_reason = "", ""
         if not apart:
@@ -87,6 +90,56 @@ class Loop:
         """The sum of that over ranks; all know the same."""
         self.rest: Callable[[int, bool], None] = lambda update, leaves: None
         """What is done then, on all ranks after the same update, with the same parameters. To leave, it raises."""
+
+
+def try_model(
+    model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared, precision: str
+) -> None:
+    """Run a first forward pass on two examples of different length, and note what the exchange must know of the model.
+
+    Noted are whether the word embedding is looked up by more than input ids, and which parameters are unused.
+
+    Raises CpuftError: the model cannot compute a padded batch, or not in this precision.
+    """
+    lengths = prepared.train.lengths[:1000]
+    batch = objective.make_batch(prepared.train, np.unique([lengths.argmax(), lengths.argmin()]))
+    losses: list[torch.Tensor] = []
+
+    def forward(name: str) -> None:
+        with autocast(name):
+            losses.append(objective.losses(model, batch))
+
+    was_training = model.training
+    model.eval()  # dropout would draw random numbers
+    try:
+        check_lookups(model, batch.inputs["input_ids"], partial(forward, precision))
+        setattr(model, UNUSED_ATTRIBUTE, find_unused(model, losses[-1]))
+    except Exception as error:  # models raise whatever their layers raise
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        if isinstance(error, (CpuftError, MemoryError)) or "allocate memory" in said:
+            raise
+        what = f"{type(model).__name__} of {name_model(config)} cannot compute a batch of two examples"
+        works = False
+        with suppress(Exception):
+            forward("fp32")
+            works = True
+        next_step = "add --precision fp32, in which it can" if works else "name another --model"
+        raise CpuftError(f"{what}{f' in {precision}' * works} ({said}): {next_step}") from None
+    finally:
+        model.train(was_training)
+
+
+def find_unused(model: torch.nn.Module, losses: torch.Tensor) -> tuple[str, ...]:
+    """Names of the trained parameters of a model that a forward pass did not use, by the graph of its losses."""
+    used, seen, waiting = set[int](), set[Any](), [losses.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        used.add(id(getattr(node, "variable", None)))
+        waiting += [one for one, _ in node.next_functions]
+    return tuple(name for name, one in model.named_parameters() if one.requires_grad and id(one) not in used)
 
 
 def warm_up(loop: Loop, rows: Order) -> None:

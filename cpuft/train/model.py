@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -41,7 +42,17 @@ SIZES: dict[str, dict[str, Any]] = {
 """Of BERT (Devlin et al. 2019, arXiv:1810.04805, section 3), and of one as large as GPT-2's largest; what is not said
 is BERT-base's."""
 # RoBERTa's kind counts places from the number after the one that pads.
-_PLACES_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")
+_PLACES_AFTER_PAD = (
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "longformer",
+    "mpnet",
+    "data2vec-text",
+    "roberta-prelayernorm",
+    "xlm-roberta-xl",
+    "xmod",
+)
 _TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
 """Patterns of the files that hold a tokenizer's vocabulary. Other files, as tokenizer_config.json, hold none."""
 
@@ -132,18 +143,26 @@ def _cannot_make(name: str, error: Exception) -> str:
 
 
 def check_tokenizer(config: TrainConfig, words: int) -> None:
-    """Raises CpuftError: the model has no place for a tokenizer of so many words, or for rows of --max-length."""
+    """Raises CpuftError: the model embeds fewer tokens than a tokenizer of so many words makes."""
     settings = load_settings(config, {}, words)
     if words > settings.vocab_size:
         raise CpuftError(
             f"the tokenizer has {words} words, and {name_model(config)} embeds {settings.vocab_size}: "
             f"leave --tokenizer out, or name the one that the model was made with"
         )
-    most = getattr(settings, "max_position_embeddings", config.max_length)
+
+
+def check_positions(config: TrainConfig) -> None:
+    """Raises CpuftError: the model has fewer positions than --max-length."""
+    settings = load_settings(config, {})
+    most = getattr(settings, "max_position_embeddings", 0) or 0  # XLNet says -1: no limit
     if settings.model_type in _PLACES_AFTER_PAD:
         most -= (settings.pad_token_id or 0) + 1
-    if config.max_length > most:
-        raise CpuftError(f"{name_model(config)} has places for {most} tokens: lower --max-length {config.max_length}")
+    if 0 < most < config.max_length:
+        raise CpuftError(
+            f"{name_model(config)} has {most} positions, so that it cannot read examples of {config.max_length} "
+            f"tokens: give --max-length {most} or less"
+        )
 
 
 def choose_pad_id(config: TrainConfig, tokenizer: Any, words: int = 0) -> int:
@@ -198,7 +217,9 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: i
         source = find_model(config.model)
         read = partial(made.from_pretrained, config=settings, attn_implementation="eager")
         model, fresh = load_weights(read, source)
-    except (OSError, ValueError) as error:
+    except CpuftError:
+        raise
+    except Exception as error:  # safetensors, pickle and zipfile raise classes of their own
         raise CpuftError(_cannot_load(name_model(config), error)) from None
     return adapt(model, config.lora, source, fresh) if config.lora else model
 
@@ -206,19 +227,58 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: i
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     """A model, fp32, and the names of parameters that had no weights there; of adapters, their base with them merged.
 
+    A head of other sizes, for other labels, is left out: the model gets a new one, and rank 0 says so.
+
     Parameters
     ----------
     read: the `from_pretrained` of its class.
+
+    Raises CpuftError: the weights have other sizes than the configuration says, or none is for this model.
     """
     chain = [source]
-    while base := find_base(chain[-1]):
-        if base in chain:
+    while under := find_base(chain[-1]):
+        if under in chain:
             raise CpuftError(f"the adapters in {source} are for themselves: name their base in {_ADAPTERS} there")
-        chain.append(base)
-    model, told = read(chain.pop(), dtype="float32", output_loading_info=True)
+        chain.append(under)
+    model, told = read(chain.pop(), dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True)
+    inside = f"{model.base_model_prefix}."
+    other = {str(one[0]) if isinstance(one, (tuple, list)) else str(one) for one in told["mismatched_keys"]}
+    wrong = sorted(name for name in other if name.startswith(inside))
+    if wrong:
+        raise CpuftError(
+            f"the weights in {source} have other sizes than its config.json says ({', '.join(wrong[:3])}): "
+            f"copy config.json and the weights from the same model"
+        )
+    missing = set(told["missing_keys"])
+    base = {name for name, _ in model.named_parameters() if name.startswith(inside)}
+    if base and base <= missing:
+        raise CpuftError(
+            f"the weights in {source} are not for {type(model).__name__}: its config.json is of another model; "
+            f"copy config.json and the weights from the same model"
+        )
+    if other and os.environ.get("RANK", "0") == "0":
+        said = f"the head of {source} was made for other labels: the model gets a new, untrained head for these"
+        print(said, file=sys.stderr, flush=True)
     for folder in reversed(chain):
         model = merge(model, folder)
-    return model, set(told["missing_keys"])
+    return model, missing | other
+
+
+def check_weights(source: str) -> None:
+    """Raises CpuftError: a weights file in a model's folder ends before its last weight does."""
+    for path in sorted(Path(source).glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length < size else b""
+        try:
+            header = load(dict[str, dict[str, Any]], parse_json(text.decode("utf-8")))
+            header.pop("__metadata__", None)
+            needed = 8 + length + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
+        except (ValueError, KeyError, IndexError, TypeError):
+            needed = size + 1
+        if size < needed:
+            raise CpuftError(f"the weights file {path} is cut off or damaged: copy or download it again")
 
 
 def find_base(source: str) -> str:

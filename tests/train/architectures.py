@@ -33,9 +33,31 @@ from tests.train.tiny import WORDS
 
 _VOCABULARY = 30522
 _USUAL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_DECODER = {**_USUAL, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SIZES: dict[str, dict[str, Any]] = {
     "bert": {**_USUAL, "max_position_embeddings": 64},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0},
+    "llama": _DECODER,
+    "qwen3": {**_DECODER, "head_dim": 8},
+    "bart": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 101,
+        "eos_token_id": 102,
+        "decoder_start_token_id": 102,
+        "forced_eos_token_id": 102,
+    },
+    "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
+    "deberta": {**_USUAL, "max_position_embeddings": 64, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2": {**_USUAL, "max_position_embeddings": 64, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "roberta": {**_USUAL, "max_position_embeddings": 66, "pad_token_id": 1},
 }
 """Of a model of each architecture, by its name in transformers."""
 

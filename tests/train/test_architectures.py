@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch._C._distributed_c10d import HashStore
 
 from cpuft.comm.gradients.embedding_rows import check_lookups, find_embedding
 from cpuft.errors import CpuftError
+from cpuft.options.fields import TrainConfig
 from cpuft.train.data.prepare import prepare, read_prepared, warn_of_unknown
+from cpuft.train.exchange.choice import choose_exchange
+from cpuft.train.loop import find_unused, try_model
+from cpuft.train.model import check_weights
 from cpuft.train.objective.kinds import make_objective
 from tests.comm.ranks import mpirun
 from tests.train.architectures import SIZES, save_architecture
@@ -31,11 +39,47 @@ def train_on_two_ranks(folder: Path, *wanted: tuple[str, str]) -> dict[str, dict
     return dict(first)
 
 
-@pytest.mark.real
-def test_ranks_stay_equal_where_the_word_embedding_is_looked_up_by_token_types(tmp_path: Path) -> None:
-    found = train_on_two_ranks(tmp_path, ("bert", "fp32"), ("gpt2", "fp32"))
-    assert {name: one["error"] for name, one in found.items()} == {"bert fp32": "", "gpt2 fp32": ""}
-    assert {name: one["by_rows"] for name, one in found.items()} == {"bert fp32": True, "gpt2 fp32": False}
+NAMES = ("bert", "gpt2", "llama", "qwen3", "bart", "xlnet", "deberta", "deberta-v2", "roberta")
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", NAMES)
+def test_an_architecture_trains_under_the_exchange_of_gradients(tmp_path: Path, name: str) -> None:
+    config = replace(make_config(tmp_path, "class"), model=save_architecture(tmp_path / name, name), plain=True)
+    prepared = read_prepared(str(prepare(config)))
+    objective = make_objective(config, prepared)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = objective.load_model(config)
+        try_model(model, objective, config, prepared, "fp32")
+        exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters(), lr=0.1), config, "fp32")
+        for rows in (np.arange(4), np.arange(4, 8)):
+            batch = objective.make_batch(prepared.train, rows)
+            with exchange.micro_batch(last=True):
+                torch.autograd.backward(objective.losses(exchange.model, batch).sum())
+            exchange.average(partial(objective.name_tokens, prepared.train, rows))
+            assert all(parameter.grad is not None for parameter in model.parameters()) == (name != "xlnet")
+            exchange.clear()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.proof
+def test_many_architectures_train_on_two_ranks(tmp_path: Path) -> None:
+    # GPT-2 looks token types up in its word embedding; XLNet has parameters that are unused.
+    found = train_on_two_ranks(tmp_path, *((name, "fp32") for name in NAMES), ("xlnet", "bf16"), ("deberta", "bf16"))
+    bf16 = found.pop("deberta bf16")["error"]
+    assert bf16.startswith("DebertaForSequenceClassification of ")
+    assert " cannot compute a batch of two examples in bf16 (value cannot be converted to type c10::BFloat16 " in bf16
+    assert bf16.endswith(": add --precision fp32, in which it can")
+    assert {name: one["error"] for name, one in found.items()} == {
+        **{f"{name} fp32": "" for name in NAMES},
+        "xlnet bf16": "",
+    }
+    assert all(one["equal"] for one in found.values())
+    # BART's two stacks read one embedding.
+    whole = {name for name, one in found.items() if not one["by_rows"]}
+    assert whole == {"gpt2 fp32", "bart fp32"}
 
 
 @pytest.mark.parametrize("name, types, by_ids", [("bert", True, True), ("gpt2", False, True), ("gpt2", True, False)])
@@ -153,3 +197,86 @@ def test_many_unknown_tokens_are_warned_of_and_only_unknown_ones_refused(tmp_pat
     Path(config.train_file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with pytest.raises(CpuftError, match="knows no token of the training texts: name the tokenizer that the model was"):
         prepare(config)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_what_a_model_cannot_compute_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = save_architecture(tmp_path / "bart", "bart", eos_token_id=30000)  # which MiniLM's tokenizer does not add
+    config = replace(make_config(tmp_path, "class"), model=folder)
+    prepared = read_prepared(str(prepare(config)))
+    objective = make_objective(config, prepared)
+    model = objective.load_model(config)
+    with pytest.raises(CpuftError) as caught:
+        try_model(model, objective, config, prepared, "fp32")
+    assert str(caught.value).startswith(
+        f"BartForSequenceClassification of {folder} cannot compute a batch of two examples ("
+    )
+    assert str(caught.value).endswith("): name another --model")
+
+
+def test_parameters_that_are_not_used_are_found() -> None:
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "other": torch.nn.Linear(2, 1)})
+    model["used"].bias.requires_grad_(False)
+    assert find_unused(model, model["used"](torch.ones(3, 2))) == ("other.weight", "other.bias")
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_model_trained_on_other_labels_gets_a_new_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(tmp_path, "class")
+    three = transformers.AutoModelForSequenceClassification.from_pretrained(config.model, num_labels=3)
+    three.save_pretrained(config.model)
+    prepared = read_prepared(str(prepare(config)))
+    model = make_objective(config, prepared).load_model(config)
+    assert model.classifier.weight.shape[0] == 2
+    words = "bert.embeddings.word_embeddings.weight"
+    assert torch.equal(model.state_dict()[words], three.state_dict()[words])
+    assert capsys.readouterr().err == (
+        f"the head of {config.model} was made for other labels: the model gets a new, untrained head for these\n"
+    )
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def load(config: TrainConfig) -> None:
+    """What is done before a model trains."""
+    check_weights(config.model)
+    make_objective(config, read_prepared(str(prepare(config)))).load_model(config)
+
+
+def change(path: Path, **settings: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | settings), encoding="utf-8")
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    "break_model, options, message",
+    [
+        (
+            lambda tiny: cut(tiny / "model.safetensors"),
+            {},
+            "/model.safetensors is cut off or damaged: copy or ",
+        ),
+        (lambda tiny: (tiny / "model.safetensors").write_bytes(b"abc"), {}, "/model.safetensors is cut off or damaged"),
+        (
+            lambda tiny: None,
+            {"max_length": 65},
+            "has 64 positions, so that it cannot read examples of 65 tokens",
+        ),
+        (
+            lambda tiny: change(tiny / "config.json", hidden_size=64),
+            {},
+            " have other sizes than its config.json says",
+        ),
+        (lambda tiny: change(tiny / "config.json", model_type="gpt2"), {}, "are not for GPT2ForSequenceClassification"),
+    ],
+)
+def test_broken_models_are_refused(
+    tmp_path: Path, break_model: Callable[[Path], object], options: dict[str, Any], message: str
+) -> None:
+    config = replace(make_config(tmp_path, "class"), **options)
+    break_model(Path(config.model))
+    with pytest.raises(CpuftError) as caught:
+        load(config)
+    assert message in str(caught.value)

@@ -36,7 +36,16 @@ from cpuft.train.data.texts import Packer, divide, pack, sort_words, survey
 from cpuft.train.data.vocabulary import choose_tokenizer, count_words, digest_tokenizer, is_checked, name_tokenizer
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
-from cpuft.train.model import check_tokenizer, check_untrained, choose_pad_id, find_model, load_settings, name_model
+from cpuft.train.model import (
+    check_positions,
+    check_tokenizer,
+    check_untrained,
+    check_weights,
+    choose_pad_id,
+    find_model,
+    load_settings,
+    name_model,
+)
 
 FORMAT = 6
 _NONE: NDArray[Any] = np.zeros(0, np.int8)
@@ -172,6 +181,7 @@ def prepare(config: TrainConfig) -> Path:
     if config.task == "text":
         return _prepare_texts(config)
     data = read_data(config)
+    check_positions(config)
     data = Data(data.task, first_rows(data.train, config.max_train_samples), data.validation)
     checksum = checksum_rows(data, config)
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
@@ -192,6 +202,7 @@ def _prepare_texts(config: TrainConfig) -> Path:
         raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
     corpus, other = survey(config.train_file, config.text_columns, "--train-file"), config.validation_file
     held_out = survey(other, config.text_columns, "--validation-file") if other else None
+    check_positions(config)
     key = f"{corpus.checksum} {held_out.checksum if held_out else config.held_out}"
     told = repr((FORMAT, key, config.max_length, config.max_train_samples)).encode()
     checksum = hashlib.sha256(told + digest_tokenizer(config)).hexdigest()[:16]
@@ -410,7 +421,7 @@ def main() -> None:
         check_engine(config)
         check_lora(config)
         if not config.from_config:
-            find_model(config.model)
+            check_weights(find_model(config.model))
         path = prepare(config)
         if rooms:
             check_fit(config, read_prepared(str(path)), rooms)

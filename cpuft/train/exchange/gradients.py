@@ -19,6 +19,8 @@ from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.fast import note_rows
 
+UNUSED_ATTRIBUTE = "_cpuft_unused"
+"""Attribute of a model: names of trained parameters that a first forward pass did not use (XLNet has some)."""
 LEAST_BUCKETS = 8
 """Into so many a model's gradients are cut at least, so that what is left when backward is over is little."""
 
@@ -51,7 +53,11 @@ class GradientExchange(Exchange):
             untyped: Any = DistributedDataParallel
             untyped._set_params_and_buffers_to_ignore_for_model(own, frozen)
         megabytes = _bucket_bytes(own, config.compile) / 2**20
-        self._parallel = DistributedDataParallel(own, gradient_as_bucket_view=True, bucket_cap_mb=megabytes)
+        # Looking for unused parameters takes time in every forward pass; not looking for them ends the run.
+        unused = bool(getattr(own, UNUSED_ATTRIBUTE, ()))
+        self._parallel = DistributedDataParallel(
+            own, gradient_as_bucket_view=True, bucket_cap_mb=megabytes, find_unused_parameters=unused
+        )
         # Else every forward pass begins with waiting for rank 0, which sends an encoder's constants: numbers of places.
         self._parallel.broadcast_buffers = False
         # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
