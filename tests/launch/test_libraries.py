@@ -54,7 +54,9 @@ for step in range(int(sys.argv[1])):
         (("2",), (), 2, 0, f"the script was stopped before its first optimizer step {NOT_CONNECTED}"),
         # The group is there, as after PartialState of a script that does not prepare its model.
         (("120", "state"), (), 2, 99, f"the script was stopped before optimizer step 100 {NOT_CONNECTED}"),
-        (("2", "state"), (), 2, 2, f"the script ended with an error {NOT_CONNECTED}"),
+        pytest.param(
+            *(("2", "state"), (), 2, 2, f"the script ended with an error {NOT_CONNECTED}"), marks=pytest.mark.proof
+        ),
         (("2", "nccl"), (), 2, 0, 'the backend "nccl", which needs GPUs: use "gloo"'),
         (("2",), ("--independent",), 0, 2, ""),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.comm.watch.operations import Register
 from cpuft.launch.settings import script_settings
 from cpuft.rank import connected
 from cpuft.rank.connected import ConnectionCheck, RefusedScriptError, changes, make_check, refuse_nccl
@@ -86,6 +87,16 @@ def test_ranks_that_exchange_by_mpi4py_are_connected(operations: set[str], monke
     check.check_end()
     with pytest.raises(RefusedScriptError):
         take_steps(ConnectionCheck(3), 1)
+
+
+def test_operations_of_cpufts_own_groups_are_seen_however_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    register = Register()
+    monkeypatch.setattr(connected, "report_operations", register.report)
+    monkeypatch.delitem(sys.modules, "torch._C._distributed_c10d", raising=False)
+    register.begin("the world", "all_reduce", 8, (0, 1), 60.0)
+    for _ in range(100):
+        register.begin("the world", "barrier", 0, (0, 1), 60.0)
+    assert connected.list_operations() == {"all_reduce", "barrier"}
 
 
 def test_the_end_of_a_script_is_checked_unless_it_failed_itself(
