@@ -79,7 +79,7 @@ def parse_pins(text: str, path: str) -> tuple[str, ...]:
     joined = re.sub(r"\\\n", " ", text).split("\n")
     pins = tuple(" ".join(line.split("#")[0].split()) for line in joined if line.split("#")[0].strip())
     for pin in pins:
-        if "==" not in pin:
+        if "==" not in pin or not pin[0].isalnum():
             raise CpuftError(f"--pins {path}: {pin!r} is not exact: write name==version")
         if "--hash=" not in pin and any("--hash=" in other for other in pins):
             raise CpuftError(

@@ -41,6 +41,7 @@ from cpuft.provision.batch.variables import parse_node
 from cpuft.provision.image import recipe, stamp
 from cpuft.provision.servers.facts import parse_survey
 from cpuft.provision.servers.planning import parse_lock
+from cpuft.provision.wheels import parse_pins
 from cpuft.rank.process import FAILURE, parse_failure, parse_missed
 from cpuft.rank.world import parse_world
 from cpuft.record import Line, Record, format_line, parse_lines, parse_measurements, parse_record, read_record
@@ -258,6 +259,9 @@ PARSERS: dict[str, Parser] = {
     "parse_cpuinfo": Parser(partial(hardware.parse_cpuinfo, machine="x"), values.damaged([_CPUINFO])),
     "parse_jumps": Parser(partial(ssh.parse_jumps, where="h"), values.damaged(["u@a:22,b", "none"])),
     "read_login": Parser(_from_file("config", _log_in), SSH_CONFIGS),
+    "parse_pins": Parser(
+        partial(parse_pins, path="pins"), values.damaged(["a==1\nb==2 # c\n", "a==1 \\\n --hash=sha256:00\n"])
+    ),
     "parse_lock": Parser(partial(parse_lock, path="two.lock"), LOCKS),
     "read_prepared": Parser(_read_archive, _ARCHIVES),
     "parse_counts": Parser(words.parse_counts, values.damaged(["2(x3),1"])),

@@ -163,6 +163,8 @@ def test_a_users_pins_may_have_hashes(text: str, pins: tuple[str, ...]) -> None:
 def test_pins_that_are_not_exact_or_lack_a_hash_are_refused() -> None:
     with pytest.raises(CpuftError, match="--pins pins: 'a>=1' is not exact: write name==version"):
         parse_pins("a>=1\n", "pins")
+    with pytest.raises(CpuftError, match="'--find-links=x==1' is not exact"):
+        parse_pins("--find-links=x==1\n", "pins")
     with pytest.raises(CpuftError, match="--pins pins: 'b==2' has no hash and others have one"):
         parse_pins("a==1 --hash=sha256:00\nb==2\n", "pins")
 
