@@ -56,7 +56,9 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     rented = find_instance(config.instance, config.instances) if config.instance else None
     bits = parse_bits(config.bandwidth, "--bandwidth")
     if not (bits or config.link or rented):
-        raise CpuftError("what joins the hosts? give --bandwidth 10gbit, --link comm.jsonl or --instance NAME")
+        raise CpuftError(
+            "the link between the hosts is not known: give --bandwidth 10gbit, --link comm.jsonl or --instance NAME"
+        )
     record = read_record(run) if run else _probe(pick(TrainConfig, values))
     job = read_job(record, config.compression)
     network = _find_network(config, job, bits, rented)

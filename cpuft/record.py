@@ -304,6 +304,6 @@ def read_record(run_dir: str) -> Record:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no {run_dir}"
+        found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no file or folder {run_dir}"
         raise CpuftError(f"{found}: name the directory of a run") from None
     return parse_record(text, str(path))

@@ -286,7 +286,7 @@ def plan_bench(
     """
     plan_turns(bench)
     if config.np < 2:
-        raise CpuftError("bench comm measures what goes on between ranks: start two or more, --np 2")
+        raise CpuftError("bench comm measures the links between ranks: start two or more, e.g. --np 2")
     command = ("-m", "cpuft.comm.choice.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
     return plan_launch(cluster, config, run_dir, command, "auto", environ)
 
@@ -316,9 +316,9 @@ def refuse_unread_rows(train: TrainConfig) -> None:
     for name in (*own, *(text if train.task != "text" else ())):
         if getattr(train, name) != getattr(default, name):
             fits = "text" if name in text else "files, or text for a corpus"
-            raise CpuftError(f"--{name.replace('_', '-')} says nothing to --task {train.task}: add --task {fits}")
+            raise CpuftError(f"--{name.replace('_', '-')} has no effect with --task {train.task}: add --task {fits}")
     if train.data_dir and train.task in ("demo", "files", "text"):
-        raise CpuftError(f"--data-dir says nothing to --task {train.task}: name a GLUE task, such as --task mrpc")
+        raise CpuftError(f"--data-dir has no effect with --task {train.task}: name a GLUE task, such as --task mrpc")
 
 
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:

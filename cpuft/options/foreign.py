@@ -63,5 +63,5 @@ def translate(words: Sequence[str], flags: Collection[str], script: bool = False
             (written if row.ours else left).append(f"{row.ours or word}{f' for {word}' * bool(row.ours)}{why}")
     parts = [f"write {', '.join(written)}"] * bool(written) + [f"leave out {', '.join(left)}"] * bool(left)
     if any(word.startswith("--") and word.partition("=")[0] not in flags for word in words[place:]):
-        parts.append(f"put -- before {words[place]}: what follows it is its own")
+        parts.append(f"put -- before {words[place]}: the words after a script are its own options")
     return "; ".join(parts)

@@ -67,7 +67,7 @@ def test_good_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("none", "--split", "test"), "there is no none: name the directory of a run"),
+        (("none", "--split", "test"), "there is no file or folder none: name the directory of a run"),
         ((".", "--split", "test"), ". holds no record.jsonl: name the directory of a run"),
         (
             ("bare", "--file", "x.csv"),

@@ -95,11 +95,11 @@ def test_no_name_has_two_answers() -> None:
         ),
         (["--np", "2", "--task", "mrpc"], ""),
         (["train.py", "--np", "2"], ""),
-        (["train.py", "--lr", "2"], "put -- before train.py: what follows it is its own"),
+        (["train.py", "--lr", "2"], "put -- before train.py: the words after a script are its own options"),
         (
             ["--nproc_per_node", "2", "run_glue.py", "--task_name", "mrpc"],
             "write --np for --nproc_per_node (ranks of all hosts; --ppn is those of one); "
-            "put -- before run_glue.py: what follows it is its own",
+            "put -- before run_glue.py: the words after a script are its own options",
         ),
     ],
 )  # fmt: skip
@@ -111,7 +111,10 @@ def test_what_is_answered(words: list[str], message: str) -> None:
     "words, message",
     [
         (["launch", "-hostfile", "hosts"], "write --hostfile for -hostfile (see cpuft launch --help)"),
-        (["launch", "train.py", "--lr", "1"], "put -- before train.py: what follows it is its own (see cpuft launch"),
+        (
+            ["launch", "train.py", "--lr", "1"],
+            "put -- before train.py: the words after a script are its own options (see cpuft launch",
+        ),
         (["compare", "--num_train_epochs", "3"], "write --epochs for --num_train_epochs (see cpuft compare --help)"),
         (["bench", "comm", "-n", "2"], "write --np for -n (see cpuft bench comm --help)"),
         (["doctor", "-hostfile", "hosts"], "write --hostfile for -hostfile (see cpuft doctor --help)"),

@@ -105,7 +105,10 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
             "the tokenizer has 30522 words, and tiny.json embeds 300: leave --tokenizer",
         ),
         (UNTRAINED | {"max_length": 1024}, "tiny.json has places for 512 tokens: lower --max-length 1024"),
-        ({"from_config": "bert-bse"}, "--from-config knows no 'bert-bse': did you mean bert-base or"),
+        (
+            {"from_config": "bert-bse"},
+            "--from-config knows no 'bert-bse': name a JSON file, or one of bert-base, bert-large, bert-1.5b",
+        ),
         ({"from_config": "bad.json"}, "no model can be made of bad.json (The hidden size (10) is not a multiple of"),
         ({"from_config": "a.txt"}, "no model can be made of a.txt ("),
         ({"train_file": "one.txt"}, "of 1 line of one.txt none can be held out: name more texts, or --validation-file"),

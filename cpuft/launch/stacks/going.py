@@ -110,7 +110,9 @@ def find_place(run: str, environ: Mapping[str, str]) -> Place:
     except (OSError, ValueError):
         if Path(run_dir).is_dir():
             raise CpuftError(f"run {run} is over, or no cpuft launch of yours started it: see {run}/logs") from None
-        raise CpuftError(f"no run goes on in {run_dir}: name the folder of one, as --run-dir had it") from None
+        raise CpuftError(
+            f"there is no active run in {run_dir}: name the folder that an active run got with --run-dir"
+        ) from None
     if note.launched_on != socket.gethostname():
         raise CpuftError(f"run {run} was launched on {note.launched_on}: ask for its stacks there")
     if note.started != _find_start(note.pid):

@@ -31,7 +31,7 @@ def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
         place = find_place("run", os.environ)
         assert place.work == f"{Path.cwd()}/run"
         assert place.hosts == (HERE, HERE, NOWHERE)
-    with pytest.raises(CpuftError, match="no run goes on in"):
+    with pytest.raises(CpuftError, match="there is no active run in"):
         find_place("run", os.environ)
 
 
@@ -42,7 +42,7 @@ def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
         ({"launched_on": "elsewhere"}, "run run was launched on elsewhere: ask for its stacks there"),
         ({"started": "1"}, "run run is over, and its launch was killed: see run/logs"),
         ({"pid": 1 << 30}, "run run is over, and its launch was killed: see run/logs"),
-        ({"pid": "many"}, "no run goes on in"),
+        ({"pid": "many"}, "there is no active run in"),
     ],
 )
 def test_a_note_that_tells_of_no_run_that_goes_on(changes: dict[str, object], words: str, tmp_path: Path) -> None:

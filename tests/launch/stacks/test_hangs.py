@@ -70,5 +70,6 @@ def test_a_run_that_never_was() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == f"cpuft: error: no run goes on in {Path.cwd()}/none: name the folder of one, as --run-dir had it\n"
+        == f"cpuft: error: there is no active run in {Path.cwd()}/none: name the folder that an active run got with "
+        "--run-dir\n"
     )
