@@ -26,7 +26,7 @@ class Launch:
         command = [sys.executable, "-m", "cpuft", "launch", "--cluster", cluster.name]
         command += ["--resume" if resume else "--run-dir", run, *words]
         environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
-        self.begun, self.lines = time.monotonic(), list[tuple[float, str]]()
+        self.begun, self.lines, self.ended_at = time.monotonic(), list[tuple[float, str]](), 0.0
         self.process = subprocess.Popen(
             command, cwd=cluster.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -37,6 +37,7 @@ class Launch:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip()))
+        self.ended_at = time.monotonic()
 
     def wait(self, seconds: float = _START_SECONDS) -> int:
         """Its exit code; one that does not end is killed, and gives -9."""
@@ -56,9 +57,26 @@ class Launch:
             time.sleep(0.1)
         return False
 
+    def wait_for_line_since(self, words: str, after: str, since: float, seconds: float) -> bool:
+        """Until a line begins with `words` after one that begins with `after`; False where that does not come."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            lines = [line for at, line in self.lines if at >= since]
+            begun = next((number for number, line in enumerate(lines) if line.startswith(after)), len(lines))
+            if any(line.startswith(words) for line in lines[begun:]):
+                return True
+            time.sleep(0.1)
+        return False
+
     def texts(self, since: float = 0.0) -> list[str]:
         """Lines that came after a moment."""
         return [line for at, line in self.lines if at >= since and line]
+
+    def seconds_to_go_on(self, since: float) -> float:
+        """From a fault to the first update after a restart, or to the end of the launch if there was no restart."""
+        restarts = [at for at, line in self.lines if at >= since and line.startswith("cpuft: restart ")]
+        goes_on = [at for at, line in self.lines if restarts and at > restarts[-1] and line.startswith("step ")]
+        return min(goes_on, default=self.ended_at) - since
 
     def seconds_to(self, words: str, since: float) -> str:
         """From a moment to the first line after it with these words; empty when there is none."""
@@ -79,19 +97,37 @@ def _disks(cluster: Simulated) -> list[Path]:
     return sorted((cluster.folder / "state" / cluster.name / "nodes").glob("*/upper/var/tmp/cpuft-*"))
 
 
-def wait_for_steps(launch: Launch, cluster: Simulated, run: str, steps: int) -> int:
-    """Until the master has recorded so many, or the launch has ended; how many there were."""
-    found, end = 0, time.monotonic() + _START_SECONDS
+def _count_steps(records: Sequence[str]) -> int:
+    return max((text.count('"kind": "step"') for text in records), default=0)
+
+
+def has_come_to(stage: str, step: int, steps: int, cluster: Simulated, run: str) -> bool:
+    """Whether a run is in a stage, as the hosts' disks tell."""
+    folders = [folder for disk in _disks(cluster) for folder in disk.glob(f"*/{run}")]
+    if stage == "prepare":
+        return any((folder / "logs").is_dir() for folder in folders)
+    if stage == "start":
+        return any((folder / "logs/mpirun.log").exists() for folder in folders)
+    records = [path.read_text(errors="replace") for folder in folders if (path := folder / "record.jsonl").exists()]
+    if stage == "train":
+        return _count_steps(records) >= step
+    if stage == "checkpoint":
+        return any(list(folder.glob("checkpoints/*.new")) for folder in folders) and _count_steps(records) > 0
+    if stage == "evaluate":
+        return _count_steps(records) >= steps
+    if stage == "save":
+        return any('"kind": "evaluation"' in text for text in records)
+    return any((folder / "logs/exit-code").exists() for folder in folders)  # the results are fetched now
+
+
+def wait_for_stage(launch: Launch, cluster: Simulated, run: str, stage: str, step: int, steps: int) -> bool:
+    """Until a run is in a stage; False if the launch has ended before."""
+    end = time.monotonic() + _START_SECONDS
     while launch.process.poll() is None and time.monotonic() < end:
-        for disk in _disks(cluster):
-            if steps == 0 and list(disk.glob(f"*/{run}/logs")):
-                return 0
-            for record in disk.glob(f"*/{run}/record.jsonl"):
-                found = record.read_text(errors="replace").count('"kind": "step"')
-        if steps and found >= steps:
-            break
-        time.sleep(0.1)
-    return found
+        if has_come_to(stage, step, steps, cluster, run):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.kinds import HOSTS, PROCESSES, Fault, Target
+from tests.faults.kinds import HOSTS, PROCESSES, TWO, Fault, Target
 from tests.provision.simulated import Simulated
 
 _SECONDS = 60.0
@@ -64,10 +65,14 @@ def find_targets(fault: Fault, launch: int) -> list[int]:
 def make_fault(fault: Fault, cluster: Simulated, launch: int) -> Target:
     """Do it; who was hit. A process that is not there yet is waited for."""
     names = [host.name for host in cluster.hosts]
-    others = tuple(name for number, name in enumerate(names) if number != fault.number)
-    if fault.kind in HOSTS:
-        done = cluster.cpuft("provision", "local", "--name", cluster.name, fault.kind.split()[0], str(fault.number + 1))
-        assert done.returncode == 0, done.stderr
+    others = tuple(name for number, name in enumerate(names) if number not in fault.numbers)
+    if fault.kind in (*HOSTS, *TWO):
+        verb = ("provision", "local", "--name", cluster.name, fault.kind.split()[0])
+        makers = [threading.Thread(target=cluster.cpuft, args=(*verb, str(number + 1))) for number in fault.numbers]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
         return Target(names[fault.number], others=others)
     end = time.monotonic() + _SECONDS
     while not (found := find_targets(fault, launch)) and time.monotonic() < end:

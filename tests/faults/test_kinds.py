@@ -6,14 +6,17 @@ from collections import Counter
 
 import pytest
 
-from tests.faults.kinds import KINDS, Target, draw_faults, was_named
+from tests.faults.kinds import KINDS, PROCESSES, RANKS, STAGES, TWO, WITH_RANKS, Target, draw_faults, was_named
 
 WORKER, RANK = Target("b", others=("a", "c")), Target("b", 1, ("a", "b", "c"))
 
 
 def test_every_kind_comes_as_often_and_hits_who_is_there() -> None:
-    drawn = draw_faults(3 * len(KINDS), 7, 4, 30)
-    assert set(Counter(fault.kind for fault in drawn).values()) == {3}
+    drawn = draw_faults(5 * len(STAGES), 7, 4, 30)
+    assert set(Counter(fault.stage for fault in drawn).values()) == {5}
+    assert {fault.kind for fault in draw_faults(13 * len(STAGES), 7, 4, 30)} == {*KINDS}
+    assert all(fault.stage in WITH_RANKS for fault in drawn if fault.kind in (*RANKS, *PROCESSES))
+    assert all(len({1, *fault.numbers}) == 2 for fault in drawn if fault.kind in TWO)
     assert all(fault.number in range(1, 4) for fault in drawn if "worker" in fault.kind)
     assert {fault.number for fault in drawn if "master" in fault.kind} == {0}
     assert draw_faults(5, 7, 4, 30) == drawn[:5]
