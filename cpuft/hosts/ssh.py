@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import paramiko
 
 CONNECT_SECONDS = 10.0
+_DIAL_SECONDS = 5.0
+"""For a TCP connection: a host that is there answers at once, and one that was cut off must not hold up the others."""
 _CALL_SECONDS = 3.5
 """A kernel that is there has answered the third of its calls by then: they lie 1 and 2 s apart (RFC 6298)."""
 _MOST_BASTIONS = 8
@@ -199,7 +201,7 @@ def _open_stream(login: Login, before: paramiko.SSHClient | None, seconds: float
         return transport.open_channel("direct-tcpip", (login.address, login.port), ("", 0), timeout=seconds)
     if login.proxy:
         return paramiko.ProxyCommand(login.proxy)
-    return socket.create_connection((login.address, login.port), timeout=seconds)
+    return socket.create_connection((login.address, login.port), timeout=min(seconds, _DIAL_SECONDS))
 
 
 def _make_refusal() -> paramiko.MissingHostKeyPolicy:

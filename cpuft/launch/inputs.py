@@ -24,7 +24,7 @@ from cpuft.files import (
     write_text,
 )
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.door import side_by_side
+from cpuft.hosts.door import KEEP_ALIVE, side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
 from cpuft.launch.fetch import MERGE, NEW
@@ -228,7 +228,13 @@ def plan_inputs(parcels: tuple[Parcel, ...], lacking: Mapping[str, set[str]], cl
 def plan_rows(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
     """The prepared rows from the master to the other hosts, where these have disks of their own, but to those that have
     them already. They are there as a whole or not at all."""
-    script = 'folder=$1; shift; tar -C "$folder" -cf - ' + ROWS + ' | ssh -o BatchMode=yes "$@"'
+    script = (
+        'folder=$1; shift; tar -C "$folder" -cf - '
+        + ROWS
+        + " | ssh -o BatchMode=yes "
+        + shlex.join(KEEP_ALIVE)
+        + ' "$@"'
+    )
     folder = shlex.quote(work)
     receive = f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && part=$(mktemp -d {folder}.XXXXXX) && "
     receive += f'tar -C "$part" -xf - && mv "$part/{ROWS}" {folder} && rmdir "$part"'
