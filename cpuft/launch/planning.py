@@ -273,8 +273,12 @@ def _plan_folder(cluster: Cluster, run_dir: str, resumed: Resumed | None) -> Ste
 
 
 def _settings_there(cluster: Cluster) -> tuple[Setting, ...]:
-    reason = "so that its Python finds cpuft there"
-    return tuple(Setting(name, value, reason) for name, value in cluster.access.settings.items() if cluster.away)
+    reasons = {"XDG_CACHE_HOME": "the cache of the user who made the cluster"}
+    return tuple(
+        Setting(name, value, reasons.get(name, "so that its Python finds cpuft there"))
+        for name, value in cluster.access.settings.items()
+        if cluster.away
+    )
 
 
 def plan_bench(

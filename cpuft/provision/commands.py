@@ -14,7 +14,7 @@ from cpuft.hosts.registry import list_names, state_root
 from cpuft.options.clusters import AwsConfig, HostsConfig, ImageConfig, LocalConfig
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import Verbs
-from cpuft.plan import Plan, format_plan
+from cpuft.plan import Plan, Step, format_plan
 
 if TYPE_CHECKING:
     from cpuft.provision.aws.builder import Builder
@@ -106,7 +106,10 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
     from cpuft.provision.aws.doing import Aws
     from cpuft.provision.aws.policy import format_policy
 
-    if policy:
+    if policy and dry_run:
+        step = Step("print the IAM policy that renting needs", ("printf", "%s", format_policy()))
+        click.echo(format_plan(Plan(((step,),))), nl=False)
+    elif policy:
         click.echo(format_policy(), nl=False)
     else:
         _make(Aws(pick(AwsConfig, values), os.environ), dry_run)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pwd
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import cpuft
+from cpuft.files import cache_path
 from cpuft.hosts.registry import Entry
 from cpuft.options.clusters import LocalConfig
 from cpuft.plan import Plan
@@ -38,6 +40,9 @@ class Local(Provider[LocalConfig, MachineFacts]):
         directory, hostfile, image = str(self.directory), self.hostfile, self.config.image
         if not image:
             settings = {"PYTHONPATH": str(Path(cpuft.__file__).parents[1])}
+            # A login to a host has the home of the user database: who runs with another home keeps their own cache.
+            if cache_path(self.environ) != cache_path({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}):
+                settings["XDG_CACHE_HOME"] = str(cache_path(self.environ).parent)
             return planning.Layout(directory, hostfile, sys.executable, settings)
         stamp = read_stamp(Path(image))
         python = str(stamp.get("python", ""))

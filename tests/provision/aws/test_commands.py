@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +123,13 @@ def test_the_policy_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     code, output, _ = run(capsys, "provision", "aws", "--policy")
     assert code == 0
     assert json.loads(output) == make_policy()
+
+
+def test_the_policy_s_dry_run_is_a_script_that_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "provision", "aws", "--policy", "--dry-run")
+    assert code == 0
+    done = subprocess.run(["bash", "-s"], input=output, capture_output=True, text=True, check=True, timeout=20)
+    assert json.loads(done.stdout) == make_policy()
 
 
 def become(user: str, monkeypatch: pytest.MonkeyPatch, *without: str) -> None:

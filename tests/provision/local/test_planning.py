@@ -1,3 +1,5 @@
+import os
+import pwd
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
 from cpuft.options.clusters import LocalConfig
 from cpuft.options.rates import parse_bits
+from cpuft.provision.local.doing import Local
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
 from cpuft.provision.local.planning import (
     Layout,
@@ -221,3 +224,17 @@ def test_the_entry_is_read_back(tmp_path: Path) -> None:
     write_text(tmp_path / "local" / "cluster.json", format_entry(entry))
     assert read_entry(tmp_path, "local") == entry
     assert entry.options["nodes"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("environ", "cache"),
+    [
+        ({"HOME": "/elsewhere"}, "/elsewhere/.cache"),
+        ({"XDG_CACHE_HOME": "/elsewhere"}, "/elsewhere"),
+        ({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}, None),
+    ],
+)
+def test_hosts_use_the_cache_of_whoever_makes_them(environ: dict[str, str], cache: str | None, tmp_path: Path) -> None:
+    made = Local(LocalConfig(), environ | {"CPUFT_STATE": str(tmp_path)})
+    entry = make_entry(made.config, made.layout)
+    assert entry.settings.get("XDG_CACHE_HOME") == cache
