@@ -66,6 +66,10 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
             for name, value in {"engine": "ipex", "plain": True, "compile": True, "lora": 16}.items()
         ),
         (
+            {"task": "mrpc", "label_type": "number"},
+            "--label-type number is for --task files; the labels of --task mrpc are known: leave it out",
+        ),
+        (
             {"lora_merge": True},
             "--lora-merge says how adapters are kept, and there are none: add --lora 16, or leave it out",
         ),
@@ -82,6 +86,7 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
     [
         {},
         {"plain": True, "sync_every": 2},
+        {"task": "files", "label_type": "number"},
         {"lora": 16, "lora_merge": True, "plain": True, "sync_every": 4},
         *({"shard": "optimizer", "grad_compression": way, "accumulation": 2} for way in ("auto", *SHARDED)),
         {"shard": "optimizer", "compile": True},
