@@ -288,3 +288,10 @@ def wait_for_steps(count: int, seconds: float = 120) -> None:
     while not path.exists() or path.read_text().count('"kind": "step"') < count:
         assert time.monotonic() < limit, "no step was recorded"
         time.sleep(0.1)
+
+
+@pytest.mark.proof
+def test_the_demo_learns_with_its_defaults() -> None:
+    record = launch("--np", "2", "--task", "demo", "--no-save-model")
+    assert record.header.options["learning_rate"] == 1e-4
+    assert record.metrics["accuracy"] >= 0.95

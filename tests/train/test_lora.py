@@ -70,7 +70,8 @@ def test_a_model_without_linear_layers_in_its_attention_is_refused() -> None:
 
 
 def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
-    rates = [TrainConfig(**given).learning_rate for given in ({}, {"lora": 16}, {"lora": 16, "learning_rate": 1e-3})]
+    options: list[dict[str, Any]] = [{}, {"lora": 16}, {"lora": 16, "learning_rate": 1e-3}]
+    rates = [TrainConfig(task="mrpc", **given).learning_rate for given in options]
     assert rates == [2e-5, 2e-4, 1e-3]
     assert replace(TrainConfig(learning_rate=0.0), seed=1).learning_rate == 0.0
 
