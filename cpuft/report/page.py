@@ -120,7 +120,7 @@ def _speed(comparison: Comparison, predictions: Sequence[Prediction]) -> list[tu
     off = [row.intervals.get("speedup", 0.0) for row in rows]
     lines = [
         Line("measured", ranks, [row.speedup for row in rows], off if any(off) else None, colour=0),
-        Line("as many times", ranks, [row.np / base.np for row in rows], dashed=True),
+        Line("linear speedup", ranks, [row.np / base.np for row in rows], dashed=True),
     ]
     ideals = [(float(row.np), row.speedup / row.ideal.efficiency) for row in rows if row.ideal]
     if ideals:
