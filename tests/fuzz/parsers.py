@@ -147,7 +147,7 @@ def _make_archive() -> str:
     """A small archive of prepared rows, a character for each byte."""
     task = {"kind": "class", "labels": ["0", "1"], "metrics": ["accuracy"]}
     meta = {**task, "checksum": "0", "pad_id": 0, "mask_id": 0, "words": 9, "tokenizer": "", "validation": [""]}
-    meta |= {"texts": ["text"], "label": "label", "cut": 0}
+    meta |= {"texts": ["text"], "label": "label", "cut": 0, "unknown": 0.0}
     tokens = {"ids": [5, 6], "types": [0, 0], "offsets": [0, 2], "labels": [1]}
     types = {"ids": np.int32, "types": np.int8, "offsets": np.int64, "labels": np.float32}
     arrays = {

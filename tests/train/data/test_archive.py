@@ -46,7 +46,16 @@ META: dict[str, Any] = {
     "validation": [""],
     "checksum": "0",
 }
-META |= {"pad_id": 0, "mask_id": 0, "words": 9, "tokenizer": "", "texts": ["text"], "label": "label", "cut": 0}
+META |= {
+    "pad_id": 0,
+    "mask_id": 0,
+    "words": 9,
+    "tokenizer": "",
+    "texts": ["text"],
+    "label": "label",
+    "cut": 0,
+    "unknown": 0.0,
+}
 
 
 def save(path: Path, changes: dict[str, Any], compress: bool = False) -> str:

@@ -16,6 +16,7 @@ from cpuft.train.data.vocabulary import (
     make_tokenizer,
     wrap_tokenizer,
 )
+from cpuft.train.model import check_positions
 
 TEXTS = ["The nurse called the pilot at noon.", "The pilot called the nurse at night.", "Nurses and pilots."] * 3
 
@@ -71,13 +72,22 @@ def test_one_that_is_named_is_not_made(own_cache: None) -> None:
             {"vocab_size": 1000},
             "the tokenizer has 30522 words, and small.json embeds 1000: leave --tokenizer out, or name the one that",
         ),
-        ({"max_position_embeddings": 64}, "small.json has places for 64 tokens: lower --max-length 128"),
+        (
+            {"max_position_embeddings": 64},
+            "small.json has 64 positions, so that it cannot read examples of 128 tokens: ",
+        ),
         ({"model_type": "bort"}, "no model can be made of small.json (Unrecognized model identifier: bort."),
         ({"hidden_size": "x"}, "no model can be made of small.json ("),
     ],
 )
 def test_one_that_does_not_belong_to_the_model(settings: dict[str, object], message: str, own_cache: None) -> None:
     Path("small.json").write_text(json.dumps({"vocab_size": 30522, **settings}))
+    config = TrainConfig(from_config="small.json", tokenizer="minilm")
+
+    def check() -> None:
+        check_positions(config)
+        choose_tokenizer(config, list_none, "")
+
     with pytest.raises(CpuftError) as error:
-        choose_tokenizer(TrainConfig(from_config="small.json", tokenizer="minilm"), list_none, "")
+        check()
     assert str(error.value).startswith(message)
