@@ -265,6 +265,41 @@ TRAINING: list[tuple[str, Files, str]] = [
         {"train.csv": "text,label\na,1\nb,\n"},
         "train.csv, line 3 has no 'label': mend or remove that line",
     ),
+    (
+        "--task=files --train-file=train.jsonl --validation-file=train.jsonl",
+        {"train.jsonl": '{"text": "a"}\n{"text": "b", "label": "1"}\n'},
+        "train.jsonl, line 1 has no 'label': mend or remove that line",
+    ),
+    (
+        "--task=files --train-file=train.parquet --validation-file=train.parquet",
+        {"train.parquet": b"PAR1\x15\x04\x15\xfePAR1"},
+        "train.parquet is a Parquet file, which cpuft does not read: convert it first: python -c \"import pandas; pandas.read_parquet('train.parquet').to_json('train.jsonl', orient='records', lines=True)\"",
+    ),
+    (
+        "--task=files --train-file=train.xlsx --validation-file=train.xlsx",
+        {"train.xlsx": b"PK\x03\x04\x14\x00\xff"},
+        "train.xlsx is a spreadsheet, which cpuft does not read: convert it first: save it as CSV in UTF-8 with commas between the columns",
+    ),
+    (
+        "--task=files --train-file=reviews --validation-file=reviews",
+        {"reviews/data-00000-of-00001.arrow": b"ARROW1", "reviews/dataset_info.json": "{}", "reviews/state.json": "{}"},
+        "reviews is a folder of the package datasets, which cpuft does not read: convert each of its splits first: python -c \"import datasets; datasets.load_from_disk('reviews').to_json('train.jsonl')\"",
+    ),
+    (
+        "--task=files --train-file=train.csv --validation-file=train.csv",
+        {"train.csv": "text;label\na;1\nb;0\n"},
+        "train.csv has semicolons between its columns, and cpuft reads commas: convert it with python -c \"import pandas; pandas.read_csv('train.csv', sep=';', dtype=str).to_csv('train-commas.csv', index=False)\"",
+    ),
+    (
+        "--task=files --train-file=train.csv --validation-file=train.csv",
+        {"train.csv": b"text,label\ncaf\xe9,1\nb,0\n"},
+        "train.csv, line 2 is no UTF-8 text (byte 0xe9): if it comes from Windows or Excel, convert it with iconv -f WINDOWS-1252 -t UTF-8 train.csv > train-utf8.csv, else mend that line",
+    ),
+    (
+        "--task=files --train-file=train.json --validation-file=train.json",
+        {"train.json": '[\n{"text": "a", "label": "1"},\n{"text": "b", "label": "0"}\n]\n'},
+        "train.json is a JSON array, and cpuft reads JSON lines, one object a line: convert it with python -c \"import json; [print(json.dumps(row)) for row in json.load(open('train.json'))]\" > train-lines.jsonl",
+    ),
 ]
 """The same for options that only the preparation of a training can find fault with."""
 
