@@ -6,10 +6,11 @@ import re
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.launch.export.work import Work, fill
+from cpuft.launch.export.work import HERE, Work, fill
 from cpuft.options.schedulers import JobConfig
 
 _LABEL = re.compile("[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+_ONCE = (HERE / "once.sh").read_text(encoding="utf-8")
 _FIRST = ("--grace", "110")
 """A little less than the pod's own."""
 
@@ -25,7 +26,7 @@ def format_job(config: JobConfig, work: Work, cpuft: str) -> str:
         if not _LABEL.fullmatch(label):
             most = 63 - len(label) + len(text)
             raise CpuftError(f"--{flag} {text[:80]!r}: use small letters, digits and dashes, {most} at most")
-    script = f'cpuft={cpuft}\n{work.format(config.name, "yes", *_FIRST)}launch "$@"\n'
+    script = f"cpuft={cpuft}\n{work.format(config.name, 'yes', *_FIRST)}{_ONCE}"
     claim = {"claimName": config.claim} if config.claim else None
     given: dict[str, Any] = {"hosts": hosts, "ranks": ranks, "script": escape(script), "claim": claim}
     given |= {"cores": str(config.cores), "memory": f"{config.memory}Gi", "shm": f"{config.memory << 8}Mi"}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.options.clusters import RECIPE, AwsConfig
+from cpuft.options.clusters import AwsConfig
 from cpuft.provision.aws.calls import IMAGE, SPOT_ROLE, TAG
 from cpuft.provision.aws.client import Cloud, Refusal
 from cpuft.provision.aws.facts import (
@@ -182,8 +181,8 @@ def find_named(cloud: Cloud, name: str) -> Golden | None:
 
 
 def _find_recipes(cloud: Cloud, path: str) -> str:
-    """The newest image of a recipe; empty where there is none, or not even a recipe and none was named."""
-    if not path or (path == RECIPE and not os.path.exists(path)):
+    """The newest image of a recipe; empty where there is none, or no recipe was named."""
+    if not path:
         return ""
     filters = [{"Name": f"tag:{IMAGE}", "Values": [read_recipe(path).digest]}]
     found = choose_image(parse_images(cloud.ask("describe_images", Owners=["self"], Filters=filters)))

@@ -9,10 +9,13 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.loader import find_control, load, parse_yaml
+from cpuft.options.clusters import RECIPE
 from cpuft.plan import format_comment
 from cpuft.provision.ownership import check_prefix
 from cpuft.provision.wheels import EXTRAS, INSTALL
 
+_OWN = Path(__file__).with_name("recipe.yaml")
+"""The recipe of the golden image. `ami/recipe.yaml` of the checkout is a link to it: only so a wheel contains it."""
 _CONTAINER = Path(__file__).with_name("Containerfile.in").read_text(encoding="utf-8")
 
 
@@ -69,9 +72,14 @@ class Recipe:
 
 
 def read_recipe(path: str) -> Recipe:
-    """The recipe in a YAML file. Raises CpuftError for a file that cannot be read or is no recipe."""
+    """The recipe in a YAML file; without a checkout around, the default path means the recipe that cpuft contains.
+
+    Raises CpuftError for a file that cannot be read or is no recipe.
+    """
+    own = path == RECIPE and not Path(path).exists()
     try:
-        recipe = load(Recipe, parse_yaml(Path(path).read_text(encoding="utf-8")))
+        text = (_OWN if own else Path(path)).read_text(encoding="utf-8")
+        recipe = load(Recipe, parse_yaml(text))
         check_prefix(recipe.environment.prefix)
         _refuse_control(recipe)
         return recipe

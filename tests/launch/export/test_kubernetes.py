@@ -42,6 +42,7 @@ CONTAINER = {
     "image": str,
     "command": [str],
     "workingDir?": str,
+    "env?": [{"name": re.compile("[A-Z_]+"), "value": str}],
     "resources": {"requests": SHARE, "limits": SHARE},
     "readinessProbe?": {"tcpSocket": {"port": range(1, 1 << 16)}, "periodSeconds": range(1, 10**6)},
     "volumeMounts": [{"name": LABEL, "mountPath": str}],
@@ -187,6 +188,41 @@ def test_a_launcher_that_is_started_again_goes_on() -> None:
     text = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"][-1]
     assert run_script("sh", expand(text, {})).returncode == 0
     assert words_said() == ["launch", *FIRST, *WORK.options, "--resume", "runs/mrpc-np8", "--run-dir", ""]
+
+
+def run_launcher(program: str, memo: Path) -> tuple[int, str]:
+    """The launcher's container, where `program` is cpuft and its pod's memory is a folder: exit code and errors."""
+    add_program("cpuft", program)
+    job = yaml.safe_load(format_job(SITE, WORK, "cpuft"))
+    container = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    assert container["env"] == [{"name": "CPUFT_MEMO", "value": "/memo"}]
+    assert {"name": "memo", "mountPath": "/memo"} in container["volumeMounts"]
+    memo.mkdir(exist_ok=True)
+    done = run_script("sh", expand(container["command"][-1], {}), CPUFT_MEMO=str(memo))
+    return done.returncode, done.stderr
+
+
+def test_a_refused_launch_is_started_once_and_says_why_each_time(tmp_path: Path) -> None:
+    program = "echo started >>starts\necho 'cpuft: error: no such task' >&2\nexit 2\n"
+    code, said = run_launcher(program, tmp_path / "memo")
+    assert (code, said) == (2, "cpuft: error: no such task\n")
+    for _ in range(3):
+        code, said = run_launcher(program, tmp_path / "memo")
+        assert code == 2
+        assert said.startswith("cpuft: error: no such task\ncpuft: this launch was refused and is not started again")
+    assert Path("starts").read_text() == "started\n"
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 137])
+def test_a_launch_that_failed_otherwise_is_started_again(code: int, tmp_path: Path) -> None:
+    for starts in (1, 2):
+        assert run_launcher(f"echo started >>starts\nexit {code}\n", tmp_path / "memo") == (code, "")
+        assert Path("starts").read_text() == "started\n" * starts
+
+
+def test_a_launcher_that_is_told_to_go_waits_for_its_launch(tmp_path: Path) -> None:
+    program = "trap 'echo saved >&2; exit 75' TERM\nkill -TERM $PPID\nfor i in $(seq 100); do sleep 0.1; done\n"
+    assert run_launcher(program, tmp_path / "memo") == (75, "saved\n")
 
 
 @pytest.mark.parametrize(

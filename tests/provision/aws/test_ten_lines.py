@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli import main
+from cpuft.provision.aws.lease import UNTIL_FILE
 from tests.provision.aws.region import NOTHING, REGION, Region, left, make_aws, open_region, refuse, say
 from tests.provision.aws.test_builder import build
 from tests.provision.simulated import write_wheels
@@ -61,7 +62,7 @@ def test_what_goes_on_and_ends(region: Region, capsys: pytest.CaptureFixture[str
     # What a login would have left here.
     (lab.directory / "ssh_config").write_text("# Made by cpuft provision\n")
     (extend,) = {line for line in AFTER if "extend" in line}
-    assert run(capsys, extend, "--dry-run").count("cpuft-lease") == 4
+    assert run(capsys, extend, "--dry-run").count(f"{UNTIL_FILE} /usr/local/sbin/cpuft-lease") == 4
     assert run(capsys, "cpuft provision status").count(" running, i-") == 4
     assert "it has cost about" in run(capsys, "cpuft provision down lab")
     assert left(region) == NOTHING

@@ -1,6 +1,9 @@
+import configparser
+import io
 import json
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from cpuft.plan import Plan
 from cpuft.provision.image.planning import ImageFacts, plan_image
 from cpuft.provision.image.recipe import format_container, format_install, read_recipe
 from cpuft.provision.image.stamp import hash_contents
+from cpuft.provision.own_wheel import make_own_wheel
 from cpuft.provision.wheels import Supply, Wheel, make_stamp
 
 AMI = Path(__file__).parents[3] / "ami"
@@ -164,3 +168,15 @@ def test_contents_are_hashed_by_name_mode_and_text(tmp_path: Path) -> None:
     assert hash_contents(tmp_path) == first
     path.chmod(0o600)
     assert hash_contents(tmp_path) != first
+
+
+def test_a_wheel_without_a_checkout_makes_images() -> None:
+    """The working directory has no folder ami."""
+    assert read_recipe("ami/recipe.yaml") == read_recipe(str(AMI / "recipe.yaml"))
+    with zipfile.ZipFile(io.BytesIO(make_own_wheel()[1])) as wheel:
+        assert wheel.read("cpuft/provision/image/recipe.yaml") == (AMI / "recipe.yaml").read_bytes()
+    settings = configparser.ConfigParser()
+    settings.read(AMI.parent / "setup.cfg")
+    assert "*.yaml" in settings["options.package_data"]["cpuft.provision.image"]
+    with pytest.raises(CpuftError, match=r"^recipe mine\.yaml cannot be used"):
+        read_recipe("mine.yaml")
