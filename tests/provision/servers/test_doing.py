@@ -168,7 +168,7 @@ def test_a_wrong_key_is_named(cluster: Simulated) -> None:
     # The host itself puts its keys back: nobody else can log in meanwhile.
     away, back = "mv /run/cpuft/authorized_keys /run/cpuft/away", "mv /run/cpuft/away /run/cpuft/authorized_keys"
     cluster.on(2, f"{away}; (sleep 6; {back}) >/dev/null 2>&1 </dev/null &")
-    assert "put your public key into its authorized_keys" in named(cluster)
+    assert "put your public key there with ssh-copy-id" in named(cluster)
     end = time.monotonic() + 20
     while cluster.cpuft("provision", "diff", NAME).returncode:
         assert time.monotonic() < end
