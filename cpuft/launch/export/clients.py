@@ -15,6 +15,11 @@ _SECONDS, _EVERY_SECONDS, _MISSES = 120.0, 5.0, 20
 """How long a scheduler may take to answer; how often it is asked; and how often in a row it may fail to answer."""
 _ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT"
 _CONDITIONS = ("Failed", "Succeeded", "Suspended", "Restarting", "Running", "Created")
+_HOPELESS = re.compile(
+    r"\((PartitionNodeLimit|PartitionTimeLimit|PartitionConfig|PartitionInactive|BadConstraints|AssocMaxNodePerJobLimit"
+    r"|QOSMaxNodePerJobLimit|QOSMaxCpuPerJobLimit|AccountNotAllowed|QOSNotAllowed|InvalidAccount|InvalidQOS)\)"
+)
+"""Reasons for which Slurm keeps a job waiting that no passing of time removes (squeue(1), JOB REASON CODES)."""
 Sight = tuple[str, int | None, str]
 """A job: its state in the scheduler's own word, its exit code if it has ended, and what it has said."""
 
@@ -58,7 +63,10 @@ class _Slurm(_Programs):
     def look(self, name: str) -> Sight:
         """Of an array, its states and the worst of its exit codes."""
         said = _ask("scontrol", "show", "job", name)
-        states = list(dict.fromkeys(re.findall(r"\bJobState=(\w+)", said)))
+        found = re.findall(r"\bJobState=(\w+)(?: Reason=([\w,]+))?", said)
+        # A job that waits says for what: more nodes than its partition has will never come.
+        waits = [f"{state} ({reason})" if _HOPELESS.search(f"({reason})") else state for state, reason in found]
+        states = list(dict.fromkeys(waits))
         codes = [(int(code), int(end)) for code, end in re.findall(r"\bExitCode=(\d{1,3}):(\d{1,3})", said)]
         worst = max([code or (end and 128 + end) for code, end in codes], default=0) or int(states != ["COMPLETED"])
         files = [Path(found) for found in re.findall(r"^ *StdOut=(.*)$", said, re.MULTILINE)]
@@ -155,16 +163,24 @@ def parse_job(text: str) -> tuple[Client, str]:
 
 
 def follow(client: Client, name: str, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> int:
-    """Say what the job says, until it ends; its exit code. After a restart its log may begin anew."""
+    """Say what the job says, until it ends; its exit code. After a restart its log may begin anew.
+
+    Raises CpuftError: the scheduler does not answer, or keeps the job waiting for what it will never have.
+    """
     code: int | None = None
-    said, log, misses = "", "", 0
+    state, said, log, misses = "", "", "", 0
     while code is None:
         try:
-            (_, code, log), misses = client.look(name), 0
+            (state, code, log), misses = client.look(name), 0
         except CpuftError:
             misses += 1
             if misses == _MISSES:
                 raise
+        if reason := _HOPELESS.search(state):
+            raise CpuftError(
+                f"job slurm:{name} waits for what Slurm will never give it ({reason[1]}): cpuft submit cancel "
+                f"slurm:{name}, then ask for less, e.g. with --nodes or a smaller --np"
+            )
         say(log.removeprefix(said))
         said = log
         if code is None:

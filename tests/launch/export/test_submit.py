@@ -143,11 +143,11 @@ def test_a_scheduler_that_refuses_is_heard(
     assert not Path("said").exists()
 
 
-def add_slurm(state: str, ended: str = "0:0", comment: str = "cpuft") -> None:
+def add_slurm(state: str, ended: str = "0:0", comment: str = "cpuft", reason: str = "None") -> None:
     """A Slurm that has one job, which says something."""
     lines = (
         "JobId=12 JobName=x",
-        f"   JobState={state} Reason=None Dependency=(null)",
+        f"   JobState={state} Reason={reason} Dependency=(null)",
         f"   Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode={ended}",
         f"   StdOut={Path('x 12.out').absolute()}",
         f"   Comment={comment} ",
@@ -208,6 +208,20 @@ def test_who_waits_sees_its_log_and_ends_as_it_does(capsys: pytest.CaptureFixtur
     add_slurm("FAILED", "7:0")
     Path("x 12.out").write_text("step 1\nstep 2\n")
     assert run(capsys, "slurm", "--wait", *LAUNCH) == (7, "slurm:12\nstep 1\nstep 2\n", "")
+
+
+def test_who_waits_is_told_of_what_will_never_come(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine nodes of a partition that has two: by default sbatch takes such a job."""
+    add_program("sbatch", "echo 12\n")
+    add_slurm("PENDING", reason="PartitionNodeLimit")
+    code, output, errors = run(capsys, "slurm", "--wait", *LAUNCH)
+    assert (code, output) == (2, "slurm:12\n")
+    assert errors.startswith(
+        "cpuft: error: job slurm:12 waits for what Slurm will never give it (PartitionNodeLimit): "
+    )
+    assert run(capsys, "status", "slurm:12") == (0, "slurm:12 PENDING (PartitionNodeLimit)\n", "")
+    add_slurm("PENDING", reason="Resources")
+    assert run(capsys, "status", "slurm:12") == (0, "slurm:12 PENDING\n", "")
 
 
 def test_a_log_is_followed_over_restarts_and_silence() -> None:
