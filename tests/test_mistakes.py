@@ -316,7 +316,6 @@ def _without_a_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     find_hub_problem.cache_clear()
     yield
-    os.environ.pop("HF_HUB_OFFLINE", None)
     find_hub_problem.cache_clear()
 
 

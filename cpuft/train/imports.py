@@ -87,7 +87,6 @@ def find_hub_problem() -> str:
     if _accepts_connection(url.hostname or "", url.port or (443 if url.scheme == "https" else 80)):
         return ""
     constants.HF_HUB_OFFLINE = True
-    os.environ["HF_HUB_OFFLINE"] = "1"  # libraries that are imported later read this
     for name, flag in (("transformers.utils.hub", "_is_offline_mode"), ("datasets.config", "HF_HUB_OFFLINE")):
         if hasattr(sys.modules.get(name), flag):
             setattr(sys.modules[name], flag, True)
