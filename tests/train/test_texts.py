@@ -104,7 +104,10 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
             UNTRAINED | {"tokenizer": "tiny"},
             "the tokenizer has 30522 words, and tiny.json embeds 300: leave --tokenizer",
         ),
-        (UNTRAINED | {"max_length": 1024}, "tiny.json has places for 512 tokens: lower --max-length 1024"),
+        (
+            UNTRAINED | {"max_length": 1024},
+            "tiny.json has 512 positions, so that it cannot read examples of 1024 tokens",
+        ),
         (
             {"from_config": "bert-bse"},
             "--from-config knows no 'bert-bse': name a JSON file, or one of bert-base, bert-large, bert-1.5b",
