@@ -100,7 +100,12 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
 
     config, train, how = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values)
     if script:
-        refuse_options(TrainConfig, "is for cpuft's own training: a script takes its options behind its name, after --")
+        example = f"cpuft launch -- {script[0]} --name value"
+        refuse_options(
+            TrainConfig,
+            "is for cpuft's own training, not for a script: leave it out, and write the options of the script behind "
+            f"the script, as in {example}",
+        )
     elif how.independent:
         raise CpuftError("--independent is for a script of yours: cpuft launch --independent -- train.py ...")
     command = plan_script(script) if script else ()

@@ -57,7 +57,9 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     bits = parse_bits(config.bandwidth, "--bandwidth")
     if not (bits or config.link or rented):
         raise CpuftError(
-            "the link between the hosts is not known: give --bandwidth 10gbit, --link comm.jsonl or --instance NAME"
+            "the speed of the network between the hosts is not known: give --bandwidth, for example --bandwidth "
+            "10gbit; or --link with the file comm.jsonl that cpuft bench comm wrote; or --instance with a type of "
+            "instance, for example --instance c7i.8xlarge"
         )
     record = read_record(run) if run else _probe(pick(TrainConfig, values))
     job = read_job(record, config.compression)
@@ -80,8 +82,14 @@ def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance 
     if config.link:
         try:
             text = Path(config.link).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise CpuftError(
+                f"there is no file {config.link}, which --link names: give a comm.jsonl that cpuft bench comm wrote"
+            ) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise CpuftError(f"--link {config.link} cannot be read ({error}): name a comm.jsonl") from None
+            raise CpuftError(
+                f"--link {config.link} cannot be read ({error}): give a comm.jsonl that cpuft bench comm wrote"
+            ) from None
         return find_network(parse_measurements(text, config.link), job.ways[0])
     rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
     return Network(rate, config.latency / 1e6)

@@ -49,7 +49,7 @@ def test_a_link_file_that_is_none(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "comm.jsonl").write_text("x")
     for name, said in (
         ("comm.jsonl", "is no record of this cpuft's bench comm"),
-        ("none", "--link none cannot be read"),
+        ("none", "there is no file none, which --link names"),
     ):
         done = run_cpuft("estimate", str(run_dir), "--link", name)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -34,7 +34,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --task mprc",
         {},
-        "--task knows no 'mprc': did you mean mrpc? (see cpuft launch --help)",
+        "'mprc' is not a value of --task: did you mean mrpc? (see cpuft launch --help)",
     ),
     (
         "launch --np 0",
@@ -49,7 +49,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --hostfile hosts",
         {},
-        "hostfile hosts cannot be read ([Errno 2] No such file or directory: 'hosts'): name a file with one host a line",
+        "there is no hostfile hosts: name a file with one host on each line",
     ),
     (
         "launch --hostfile hosts",
@@ -64,22 +64,22 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --np 2 --hostfile hosts",
         {"hosts": "localhost\n127.0.0.9 port=9\n"},
-        "host 127.0.0.9 cannot be used over ssh ([Errno 111] Connection refused: check its name, its port and that sshd runs there and lets this machine in)",
+        "host 127.0.0.9 cannot be used over ssh (Connection refused on port 9: check its name, its port and that sshd runs there and lets this machine in)",
     ),
     (
         "launch --cluster lab",
         {},
-        "there is no cluster 'lab': make one with cpuft provision",
+        "there is no cluster named 'lab' (no cluster exists yet): make one with cpuft provision, or name machines of your own in a file with --hostfile",
     ),
     (
         "launch --run-dir .",
         {},
-        "run directory DIR exists: name a new one with --run-dir, or remove it",
+        "the folder DIR exists already, and a run needs a new folder: give --run-dir the name of a folder that does not exist yet, or leave --run-dir out, and cpuft makes a new folder in runs",
     ),
     (
         "launch --config options.yaml",
         {},
-        "--config options.yaml cannot be read ([Errno 2] No such file or directory: 'options.yaml'): name a YAML file",
+        "there is no file options.yaml, which --config names: name a YAML file",
     ),
     (
         "launch --config options.yaml",
@@ -89,17 +89,17 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --config options.yaml",
         {"options.yaml": "max-steps: 3.5\n"},
-        "Invalid value for '--max-steps': '3.5' is not a valid whole number. (see cpuft launch --help)",
+        "--config options.yaml: the key 'max-steps' has a wrong value: '3.5' is not a valid whole number. (see cpuft launch --help)",
     ),
     (
         "launch --train-file train.csv",
         {},
-        "--train-file has no effect with --task demo: add --task files, or text for a corpus",
+        "--train-file has no effect with --task demo, which is the default task: give --task files for texts with labels, or --task text for plain texts without labels",
     ),
     (
         "launch --data-dir glue",
         {},
-        "--data-dir has no effect with --task demo: name a GLUE task, such as --task mrpc",
+        "--data-dir has no effect with --task demo, which is the default task: the option names a folder with the data of a GLUE task, so name that task as well, for example --task mrpc",
     ),
     (
         "launch --learning-rate 2e-5x",
@@ -109,7 +109,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch -- train.py",
         {},
-        "there is no script train.py: name it as seen from DIR",
+        "there is no script train.py in the folder DIR: give the path of the script",
     ),
     (
         "launch train.py --lr 1e-4",
@@ -119,67 +119,67 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --task mrpc -- train.py",
         {"train.py": ""},
-        "--task is for cpuft's own training: a script takes its options behind its name, after --",
+        "--task is for cpuft's own training, not for a script: leave it out, and write the options of the script behind the script, as in cpuft launch -- train.py --name value",
     ),
     (
         "launch --lr 1e-4",
         {},
-        "write --learning-rate for --lr (see cpuft launch --help)",
+        "write --learning-rate instead of --lr (see cpuft launch --help)",
     ),
     (
         "launch --lr_scheduler_type cosine",
         {},
-        "leave out --lr_scheduler_type (the rate rises linearly for --warmup-ratio of the updates, then falls linearly to 0) (see cpuft launch --help)",
+        "cpuft does not have the option --lr_scheduler_type, so leave it out: the learning rate always rises linearly for --warmup-ratio of the updates, then falls linearly to 0 (see cpuft launch --help)",
     ),
     (
         "launch --push_to_hub",
         {},
-        "leave out --push_to_hub (upload the folder RUN_DIR/model yourself when the run has ended) (see cpuft launch --help)",
+        "cpuft does not have the option --push_to_hub, so leave it out: when the run has ended, upload its model yourself from the folder model in the run's folder (see cpuft launch --help)",
     ),
     (
         "launch --load_best_model_at_end True",
         {},
-        "leave out --load_best_model_at_end (a run evaluates once, at its end, and saves that model) (see cpuft launch --help)",
+        "cpuft does not have the option --load_best_model_at_end, so leave it out: a run evaluates once, when the training has ended, and saves the model as it is then (see cpuft launch --help)",
     ),
     (
         "launch --num_train_epochs 3",
         {},
-        "write --epochs for --num_train_epochs (see cpuft launch --help)",
+        "write --epochs instead of --num_train_epochs (see cpuft launch --help)",
     ),
     (
         "launch --per_device_train_batch_size 16 --no_cuda",
         {},
-        "write --batch-size for --per_device_train_batch_size; leave out --no_cuda (cpuft trains on CPUs only) (see cpuft launch --help)",
+        "write --batch-size instead of --per_device_train_batch_size; cpuft does not have the option --no_cuda, so leave it out: cpuft trains on CPUs only (see cpuft launch --help)",
     ),
     (
         "launch --backend nccl",
         {},
-        "--backend knows no 'nccl': did you mean ccl? (see cpuft launch --help)",
+        "--backend nccl: nccl works on GPUs only, and cpuft trains on CPUs: choose one of auto, gloo, mpi, ccl (see cpuft launch --help)",
     ),
     (
         "launch --precision fp16",
         {},
-        "--precision knows no 'fp16': did you mean bf16 or fp32? (see cpuft launch --help)",
+        "--precision fp16: fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU (see cpuft launch --help)",
     ),
     (
         "launch --resume runs/mrpc",
         {},
-        "there is no file or folder DIR/runs/mrpc: name the directory of a run",
+        "there is no file or folder DIR/runs/mrpc: name the folder that the run got with --run-dir",
     ),
     (
         "compare --np 1,x",
         {},
-        "--np '1,x' is no list of different rank numbers: write e.g. --np 1,2,4",
+        "--np 1,x: 'x' is not a whole number from 1: give the numbers of ranks to compare, for example --np 1,2,4",
     ),
     (
         "report runs/mrpc",
         {},
-        "there is no file or folder runs/mrpc: name the directory of a run",
+        "there is no file or folder runs/mrpc: name the folder that the run got with --run-dir",
     ),
     (
         "estimate runs/mrpc",
         {},
-        "the link between the hosts is not known: give --bandwidth 10gbit, --link comm.jsonl or --instance NAME",
+        "the speed of the network between the hosts is not known: give --bandwidth, for example --bandwidth 10gbit; or --link with the file comm.jsonl that cpuft bench comm wrote; or --instance with a type of instance, for example --instance c7i.8xlarge",
     ),
     (
         "estimate runs/mrpc --bandwidth fast",
@@ -189,7 +189,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "stacks runs/mrpc",
         {},
-        "there is no active run in DIR/runs/mrpc: name the folder that an active run got with --run-dir",
+        "there is no folder DIR/runs/mrpc: name the folder that an active run got with --run-dir",
     ),
     (
         "bench comm",

@@ -85,7 +85,7 @@ def test_files(tmp_path: Path) -> None:
         writer.write(whole.footer)
     assert read_record(str(tmp_path / "run")).footer == whole.footer
     assert isinstance(unfinished.header, Header)
-    with pytest.raises(CpuftError, match=r"holds no record.jsonl: name the directory of a run"):
+    with pytest.raises(CpuftError, match=r"holds no record.jsonl: name the folder that the run got"):
         read_record(str(tmp_path))
 
 

@@ -105,8 +105,10 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     """Hosts of the file at `path`. Raises CpuftError also where there is no such file."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise CpuftError(f"there is no hostfile {path}: name a file with one host on each line") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"hostfile {path} cannot be read ({error}): name a file with one host a line") from None
+        raise CpuftError(f"hostfile {path} cannot be read ({error}): name a file with one host on each line") from None
     return parse_hostfile(text, path)
 
 

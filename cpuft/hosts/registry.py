@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError
 from cpuft.loader import find_control, load, parse_json
 
 FILE_NAME = "cluster.json"
@@ -174,7 +174,8 @@ def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
     for root in roots:
         if os.path.exists(root / name / FILE_NAME):
             return read_entry(root, name)
-    raise _unknown(name, sorted(name for root in roots for name in list_names(root)))
+    known = sorted(name for root in roots for name in list_names(root))
+    raise _unknown(name, known, ", or name machines of your own in a file with --hostfile")
 
 
 def recall(root: Path, name: str) -> Entry | None:
@@ -244,9 +245,10 @@ def carries_mark(text: str) -> bool:
     return _MARK in text.partition("\n")[0].lower()
 
 
-def _unknown(name: str, known: list[str]) -> CpuftError:
-    hint = near_names(name, known) if known else "make one with cpuft provision"
-    return CpuftError(f"there is no cluster {name!r}: {hint}")
+def _unknown(name: str, known: list[str], advice: str = "") -> CpuftError:
+    """The error for a name that no cluster has; `advice` is what else the user may do."""
+    others = f"the clusters that exist are {', '.join(known)}" if known else "no cluster exists yet"
+    return CpuftError(f"there is no cluster named {name!r} ({others}): make one with cpuft provision{advice}")
 
 
 def list_names(root: Path) -> list[str]:

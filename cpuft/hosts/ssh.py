@@ -201,7 +201,14 @@ def _open_stream(login: Login, before: paramiko.SSHClient | None, seconds: float
         return transport.open_channel("direct-tcpip", (login.address, login.port), ("", 0), timeout=seconds)
     if login.proxy:
         return paramiko.ProxyCommand(login.proxy)
-    return socket.create_connection((login.address, login.port), timeout=min(seconds, _DIAL_SECONDS))
+    try:
+        return socket.create_connection((login.address, login.port), timeout=min(seconds, _DIAL_SECONDS))
+    except TimeoutError:
+        raise
+    except socket.gaierror as error:
+        raise OSError(error.strerror or str(error)) from None
+    except OSError as error:
+        raise OSError(f"{error.strerror or error} on port {login.port}") from None
 
 
 def _make_refusal() -> paramiko.MissingHostKeyPolicy:

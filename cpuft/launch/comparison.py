@@ -26,8 +26,12 @@ class Planned:
 def parse_numbers(text: str) -> tuple[int, ...]:
     """Rank numbers of `--np 1,2,4`, ascending. Raises CpuftError for anything but different whole numbers from 1."""
     words = [word.strip() for word in text.split(",")]
-    if not all(map(is_count, words)) or len(set(map(int, words))) < len(words):
-        raise CpuftError(f"--np {text[:60]!r} is no list of different rank numbers: write e.g. --np 1,2,4")
+    advice = "give the numbers of ranks to compare, for example --np 1,2,4"
+    for place, word in enumerate(words):
+        if not is_count(word):
+            raise CpuftError(f"--np {text[:60]}: {word[:60]!r} is not a whole number from 1: {advice}")
+        if int(word) in map(int, words[:place]):
+            raise CpuftError(f"--np {text[:60]}: the number {word[:60]} is there twice: {advice}")
     return tuple(sorted(map(int, words)))
 
 

@@ -145,7 +145,8 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     path = Path(script[0])
     if path.suffix == ".py" or path.is_file():
         if not path.is_file():
-            raise CpuftError(f"there is no script {script[0]}: name it as seen from {os.getcwd()}")
+            place = "" if path.is_absolute() else f" in the folder {os.getcwd()}"
+            raise CpuftError(f"there is no script {script[0]}{place}: give the path of the script")
         if path.suffix == ".py":
             return (sys.executable, str(path.absolute()), *script[1:])
         return (str(path.absolute()), *script[1:])
@@ -317,12 +318,17 @@ def refuse_unread_rows(train: TrainConfig) -> None:
     """Raises CpuftError when rows are named that `train.task` does not read: it would train on others."""
     default, text = TrainConfig(), ("held_out", "mask_share", "whole_words")
     own = {"files": (), "text": ()}.get(train.task, ("train_file", "validation_file", "text_columns"))
+    task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
     for name in (*own, *(text if train.task != "text" else ())):
         if getattr(train, name) != getattr(default, name):
-            fits = "text" if name in text else "files, or text for a corpus"
-            raise CpuftError(f"--{name.replace('_', '-')} has no effect with --task {train.task}: add --task {fits}")
+            corpus = "--task text for plain texts without labels"
+            fits = corpus if name in text else f"--task files for texts with labels, or {corpus}"
+            raise CpuftError(f"--{name.replace('_', '-')} has no effect with {task}: give {fits}")
     if train.data_dir and train.task in ("demo", "files", "text"):
-        raise CpuftError(f"--data-dir has no effect with --task {train.task}: name a GLUE task, such as --task mrpc")
+        raise CpuftError(
+            f"--data-dir has no effect with {task}: the option names a folder with the data of a GLUE task, so name "
+            "that task as well, for example --task mrpc"
+        )
 
 
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
@@ -349,7 +355,11 @@ def choose_run_dir(wanted: str, name: str) -> str:
     """
     path = Path(wanted or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if path.exists():
-        raise CpuftError(f"run directory {path} exists: name a new one with --run-dir, or remove it")
+        what = "the folder" if path.is_dir() else "a file"
+        raise CpuftError(
+            f"{what} {path} exists already, and a run needs a new folder: give --run-dir the name of a folder that "
+            "does not exist yet, or leave --run-dir out, and cpuft makes a new folder in runs"
+        )
     parent = next(folder for folder in path.parents if folder.exists())
     if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
         raise CpuftError(f"{parent} cannot be written: name another place with --run-dir")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError
 from cpuft.options.fields import BACKENDS, BenchConfig, is_count
+from cpuft.options.foreign import describe_unknown_value
 
 TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
@@ -23,7 +24,7 @@ def plan_turns(config: BenchConfig) -> list[Turn]:
     for kind, names in known.items():
         for name in lists[kind]:
             if name not in names:
-                raise CpuftError(f"--{kind} knows no {name!r}: {near_names(name, names)}")
+                raise CpuftError(describe_unknown_value(f"--{kind}", name, names))
     if not all(map(is_count, lists["sizes"])):
         raise CpuftError(f"--sizes {config.sizes[:60]} is no list of bytes: write e.g. 1024,26214400")
     for size, dtype in itertools.product(lists["sizes"], lists["dtypes"]):

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from cpuft.errors import CpuftError, near_names
 from cpuft.loader import find_control, load, parse_yaml
 from cpuft.options.fields import ONE_OF, option_names
-from cpuft.options.foreign import translate
+from cpuft.options.foreign import describe_unknown_value, translate
 from cpuft.options.help import FieldOption, Sectioned
 
 C = TypeVar("C")
@@ -40,12 +40,33 @@ class Verb(Sectioned):
             path = following if word == "--config" else word.partition("=")[2] if word.startswith("--config=") else ""
             if path:
                 ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            raise _name_the_file(error, ctx) from None
         for pair in ONE_OF:
             if all(name in ctx.params and ctx.get_parameter_source(name) in _TOLD for name in pair):
                 one, other = (f"--{name.replace('_', '-')}" for name in pair)
                 raise click.UsageError(f"{one} and {other} both say what is trained: leave one of them out", ctx)
         return rest
+
+
+def _name_the_file(error: click.BadParameter, ctx: click.Context) -> click.UsageError:
+    """Return the error that also names the file and the key of a wrong value, where the value is from --config."""
+    name = error.param.name if error.param else None
+    if not name or ctx.get_parameter_source(name) is not ParameterSource.DEFAULT_MAP:
+        return error
+    return click.UsageError(
+        f"--config {ctx.params.get('config')}: the key '{name.replace('_', '-')}' has a wrong value: {error.message}",
+        ctx,
+    )
+
+
+class _UnknownNameError(click.BadParameter):
+    """A value that is none of an option's names; its message stands alone, without click's `Invalid value for`."""
+
+    def format_message(self) -> str:
+        return self.message
 
 
 class _Name(click.Choice[str]):
@@ -54,7 +75,7 @@ class _Name(click.Choice[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in self.choices:
             name = param.opts[0] if param else "this option"
-            raise click.UsageError(f"{name} knows no {value!r}: {near_names(str(value), self.choices)}", ctx)
+            raise _UnknownNameError(describe_unknown_value(name, str(value), self.choices), ctx, param)
         return str(value)
 
 
@@ -159,6 +180,8 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
     """
     try:
         values = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CpuftError(f"there is no file {path}, which --config names: name a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"--config {path} cannot be read ({error}): name a YAML file") from None
     except ValueError as error:

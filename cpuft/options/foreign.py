@@ -7,6 +7,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpuft.errors import near_names
+
+_NO_GPU = "works on GPUs only, and cpuft trains on CPUs"
+_NO_FP16 = (
+    "fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every "
+    "CPU"
+)
+_VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP16, "half": _NO_FP16}
+"""What to say of names that other trainers take and cpuft does not."""
+
 TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq")
 
 
@@ -55,13 +65,31 @@ def translate(words: Sequence[str], flags: Collection[str], script: bool = False
     """
     place = next((i for i, word in enumerate(words) if script and word.endswith(".py") and word[0] != "-"), len(words))
     written: list[str] = []
-    left: list[str] = []
+    left: list[tuple[str, str]] = []
     for word in dict.fromkeys(word.partition("=")[0] for word in words[:place]):
         row = find_row(word) if word not in flags else None
         if row and row.ours.partition(" ")[0] in {*flags, ""}:
             why = f" ({row.why})" if row.why else ""
-            (written if row.ours else left).append(f"{row.ours or word}{f' for {word}' * bool(row.ours)}{why}")
-    parts = [f"write {', '.join(written)}"] * bool(written) + [f"leave out {', '.join(left)}"] * bool(left)
+            if row.ours:
+                written.append(f"{row.ours} instead of {word}{why}")
+            else:
+                left.append((word, row.why))
+    parts = [f"write {', '.join(written)}"] * bool(written)
+    if len(left) == 1:
+        parts.append("cpuft does not have the option {}, so leave it out: {}".format(*left[0]))
+    elif left:
+        listed = ", ".join(f"{word} ({why})" for word, why in left)
+        parts.append(f"cpuft does not have these options, so leave them out: {listed}")
     if any(word.startswith("--") and word.partition("=")[0] not in flags for word in words[place:]):
         parts.append(f"put -- before {words[place]}: the words after a script are its own options")
     return "; ".join(parts)
+
+
+def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
+    """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
+    known = _VALUES.get(value.lower(), "")
+    if known == _NO_GPU:
+        return f"{option} {value}: {value} {known}: choose one of {', '.join(choices)}"
+    if known and {"bf16", "fp32"} <= set(choices):
+        return f"{option} {value}: {known}"
+    return f"{value!r} is not a value of {option}: {near_names(value, choices)}"

@@ -61,6 +61,8 @@ def find_instance(name: str, path: str = "") -> Instance:
     table = Path(path) if path else TABLE
     try:
         found = parse_instances(table.read_text(encoding="utf-8"), str(table))
+    except FileNotFoundError:
+        raise CpuftError(f"there is no file {path}, which --instances names: name a table") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"--instances {path} cannot be read ({error}): name a table") from None
     if name not in found:

@@ -98,7 +98,7 @@ def test_a_file_of_windows_reads(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CpuftError, match="cannot be read"):
+    with pytest.raises(CpuftError, match="there is no hostfile"):
         read_hostfile(str(tmp_path / "none"))
 
 

@@ -173,10 +173,14 @@ def test_a_registry_of_another_user_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_answered_with_those_like_it(tmp_path: Path) -> None:
-    with pytest.raises(CpuftError, match="there is no cluster 'lob': make one with cpuft provision"):
+    with pytest.raises(
+        CpuftError, match=r"there is no cluster named 'lob' \(no cluster exists yet\): make one with cpuft provision"
+    ):
         read_entry(tmp_path, "lob")
     remember(tmp_path, ENTRY)
-    with pytest.raises(CpuftError, match=r"there is no cluster 'lob'.*lab"):
+    with pytest.raises(
+        CpuftError, match=r"there is no cluster named 'lob' \(the clusters that exist are lab\): .*--hostfile"
+    ):
         find_entry((tmp_path / "none", tmp_path), "lob")
 
 

@@ -208,7 +208,7 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert re.fullmatch(rf"{tmp_path}/runs/mrpc-np2-\d{{8}}-\d{{6}}", choose_run_dir("", "mrpc-np2"))
     assert choose_run_dir("mine", "x") == str(tmp_path / "mine")
     (tmp_path / "mine").mkdir()
-    with pytest.raises(CpuftError, match="exists: name a new one with --run-dir, or remove it"):
+    with pytest.raises(CpuftError, match="exists already, and a run needs a new folder: give --run-dir the name"):
         choose_run_dir("mine", "x")
     with pytest.raises(CpuftError, match=r"cannot be written: name another place"):
         choose_run_dir("/etc/hostname/runs", "x")

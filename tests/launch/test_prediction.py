@@ -67,8 +67,11 @@ def test_good_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("none", "--split", "test"), "there is no file or folder none: name the directory of a run"),
-        ((".", "--split", "test"), ". holds no record.jsonl: name the directory of a run"),
+        (
+            ("none", "--split", "test"),
+            "there is no file or folder none: name the folder that the run got with --run-dir",
+        ),
+        ((".", "--split", "test"), ". holds no record.jsonl: name the folder that the run got with --run-dir"),
         (
             ("bare", "--file", "x.csv"),
             "bare holds no model/: it has not come to its end, or had --no-save-model: name a finished run",

@@ -193,7 +193,7 @@ def test_a_script_s_own_arguments_may_hold_any_character(tmp_path: Path) -> None
             ["provision", "local", "--net", "٣gbit", "--dry-run"],
             "--net '٣gbit' is no rate: write e.g. 1gbit or 100mbit",
         ),
-        (["compare", "--np", "1,٢"], "--np '1,٢' is no list of different rank numbers: write e.g. --np 1,2,4"),
+        (["compare", "--np", "1,٢"], "--np 1,٢: '٢' is not a whole number from 1: give the numbers of ranks"),
     ],
 )
 def test_digits_of_other_scripts_are_no_numbers(

@@ -15,6 +15,7 @@ from cpuft.options.flags import read_config
 from cpuft.options.foreign import TOOLS, Row, read_table, translate
 from tests.conftest import DATA, run_cpuft
 
+ALL = " (ranks of all hosts; --ppn is those of one)"
 LAUNCH = cli.cli.commands["launch"]
 FLAGS = {flag for option in LAUNCH.params for flag in (*option.opts, *option.secondary_opts)}
 
@@ -61,44 +62,47 @@ def test_no_name_has_two_answers() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--per_device_train_batch_size", "16"], "write --batch-size for --per_device_train_batch_size"),
-        (["--per-device-train-batch-size=16"], "write --batch-size for --per-device-train-batch-size"),
-        (["--nproc_per_node", "2"], "write --np for --nproc_per_node (ranks of all hosts; --ppn is those of one)"),
-        (["--nproc-per-node=2"], "write --np for --nproc-per-node (ranks of all hosts; --ppn is those of one)"),
-        (["--nprocs-per-node", "2"], "write --np for --nprocs-per-node (ranks of all hosts; --ppn is those of one)"),
-        (["--num_processes", "4"], "write --np for --num_processes"),
-        (["-n", "4", "-ppn", "2"], "write --np for -n, --ppn for -ppn (--np stays the number of all)"),
-        (["-np", "4", "-f", "hosts"], "write --np for -np, --hostfile for -f"),
-        (["-hostfile", "hosts"], "write --hostfile for -hostfile"),
-        (["--hostfile", "hosts", "-H", "hosts"], "write --hostfile for -H"),
-        (["--num_train_epochs", "3"], "write --epochs for --num_train_epochs"),
-        (["--model_name_or_path", "bert-base-cased"], "write --model for --model_name_or_path"),
-        (["--max_seq_length", "128"], "write --max-length for --max_seq_length"),
-        (["--learning_rate", "2e-5"], "write --learning-rate for --learning_rate"),
-        (["--output_dir", "out"], "write --run-dir for --output_dir"),
-        (["--bf16"], "write --precision bf16 for --bf16"),
-        (["--no_cuda", "True"], "leave out --no_cuda (cpuft trains on CPUs only)"),
+        (["--per_device_train_batch_size", "16"], "write --batch-size instead of --per_device_train_batch_size"),
+        (["--per-device-train-batch-size=16"], "write --batch-size instead of --per-device-train-batch-size"),
+        (["--nproc_per_node", "2"], "write --np instead of --nproc_per_node" + ALL),
+        (["--nproc-per-node=2"], "write --np instead of --nproc-per-node" + ALL),
+        (["--nprocs-per-node", "2"], "write --np instead of --nprocs-per-node" + ALL),
+        (["--num_processes", "4"], "write --np instead of --num_processes"),
+        (["-n", "4", "-ppn", "2"], "write --np instead of -n, --ppn instead of -ppn (--np stays the number of all)"),
+        (["-np", "4", "-f", "hosts"], "write --np instead of -np, --hostfile instead of -f"),
+        (["-hostfile", "hosts"], "write --hostfile instead of -hostfile"),
+        (["--hostfile", "hosts", "-H", "hosts"], "write --hostfile instead of -H"),
+        (["--num_train_epochs", "3"], "write --epochs instead of --num_train_epochs"),
+        (["--model_name_or_path", "bert-base-cased"], "write --model instead of --model_name_or_path"),
+        (["--max_seq_length", "128"], "write --max-length instead of --max_seq_length"),
+        (["--learning_rate", "2e-5"], "write --learning-rate instead of --learning_rate"),
+        (["--output_dir", "out"], "write --run-dir instead of --output_dir"),
+        (["--bf16"], "write --precision bf16 instead of --bf16"),
+        (["--no_cuda", "True"], "cpuft does not have the option --no_cuda, so leave it out: cpuft trains on CPUs only"),
         (
             ["--task_name", "mrpc", "--do_train", "--xpu_backend", "ccl", "--no_cuda"],
-            "write --task for --task_name, --backend for --xpu_backend; leave out --do_train (a run trains, then "
-            "evaluates), --no_cuda (cpuft trains on CPUs only)",
+            "write --task instead of --task_name, --backend instead of --xpu_backend; cpuft does not have these "
+            "options, so leave them out: --do_train (a run always trains, then evaluates), --no_cuda (cpuft trains on "
+            "CPUs only)",
         ),
-        (["--lr", "1e-4"], "write --learning-rate for --lr"),
+        (["--lr", "1e-4"], "write --learning-rate instead of --lr"),
         (
             ["--lr_scheduler_type", "cosine", "--push_to_hub"],
-            "leave out --lr_scheduler_type (the rate rises linearly for --warmup-ratio of the updates, then falls "
-            "linearly to 0), --push_to_hub (upload the folder RUN_DIR/model yourself when the run has ended)",
+            "cpuft does not have these options, so leave them out: --lr_scheduler_type (the learning rate always rises "
+            "linearly for --warmup-ratio of the updates, then falls linearly to 0), --push_to_hub (when the run has "
+            "ended, upload its model yourself from the folder model in the run's folder)",
         ),
         (
             ["--load_best_model_at_end", "True"],
-            "leave out --load_best_model_at_end (a run evaluates once, at its end, and saves that model)",
+            "cpuft does not have the option --load_best_model_at_end, so leave it out: a run evaluates once, when the "
+            "training has ended, and saves the model as it is then",
         ),
         (["--np", "2", "--task", "mrpc"], ""),
         (["train.py", "--np", "2"], ""),
         (["train.py", "--lr", "2"], "put -- before train.py: the words after a script are its own options"),
         (
             ["--nproc_per_node", "2", "run_glue.py", "--task_name", "mrpc"],
-            "write --np for --nproc_per_node (ranks of all hosts; --ppn is those of one); "
+            "write --np instead of --nproc_per_node (ranks of all hosts; --ppn is those of one); "
             "put -- before run_glue.py: the words after a script are its own options",
         ),
     ],
@@ -110,16 +114,22 @@ def test_what_is_answered(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["launch", "-hostfile", "hosts"], "write --hostfile for -hostfile (see cpuft launch --help)"),
+        (["launch", "-hostfile", "hosts"], "write --hostfile instead of -hostfile (see cpuft launch --help)"),
         (
             ["launch", "train.py", "--lr", "1"],
             "put -- before train.py: the words after a script are its own options (see cpuft launch",
         ),
-        (["compare", "--num_train_epochs", "3"], "write --epochs for --num_train_epochs (see cpuft compare --help)"),
-        (["bench", "comm", "-n", "2"], "write --np for -n (see cpuft bench comm --help)"),
-        (["doctor", "-hostfile", "hosts"], "write --hostfile for -hostfile (see cpuft doctor --help)"),
+        (
+            ["compare", "--num_train_epochs", "3"],
+            "write --epochs instead of --num_train_epochs (see cpuft compare --help)",
+        ),
+        (["bench", "comm", "-n", "2"], "write --np instead of -n (see cpuft bench comm --help)"),
+        (["doctor", "-hostfile", "hosts"], "write --hostfile instead of -hostfile (see cpuft doctor --help)"),
         (["env", "--learning_rate", "2"], "No such option '--learning_rate'."),
-        (["launch", "--config", "glue.yaml"], "--config glue.yaml: write batch-size for per_device_train_batch_size"),
+        (
+            ["launch", "--config", "glue.yaml"],
+            "--config glue.yaml: write batch-size instead of per_device_train_batch_size",
+        ),
     ],
 )
 def test_every_verb_answers_with_what_it_has(

@@ -81,7 +81,9 @@ def test_every_verb_refuses_what_is_no_name(
 def test_a_folder_that_is_no_cluster_is_not_taken_for_one(
     root: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
-    assert refused(capsys, *words, "v").endswith("there is no cluster 'v': make one with cpuft provision")
+    assert refused(capsys, *words, "v").endswith(
+        "there is no cluster named 'v' (no cluster exists yet): make one with cpuft provision"
+    )
     assert (root / "v" / "file").exists()
 
 

@@ -200,9 +200,12 @@ def test_what_is_no_run_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest
     told = "skipped, because there is no record.jsonl in them: runs/empty, runs/report.html\n"
     assert done.stderr == told
     missing = CliRunner().invoke(cli, ["report", "runs/np-1", "runs/np-3"])
-    assert str(missing.exception) == "there is no file or folder runs/np-3: name the directory of a run"
+    assert (
+        str(missing.exception)
+        == "there is no file or folder runs/np-3: name the folder that the run got with --run-dir"
+    )
     alone = CliRunner().invoke(cli, ["report", "runs/empty"])
-    assert str(alone.exception) == "runs/empty holds no record.jsonl: name the directory of a run"
+    assert str(alone.exception) == "runs/empty holds no record.jsonl: name the folder that the run got with --run-dir"
 
 
 def test_files(tmp_path: Path) -> None:

@@ -109,14 +109,19 @@ def find_place(run: str, environ: Mapping[str, str]) -> Place:
         note = load(Note, parse_json(_find_note(cache_path(environ), run_dir).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         if Path(run_dir).is_dir():
-            raise CpuftError(f"run {run} is over, or no cpuft launch of yours started it: see {run}/logs") from None
+            raise CpuftError(
+                f"no run is active in the folder {run}: the run has ended, or no cpuft launch of yours started it; "
+                f"look into {run}/logs for what its ranks printed"
+            ) from None
         raise CpuftError(
-            f"there is no active run in {run_dir}: name the folder that an active run got with --run-dir"
+            f"there is no folder {run_dir}: name the folder that an active run got with --run-dir"
         ) from None
     if note.launched_on != socket.gethostname():
         raise CpuftError(f"run {run} was launched on {note.launched_on}: ask for its stacks there")
     if note.started != _find_start(note.pid):
-        raise CpuftError(f"run {run} is over, and its launch was killed: see {run}/logs")
+        raise CpuftError(
+            f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
+        )
     door = find_slurm(environ) or Door(note.ssh_config)
     return Place(note.work, note.hosts, Access(door, note.python))
 

@@ -129,6 +129,8 @@ class Servers(Provider[HostsConfig, Facts]):
     def _read_pins(self) -> tuple[str, ...]:
         try:
             text = Path(self.config.pins).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise CpuftError(f"there is no file {self.config.pins}, which --pins names: name a file of pins") from None
         except (OSError, UnicodeDecodeError) as error:
             raise CpuftError(f"--pins {self.config.pins} cannot be read ({error}): name a file of pins") from None
         return parse_pins(text, self.config.pins)

@@ -71,8 +71,11 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         (("slurm", "--", "compare"), "what is to be submitted? say it at the end: -- launch --np 8 --task mrpc"),
         (("slurm", "--", "launch", "--tsk", "a"), "No such option '--tsk'. Did you mean '--task'? (see cpuft launch"),
         (("slurm", "--", "launch", "--np", "0"), "Invalid value for '--np': 0 is not in the range x>=1. (see cpuft"),
-        (("slurm", "--", "launch", "--task", "mprc"), "--task knows no 'mprc': did you mean mrpc? (see cpuft launch"),
-        (("slurm", "--", "launch", "--num_processes", "4"), "write --np for --num_processes (see cpuft launch"),
+        (
+            ("slurm", "--", "launch", "--task", "mprc"),
+            "'mprc' is not a value of --task: did you mean mrpc? (see cpuft launch",
+        ),
+        (("slurm", "--", "launch", "--num_processes", "4"), "write --np instead of --num_processes (see cpuft launch"),
         (
             ("slurm", "--", "launch", "--dry-run"),
             "--dry-run stands before -- launch, and a script behind a -- of its own",
@@ -89,7 +92,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 does not go with --np 2 and --ppn 0: leave it out"),
         (("slurm", "--partition", "a b", *LAUNCH), "'--partition=a b' cannot stand in a job's script: write"),
-        (("slurm", "--config", "none.yaml", *LAUNCH), "--config none.yaml cannot be read"),
+        (("slurm", "--config", "none.yaml", *LAUNCH), "there is no file none.yaml, which --config names"),
         (("kubernetes", *LAUNCH), "which container image? give --image NAME: one that has cpuft and sshd"),
         (("kubernetes", *IMAGE, "--name", "a_b", *LAUNCH), "--name 'a_b': use small letters, digits and dashes, 54 at"),
         (("batch", *IMAGE, *LAUNCH), "which job queue? give --queue NAME"),

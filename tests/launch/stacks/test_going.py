@@ -31,7 +31,7 @@ def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
         place = find_place("run", os.environ)
         assert place.work == f"{Path.cwd()}/run"
         assert place.hosts == (HERE, HERE, NOWHERE)
-    with pytest.raises(CpuftError, match="there is no active run in"):
+    with pytest.raises(CpuftError, match="there is no folder"):
         find_place("run", os.environ)
 
 
@@ -40,9 +40,9 @@ def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
     "changes, words",
     [
         ({"launched_on": "elsewhere"}, "run run was launched on elsewhere: ask for its stacks there"),
-        ({"started": "1"}, "run run is over, and its launch was killed: see run/logs"),
-        ({"pid": 1 << 30}, "run run is over, and its launch was killed: see run/logs"),
-        ({"pid": "many"}, "there is no active run in"),
+        ({"started": "1"}, "the run in run has ended, and its launch was killed: look into run/logs"),
+        ({"pid": 1 << 30}, "the run in run has ended, and its launch was killed: look into run/logs"),
+        ({"pid": "many"}, "there is no folder"),
     ],
 )
 def test_a_note_that_tells_of_no_run_that_goes_on(changes: dict[str, object], words: str, tmp_path: Path) -> None:

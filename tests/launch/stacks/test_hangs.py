@@ -50,7 +50,8 @@ def test_a_script_over_torchs_own_gloo_is_seen_while_it_hangs_and_when_its_deadl
     over = run_cpuft("stacks", "run")
     assert (over.returncode, over.stderr) == (
         2,
-        "cpuft: error: run run is over, or no cpuft launch of yours started it: see run/logs\n",
+        "cpuft: error: no run is active in the folder run: the run has ended, or no cpuft launch of yours started it; "
+        "look into run/logs for what its ranks printed\n",
     )
 
 
@@ -70,6 +71,6 @@ def test_a_run_that_never_was() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == f"cpuft: error: there is no active run in {Path.cwd()}/none: name the folder that an active run got with "
+        == f"cpuft: error: there is no folder {Path.cwd()}/none: name the folder that an active run got with "
         "--run-dir\n"
     )
