@@ -233,7 +233,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv",
         {"train.csv": "text,label\ngood,1\nbad,0\n"},
-        "--task files needs --validation-file: name a CSV, TSV or JSON lines file",
+        "--task files needs --validation-file as well: name a second file (CSV, TSV or JSON lines) with the same columns and other examples, by which the model is evaluated",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
@@ -243,17 +243,17 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "text,target\na,1\n"},
-        "train.csv has no column 'label': choose one of target, text",
+        "train.csv has no column 'label': name the column of the labels with --label-column (the file has text, target)",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "review,label\na,1\nb,0\n"},
-        "train.csv has no column sentence1 or text: name one or two of review with --text-columns",
+        "no column of train.csv is named text, sentence or sentence1: name the column of the texts with --text-columns, for example --text-columns review",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "text,label\na, b,1\nc,0\n"},
-        "train.csv, line 2 has 3 columns, its header 2: mend that line (a text with a comma stands in quotation marks)",
+        "train.csv, line 2 has 3 columns, but the header has 2: put a text that contains a comma in quotation marks",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
@@ -263,42 +263,42 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "text,label\na,1\nb,\n"},
-        "train.csv, line 3 has no 'label': mend or remove that line",
+        "train.csv, line 3 has no 'label': correct or remove that line",
     ),
     (
         "--task=files --train-file=train.jsonl --validation-file=train.jsonl",
         {"train.jsonl": '{"text": "a"}\n{"text": "b", "label": "1"}\n'},
-        "train.jsonl, line 1 has no 'label': mend or remove that line",
+        "train.jsonl, line 1 has no 'label': correct or remove that line",
     ),
     (
         "--task=files --train-file=train.parquet --validation-file=train.parquet",
         {"train.parquet": b"PAR1\x15\x04\x15\xfePAR1"},
-        "train.parquet is a Parquet file, which cpuft does not read: convert it first: python -c \"import pandas; pandas.read_parquet('train.parquet').to_json('train.jsonl', orient='records', lines=True)\"",
+        "train.parquet is a Parquet file, which cpuft does not read: convert it with this command, then give train.jsonl instead: python -c \"import pandas; pandas.read_parquet('train.parquet').to_json('train.jsonl', orient='records', lines=True)\"",
     ),
     (
         "--task=files --train-file=train.xlsx --validation-file=train.xlsx",
         {"train.xlsx": b"PK\x03\x04\x14\x00\xff"},
-        "train.xlsx is a spreadsheet, which cpuft does not read: convert it first: save it as CSV in UTF-8 with commas between the columns",
+        "train.xlsx is a spreadsheet, which cpuft does not read: save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead",
     ),
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/data-00000-of-00001.arrow": b"ARROW1", "reviews/dataset_info.json": "{}", "reviews/state.json": "{}"},
-        "reviews is a folder of the package datasets, which cpuft does not read: convert each of its splits first: python -c \"import datasets; datasets.load_from_disk('reviews').to_json('train.jsonl')\"",
+        "reviews is a folder that the package datasets saved, which cpuft does not read: convert it with this command, then give reviews.jsonl instead: python -c \"import datasets; datasets.load_from_disk('reviews').to_json('reviews.jsonl')\"",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "text;label\na;1\nb;0\n"},
-        "train.csv has semicolons between its columns, and cpuft reads commas: convert it with python -c \"import pandas; pandas.read_csv('train.csv', sep=';', dtype=str).to_csv('train-commas.csv', index=False)\"",
+        "train.csv has semicolons between its columns, and cpuft reads commas: convert it with this command, then give train-commas.csv instead: python -c \"import pandas; pandas.read_csv('train.csv', sep=';', dtype=str).to_csv('train-commas.csv', index=False)\"",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": b"text,label\ncaf\xe9,1\nb,0\n"},
-        "train.csv, line 2 is no UTF-8 text (byte 0xe9): if it comes from Windows or Excel, convert it with iconv -f WINDOWS-1252 -t UTF-8 train.csv > train-utf8.csv, else mend that line",
+        "train.csv, line 2 is not UTF-8 text (byte 0xe9): correct that line; or, if the file comes from Windows or Excel, convert it with this command, then give train-utf8.csv instead: iconv -f WINDOWS-1252 -t UTF-8 train.csv > train-utf8.csv",
     ),
     (
         "--task=files --train-file=train.json --validation-file=train.json",
         {"train.json": '[\n{"text": "a", "label": "1"},\n{"text": "b", "label": "0"}\n]\n'},
-        "train.json is a JSON array, and cpuft reads JSON lines, one object a line: convert it with python -c \"import json; [print(json.dumps(row)) for row in json.load(open('train.json'))]\" > train-lines.jsonl",
+        "train.json is a JSON array, and cpuft reads JSON lines, one object a line: convert it with this command, then give train-lines.jsonl instead: python -c \"import json; [print(json.dumps(row)) for row in json.load(open('train.json'))]\" > train-lines.jsonl",
     ),
 ]
 """The same for options that only the preparation of a training can find fault with."""

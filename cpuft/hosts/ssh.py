@@ -78,9 +78,9 @@ def read_login(host: Host, config_path: str = "") -> Login:
         config = paramiko.SSHConfig.from_path(path) if os.path.exists(path) else paramiko.SSHConfig()
         found: dict[str, Any] = dict(config.lookup(host.name))
     except (paramiko.SSHException, OSError, ValueError) as error:
-        raise CpuftError(f"ssh's configuration {path} cannot be read ({error}): mend it") from None
+        raise CpuftError(f"ssh's configuration {path} cannot be read ({error}): correct it") from None
     if not is_count(str(found.get("port", 22)), most=LAST_PORT):
-        raise CpuftError(f"ssh's configuration {path}: port {found['port']!r:.60} of {host.name} is none: mend it")
+        raise CpuftError(f"ssh's configuration {path}: port {found['port']!r:.60} of {host.name} is none: correct it")
     proxy = found.get("proxycommand") or ""
     return Login(
         str(found.get("hostname", host.name)),

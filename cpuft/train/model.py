@@ -139,7 +139,7 @@ def check_untrained(config: TrainConfig) -> None:
 
 def _cannot_make(name: str, error: Exception) -> str:
     said = " ".join(str(error).split())[:200] or type(error).__name__
-    return f"no model can be made of {name} ({said}): mend its settings, or take one of {', '.join(SIZES)}"
+    return f"no model can be made of {name} ({said}): correct its settings, or take one of {', '.join(SIZES)}"
 
 
 def check_tokenizer(config: TrainConfig, words: int) -> None:

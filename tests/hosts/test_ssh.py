@@ -21,10 +21,10 @@ def test_the_hostfile_wins_over_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        (b"User\n", "cannot be read (Unparsable line User): mend it"),
+        (b"User\n", "cannot be read (Unparsable line User): correct it"),
         (b"Host \xff\n", "cannot be read ('utf-8' codec can't decode"),
-        (b"Port ssh\n", "port 'ssh' of a is none: mend it"),
-        (b"Port 99999\n", "port '99999' of a is none: mend it"),
+        (b"Port ssh\n", "port 'ssh' of a is none: correct it"),
+        (b"Port 99999\n", "port '99999' of a is none: correct it"),
         (b"ProxyJump b:" + b"9" * 5000, "names no host: write [user@]name[:port], a comma between"),
     ],
 )

@@ -222,7 +222,10 @@ def test_compare_reports(tmp_path: Path) -> None:
             "there is no folder none: name the one that holds MRPC/train.tsv with --data-dir",
         ),
         (("--model", "./none"), "there is no folder ./none: name a folder with a model, a hub name, or minilm"),
-        (("--task", "files"), "--task files needs --train-file: name a CSV, TSV or JSON lines file"),
+        (
+            ("--task", "files"),
+            "--task files needs --train-file: name a CSV, TSV or JSON lines file with texts and labels",
+        ),
     ],
 )
 def test_bad_data_starts_no_rank_and_leaves_nothing(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

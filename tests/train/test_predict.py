@@ -148,12 +148,22 @@ def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
 @pytest.mark.parametrize(
     "file, text, options, message",
     [
-        ("x.csv", "body,label\na,red\n", {}, "x.csv has no column sentence1 or text: name one or two of body with"),
+        (
+            "x.csv",
+            "body,label\na,red\n",
+            {},
+            "no column of x.csv is named text, sentence or sentence1: name the column",
+        ),
         ("x.csv", "", {}, "x.csv is empty: give a file with rows"),
         ("x.csv", "text\n", {}, "x.csv has no rows: give a file with at least one row below its header"),
-        ("x.csv", "text,label\na,blue\n", {}, "x.csv, line 2: label 'blue' is not one of not red, red: mend that line"),
+        (
+            "x.csv",
+            "text,label\na,blue\n",
+            {},
+            "x.csv, line 2: label 'blue' is not one of not red, red: correct that line",
+        ),
         ("x.csv", "text\na\n", {"label_column": "colour"}, "x.csv has no column 'colour'"),
-        ("x.csv", "text\na\n", {"text_columns": "txt"}, "x.csv has no column 'txt': did you mean text?"),
+        ("x.csv", "text\na\n", {"text_columns": "txt"}, "x.csv has no column 'txt': name the columns of the texts"),
         ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv is there already, and holds no predictions: name another"),
         ("x.jsonl", '{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' has to be one text, as it is elsewhere"),
     ],

@@ -97,9 +97,9 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
     "change, message",
     [
         ({"train_file": ""}, "--task text needs --train-file: name text files, JSON lines, or a folder of them"),
-        ({"train_file": "b.txt"}, "b.txt cannot be read (No such file or directory): check --train-file"),
-        ({"validation_file": "b.txt"}, "b.txt cannot be read (No such file or directory): check --validation-file"),
-        ({"train_file": "tiny.json,a.txt"}, "tiny.json, line 1 has no 'text': mend it"),
+        ({"train_file": "b.txt"}, "there is no file b.txt: check --train-file"),
+        ({"validation_file": "b.txt"}, "there is no file b.txt: check --validation-file"),
+        ({"train_file": "tiny.json,a.txt"}, "tiny.json, line 1 has no 'text': correct it"),
         (
             UNTRAINED | {"tokenizer": "tiny"},
             "the tokenizer has 30522 words, and tiny.json embeds 300: leave --tokenizer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ BETWEEN_LABELS = "|"
 
 _TEXTS = (("sentence1", "sentence2"), ("text1", "text2"), ("premise", "hypothesis"), ("sentence",), ("text",))
 _WORDS = ("tokens",)
+_NAME_TEXTS = "name the columns of the texts with --text-columns"
+_NAME_LABEL = "name the column of the labels with --label-column"
 _ENTITY_MARKS = ("B", "I", "E", "S")
 
 
@@ -25,16 +28,21 @@ def read_own(task: Task, config: TrainConfig) -> Data:
 
     Raises CpuftError: with the line, for what does not fit the other rows; labels that teach nothing.
     """
-    for flag, path in (("--train-file", config.train_file), ("--validation-file", config.validation_file)):
-        if not path:
-            raise CpuftError(f"--task files needs {flag}: name a CSV, TSV or JSON lines file")
+    if not config.train_file:
+        raise CpuftError("--task files needs --train-file: name a CSV, TSV or JSON lines file with texts and labels")
+    if not config.validation_file:
+        raise CpuftError(
+            "--task files needs --validation-file as well: name a second file (CSV, TSV or JSON lines) with the same "
+            "columns and other examples, by which the model is evaluated"
+        )
     train = read_table(Path(config.train_file), "--train-file")
     validation = read_table(Path(config.validation_file), "--validation-file")
     label = _choose_label(train, config.label_column)
     task = replace(task, texts=find_texts(train, config.text_columns, label), label=label)
     for table in (train, validation):
-        for name in (*task.texts, task.label):
-            find_column(table.columns, name, table.source)
+        for name in task.texts:
+            find_column(table.columns, name, table.source, _NAME_TEXTS)
+        find_column(table.columns, task.label, table.source, _NAME_LABEL)
     task = replace(task, kind=_find_kind(train, task, config.label_type))
     for table in (train, validation):
         check_cells(table, task)
@@ -55,8 +63,10 @@ def read_asked(task: Task, asked: PredictConfig, train: TrainConfig) -> tuple[Ta
     wanted = asked.text_columns or train.text_columns
     texts = task.texts if task.texts and not wanted and all(map(is_own.get, task.texts)) else ()
     texts = texts or find_texts(table, wanted, label)
-    for name in (*texts, *([label] if asked.label_column else [])):
-        find_column(table.columns, name, table.source)
+    for name in texts:
+        find_column(table.columns, name, table.source, _NAME_TEXTS)
+    if asked.label_column:
+        find_column(table.columns, label, table.source, _NAME_LABEL)
     if task.texts and len(texts) != len(task.texts):
         count = counted(len(task.texts), "column")
         raise CpuftError(f"--task {task.name} has texts in {count}: name as many with --text-columns, a comma between")
@@ -74,8 +84,18 @@ def find_texts(table: Table, wanted: str, label: str) -> tuple[str, ...]:
     for names in (*_TEXTS, _WORDS):
         if all(name in table.columns for name in names):
             return names
-    others = ", ".join(name for name in table.columns if name != label) or "none"
-    raise CpuftError(f"{table.source} has no column sentence1 or text: name one or two of {others} with --text-columns")
+    others = [name for name in table.columns if name != label]
+    if not others:
+        raise CpuftError(f"{table.source} has no column but {label!r}: give a file that also has a column of texts")
+    which = "the column of the texts"
+    listed = ""
+    if len(others) > 1:
+        which += ", or the two columns of pairs of texts,"
+        listed = f" (the file has {', '.join(others)})"
+    raise CpuftError(
+        f"no column of {table.source} is named text, sentence or sentence1: name {which} with --text-columns, "
+        f"for example --text-columns {shlex.quote(others[0])}{listed}"
+    )
 
 
 def _choose_label(table: Table, wanted: str) -> str:
@@ -119,14 +139,14 @@ def check_cells(table: Table, task: Task, labelled: bool = True) -> None:
         where = f"{table.source}, line {number}"
         for name, is_list in lists.items():
             if name not in row or (_is_needed(name, task) and not _has_text(row[name])):
-                raise CpuftError(f"{where} has no {name!r}: mend or remove that line")
+                raise CpuftError(f"{where} has no {name!r}: correct or remove that line")
             if isinstance(row[name], list) != is_list:
                 form = "a list" if is_list else "one text"
-                raise CpuftError(f"{where}: {name!r} has to be {form}, as it is elsewhere: mend that line")
+                raise CpuftError(f"{where}: {name!r} has to be {form}, as it is elsewhere: correct that line")
         if task.kind == "tags" and labelled:
             words, tags = len(row[task.texts[0]]), sum(bool(tag.strip()) for tag in row[task.label])
             if words != tags:
-                raise CpuftError(f"{where} has {counted(words, 'token')} and {counted(tags, 'tag')}: mend that line")
+                raise CpuftError(f"{where} has {counted(words, 'token')} and {counted(tags, 'tag')}: correct that line")
 
 
 def _is_needed(name: str, task: Task) -> bool:
@@ -160,7 +180,7 @@ def _find_labels(task: Task, train: Table, validation: Table, wanted: str) -> Ta
     for label, number in others.items():
         if label not in found:
             raise CpuftError(
-                f"{validation.source}, line {number}: no row of {train.source} has the label {label!r}: mend that "
+                f"{validation.source}, line {number}: no row of {train.source} has the label {label!r}: correct that "
                 f"line, or train on rows that have it"
             )
     return replace(task, labels=tuple(found), metrics=choose_metrics(task.kind, found))

@@ -89,7 +89,7 @@ def parse_tsv(text: str, task: Task, source: str) -> Rows:
         if len(cells) <= max(places):
             raise CpuftError(
                 f"{source}, line {number} has {counted(len(cells), 'column')}, {columns[max(places)]!r} is column "
-                f"{max(places) + 1}: mend or remove that line"
+                f"{max(places) + 1}: correct or remove that line"
             )
         rows.texts.append(tuple(cells[place] for place in places[: len(task.texts)]))
         where = f"{source}, line {number}"

@@ -50,10 +50,11 @@ def read_table(path: Path, option: str = "--train-file") -> Table:
     _refuse_delimiter(columns, path)
     for number, cells in rows:
         if len(cells) != len(columns):
-            quotes = " (a text with a comma stands in quotation marks)" if len(cells) > len(columns) else ""
+            separator = "tab" if path.suffix == ".tsv" else "comma"
+            quotes = f"put a text that contains a {separator} in quotation marks"
             raise CpuftError(
-                f"{path}, line {number} has {counted(len(cells), 'column')}, its header {len(columns)}: "
-                f"mend that line{quotes}"
+                f"{path}, line {number} has {counted(len(cells), 'column')}, but the header has {len(columns)}: "
+                f"{quotes if len(cells) > len(columns) else 'correct that line'}"
             )
     return Table(str(path), columns, [(number, {**dict(zip(columns, cells))}) for number, cells in rows])
 
@@ -88,34 +89,46 @@ def _describe_format(path: Path, content: bytes) -> str:
     """What to say of a file of a format that is not read, and how it is converted; empty for what may be text."""
     name = next((name for magic, name in _MAGIC if content.startswith(magic)), "")
     target = str(path.with_suffix(".jsonl"))
+    what = f"{path} is {{}}, which cpuft does not read"
     if name == "a Parquet file":
         how = _CONVERT.format(f"read_parquet({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
     elif name == "an Arrow file":
         how = _CONVERT.format(f"read_feather({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
     elif name:
-        how = f"gunzip {shlex.quote(str(path))}"
+        how, target = f"gunzip {shlex.quote(str(path))}", str(path.with_suffix(""))
     elif path.suffix in (".xlsx", ".xls", ".ods"):
-        name, how = "a spreadsheet", "save it as CSV in UTF-8 with commas between the columns"
+        advice = "save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead"
+        return f"{what.format('a spreadsheet')}: {advice}"
     elif content.startswith(_UTF_16):
-        name, how = "in UTF-16", _convert_from("UTF-16", path)
-    return f"{path} is {name}, which cpuft does not read: convert it first: {how}" if name else ""
+        name = "in UTF-16"
+        how, target = _convert_from("UTF-16", path)
+    return f"{what.format(name)}: {_advise_command(how, target)}" if name else ""
+
+
+def _advise_command(command: str, target: str) -> str:
+    """The advice to convert a file with `command`, which writes `target`. The command ends the line, to be copied."""
+    return f"convert it with this command, then give {target} instead: {command}"
 
 
 def _describe_folder(path: Path, option: str) -> str:
     """What to say of a folder where a file of rows is needed."""
     if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        part = "['train']" if (path / "dataset_dict.json").exists() else ""
-        code = f"import datasets; datasets.load_from_disk({str(path)!r}){part}.to_json('train.jsonl')"
-        what = (
-            f"{path} is a folder of the package datasets, which cpuft does not read: convert each of its splits first"
-        )
-        return f'{what}: python -c "{code}"'
+        what = f"{path} is a folder that the package datasets saved, which cpuft does not read"
+        if (path / "dataset_dict.json").exists():
+            code = f"[split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk({str(path)!r}).items()]"
+            target = "the file of the split that you need, such as train.jsonl,"
+        else:
+            target = f"{path.absolute().name}.jsonl"
+            code = f"datasets.load_from_disk({str(path)!r}).to_json({target!r})"
+        command = f'python -c "import datasets; {code}"'
+        return f"{what}: {_advise_command(command, target)}"
     return f"{path} is a folder, and {option} takes one file of rows: name a CSV, TSV or JSON lines file"
 
 
-def _convert_from(encoding: str, path: Path) -> str:
-    target = path.with_name(f"{path.stem}-utf8{path.suffix}")
-    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(target))}"
+def _convert_from(encoding: str, path: Path) -> tuple[str, str]:
+    """The command that converts a file to UTF-8, and the name of the file that it writes."""
+    target = str(path.with_name(f"{path.stem}-utf8{path.suffix}"))
+    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(target)}", target
 
 
 def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
@@ -123,8 +136,11 @@ def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
     if b"\0" in error.object:
         return f"{path} is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8"
     byte = error.object[error.start]
-    advice = f"if it comes from Windows or Excel, convert it with {_convert_from('WINDOWS-1252', path)}"
-    return f"{path}, line {line} is no UTF-8 text (byte 0x{byte:02x}): {advice}, else mend that line"
+    advice = _advise_command(*_convert_from("WINDOWS-1252", path))
+    return (
+        f"{path}, line {line} is not UTF-8 text (byte 0x{byte:02x}): correct that line; or, if the file comes from "
+        f"Windows or Excel, {advice}"
+    )
 
 
 def _refuse_array(line: str, path: Path) -> None:
@@ -133,7 +149,8 @@ def _refuse_array(line: str, path: Path) -> None:
         target = str(path.with_name(f"{path.stem}-lines.jsonl"))
         code = f"import json; [print(json.dumps(row)) for row in json.load(open({str(path)!r}))]"
         what = f"{path} is a JSON array, and cpuft reads JSON lines, one object a line"
-        raise CpuftError(f'{what}: convert it with python -c "{code}" > {shlex.quote(target)}')
+        command = f'python -c "{code}" > {shlex.quote(target)}'
+        raise CpuftError(f"{what}: {_advise_command(command, target)}")
 
 
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
@@ -150,7 +167,7 @@ def _refuse_delimiter(columns: Sequence[str], path: Path) -> None:
             target = str(path.with_name(f"{path.stem}-{wanted}{path.suffix}"))
             how = f"read_csv({str(path)!r}, sep={character!r}, dtype=str).to_csv({target!r}, index=False)"
             what = f"{path} has {name} between its columns, and cpuft reads {wanted}"
-            raise CpuftError(f"{what}: convert it with {_CONVERT.format(how)}")
+            raise CpuftError(f"{what}: {_advise_command(_CONVERT.format(how), target)}")
 
 
 def _split_cells(text: str, delimiter: str, source: str) -> list[tuple[int, list[str]]]:
@@ -160,7 +177,7 @@ def _split_cells(text: str, delimiter: str, source: str) -> list[tuple[int, list
     try:
         return [(reader.line_num, cells) for cells in reader if cells]
     except csv.Error as error:
-        raise CpuftError(f"{source}, line {reader.line_num} is no CSV ({error}): mend that line") from None
+        raise CpuftError(f"{source}, line {reader.line_num} is no CSV ({error}): correct that line") from None
 
 
 def parse_json_row(line: str, where: str, number: int) -> tuple[int, dict[str, Cell]]:
@@ -186,10 +203,14 @@ def refuse_empty(rows: Sequence[object], source: str) -> None:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
 
 
-def find_column(columns: Sequence[str], name: str, source: str) -> int:
-    """The number of a column. Raises CpuftError when there is none of that name."""
+def find_column(columns: Sequence[str], name: str, source: str, advice: str = "") -> int:
+    """The number of a column. Raises CpuftError when there is none of that name.
+
+    `advice` says which option names that column; without it, the error lists the names that are most like it.
+    """
     if name not in columns:
-        raise CpuftError(f"{source} has no column {name!r}: {near_names(name, columns)}")
+        listed = f"{advice} (the file has {', '.join(columns)})" if advice else near_names(name, columns)
+        raise CpuftError(f"{source} has no column {name!r}: {listed}")
     return columns.index(name)
 
 
@@ -200,7 +221,7 @@ def parse_label(text: str, task: Task, where: str) -> float:
         with suppress(ValueError):
             if abs(float(text)) < _MOST_SCORE:
                 return float(text)
-        raise CpuftError(f"{where}: score {text!r} is no number: mend that line")
+        raise CpuftError(f"{where}: score {text!r} is no number: correct that line")
     if text not in task.labels:
-        raise CpuftError(f"{where}: label {text!r} is not one of {', '.join(task.labels)}: mend that line")
+        raise CpuftError(f"{where}: label {text!r} is not one of {', '.join(task.labels)}: correct that line")
     return float(task.labels.index(text))

@@ -86,6 +86,8 @@ def _list_texts(path: Path, columns: tuple[str, ...], option: str) -> Iterator[s
                     raise CpuftError(f"{path}, line {number} holds a null byte, so it is no text: name other files")
                 if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                     yield _join_cells(text, columns, path, number) if path.suffix in _JSON else text
+    except FileNotFoundError:
+        raise CpuftError(f"there is no file {path}: check {option}") from None
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error.strerror}): check {option}") from None
     except UnicodeDecodeError as error:
@@ -97,8 +99,8 @@ def _join_cells(line: str, columns: tuple[str, ...], path: Path, number: int) ->
     _, cells = parse_json_row(line, where, number)
     for name in columns:
         if name not in cells:
-            has = ", ".join(cells) or "nothing"
-            raise CpuftError(f"{where} has no {name!r}: mend it, or name its texts with --text-columns (it has {has})")
+            has = f"it has {', '.join(cells) or 'nothing'}"
+            raise CpuftError(f"{where} has no {name!r}: correct it, or name the texts with --text-columns ({has})")
     found = (cells[name] for name in columns)
     return " ".join(cell if isinstance(cell, str) else " ".join(cell) for cell in found)
 

@@ -92,16 +92,16 @@ def test_words_and_tags_by_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"tokens": ["a", "b"], "tags": ["O"]}, "line 2 has 2 tokens and 1 tag: mend that line"),
-        ({"tokens": ["a"], "tags": ["O", "O"]}, "line 2 has 1 token and 2 tags: mend that line"),
-        ({"tokens": ["a", "b"], "tags": ["O", " "]}, "line 2 has 2 tokens and 1 tag: mend that line"),
-        ({"tokens": [], "tags": []}, "line 2 has no 'tokens': mend or remove that line"),
-        ({"tokens": [" "], "tags": ["O"]}, "line 2 has no 'tokens': mend or remove that line"),
-        ({"tokens": [["a"]], "tags": ["O"]}, "line 2 has no 'tokens': mend or remove that line"),
-        ({"tokens": ["a"]}, "line 2 has no 'tags': mend or remove that line"),
-        ({"tokens": ["a"], "tags": ["O", None]}, "line 2 has no 'tags': mend or remove that line"),
-        ({"tokens": "a b", "tags": ["O", "O"]}, "line 2: 'tokens' has to be a list, as it is elsewhere: mend that"),
-        ({"tokens": ["a"], "tags": "O"}, "line 2: 'tags' has to be a list, as it is elsewhere: mend that line"),
+        ({"tokens": ["a", "b"], "tags": ["O"]}, "line 2 has 2 tokens and 1 tag: correct that line"),
+        ({"tokens": ["a"], "tags": ["O", "O"]}, "line 2 has 1 token and 2 tags: correct that line"),
+        ({"tokens": ["a", "b"], "tags": ["O", " "]}, "line 2 has 2 tokens and 1 tag: correct that line"),
+        ({"tokens": [], "tags": []}, "line 2 has no 'tokens': correct or remove that line"),
+        ({"tokens": [" "], "tags": ["O"]}, "line 2 has no 'tokens': correct or remove that line"),
+        ({"tokens": [["a"]], "tags": ["O"]}, "line 2 has no 'tokens': correct or remove that line"),
+        ({"tokens": ["a"]}, "line 2 has no 'tags': correct or remove that line"),
+        ({"tokens": ["a"], "tags": ["O", None]}, "line 2 has no 'tags': correct or remove that line"),
+        ({"tokens": "a b", "tags": ["O", "O"]}, "line 2: 'tokens' has to be a list, as it is elsewhere: correct that"),
+        ({"tokens": ["a"], "tags": "O"}, "line 2: 'tags' has to be a list, as it is elsewhere: correct that line"),
     ],
 )
 def test_words_and_tags_that_do_not_fit(row: dict[str, Any], message: str) -> None:
@@ -122,17 +122,17 @@ def test_words_and_tags_that_do_not_fit(row: dict[str, Any], message: str) -> No
         (
             lines({"text": "a", "label": ["x", "y"]}, {"text": "b", "label": "x"}),
             lines({"text": "a", "label": ["x"]}),
-            "train.jsonl, line 2: 'label' has to be a list, as it is elsewhere: mend that line",
+            "train.jsonl, line 2: 'label' has to be a list, as it is elsewhere: correct that line",
         ),
         (
             lines({"text": "a", "label": ["x", "y"]}),
             lines({"text": "a", "label": ["x", "z"]}),
-            "has the label 'z': mend that line, or train on rows that have it",
+            "has the label 'z': correct that line, or train on rows that have it",
         ),
         (
             lines({"text": "a", "label": "x"}, {"text": "b", "label": "y"}),
             lines({"text": "a", "label": "x"}, {"text": "b", "label": ["y"]}),
-            "validation.jsonl, line 2: 'label' has to be one text, as it is elsewhere: mend that line",
+            "validation.jsonl, line 2: 'label' has to be one text, as it is elsewhere: correct that line",
         ),
     ],
 )

@@ -39,8 +39,8 @@ def test_every_text_reads_back_quotation_marks_and_all(rows: list[tuple[str, str
         (HEADER, "x has no rows: give a file with at least one row below its header"),
         ("", "x has no column '#1 String'"),
         ("Quality\t#1 Strin\t#2 String\n", "x has no column '#1 String': did you mean #1 Strin or #2 String?"),
-        (GOOD + "1\t7\t8\tonly\n", "x, line 4 has 4 columns, '#2 String' is column 5: mend or remove that line"),
-        (GOOD + "2\t7\t8\ta\tb\n", "x, line 4: label '2' is not one of 0, 1: mend that line"),
+        (GOOD + "1\t7\t8\tonly\n", "x, line 4 has 4 columns, '#2 String' is column 5: correct or remove that line"),
+        (GOOD + "2\t7\t8\ta\tb\n", "x, line 4: label '2' is not one of 0, 1: correct that line"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(text: str, message: str) -> None:
@@ -149,17 +149,17 @@ def test_what_no_csv_file_has_is_named_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", ["nan", "inf", "-inf", "Infinity", "1e999"])
 def test_a_label_that_is_no_number_is_named_with_its_line(label: str, tmp_path: Path) -> None:
     config = files(tmp_path, f"text,label\na,0\nb,{label}\n", "text,label\na,0\n")
-    with pytest.raises(CpuftError, match=rf"train.csv, line 3: score '{label}' is no number: mend that line"):
+    with pytest.raises(CpuftError, match=rf"train.csv, line 3: score '{label}' is no number: correct that line"):
         read_data(config)
     config = files(tmp_path, "text,label\na,0.5\nb,1\n", f"text,label\na,1\nb,{label}\n")
-    with pytest.raises(CpuftError, match=rf"validation.csv, line 3: score '{label}' is no number: mend that line"):
+    with pytest.raises(CpuftError, match=rf"validation.csv, line 3: score '{label}' is no number: correct that line"):
         read_data(config)
-    with pytest.raises(CpuftError, match=rf"x, line 2: score '{label}' is no number: mend that line"):
+    with pytest.raises(CpuftError, match=rf"x, line 2: score '{label}' is no number: correct that line"):
         parse_tsv(f"index\tsentence1\tsentence2\tscore\n0\ta\tb\t{label}\n", TASKS["stsb"], "x")
 
 
 def test_a_score_that_no_model_can_meet(tmp_path: Path) -> None:
-    with pytest.raises(CpuftError, match=r"train.csv, line 3: score '1e300' is no number: mend that line"):
+    with pytest.raises(CpuftError, match=r"train.csv, line 3: score '1e300' is no number: correct that line"):
         read_data(files(tmp_path, "text,label\na,0.5\nb,1e300\n", "text,label\na,1\n"))
 
 
@@ -179,11 +179,27 @@ def test_the_users_json_lines(tmp_path: Path) -> None:
     "train, message",
     [
         ("text,label\n", "train.csv has no rows"),
-        ("text\na\n", "train.csv has no column 'label'"),
-        ("body,label\na,1\n", "train.csv has no column sentence1 or text: name one or two of body with --text-columns"),
-        ("text,label\na,1\nb\n", "train.csv, line 3 has 1 column, its header 2: mend that line"),
-        ("text,label\na, b,1\n", "line 2 has 3 columns, its header 2: mend that line (a text with a comma stands in"),
-        ("text,label\na,1\nb,\n", "train.csv, line 3 has no 'label': mend or remove that line"),
+        (
+            "text\na\n",
+            "train.csv has no column 'label': name the column of the labels with --label-column (the file has text)",
+        ),
+        (
+            "body,label\na,1\n",
+            "train.csv is named text, sentence or sentence1: name the column of the texts with --text-columns, for "
+            "example --text-columns body",
+        ),
+        (
+            "to be,b,label\na,b,1\n",
+            "name the column of the texts, or the two columns of pairs of texts, with --text-columns, for example "
+            "--text-columns 'to be' (the file has to be, b)",
+        ),
+        ("label\na\n", "train.csv has no column but 'label': give a file that also has a column of texts"),
+        ("text,label\na,1\nb\n", "train.csv, line 3 has 1 column, but the header has 2: correct that line"),
+        (
+            "text,label\na, b,1\n",
+            "line 2 has 3 columns, but the header has 2: put a text that contains a comma in quotation marks",
+        ),
+        ("text,label\na,1\nb,\n", "train.csv, line 3 has no 'label': correct or remove that line"),
         ("text,label\na,1\nb,1\n", "train.csv have the label '1': give rows of two labels or more"),
         ("text,label\na,0\nb,2\n", "validation.csv, line 2: no row of "),
         ("", "train.csv is empty: give a file with rows"),
@@ -198,12 +214,12 @@ def test_what_is_wrong_with_the_users_files(train: str, message: str, tmp_path: 
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"text": "a"}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
-        ('{"label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
-        ('{"text": "a", "label": null}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
-        ('{"text": [["a"]], "label": 1}', "train.jsonl, line 2 has no 'text': mend or remove that line"),
-        ('{"text": ["a"], "label": 1}', "line 2: 'text' has to be one text, as it is elsewhere: mend that line"),
-        ('{"text": "a", "label": {"b": 1}}', "train.jsonl, line 2 has no 'label': mend or remove that line"),
+        ('{"text": "a"}', "train.jsonl, line 2 has no 'label': correct or remove that line"),
+        ('{"label": 1}', "train.jsonl, line 2 has no 'text': correct or remove that line"),
+        ('{"text": "a", "label": null}', "train.jsonl, line 2 has no 'label': correct or remove that line"),
+        ('{"text": [["a"]], "label": 1}', "train.jsonl, line 2 has no 'text': correct or remove that line"),
+        ('{"text": ["a"], "label": 1}', "line 2: 'text' has to be one text, as it is elsewhere: correct that line"),
+        ('{"text": "a", "label": {"b": 1}}', "train.jsonl, line 2 has no 'label': correct or remove that line"),
     ],
 )
 def test_gaps_in_json_lines(line: str, message: str, tmp_path: Path) -> None:
@@ -263,31 +279,34 @@ def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "x.parquet",
             b"PAR1\x15\x04\xff",
-            'x.parquet is a Parquet file, which cpuft does not read: convert it first: python -c "import pandas; '
+            "x.parquet is a Parquet file, which cpuft does not read: convert it with this command, then give x.jsonl "
+            'instead: python -c "import pandas; '
             "pandas.read_parquet('x.parquet').to_json('x.jsonl', orient='records', lines=True)\"",
         ),
         (
             "x.csv",
             b"PAR1\x15\x04\xff",
-            'x.csv is a Parquet file, which cpuft does not read: convert it first: python -c "import pandas; '
+            "x.csv is a Parquet file, which cpuft does not read: convert it with this command, then give x.jsonl "
+            'instead: python -c "import pandas; '
             "pandas.read_parquet('x.csv').to_json('x.jsonl', orient='records', lines=True)\"",
         ),
         (
             "x.xlsx",
             b"PK\x03\x04\x14",
-            "x.xlsx is a spreadsheet, which cpuft does not read: convert it first: save it as CSV in UTF-8 with commas "
-            "between the columns",
+            "x.xlsx is a spreadsheet, which cpuft does not read: save it as CSV in UTF-8 with commas between the "
+            "columns, then give the CSV file instead",
         ),
         (
             "x.jsonl.gz",
             b"\x1f\x8b\x08",
-            "x.jsonl.gz is compressed with gzip, which cpuft does not read: convert it first: gunzip x.jsonl.gz",
+            "x.jsonl.gz is compressed with gzip, which cpuft does not read: convert it with this command, then give "
+            "x.jsonl instead: gunzip x.jsonl.gz",
         ),
         (
             "x.csv",
             "text,label\n".encode("utf-16"),
-            "x.csv is in UTF-16, which cpuft does not read: convert it first: iconv -f UTF-16 -t UTF-8 x.csv > "
-            "x-utf8.csv",
+            "x.csv is in UTF-16, which cpuft does not read: convert it with this command, then give x-utf8.csv "
+            "instead: iconv -f UTF-16 -t UTF-8 x.csv > x-utf8.csv",
         ),
         (
             "x.bin",
@@ -297,19 +316,22 @@ def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "x.csv",
             b"\xef\xbb\xbftext,label\na,b\ncaf\xe9,b\n",
-            "x.csv, line 3 is no UTF-8 text (byte 0xe9): if it comes from Windows or Excel, convert it with iconv -f "
-            "WINDOWS-1252 -t UTF-8 x.csv > x-utf8.csv, else mend that line",
+            "x.csv, line 3 is not UTF-8 text (byte 0xe9): correct that line; or, if the file comes from Windows or "
+            "Excel, convert it with this command, then give x-utf8.csv instead: iconv -f WINDOWS-1252 -t UTF-8 x.csv > "
+            "x-utf8.csv",
         ),
         (
             "x.json",
             b'[{"text": "a", "label": "b"}]',
-            'x.json is a JSON array, and cpuft reads JSON lines, one object a line: convert it with python -c "import '
+            "x.json is a JSON array, and cpuft reads JSON lines, one object a line: convert it with this command, then "
+            'give x-lines.jsonl instead: python -c "import '
             "json; [print(json.dumps(row)) for row in json.load(open('x.json'))]\" > x-lines.jsonl",
         ),
         (
             "x.csv",
             b"text;label\na, b, c;d\n",
-            'x.csv has semicolons between its columns, and cpuft reads commas: convert it with python -c "import '
+            "x.csv has semicolons between its columns, and cpuft reads commas: convert it with this command, then give "
+            'x-commas.csv instead: python -c "import '
             "pandas; pandas.read_csv('x.csv', sep=';', dtype=str).to_csv('x-commas.csv', index=False)\"",
         ),
         (
@@ -339,7 +361,7 @@ def test_the_conversions_that_are_named_work() -> None:
     for name, made in (("x.json", "x-lines.jsonl"), ("x.csv", "x-utf8.csv")):
         with pytest.raises(CpuftError) as error:
             read_table(Path(name))
-        command = str(error.value).partition("convert it with ")[2].partition(", else ")[0]
+        command = str(error.value).partition(f"then give {made} instead: ")[2]
         subprocess.run(command.replace("python ", f"{sys.executable} "), shell=True, check=True, timeout=60)
         assert read_table(Path(made)).rows[-1][1] == rows[-1]
 
@@ -350,13 +372,14 @@ def test_the_conversions_that_are_named_work() -> None:
         ((), "x is a folder, and --train-file takes one file of rows: name a CSV, TSV or JSON lines file"),
         (
             ("state.json",),
-            "x is a folder of the package datasets, which cpuft does not read: convert each of its splits first: "
-            "python -c \"import datasets; datasets.load_from_disk('x').to_json('train.jsonl')\"",
+            "x is a folder that the package datasets saved, which cpuft does not read: convert it with this command, "
+            "then give x.jsonl instead: python -c \"import datasets; datasets.load_from_disk('x').to_json('x.jsonl')\"",
         ),
         (
             ("dataset_dict.json",),
-            "x is a folder of the package datasets, which cpuft does not read: convert each of its splits first: "
-            "python -c \"import datasets; datasets.load_from_disk('x')['train'].to_json('train.jsonl')\"",
+            "x is a folder that the package datasets saved, which cpuft does not read: convert it with this command, "
+            'then give the file of the split that you need, such as train.jsonl, instead: python -c "import datasets; '
+            "[split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('x').items()]\"",
         ),
     ],
 )
@@ -372,7 +395,7 @@ def test_a_folder_is_no_file_of_rows(found: tuple[str, ...], problem: str) -> No
 def test_a_first_json_line_without_the_label_is_named(tmp_path: Path) -> None:
     """It was said that the column does not exist, though every other line has it."""
     rows = '{"text": "a"}\n{"text": "b", "label": "c"}\n{"text": "b", "label": "d"}\n'
-    with pytest.raises(CpuftError, match=r"train\.jsonl, line 1 has no 'label': mend or remove that line"):
+    with pytest.raises(CpuftError, match=r"train\.jsonl, line 1 has no 'label': correct or remove that line"):
         read_data(files(tmp_path, rows, rows, "jsonl"))
-    with pytest.raises(CpuftError, match=r"train\.jsonl, line 1 has no 'text': mend or remove that line"):
+    with pytest.raises(CpuftError, match=r"train\.jsonl, line 1 has no 'text': correct or remove that line"):
         read_data(files(tmp_path, rows.replace('"text": "a"', '"label": "c"'), rows, "jsonl"))

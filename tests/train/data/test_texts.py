@@ -59,13 +59,13 @@ def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "files, paths, message",
     [
-        ({}, "a.txt", "a.txt cannot be read (No such file or directory): check --train-file"),
+        ({}, "a.txt", "there is no file a.txt: check --train-file"),
         ({"a_txt": " \n\n"}, "a.txt", "a.txt holds no text: name files of text, or of JSON lines, with --train-file"),
         ({"a_txt": b"one\nt\0o\n"}, "a.txt", "a.txt, line 2 holds a null byte, so it is no text: name other files"),
         (
             {"a_txt": b"one\n\xff\xfe"},
             "a.txt",
-            "a.txt, line 2 is no UTF-8 text (byte 0xff): if it comes from Windows or Excel, convert it with iconv -f",
+            "a.txt, line 2 is not UTF-8 text (byte 0xff): correct that line; or, if the file comes from",
         ),
         ({"a_txt": b"a" * (MOST_BYTES + 1)}, "a.txt", "a.txt, line 1 is longer than 8 MB: break it into lines"),
         ({"a_csv": ""}, ".", "folder . holds no .txt, .text, .md, .json, .jsonl, .ndjson: name other files with"),
@@ -73,7 +73,7 @@ def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
         (
             {"a_jsonl": '{"t": "a"}'},
             "a.jsonl",
-            "a.jsonl, line 1 has no 'text': mend it, or name its texts with --text-columns (it has t)",
+            "a.jsonl, line 1 has no 'text': correct it, or name the texts with --text-columns (it has t)",
         ),
     ],
 )
