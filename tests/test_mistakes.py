@@ -92,6 +92,21 @@ COMMANDS: list[tuple[str, Files, str]] = [
         "--config options.yaml: the key 'max-steps' has a wrong value: '3.5' is not a valid whole number. (see cpuft launch --help)",
     ),
     (
+        "launch --config options.yaml",
+        {"options.yaml": "precision: fp16\n"},
+        "--config options.yaml: the key 'precision' has a wrong value: --precision fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU (see cpuft launch --help)",
+    ),
+    (
+        "launch --do_train --no_cuda",
+        {},
+        "cpuft does not have these options, so leave them out: --do_train (a run always trains, then evaluates), --no_cuda (cpuft trains on CPUs only) (see cpuft launch --help)",
+    ),
+    (
+        "compare --np 2,1,2",
+        {},
+        "--np 2,1,2: the number 2 is there twice: give the numbers of ranks to compare, for example --np 1,2,4",
+    ),
+    (
         "launch --train-file train.csv",
         {},
         "--train-file has no effect with --task demo, which is the default task: give --task files for texts with labels, or --task text for plain texts without labels",
@@ -154,12 +169,12 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --backend nccl",
         {},
-        "--backend nccl: nccl works on GPUs only, and cpuft trains on CPUs: choose one of auto, gloo, mpi, ccl (see cpuft launch --help)",
+        "--backend nccl works on GPUs only, and cpuft trains on CPUs: choose one of auto, gloo, mpi, ccl (see cpuft launch --help)",
     ),
     (
         "launch --precision fp16",
         {},
-        "--precision fp16: fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU (see cpuft launch --help)",
+        "--precision fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU (see cpuft launch --help)",
     ),
     (
         "launch --resume runs/mrpc",
@@ -284,6 +299,11 @@ TRAINING: list[tuple[str, Files, str]] = [
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/data-00000-of-00001.arrow": b"ARROW1", "reviews/dataset_info.json": "{}", "reviews/state.json": "{}"},
         "reviews is a folder that the package datasets saved, which cpuft does not read: convert it with this command, then give reviews.jsonl instead: python -c \"import datasets; datasets.load_from_disk('reviews').to_json('reviews.jsonl')\"",
+    ),
+    (
+        "--task=files --train-file=reviews --validation-file=reviews",
+        {"reviews/dataset_dict.json": '{"splits": ["train", "validation"]}'},
+        "reviews is a folder that the package datasets saved, which cpuft does not read: convert it with this command, then give the file of the split that you need, such as train.jsonl, instead: python -c \"import datasets; [split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('reviews').items()]\"",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",

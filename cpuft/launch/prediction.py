@@ -63,7 +63,7 @@ def check_request(asked: PredictConfig, header: Header) -> None:
         both = "both say which rows: give one of them" if asked.file else "which rows? name one"
         raise CpuftError(f"--file and --split: {both}")
     if asked.split and asked.split not in _SPLITS:
-        raise CpuftError(f"--split knows no {asked.split[:60]!r}: {near_names(asked.split, _SPLITS)}")
+        raise CpuftError(f"{asked.split[:60]!r} is not a value of --split: {near_names(asked.split, _SPLITS)}")
     if asked.split == "test" and (header.task in _NOT_GLUE or header.task not in TASKS):
         raise CpuftError(f"--task {header.task} has no test rows: name a file with --file")
     if asked.split == "test" and asked.with_input:

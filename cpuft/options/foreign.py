@@ -11,8 +11,7 @@ from cpuft.errors import near_names
 
 _NO_GPU = "works on GPUs only, and cpuft trains on CPUs"
 _NO_FP16 = (
-    "fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every "
-    "CPU"
+    "is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU"
 )
 _VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP16, "half": _NO_FP16}
 """What to say of names that other trainers take and cpuft does not."""
@@ -89,7 +88,7 @@ def describe_unknown_value(option: str, value: str, choices: Collection[str]) ->
     """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
     known = _VALUES.get(value.lower(), "")
     if known == _NO_GPU:
-        return f"{option} {value}: {value} {known}: choose one of {', '.join(choices)}"
+        return f"{option} {value} {known}: choose one of {', '.join(choices)}"
     if known and {"bf16", "fp32"} <= set(choices):
-        return f"{option} {value}: {known}"
+        return f"{option} {value} {known}"
     return f"{value!r} is not a value of {option}: {near_names(value, choices)}"

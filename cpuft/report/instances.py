@@ -66,5 +66,5 @@ def find_instance(name: str, path: str = "") -> Instance:
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"--instances {path} cannot be read ({error}): name a table") from None
     if name not in found:
-        raise CpuftError(f"--instance knows no {name!r:.60}: {near_names(name, tuple(found))}")
+        raise CpuftError(f"--instance {name:.60} is not a known type of instance: {near_names(name, tuple(found))}")
     return found[name]

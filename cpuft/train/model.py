@@ -99,7 +99,7 @@ def load_settings(config: TrainConfig, head: Mapping[str, Any], words: int = 0, 
     if source and not Path(source).is_dir():
         find_hub_problem()
     if name and name not in SIZES and not Path(name).is_file():
-        raise CpuftError(f"--from-config knows no {name!r}: name a JSON file, or one of {', '.join(SIZES)}")
+        raise CpuftError(f"{name!r} is not a value of --from-config: name a JSON file, or one of {', '.join(SIZES)}")
     try:
         if not name:
             settings = transformers.AutoConfig.from_pretrained(source, **head)

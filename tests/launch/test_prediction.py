@@ -37,7 +37,7 @@ def make_run(folder: Path, task: str = "mrpc") -> PredictConfig:
     [
         ("mrpc", {}, "--file and --split: which rows? name one"),
         ("mrpc", {"file": "x", "split": "test"}, "--file and --split: both say which rows: give one of them"),
-        ("mrpc", {"split": "tset"}, "--split knows no 'tset': did you mean test?"),
+        ("mrpc", {"split": "tset"}, "'tset' is not a value of --split: did you mean test?"),
         ("demo", {"split": "test"}, "--task demo has no test rows: name a file with --file"),
         ("files", {"split": "test"}, "--task files has no test rows: name a file with --file"),
         (
