@@ -305,5 +305,5 @@ def read_record(run_dir: str) -> Record:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no file or folder {run_dir}"
-        raise CpuftError(f"{found}: name the folder that the run got with --run-dir") from None
+        raise CpuftError(f"{found}: give the folder of an earlier run, for example runs/mrpc-np2") from None
     return parse_record(text, str(path))

@@ -172,7 +172,7 @@ def go_on(cluster: Simulated, run: str, words: Sequence[str]) -> tuple[str, str]
     """Go on with a run, or begin anew where it was lost before it had begun; seconds until then, and a refusal."""
     resumed = Launch(cluster, run, ("--no-check",), resume=True)
     resumed.wait()
-    if "name the folder that the run got with --run-dir" in "".join(resumed.texts()[-1:]):
+    if "give the folder of an earlier run, for example runs/mrpc-np2" in "".join(resumed.texts()[-1:]):
         resumed = Launch(cluster, run, words)
         resumed.wait()
     seconds, code = resumed.seconds_to("resumed after update", resumed.begun), resumed.process.returncode

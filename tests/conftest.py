@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -140,7 +141,9 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
     yield
-    left = list_children()
+    end = time.monotonic() + 4.0  # a host looks every two seconds whether what was sent to it is still needed
+    while (left := list_children()) and time.monotonic() < end:
+        time.sleep(0.1)
     for line in left:
         # Else every later test fails for it, and pytest waits for it at its end.
         with contextlib.suppress(ProcessLookupError):

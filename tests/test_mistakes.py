@@ -179,7 +179,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --resume runs/mrpc",
         {},
-        "there is no file or folder DIR/runs/mrpc: name the folder that the run got with --run-dir",
+        "there is no file or folder DIR/runs/mrpc: give the folder of an earlier run, for example runs/mrpc-np2",
     ),
     (
         "compare --np 1,x",
@@ -189,7 +189,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "report runs/mrpc",
         {},
-        "there is no file or folder runs/mrpc: name the folder that the run got with --run-dir",
+        "there is no file or folder runs/mrpc: give the folder of an earlier run, for example runs/mrpc-np2",
     ),
     (
         "estimate runs/mrpc",
@@ -204,7 +204,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "stacks runs/mrpc",
         {},
-        "there is no folder DIR/runs/mrpc: name the folder that an active run got with --run-dir",
+        "there is no folder DIR/runs/mrpc: give the folder of a run that is running now, for example runs/mrpc-np2",
     ),
     (
         "bench comm",
@@ -223,7 +223,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=demo --model=./nowhere",
         {},
-        "there is no folder ./nowhere: name a folder with a model, a hub name, or minilm",
+        "there is no folder ./nowhere: give --model a folder that holds a saved model, the name of a model on the Hugging Face hub, or minilm",
     ),
     (
         "--task=demo --model=bert-base-cased",

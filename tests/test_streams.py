@@ -65,9 +65,9 @@ def test_what_did_not_fit_is_said(verb: str) -> None:
 @pytest.mark.parametrize("locale", ["C", "POSIX", "de_DE.ISO-8859-1"])
 def test_a_name_that_the_locale_cannot_write_ends_nothing(locale: str) -> None:
     settings = {"LC_ALL": locale, "PYTHONIOENCODING": "latin-1"}
-    done = run_shell("cpuft launch --dry-run --run-dir 'ran\u2028\u4e00'", **settings)
+    done = run_shell("cpuft launch --dry-run --run-dir 'ran\u200b\u4e00'", **settings)
     assert done.returncode == 0, done.stderr
-    assert "ran\\u2028\\u4e00" in done.stdout
+    assert "ran\\u200b\\u4e00" in done.stdout
 
 
 def test_under_nohup_a_hangup_ends_nothing() -> None:

@@ -51,7 +51,8 @@ class _Reporter:
     def write(self) -> None:
         """Write what is known now, in one piece over what was there."""
         with self._lock:
-            text = json.dumps({**self.source(), "raised": self.raised, "main": _find_main()}).encode()
+            found = {name: value for name, value in self.source().items() if name in ("pending", "progress")}
+            text = json.dumps({**found, "raised": self.raised, "main": _find_main()}).encode()
             os.pwrite(self._report, text.ljust(self._length), 0)
             self._length = len(text)
 

@@ -72,7 +72,10 @@ def find_model(name: str) -> str:
     if folder.is_dir():
         raise CpuftError(f"folder {name} holds no model (no config.json): name one made with save_pretrained")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CpuftError(f"there is no folder {name}: name a folder with a model, a hub name, or {_OFFLINE}")
+        raise CpuftError(
+            f"there is no folder {name}: give --model a folder that holds a saved model, the name of a model on the "
+            f"Hugging Face hub, or {_OFFLINE}"
+        )
     return name
 
 

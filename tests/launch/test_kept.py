@@ -147,7 +147,7 @@ def test_a_run_is_known_by_what_hosts_have_of_it(tmp_path: Path) -> None:
         read_resumed(run, kept=[replace(kept[1], going=True)])
     with pytest.raises(CpuftError, match="is cpuft's own training, and no script's"):
         read_resumed(run, is_script=True, kept=kept)
-    with pytest.raises(CpuftError, match=r"there is no .*: name the folder that the run got with --run-dir"):
+    with pytest.raises(CpuftError, match=r"there is no .*: give the folder of an earlier run"):
         read_resumed(run, kept=kept[:1])
     write_run(tmp_path / "run", HEADER, *make_steps(12, [0.1]))
     assert read_resumed(run, kept=kept).updates == 12

@@ -69,9 +69,12 @@ def test_good_requests(tmp_path: Path) -> None:
     [
         (
             ("none", "--split", "test"),
-            "there is no file or folder none: name the folder that the run got with --run-dir",
+            "there is no file or folder none: give the folder of an earlier run, for example runs/mrpc-np2",
         ),
-        ((".", "--split", "test"), ". holds no record.jsonl: name the folder that the run got with --run-dir"),
+        (
+            (".", "--split", "test"),
+            ". holds no record.jsonl: give the folder of an earlier run, for example runs/mrpc-np2",
+        ),
         (
             ("bare", "--file", "x.csv"),
             "bare holds no model/: it has not come to its end, or had --no-save-model: name a finished run",

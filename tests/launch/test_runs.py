@@ -82,6 +82,7 @@ def test_one_rank_and_two_have_the_same_losses_on_mrpc(tmp_path: Path) -> None:
     assert two.metrics == pytest.approx(one.metrics, abs=0.01)
 
 
+@pytest.mark.proof
 def test_every_backend_has_the_losses_of_gloo(tmp_path: Path) -> None:
     losses = {}
     for backend in ("gloo", "mpi", "ccl"):
@@ -131,6 +132,7 @@ def test_adapters_of_a_compiled_model_are_trained_on_two_ranks() -> None:
     assert len(record.steps) == 4
 
 
+@pytest.mark.proof
 def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:
     record = launch("--np", "2", *DEMO, "--no-save-model", "--sync-every", "3")
     assert record.footer is not None
@@ -138,6 +140,7 @@ def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:
     assert sent == [False, False, True, True]
 
 
+@pytest.mark.proof
 def test_an_optimizer_that_is_shared_out_leaves_a_whole_model() -> None:
     bf16 = ("--precision", "bf16", "--emulate-bf16")
     record = launch("--np", "2", *DEMO, *bf16, "--shard", "optimizer", "--backend", "mpi", "--checkpoint-every", "0.01")
@@ -153,6 +156,7 @@ def test_an_optimizer_that_is_shared_out_leaves_a_whole_model() -> None:
     assert not torch.equal(weight, weight.bfloat16().float())
 
 
+@pytest.mark.proof
 def test_the_choice_of_a_backend_is_remembered(tmp_path: Path) -> None:
     first = launch("--np", "2", *DEMO, "--no-save-model", XDG_CACHE_HOME=str(tmp_path / "cache"))
     (remembered,) = (tmp_path / "cache/cpuft").glob("backend-*.json")
@@ -172,6 +176,7 @@ def test_bench_measures_and_plots() -> None:
     assert run_cpuft("bench", "comm", "--np", "2", "--backends", "gluu").returncode == 2
 
 
+@pytest.mark.proof
 def test_two_jobs_on_the_same_cores_let_the_machine_live() -> None:
     # With CCL_YIELD=sched_yield nothing else ran on Linux 6.18 for a minute, kernel threads included.
     words = ["--np", "2", "--backends", "ccl", "--sizes", "1048576,26214400", "--dtypes", "float32", "--rounds", "9"]
@@ -187,6 +192,7 @@ def test_two_jobs_on_the_same_cores_let_the_machine_live() -> None:
     assert max(gaps) < 5
 
 
+@pytest.mark.proof
 def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
     plan = run_cpuft("launch", "--np", "2", "--dry-run", "--run-dir", "run", *DEMO)
     assert list(tmp_path.iterdir()) == []
@@ -221,7 +227,11 @@ def test_compare_reports(tmp_path: Path) -> None:
             ("--task", "mrpc", "--data-dir", "none"),
             "there is no folder none: name the one that holds MRPC/train.tsv with --data-dir",
         ),
-        (("--model", "./none"), "there is no folder ./none: name a folder with a model, a hub name, or minilm"),
+        (
+            ("--model", "./none"),
+            "there is no folder ./none: give --model a folder that holds a saved model, the name of a model on the "
+            "Hugging Face hub, or minilm",
+        ),
         (
             ("--task", "files"),
             "--task files needs --train-file: name a CSV, TSV or JSON lines file with texts and labels",
@@ -252,7 +262,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert "is full (1 MB free, a run needs 256 MB): make room, or name another place with --run-dir" in done.stderr
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    "number, code",
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.proof), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+)
 def test_a_stopped_launch_leaves_no_process_and_a_record_that_reads(number: int, code: int) -> None:
     command = [sys.executable, "-m", "cpuft", "launch", "--np", "2", "--run-dir", "run", "--epochs", "50"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -134,6 +134,7 @@ def test_a_script_that_leaves_while_gloo_still_tidies_up_ends() -> None:
         assert (done.returncode, done.stdout.splitlines()[0]) == (0, "done"), done.stderr
 
 
+@pytest.mark.proof
 @needs_glue
 def test_the_hugging_face_trainer_runs_under_launch() -> None:
     from cpuft.train.model import find_model

@@ -202,10 +202,13 @@ def test_what_is_no_run_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest
     missing = CliRunner().invoke(cli, ["report", "runs/np-1", "runs/np-3"])
     assert (
         str(missing.exception)
-        == "there is no file or folder runs/np-3: name the folder that the run got with --run-dir"
+        == "there is no file or folder runs/np-3: give the folder of an earlier run, for example runs/mrpc-np2"
     )
     alone = CliRunner().invoke(cli, ["report", "runs/empty"])
-    assert str(alone.exception) == "runs/empty holds no record.jsonl: name the folder that the run got with --run-dir"
+    assert (
+        str(alone.exception)
+        == "runs/empty holds no record.jsonl: give the folder of an earlier run, for example runs/mrpc-np2"
+    )
 
 
 def test_files(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def find_place(run: str, environ: Mapping[str, str]) -> Place:
                 f"look into {run}/logs for what its ranks printed"
             ) from None
         raise CpuftError(
-            f"there is no folder {run_dir}: name the folder that an active run got with --run-dir"
+            f"there is no folder {run_dir}: give the folder of a run that is running now, for example runs/mrpc-np2"
         ) from None
     if note.launched_on != socket.gethostname():
         raise CpuftError(f"run {run} was launched on {note.launched_on}: ask for its stacks there")

@@ -70,7 +70,6 @@ def test_a_run_that_never_was() -> None:
     done = run_cpuft("stacks", "none")
     assert (done.returncode, done.stdout) == (2, "")
     assert (
-        done.stderr
-        == f"cpuft: error: there is no folder {Path.cwd()}/none: name the folder that an active run got with "
-        "--run-dir\n"
+        done.stderr == f"cpuft: error: there is no folder {Path.cwd()}/none: give the folder of a run that is "
+        "running now, for example runs/mrpc-np2\n"
     )
