@@ -14,7 +14,7 @@ from cpuft.launch.again import Course, Tried, end_ranks, fetch_if_finished, pati
 from cpuft.launch.failures import ended_to_go_on, read_failures
 from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch
-from cpuft.launch.kept import silent_at_the_end
+from cpuft.launch.kept import remove_empty_run, silent_at_the_end
 from cpuft.launch.remote import MasterLost, say_kept
 from cpuft.launch.restarts import Ended, count_restarts, describe_restart, judge
 from cpuft.plan import RunPlan
@@ -87,6 +87,7 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
         say(f"cpuft: not started again: {stop}")
     if number or tried.ran:
         say_kept(plan, launch.run_dir, launch.environ, {tried.unfetched, *cluster.access.door.silent}, say)
+    remove_empty_run(launch.run_dir)
     return tried.give()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,6 +145,19 @@ def note_silent(logs: Path, silent: Collection[str]) -> None:
     """Note the hosts that did not answer at the end of a run, where there are any."""
     if silent:
         write_text(logs / _SILENT, "".join(f"{name}\n" for name in sorted(silent)))
+
+
+def remove_empty_run(run_dir: str) -> None:
+    """Remove the folder of a run that was not started again, and that holds nothing but the note of lost hosts."""
+    logs = Path(run_dir, "logs")
+    notes, plan = (_SILENT, "exit-code"), "plan.sh"
+    with suppress(OSError):
+        names, logged = ({path.name for path in folder.iterdir()} for folder in (Path(run_dir), logs))
+        if names <= {"logs", plan} and logged <= {*notes}:
+            for path in (*(logs / name for name in notes), Path(run_dir, plan)):
+                path.unlink(missing_ok=True)
+            logs.rmdir()
+            Path(run_dir).rmdir()
 
 
 def silent_at_the_end(run_dir: str) -> set[str]:

@@ -62,6 +62,8 @@ _ENDS_SECONDS = 5.0
 """After which the hosts are asked, if some ranks have ended and others have not."""
 _ASK_AGAIN_SECONDS = 10.0
 """Between two questions to hosts that all answered."""
+_PREPARE_SECONDS = 5.0
+"""The same while rows are prepared, when no rank is disturbed by a question."""
 _MARK_BYTES = 4096
 """Of a log's beginning and of its end, in which a rank's marks are looked for."""
 _ASK_SECONDS = 0.5
@@ -229,7 +231,7 @@ class HostWatch:
 
     find_silent: Callable[[], set[str]]
     asked: Future[set[str]] | None = None
-    ask_after: float = field(default_factory=lambda: time.monotonic() + _ASK_AGAIN_SECONDS)
+    ask_after: float = field(default_factory=lambda: time.monotonic() + _PREPARE_SECONDS)
 
     def check(self) -> None:
         """Look now and then. Raises HostsLostError."""
@@ -239,7 +241,7 @@ class HostWatch:
         if self.asked and self.asked.done():
             if silent := self.asked.result():
                 raise HostsLostError(silent)
-            self.asked, self.ask_after = None, now + _ASK_AGAIN_SECONDS
+            self.asked, self.ask_after = None, now + _PREPARE_SECONDS
 
 
 def _begin(function: Callable[[], set[str]]) -> Future[set[str]]:
@@ -299,8 +301,6 @@ def run_plan(
             _run_before(here(step), environ, watch)
         write_plan(plan, run_dir)
     except BaseException as error:
-        if not plan.resumed:
-            execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         silent = error.silent if isinstance(error, HostsLostError) else set()
         if isinstance(error, RuntimeError):
             silent = door.find_silent(names)
@@ -308,7 +308,10 @@ def run_plan(
             said = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
             for line in (*said, *name_absent([], hosts, silent)):
                 _say(line)
+            note_silent(Path(run_dir, "logs"), silent)  # whoever starts the run again need not ask these hosts
             return AGAIN
+        if not plan.resumed:
+            execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
     ending = _make_watchdog(plan, run_dir, hosts, door, asking)

@@ -26,6 +26,7 @@ from cpuft.launch.failures import (
     name_absent,
     worst_exit_code,
 )
+from cpuft.launch.kept import remove_empty_run, silent_at_the_end
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.launch.supervise import NotStartedError, StuckError, Tail, Watchdog, run_plan
 from cpuft.plan import RunPlan, Step
@@ -170,6 +171,8 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
         "cpuft: give the rows to b: exit code 255",
         "cpuft: host b does not answer, rank 1 was lost with it: look at it with cpuft doctor",
     ]
+    assert silent_at_the_end(str(run)) == {"b"}
+    remove_empty_run(str(run))
     assert not run.exists()
     with pytest.raises(RuntimeError, match="give the rows to b: exit code 255"):
         run_plan(plan, str(run), ("a", "c"), os.environ, 0.0, Lost())
@@ -391,7 +394,7 @@ def test_a_host_that_is_lost_while_rows_are_prepared_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The step on the master would take long, and nobody needs its rows."""
-    monkeypatch.setattr(supervise, "_ASK_AGAIN_SECONDS", 0.2)
+    monkeypatch.setattr(supervise, "_PREPARE_SECONDS", 0.2)
     run = tmp_path / "run"
     make = Step("make the run's directory", ("mkdir", "-p", f"{run}/logs"))
     prepare = Step("check and tokenise the rows", ("sleep", "60"))
