@@ -85,7 +85,7 @@ def test_files(tmp_path: Path) -> None:
         writer.write(whole.footer)
     assert read_record(str(tmp_path / "run")).footer == whole.footer
     assert isinstance(unfinished.header, Header)
-    with pytest.raises(CpuftError, match=r"holds no record.jsonl: name the folder that the run got"):
+    with pytest.raises(CpuftError, match=r"holds no record.jsonl: give the folder of an earlier run"):
         read_record(str(tmp_path))
 
 
