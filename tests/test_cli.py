@@ -79,7 +79,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--learning-rate", "inf"], "'--learning-rate': 'inf' is not a number (see cpuft launch --help)"),
         (["report", "none", "--estimate", "e.json"], "--estimate says what the page shows: add --html"),
         (["report", "none"], "there is no file or folder none: give the folder of an earlier run"),
-        (["estimate", "none", "--bandwidth", "1gbit"], "there is no file or folder none: give the folder of an earlier run"),
+        (["estimate", "none", "--bandwidth", "1gbit"], "there is no file or folder none: give the folder"),
         (["stacks", "none"], "there is no folder "),
         (["stacks", "."], "no run is active in the folder .: the run has ended, or no cpuft launch of"),
         (["estimate", "none"], "the speed of the network between the hosts is not known: give --bandwidth,"),
