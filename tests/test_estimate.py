@@ -56,6 +56,7 @@ def test_a_link_file_that_is_none(run_dir: Path, tmp_path: Path) -> None:
         assert said in done.stderr
 
 
+@pytest.mark.proof
 @pytest.mark.real
 def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
     done = run_cpuft("estimate", "--bandwidth", "1gbit", "--hosts", "1,2")

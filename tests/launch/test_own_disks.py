@@ -192,7 +192,8 @@ def start_lasting(cluster: Simulated, run: str, *words: str) -> subprocess.Popen
     return subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("job", [(), pytest.param(TEXTS, marks=pytest.mark.proof)], ids=["demo", "text"])
+@pytest.mark.proof
+@pytest.mark.parametrize("job", [(), TEXTS], ids=["demo", "text"])
 def test_a_run_that_loses_its_master_comes_to_its_end(job: tuple[str, ...], cluster: Simulated) -> None:
     """By itself; how far the master was is known though its record is lost, and nobody is told of checkpoints."""
     steps, run = 16, f"bereft-{len(job)}"

@@ -264,7 +264,11 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "number, code",
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.proof), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.proof),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.proof),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_a_stopped_launch_leaves_no_process_and_a_record_that_reads(number: int, code: int) -> None:
     command = [sys.executable, "-m", "cpuft", "launch", "--np", "2", "--run-dir", "run", "--epochs", "50"]

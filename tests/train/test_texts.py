@@ -176,6 +176,7 @@ def test_the_trainer_has_the_same_curve_on_a_book(alone: None) -> None:
     assert max(abs(one - other) for one, other in zip(ours, theirs, strict=True)) < 1e-3
 
 
+@pytest.mark.proof
 def test_a_model_made_of_nothing_on_two_ranks_learns_and_then_learns_another_task() -> None:
     words = ("--task", "text", "--train-file", "a.txt", "--from-config", "tiny.json", "--max-length", "32")
     sizes = ("--batch-size", "16", "--max-steps", "90", "--learning-rate", "3e-3", "--warmup-ratio", "0.1")
