@@ -141,8 +141,9 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
     yield
-    end = time.monotonic() + 4.0  # a host looks every two seconds whether what was sent to it is still needed
-    while (left := list_children()) and time.monotonic() < end:
+    # A host looks every two seconds whether files that were sent to it are still there (launch/sent.sh).
+    end = time.monotonic() + 4.0
+    while (left := list_children()) and all("sleep 2 " in line for line in left) and time.monotonic() < end:
         time.sleep(0.1)
     for line in left:
         # Else every later test fails for it, and pytest waits for it at its end.
