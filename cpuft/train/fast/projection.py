@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cpuft.train.fast.again import Turn
-from cpuft.train.fast.eight import LEAST_ROWS, multiply, quantise_rows
+from cpuft.train.fast.int8 import LEAST_ROWS, multiply, quantise_rows
 from cpuft.train.fast.kernels import kernels_for
 
 

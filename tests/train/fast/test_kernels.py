@@ -16,7 +16,7 @@ from cpuft.train.fast.activation import gelu
 from cpuft.train.fast.adamw import clip_gradients, put_on_masters
 from cpuft.train.fast.attention import Grid, Heads, attention
 from cpuft.train.fast.dropout import Mask, masked
-from cpuft.train.fast.eight import multiply, quantise_rows
+from cpuft.train.fast.int8 import multiply, quantise_rows
 from cpuft.train.fast.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
 from cpuft.train.fast.masters import Masters
 from cpuft.train.fast.norm import dropout_add_norm
