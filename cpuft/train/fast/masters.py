@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cpuft.train.fast.words import Words
+from cpuft.train.fast.embedding import Words
 
 MASTERS_ATTRIBUTE = "_cpuft_masters"
 
