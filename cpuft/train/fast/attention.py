@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cpuft.train.fast.again import Turn
 from cpuft.train.fast.dropout import Mask, masked
+from cpuft.train.fast.gradient_checkpointing import Turn
 from cpuft.train.fast.kernels import kernels_for
 
 

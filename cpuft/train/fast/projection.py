@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cpuft.train.fast.again import Turn
+from cpuft.train.fast.gradient_checkpointing import Turn
 from cpuft.train.fast.int8 import LEAST_ROWS, multiply, quantise_rows
 from cpuft.train.fast.kernels import kernels_for
 
