@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cpuft.train.fast.dropout import Mask, masked
+from cpuft.train.fast.elementwise import Mask, masked
 from cpuft.train.fast.gradient_checkpointing import Turn
 from cpuft.train.fast.kernels import kernels_for
 

@@ -9,12 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cpuft.train.fast.activation import gelu
 from cpuft.train.fast.attention import Heads, attention
-from cpuft.train.fast.dropout import Mask, draw_mask
+from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
 from cpuft.train.fast.gradient_checkpointing import Turn, in_one_turn, in_two_turns
 from cpuft.train.fast.layout import Layout, layout_of
-from cpuft.train.fast.norm import dropout_add_norm
 from cpuft.train.fast.projection import PackedLinear, is_adapted, linear, product
 
 

@@ -25,7 +25,7 @@ from cpuft.train.checkpoint.keeper import Keeper
 from cpuft.train.checkpoint.resuming import Past, resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared, Tokens
-from cpuft.train.fast.dropout import FastDropout
+from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.job import checksum_parameters
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.objective import Answers, Batch, Objective

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cpuft.train.fast.dropout import FastDropout, Mask, draw_mask, kept_elements, masked
+from cpuft.train.fast.elementwise import FastDropout, Mask, draw_mask, kept_elements, masked
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.conftest import need_kernels
 
