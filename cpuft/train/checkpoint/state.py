@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from cpuft.errors import CpuftError
 from cpuft.train.exchange.parts import MOMENTS, WEIGHTS, Parts
-from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters
 
 _NAMES = {
     torch.float64: "F64",

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from cpuft.comm.choice.choosing import BUCKET_NUMBERS
 from cpuft.comm.gradients.blocks import all_gather
 from cpuft.train.exchange.partition import ALIGNED, Member, find_pieces, part_width, plan_buckets
-from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
 

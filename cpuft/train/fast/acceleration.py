@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 
 from cpuft.errors import CpuftError
 from cpuft.hardware import PRECISIONS, bf16_hardware, effective_flags
-from cpuft.train.fast.adamw import put_on_masters
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters, put_on_masters
 from cpuft.train.fast.allocator import keep_freed_memory
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.fast.embedding import quicken_words
 from cpuft.train.fast.encoder import find_encoders, reads_first_token
-from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)

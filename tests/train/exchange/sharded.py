@@ -29,7 +29,7 @@ from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.parts import Parts
 from cpuft.train.exchange.shards import ShardExchange
-from cpuft.train.fast.masters import MASTERS_ATTRIBUTE
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.job import prove_equal_parameters
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.objective import Answers, Batch, Objective

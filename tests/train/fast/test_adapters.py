@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cpuft.train.fast import accelerate
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.fast.encoder import find_encoders
-from cpuft.train.fast.masters import MASTERS_ATTRIBUTE
 from cpuft.train.lora import adapt
 from tests.train.fast.encoders import KINDS, make_batch, make_model, relative_error
 

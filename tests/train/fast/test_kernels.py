@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from cpuft.errors import CpuftError
 from cpuft.hardware import compiler_target
-from cpuft.train.fast.adamw import clip_gradients, put_on_masters
+from cpuft.train.fast.adamw import Masters, clip_gradients, put_on_masters
 from cpuft.train.fast.attention import Grid, Heads, attention
 from cpuft.train.fast.elementwise import Mask, dropout_add_norm, gelu, masked
 from cpuft.train.fast.int8 import multiply, quantise_rows
 from cpuft.train.fast.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
-from cpuft.train.fast.masters import Masters
 from cpuft.train.fast.projection import column_sums
 from tests.train.fast.encoders import relative_error
 

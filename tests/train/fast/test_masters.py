@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForSequenceClassification
 
 from cpuft.train.fast import accelerate, clip_gradients, fp32_weights
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters
 from cpuft.train.fast.kernels import plain_torch
-from cpuft.train.fast.masters import MASTERS_ATTRIBUTE, Masters
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

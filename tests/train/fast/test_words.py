@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cpuft.train.fast import accelerate, clip_gradients, note_rows
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.fast.embedding import Words
-from cpuft.train.fast.masters import MASTERS_ATTRIBUTE
 from tests.train.fast.encoders import make_model
 
 KINDS = ("bert", "roberta", "distilbert", "electra")
