@@ -124,7 +124,7 @@ def optimize_by_ipex(model: torch.nn.Module, optimizer: torch.optim.Optimizer, p
     import intel_extension_for_pytorch as ipex
     import torch
 
-    from cpuft.train.fast.allocator import keep_freed_memory
+    from cpuft.train.fast.acceleration import keep_freed_memory
 
     # It warns of its own defaults, and torch of its layer norm, whose gradients are right nevertheless.
     logging.getLogger("IPEX").setLevel(logging.ERROR)

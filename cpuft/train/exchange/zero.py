@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
-from cpuft.train.fast.allocator import keep_freed_memory
+from cpuft.train.fast.acceleration import keep_freed_memory
 
 
 class ZeroExchange(Exchange):

@@ -10,7 +10,7 @@ import pytest
 # glibc gives the top of its heap back beyond a threshold; more than 2 GiB, because an int is what mallopt takes.
 FAULTS = """
 import ctypes, resource, sys
-from cpuft.train.fast.allocator import keep_freed_memory
+from cpuft.train.fast.acceleration import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 libc = ctypes.CDLL(None)
