@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpuft.train.checkpoint.script import interrupted, load_state, save_state
-    from cpuft.train.fast import accelerate
+    from cpuft.train.fast.acceleration import accelerate
 
 __all__ = ["__version__", "accelerate", "interrupted", "load_state", "save_state"]
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """What loads torch is loaded only when it is asked for: the command line does not need it."""
     if name == "accelerate":
-        from cpuft.train.fast import accelerate
+        from cpuft.train.fast.acceleration import accelerate
 
         return accelerate
     if name in ("interrupted", "load_state", "save_state"):

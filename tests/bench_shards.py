@@ -26,7 +26,7 @@ from cpuft.comm import start, take_traffic
 from cpuft.options.fields import TrainConfig
 from cpuft.tables import format_table
 from cpuft.train.exchange.choice import choose_exchange
-from cpuft.train.fast import accelerate
+from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.optimizer import group_parameters, make_optimizer
 from cpuft.train.precision import autocast
 

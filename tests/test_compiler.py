@@ -58,6 +58,6 @@ def test_a_host_without_a_compiler_runs_kernels_from_the_wheel(tmp_path: Path) -
     missing = "off: no C++ compiler; install one (Debian: apt-get install g++)"
     for settings, status in (({"PYTHONPATH": str(site)}, "on"), ({}, missing)):
         environ = {"PATH": str(tmp_path), "HOME": str(tmp_path)} | settings
-        command = [sys.executable, "-c", "from cpuft.train.fast import kernel_status; print(kernel_status())"]
+        command = [sys.executable, "-c", "from cpuft.train.fast.kernels import kernel_status; print(kernel_status())"]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
         assert done.stdout.strip() == status

@@ -22,7 +22,8 @@ from cpuft.bench.figures import MODELS, keep_figures
 from cpuft.bench.rows import BATCH
 from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.hardware import cpu_class
-from cpuft.train.fast import has_bf16_products, kernel_status
+from cpuft.train.fast.acceleration import has_bf16_products
+from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.precision import format_products, measure_products
 from cpuft.train.run import read_cpu
 

@@ -27,7 +27,8 @@ from cpuft.bench.rows import (
     make_tokens,
     read_rows,
 )
-from cpuft.train.fast import accelerate, clip_gradients, has_bf16_products, quicken
+from cpuft.train.fast.acceleration import accelerate, has_bf16_products, quicken
+from cpuft.train.fast.adamw import clip_gradients
 from cpuft.train.precision import autocast
 
 LEARNING_RATE = 1e-4

@@ -14,7 +14,8 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.options.fields import TrainConfig
 from cpuft.train.engines import optimize_by_ipex, optimize_by_ort
-from cpuft.train.fast import accelerate, describe_layers
+from cpuft.train.fast.acceleration import accelerate
+from cpuft.train.fast.encoder import describe_layers
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:

@@ -45,7 +45,7 @@ from cpuft.train.data.prepare import Prepared, describe_data, prepare, read_prep
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.travels import count_travels
-from cpuft.train.fast import kernel_status
+from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.imports import settle
 from cpuft.train.interruption import obey
 from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job

@@ -23,7 +23,8 @@ def wrap_trainer(done: list[str]) -> None:
     """
     from transformers import Trainer
 
-    from cpuft.train.fast import accelerate, describe_layers
+    from cpuft.train.fast.acceleration import accelerate
+    from cpuft.train.fast.encoder import describe_layers
 
     own = Trainer.create_optimizer
 

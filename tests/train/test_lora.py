@@ -21,7 +21,7 @@ from transformers import (
 from cpuft.errors import CpuftError, install_command
 from cpuft.options.fields import TrainConfig
 from cpuft.train.checkpoint.model import save_model
-from cpuft.train.fast import accelerate
+from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.lora import adapt, check_lora, find_targets, find_whole
 from cpuft.train.model import find_model, load_weights
 from cpuft.train.objective.sequences import Classification

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cpuft.train.fast import has_bf16_products
+from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.precision import format_products, measure_products, parse_kernel
 
 AMX = (
@@ -46,7 +46,7 @@ def test_one_line(products: dict[str, object], line: str) -> None:
 
 
 def test_a_limit_of_onednn_hides_bf16_from_the_fast_path_too() -> None:
-    code = "from cpuft.train.fast import has_bf16_products; print(has_bf16_products())"
+    code = "from cpuft.train.fast.acceleration import has_bf16_products; print(has_bf16_products())"
     environ = dict(os.environ) | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environ)
     assert done.stdout == "False\n", done.stderr

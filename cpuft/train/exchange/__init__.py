@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange.parts import Parts
-from cpuft.train.fast import clip_gradients
+from cpuft.train.fast.adamw import clip_gradients
 
 
 class Exchange:

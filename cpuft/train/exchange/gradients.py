@@ -17,7 +17,7 @@ from cpuft.comm.gradients.compression import choose_compression, make_reduce
 from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
-from cpuft.train.fast import note_rows
+from cpuft.train.fast.adamw import note_rows
 
 UNUSED_ATTRIBUTE = "_cpuft_unused"
 """Attribute of a model: names of trained parameters that a first forward pass did not use (XLNet has some)."""

@@ -11,7 +11,7 @@ from cpuft.comm.gradients.embedding_rows import find_embedding
 from cpuft.comm.gradients.local_updates import LocalUpdates
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
-from cpuft.train.fast import fp32_weights
+from cpuft.train.fast.adamw import fp32_weights
 
 
 class ParameterExchange(Exchange):

@@ -26,7 +26,7 @@ from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.options.fields import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.exchange.parts import Bucket, Parts
-from cpuft.train.fast import clip_gradients, note_rows
+from cpuft.train.fast.adamw import clip_gradients, note_rows
 
 _AHEAD = 8
 """Buckets that may be on their way before backward waits for the first: they are beside the gradients in memory."""

@@ -1,4 +1,4 @@
-"""Passes over activations between matrix products: dropout, GELU with a bias, and bias + dropout + residual + layer norm."""
+"""Passes over activations between matrix products: dropout, GELU with a bias, and the end of half a layer."""
 
 from __future__ import annotations
 

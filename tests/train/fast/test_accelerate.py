@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.bert import BertConfig
 
 from cpuft.errors import CpuftError
-from cpuft.train.fast import accelerate
+from cpuft.train.fast.acceleration import accelerate
 from tests.train.fast.encoders import KINDS, SIZES, make_batch, make_model, make_optimizer, make_pair, relative_error
 
 # Of the gradient of one parameter: sums of fp32 taken in another order; bf16 through two layers and back.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cpuft.train.fast import accelerate
+from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.fast.encoder import find_encoders
 from cpuft.train.lora import adapt

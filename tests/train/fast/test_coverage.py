@@ -9,7 +9,8 @@ import torch
 from transformers import AlbertConfig, AutoModelForSequenceClassification, BertConfig, GPT2Config, ModernBertConfig
 
 from cpuft.options.fields import TrainConfig
-from cpuft.train.fast import accelerate, describe_layers
+from cpuft.train.fast.acceleration import accelerate
+from cpuft.train.fast.encoder import describe_layers
 from cpuft.train.optimizer import describe_fast_path
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 
 from cpuft.errors import CpuftError
 from cpuft.rank.script import flush_and_exit, keep_for_good
-from cpuft.train.fast import accelerate
+from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
 

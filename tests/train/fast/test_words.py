@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cpuft.train.fast import accelerate, clip_gradients, note_rows
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
+from cpuft.train.fast.acceleration import accelerate
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, clip_gradients, note_rows
 from cpuft.train.fast.embedding import Words
 from tests.train.fast.encoders import make_model
 

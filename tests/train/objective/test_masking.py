@@ -16,7 +16,7 @@ from cpuft.options.fields import TrainConfig
 from cpuft.train.data.order import deal
 from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
-from cpuft.train.fast import accelerate
+from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective import Batch
 from cpuft.train.objective.kinds import make_objective
