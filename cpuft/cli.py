@@ -15,8 +15,7 @@ from typing import Any, NoReturn, cast
 import click
 
 from cpuft import __version__
-from cpuft.errors import CpuftError, Interrupted, describe_disk, find_full_disk
-from cpuft.options.fields import (
+from cpuft.config import (
     LAUNCH_ALONE,
     BenchConfig,
     CompareConfig,
@@ -25,6 +24,7 @@ from cpuft.options.fields import (
     ScriptConfig,
     TrainConfig,
 )
+from cpuft.errors import CpuftError, Interrupted, describe_disk, find_full_disk
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
 from cpuft.options.help import Verbs, complete_runs
 from cpuft.streams import check_output, keep_streams

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cpuft.config import LaunchConfig, TrainConfig, parse_bits
 from cpuft.errors import CpuftError
 from cpuft.options.estimate import EstimateConfig, parse_hosts
-from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.options.flags import Verb, make_options, pick, refuse_options
 from cpuft.options.help import complete_runs
-from cpuft.options.rates import parse_bits
 
 if TYPE_CHECKING:
     from cpuft.record import Record

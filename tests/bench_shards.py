@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft.comm import start, take_traffic
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.tables import format_table
 from cpuft.train.exchange.choice import choose_exchange
 from cpuft.train.fast.acceleration import accelerate

@@ -11,8 +11,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpuft.config import TrainConfig
 from cpuft.loader import load
-from cpuft.options.fields import TrainConfig
 from cpuft.record import Record, drop_warm_up, read_record
 from cpuft.tables import format_table
 from cpuft.train.data.prepare import prepare, read_prepared

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli import main
-from cpuft.options.fields import TASKS
+from cpuft.config import TASKS
 from cpuft.train.data import tasks
 from tests.conftest import run_cpuft
 

@@ -31,12 +31,12 @@ def doctor(
     list_checks: bool,
 ) -> None:
     """Look at all hosts of a cluster for what would stop, hang or slow a run; exit code 1 when a run would fail."""
+    from cpuft.config import LaunchConfig
     from cpuft.doctor.checks import CHECKS, find_all
     from cpuft.doctor.finding import format_findings, to_json
     from cpuft.doctor.links import format_links, measure_links
     from cpuft.doctor.visit import examine_hosts, run_fixes
     from cpuft.hosts.cluster import find_access, read_hosts
-    from cpuft.options.fields import LaunchConfig
 
     if list_checks:
         for check in CHECKS:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import hash_text
 from cpuft.hosts import facts, registry
@@ -17,7 +18,6 @@ from cpuft.hosts.door import Door, side_by_side
 from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.topology import HostFacts, parse_facts
-from cpuft.options.fields import LaunchConfig
 from cpuft.plan import Plan, Step
 from cpuft.words import WITHOUT_FOLDER
 

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cpuft.config import LAST_PORT, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.options.fields import LAST_PORT, is_count
 
 if TYPE_CHECKING:
     import paramiko

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cpuft.config import is_count
 from cpuft.errors import CpuftError
 from cpuft.hardware import parse_cpuinfo
 from cpuft.loader import load, parse_json
-from cpuft.options.fields import is_count
 
 
 @dataclass(frozen=True)

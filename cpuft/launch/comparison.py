@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_lacking, pack_training, plan_travel
 from cpuft.launch.planning import plan_training
-from cpuft.options.fields import CompareConfig, LaunchConfig, TrainConfig, is_count
 from cpuft.plan import RunPlan
 
 

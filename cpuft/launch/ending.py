@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from cpuft.config import LaunchConfig, ScriptConfig, option_names
 from cpuft.errors import AGAIN, CpuftError
 from cpuft.launch.failures import ended_to_go_on, read_failures
 from cpuft.launch.resume import read_resumed
-from cpuft.options.fields import LaunchConfig, ScriptConfig, option_names
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import (
     PRIVATE,
@@ -30,7 +31,6 @@ from cpuft.hosts.registry import state_root
 from cpuft.launch.fetch import MERGE, NEW
 from cpuft.launch.kept import ROWS, Kept, plan_kept
 from cpuft.loader import load, parse_json
-from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Stages, Step
 from cpuft.words import own_module
 

@@ -12,6 +12,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from cpuft.config import (
+    BenchConfig,
+    LaunchConfig,
+    TrainConfig,
+    WorkerConfig,
+    format_arguments,
+    refuse_conflicts,
+    refuse_engine,
+)
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE, REMOVE
 from cpuft.hardware import choose_precision, effective_flags
@@ -26,8 +35,6 @@ from cpuft.launch.resume import Resumed
 from cpuft.launch.rooms import describe_rooms
 from cpuft.launch.secrets import plan_secrets
 from cpuft.options.bench import plan_turns
-from cpuft.options.conflicts import refuse_conflicts, refuse_engine
-from cpuft.options.fields import BenchConfig, LaunchConfig, TrainConfig, WorkerConfig, format_arguments
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE
 from cpuft.words import own_module, pack_words

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cpuft.config import TASKS, PredictConfig, format_arguments
 from cpuft.errors import CpuftError, near_names
-from cpuft.options.fields import TASKS, format_arguments
 from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.options.help import complete_runs
-from cpuft.options.predict import PredictConfig
 
 if TYPE_CHECKING:
     from cpuft.plan import Setting, Step

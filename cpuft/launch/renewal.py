@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cpuft.config import is_count
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.door import attempt
-from cpuft.options.fields import is_count
 
 _EVERY_SECONDS = 300.0
 _ANSWER_SECONDS = 20.0

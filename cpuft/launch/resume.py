@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cpuft.config import FREE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import WORK_ROOT, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.kept import Kept, gather_kept
 from cpuft.loader import load
-from cpuft.options.fields import FREE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.rank.measured import Measured, list_measured
 from cpuft.record import FILE_NAME, parse_record, read_record
 

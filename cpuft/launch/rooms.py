@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cpuft.config import Room, Rooms, TrainConfig, format_rooms
 from cpuft.hardware import choose_precision, effective_flags
 from cpuft.hosts.cluster import Cluster
-from cpuft.options.fields import TrainConfig
-from cpuft.options.rooms import Room, Rooms, format_rooms
 
 
 def describe_rooms(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], apart: bool) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from cpuft.config import BACKENDS, BenchConfig, is_count
 from cpuft.errors import CpuftError
-from cpuft.options.fields import BACKENDS, BenchConfig, is_count
 from cpuft.options.foreign import describe_unknown_value
 
 TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpuft.options.fields import LAST_PORT, option
+from cpuft.config import LAST_PORT, option
 
 RECIPE = "ami/recipe.yaml"
 REGION = "region of AWS (default: your AWS settings')"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cpuft.config import is_count, option
 from cpuft.errors import CpuftError
-from cpuft.options.fields import is_count, option
 
 MOST_HOSTS = 1024
 

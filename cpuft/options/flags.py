@@ -11,9 +11,9 @@ from typing import Any, TypeVar, get_type_hints
 import click
 from click.core import ParameterSource
 
+from cpuft.config import ONE_OF, option_names
 from cpuft.errors import CpuftError, near_names
 from cpuft.loader import find_control, load, parse_yaml
-from cpuft.options.fields import ONE_OF, option_names
 from cpuft.options.foreign import describe_unknown_value, translate
 from cpuft.options.help import FieldOption, Sectioned
 
@@ -151,7 +151,7 @@ def refuse_options(config: type, why: str) -> None:
 
 
 def parse_arguments(config: type[C], words: Sequence[str]) -> C:
-    """What `cpuft.options.fields.format_arguments` wrote. Raises CpuftError for anything else."""
+    """What `cpuft.config.format_arguments` wrote. Raises CpuftError for anything else."""
     command = click.Command("worker", params=list(_value_options(config)))
     try:
         with command.make_context("worker", list(words)) as context:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cpuft.config import SECTIONS
 from cpuft.loader import find_control
-from cpuft.options.fields import SECTIONS
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

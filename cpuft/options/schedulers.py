@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpuft.options.fields import option
+from cpuft.config import option
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from cpuft.config import PROVEN, SHARDED
 from cpuft.errors import CpuftError, counted
 from cpuft.measurement import Measurement
-from cpuft.options.fields import PROVEN, SHARDED
 from cpuft.record import Record
 
 BUCKET_NUMBERS = 2**20

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cpuft.config import SHARDED, Room, Rooms, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.loader import load, parse_json
-from cpuft.options.fields import SHARDED, TrainConfig
-from cpuft.options.rooms import Room, Rooms
 from cpuft.train.data.order import count_updates, deal, plan_epoch
 from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.memory import SHARED, Largest, Shape, find_shape, foretell

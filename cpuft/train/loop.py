@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from cpuft.comm import take_traffic
 from cpuft.comm.gradients.embedding_rows import check_lookups
+from cpuft.config import WITH_FEEDBACK, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import WITH_FEEDBACK, TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train.data.order import Order, count_updates, deal, plan_updates

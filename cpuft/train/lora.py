@@ -13,8 +13,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command
-from cpuft.options.fields import TrainConfig
 
 _ATTENTION = ("attention", "attn")
 """What modules of attention have in their names, in the encoders and decoders of transformers."""

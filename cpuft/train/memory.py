@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cpuft.options.fields import WITH_FEEDBACK, TrainConfig
+from cpuft.config import WITH_FEEDBACK, TrainConfig
 
 SHARED = 250_000_000
 """Of a rank's own: libraries' pages, which a host holds once for all its ranks."""

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.loader import load, parse_json
-from cpuft.options.fields import TrainConfig
 from cpuft.train.imports import find_hub_problem
 from cpuft.train.lora import adapt, merge
 

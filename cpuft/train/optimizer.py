@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
-from cpuft.options.fields import TrainConfig
 from cpuft.train.engines import optimize_by_ipex, optimize_by_ort
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.encoder import describe_layers

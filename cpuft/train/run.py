@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from cpuft.comm import take_traffic
 from cpuft.comm.gradients.compression import choose_compression, gradient_type
+from cpuft.config import WITH_FEEDBACK, TrainConfig, WorkerConfig, refuse_conflicts
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
-from cpuft.options.conflicts import refuse_conflicts
-from cpuft.options.fields import WITH_FEEDBACK, TrainConfig, WorkerConfig
 from cpuft.rank.notice import listen
 from cpuft.rank.world import parse_world
 from cpuft.record import (

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft import comm
 from cpuft.comm.gradients.compression import compress_gradients
 from cpuft.comm.gradients.embedding_rows import exchange_rows
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.exchange.shards import ShardExchange
 from tests.comm.ranks import become_rank
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from cpuft.config import LaunchConfig
 from cpuft.doctor import before
 from cpuft.doctor.probe import watch_cpu
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Assignment, gather_cluster
-from cpuft.options.fields import LaunchConfig
 from tests.conftest import run_shell
 from tests.doctor.planted import healthy, plant
 from tests.provision.simulated import needs_root

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cpuft import hardware, loader, plan, words
 from cpuft.comm.choice.choosing import read_choice
+from cpuft.config import BenchConfig, PredictConfig, TrainConfig, format_arguments, option_names, parse_bits
 from cpuft.errors import CpuftError
 from cpuft.hosts import registry, ssh, topology
 from cpuft.hosts.flavours import parse_flavour
@@ -30,10 +31,7 @@ from cpuft.launch.stacks.sights import parse_dump, parse_sight
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options.bench import plan_turns
 from cpuft.options.estimate import parse_hosts
-from cpuft.options.fields import BenchConfig, TrainConfig, format_arguments, option_names
 from cpuft.options.flags import parse_arguments, read_config
-from cpuft.options.predict import PredictConfig
-from cpuft.options.rates import parse_bits
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.preflight import parse_ssh_from
 from cpuft.provision.batch.meeting import parse_meet

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import find_access, read_hosts
 from cpuft.hosts.hostfile import Host, find_job_hostfile
 from cpuft.hosts.mpijob import PORT, JobDoor, sshd_command, trust
 from cpuft.launch.settings import users_variables
-from cpuft.options.fields import LaunchConfig
 from tests.conftest import run_shell
 from tests.hosts.test_door import Server, make_key, serve
 

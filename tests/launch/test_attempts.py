@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import door as doors
@@ -22,7 +23,6 @@ from cpuft.launch.job import Job, Launch, plan_run
 from cpuft.launch.kept import Kept, find_update
 from cpuft.launch.remote import MasterLost
 from cpuft.launch.resume import Resumed
-from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.measured import list_measured
 from cpuft.rank.process import format_failure

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from cpuft.config import CompareConfig
 from cpuft.launch.comparison import order_runs
-from cpuft.options.fields import CompareConfig
 from cpuft.record import PHASES, read_record
 from cpuft.report.comparison import compare
 from tests.conftest import run_cpuft

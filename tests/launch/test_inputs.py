@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cpuft.cli import cli
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import run_stage
 from cpuft.hosts.cluster import Access, Assignment, Cluster
@@ -32,7 +33,6 @@ from cpuft.launch.inputs import (
 )
 from cpuft.launch.job import Job
 from cpuft.launch.resume import Resumed
-from cpuft.options.fields import TrainConfig
 from cpuft.plan import RunPlan, Step
 
 LONG = "a" * 300

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, name_work
 from cpuft.hosts.hostfile import Host
@@ -18,7 +19,6 @@ from cpuft.launch.job import find_rows
 from cpuft.launch.kept import Kept, check_kept, keep_checkpoints, parse_kept, plan_kept
 from cpuft.launch.planning import plan_training
 from cpuft.launch.resume import Resumed, read_resumed
-from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.record import Line, format_line
 from tests.launch.test_inputs import AWAY

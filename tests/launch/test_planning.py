@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import LaunchConfig, Room, Rooms, TrainConfig, take_rooms
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.door import Door
@@ -28,8 +29,6 @@ from cpuft.launch.planning import (
 )
 from cpuft.launch.resume import Resumed
 from cpuft.launch.supervise import run_plan
-from cpuft.options.fields import LaunchConfig, TrainConfig
-from cpuft.options.rooms import Room, Rooms, take_rooms
 from cpuft.plan import RunPlan, Step, format_plan
 from tests.conftest import Golden, make_facts
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
@@ -16,7 +17,6 @@ from cpuft.hosts.door import Door
 from cpuft.launch.planning import plan_launch
 from cpuft.launch.renewal import Renewal, Run, describe_renewal
 from cpuft.launch.supervise import run_plan
-from cpuft.options.fields import LaunchConfig
 from cpuft.plan import RunPlan, Step
 from tests.launch.test_planning import make_cluster
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.launch.planning import plan_training
 from cpuft.launch.resume import Resumed, read_resumed
 from cpuft.launch.supervise import run_plan
-from cpuft.options.fields import LaunchConfig, TrainConfig
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.measured import list_measured
 from cpuft.record import Line, RecordedRank, ResumedLine, format_line

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from cpuft.config import COMPRESSIONS, ENGINES, SHARDED, TrainConfig, refuse_conflicts, refuse_engine
 from cpuft.errors import CpuftError
-from cpuft.options.conflicts import refuse_conflicts, refuse_engine
-from cpuft.options.fields import COMPRESSIONS, ENGINES, SHARDED, TrainConfig
 
 LAYERS = "because it trains with layers of its own: leave one of them out"
 

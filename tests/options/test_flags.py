@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.cli import main
+from cpuft.config import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names
 from cpuft.errors import CpuftError
 from cpuft.options.clusters import LocalConfig
-from cpuft.options.fields import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names
 from cpuft.options.flags import CONFIG_FILE, Verb, make_options, parse_arguments, read_config
 from cpuft.train.__main__ import parse_worker
 

@@ -15,7 +15,7 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from cpuft.cli import cli
-from cpuft.options.fields import SECTIONS, TASKS
+from cpuft.config import SECTIONS, TASKS
 from cpuft.record import FILE_NAME
 from tests.conftest import Golden
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.comm.gradients.embedding_rows import find_embedding
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.train.data.prepare import prepare, read_prepared
 from cpuft.train.evaluate import evaluate

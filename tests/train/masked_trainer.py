@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForMaskedLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared, read_prepared
 from cpuft.train.model import find_model

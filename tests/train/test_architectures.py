@@ -17,8 +17,8 @@ import transformers
 from torch._C._distributed_c10d import HashStore
 
 from cpuft.comm.gradients.embedding_rows import check_lookups, find_embedding
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 from cpuft.train.data.prepare import prepare, read_prepared, warn_of_unknown
 from cpuft.train.exchange.choice import choose_exchange
 from cpuft.train.loop import find_unused, try_model

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import ENGINES as NAMES
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import ENGINES as NAMES
-from cpuft.options.fields import TrainConfig
 from cpuft.train.engines import ENGINES, IPEX, ORT, check_engine, find_problem, name_packages
 from tests.conftest import run_cpuft
 

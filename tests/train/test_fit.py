@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from cpuft.config import Room, Rooms, TrainConfig, format_rooms, take_rooms
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
-from cpuft.options.rooms import Room, Rooms, format_rooms, take_rooms
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.fit import KNOWN_ERROR, check_fit, find_largest, find_shortage, find_way, list_changes, look_up_shape
 from cpuft.train.memory import SHARED, Largest, Shape

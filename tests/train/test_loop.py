@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from cpuft.config import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig, WorkerConfig
 from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train import run

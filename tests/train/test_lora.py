@@ -18,8 +18,8 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command
-from cpuft.options.fields import TrainConfig
 from cpuft.train.checkpoint.model import save_model
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.lora import adapt, check_lora, find_targets, find_whole

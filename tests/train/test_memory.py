@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.memory import Largest, Shape, find_shape, foretell, kept_bytes
 from tests.train.fast.encoders import KINDS, make_model
 from tests.train.kept import SIZES, count_kept, make_encoder, make_full_batch

@@ -14,7 +14,7 @@ from cpuft.train.optimizer import group_parameters, learning_rate_factor
 
 CODE = """
 import os, torch
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.optimizer import make_optimizer
 make_optimizer(torch.nn.Linear(2, 2), TrainConfig(compile=True), "fp32")
 from torch._inductor.runtime.cache_dir_utils import cache_dir

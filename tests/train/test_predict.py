@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from cpuft.config import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.options.predict import PredictConfig
 from cpuft.train.data.tasks import Rows
 from cpuft.train.evaluate import ask_all, plan_batches
 from cpuft.train.fast.kernels import plain_torch

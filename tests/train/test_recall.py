@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpuft.comm.choice.choosing import Choice
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.rank.measured import Measured, describe_products, list_measured
 from cpuft.rank.world import World
 from cpuft.train.exchange.automatic import settle

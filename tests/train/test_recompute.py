@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 from cpuft.train.lora import adapt
 from cpuft.train.optimizer import make_optimizer, recompute_layers
 from cpuft.train.precision import autocast

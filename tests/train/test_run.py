@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from cpuft.options.fields import WorkerConfig
+from cpuft.config import WorkerConfig
 from cpuft.rank.world import World
 from cpuft.train.checkpoint.files import FOLDER
 from cpuft.train.run import Story, average_phases, end, keep_final_state, make_footer, merge_steps

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import Record, read_record
 from cpuft.train.data.prepare import prepare, read_prepared

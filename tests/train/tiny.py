@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from cpuft.config import TrainConfig
 from cpuft.hardware import Cpu, Precision
-from cpuft.options.fields import TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import EvaluationLine, RecordedRank, StepLine, Writer
 from cpuft.train.checkpoint.model import save_model

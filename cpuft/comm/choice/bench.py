@@ -17,11 +17,11 @@ from torch.distributed.rendezvous import rendezvous
 from cpuft import tables
 from cpuft.comm.choice.measure import choose, measure_turns
 from cpuft.comm.group.session import leave
+from cpuft.config import BenchConfig
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options.bench import plan_turns
-from cpuft.options.fields import BenchConfig
 from cpuft.options.flags import parse_arguments
 from cpuft.record import format_line
 from cpuft.streams import keep_streams

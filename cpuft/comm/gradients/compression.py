@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.gradients.blocks import BlockReducer
 from cpuft.comm.gradients.powersgd import PowerSGD
+from cpuft.config import COMPRESSIONS
 from cpuft.errors import CpuftError, near_names
-from cpuft.options.fields import COMPRESSIONS
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

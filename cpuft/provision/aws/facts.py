@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from cpuft.options.fields import is_count
+from cpuft.config import is_count
 from cpuft.provision.aws.calls import GENERATION, GROUP, LIMIT, OWNER, TAG, UNTIL, read_tags
 
 LIVE = ("pending", "running")

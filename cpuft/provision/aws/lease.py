@@ -7,8 +7,8 @@ import re
 import time
 from dataclasses import dataclass
 
+from cpuft.config import is_count
 from cpuft.errors import CpuftError
-from cpuft.options.fields import is_count
 
 UNTIL_FILE = "/var/lib/cpuft/until"
 """On every instance: when it ends itself, in seconds of the epoch."""

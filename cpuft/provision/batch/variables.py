@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 
+from cpuft.config import is_count
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
-from cpuft.options.fields import is_count
 
 TOKEN = "CPUFT_BATCH_TOKEN"
 """The job's secret, which Batch fetches from Secrets Manager."""

@@ -9,12 +9,12 @@ from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
 
+from cpuft.config import parse_bits
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
 from cpuft.options.clusters import LocalConfig
-from cpuft.options.rates import parse_bits
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
 from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from cpuft.config import is_count
 from cpuft.errors import CpuftError
 from cpuft.options.clusters import HostsConfig
-from cpuft.options.fields import is_count
 
 _LEAST_PYTHON = (3, 10)
 

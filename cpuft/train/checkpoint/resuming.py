@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cpuft.config import FREE_ON_RESUME
 from cpuft.errors import CpuftError
-from cpuft.options.fields import FREE_ON_RESUME
 from cpuft.rank.world import World
 from cpuft.record import Record, parse_record
 from cpuft.train.checkpoint.files import RECORD, STATE, read_newest, remove_after

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.options.fields import TrainConfig
-from cpuft.options.predict import PredictConfig
 from cpuft.train.data.tables import Cell, Table, find_column, parse_label, read_table, refuse_empty
 from cpuft.train.data.tasks import Data, Rows, Task
 

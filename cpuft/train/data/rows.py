@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.options.fields import TrainConfig
 from cpuft.train.data.demo import make_pairs
 from cpuft.train.data.own import read_own
 from cpuft.train.data.tables import find_column, parse_label, read_text, refuse_empty

@@ -66,7 +66,7 @@ _PAIR = ("sentence1", "sentence2")
 _BINARY = ("0", "1")
 _ENTAILS = ("entailment", "not_entailment")
 
-# Their names are the choices of the option --task in cpuft.options.fields.
+# Their names are the choices of the option --task in cpuft.config.
 TASKS = {
     task.name: task
     for task in (

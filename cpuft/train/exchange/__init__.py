@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.optim import Optimizer
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.exchange.parts import Parts
 from cpuft.train.fast.adamw import clip_gradients
 

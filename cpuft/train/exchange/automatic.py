@@ -14,7 +14,7 @@ from cpuft.comm.gradients.blocks import average_seconds, coded_bytes
 from cpuft.comm.gradients.compression import choose_compression
 from cpuft.comm.gradients.embedding_rows import find_embedding
 from cpuft.comm.gradients.powersgd import count_bytes
-from cpuft.options.fields import PROVEN, SHARDED, TrainConfig
+from cpuft.config import PROVEN, SHARDED, TrainConfig
 from cpuft.rank.world import World
 from cpuft.train.data.order import deal, plan_updates
 from cpuft.train.data.prepare import Prepared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.exchange.gradients import GradientExchange
 from cpuft.train.exchange.late import LateExchange

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from cpuft.comm.choice.choosing import BUCKET_NUMBERS
 from cpuft.comm.gradients.compression import choose_compression, make_reduce
 from cpuft.comm.gradients.embedding_rows import exchange_rows
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.fast.adamw import note_rows
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.gradients.embedding_rows import find_embedding
 from cpuft.comm.gradients.late import LateGradients
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.exchange import Exchange
 
 

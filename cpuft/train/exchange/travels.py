@@ -9,8 +9,8 @@ import torch
 
 from cpuft.comm.gradients.embedding_rows import find_embedding
 from cpuft.comm.gradients.powersgd import count_numbers
+from cpuft.config import TrainConfig
 from cpuft.measurement import Travels
-from cpuft.options.fields import TrainConfig
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective import Objective

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.optim import Optimizer
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.data.order import Order
 from cpuft.train.data.prepare import Tokens
 from cpuft.train.model import load_model

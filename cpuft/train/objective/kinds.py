@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective import Objective
 from cpuft.train.objective.masking import Masking

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.data.order import Order
 from cpuft.train.data.prepare import UNTAGGED, Tokens
 from cpuft.train.data.texts import BEGINS, NEVER

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cpuft.comm.choice.bench import format_table, merge
+from cpuft.config import BenchConfig
 from cpuft.errors import CpuftError
 from cpuft.measurement import Measurement
 from cpuft.options.bench import plan_turns
-from cpuft.options.fields import BenchConfig
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:

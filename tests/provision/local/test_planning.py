@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import parse_bits
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
 from cpuft.options.clusters import LocalConfig
-from cpuft.options.rates import parse_bits
 from cpuft.provision.local.doing import Local
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
 from cpuft.provision.local.planning import (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 from cpuft.train.checkpoint.model import save_model
 from cpuft.train.objective.sequences import Classification
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.checkpoint.state import State
 from cpuft.train.job import checksum_parameters
 from cpuft.train.lora import adapt

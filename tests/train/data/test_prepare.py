@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 from cpuft.train.data.prepare import UNTAGGED, Prepared, describe_data, prepare, read_prepared
 from cpuft.train.model import load_tokenizer
 from tests.train.data.test_own import lines

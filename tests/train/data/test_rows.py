@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 from cpuft.train.data.rows import name_tests, parse_tsv, read_as_glue, read_data, read_splits
 from cpuft.train.data.tables import read_table
 from cpuft.train.data.tasks import TASKS, Rows

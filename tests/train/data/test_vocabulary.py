@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.options.fields import TrainConfig
 from cpuft.train.data.vocabulary import (
     choose_tokenizer,
     count_words,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.exchange import Exchange
 from cpuft.train.exchange.automatic import make_rungs
 from cpuft.train.exchange.choice import choose_exchange

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.travels import RANKS, count_travels

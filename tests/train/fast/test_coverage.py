@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AlbertConfig, AutoModelForSequenceClassification, BertConfig, GPT2Config, ModernBertConfig
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.encoder import describe_layers
 from cpuft.train.optimizer import describe_fast_path

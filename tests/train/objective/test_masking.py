@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.data.order import deal
 from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpuft.options.fields import TrainConfig
+from cpuft.config import TrainConfig
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective import Batch
 from cpuft.train.objective.kinds import make_objective

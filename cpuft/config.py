@@ -6,11 +6,16 @@ A field of a configuration is an option: its name with dashes is the flag, its n
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from cpuft.errors import CpuftError
 from cpuft.hardware import PRECISIONS
+from cpuft.loader import load, parse_json
 
 PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files", "text")
@@ -222,3 +227,119 @@ def option_names(config: type) -> list[str]:
 def format_arguments(config: Any) -> list[str]:
     """The command-line arguments from which `parse_arguments` makes an equal configuration. All options are named."""
     return [f"--{field.name.replace('_', '-')}={getattr(config, field.name)}" for field in dataclasses.fields(config)]
+
+
+_LAYERS = "it trains with layers of its own"
+_WEIGHTS = "it keeps the fp32 weights to itself"
+_SENDS = "it sends gradients in its own way"
+_SHARES = "it shares the optimizer out itself"
+_UNTRIED = "nobody has tried both"
+_OWN_LAYERS = {"plain": _LAYERS, "compile": _LAYERS, "lora": _LAYERS, "recompute": _UNTRIED}
+EXCLUDED = {
+    "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS},
+    "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS, "shard": _SHARES},
+    "ort": {**_OWN_LAYERS, "shard": _UNTRIED},
+}
+"""Engine -> options that it excludes, and why."""
+
+
+def refuse_engine(engine: str, notice: bool, apart: bool) -> None:
+    """Raises CpuftError: an engine cannot do what a launch wants, which says `--notice`, or trains ranks `apart`."""
+    if notice and engine != "torch":
+        raise CpuftError(f"--notice wants a checkpoint, and --engine {engine} makes none: leave one of them out")
+    if apart and engine == "deepspeed":
+        raise CpuftError("--ideal trains ranks apart, and --engine deepspeed together only: leave one of them out")
+
+
+def refuse_conflicts(config: TrainConfig) -> None:
+    """Raises CpuftError: two options exclude each other; which, why, and the next move."""
+    default = TrainConfig()
+    for name, why in EXCLUDED.get(config.engine, {}).items():
+        if getattr(config, name) != getattr(default, name):
+            flags = f"--engine {config.engine} excludes --{name.replace('_', '-')}"
+            raise CpuftError(f"{flags}, because {why}: leave one of them out")
+    if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
+        # Under torch 2.3, DistributedDataParallel waits for process groups written in Python with the GIL in its hand.
+        raise CpuftError("--engine ort trains in fp32 and over gloo only: add --precision fp32 --backend gloo")
+    if config.engine == "ort" and config.task == "text":
+        raise CpuftError("--engine ort takes the first batch's masked places for all: train --task text without it")
+    if config.label_type != "auto" and config.task != "files":
+        given = f"--label-type {config.label_type}"
+        raise CpuftError(f"{given} is for --task files; the labels of --task {config.task} are known: leave it out")
+    if config.precision == "int8":
+        for name in ("engine", "plain", "compile", "lora"):
+            if getattr(config, name) != getattr(default, name):
+                raise CpuftError(f"--precision int8 is the fast path's own, and --{name} goes without: leave one out")
+    if config.shard != "none" and config.sync_every > 1:
+        raise CpuftError("--sync-every has each rank make all updates itself, --shard a part of each: leave one out")
+    if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED):
+        asked = f"--grad-compression {config.grad_compression}"
+        raise CpuftError(f"--shard sends gradients as {', '.join(SHARDED)} only: leave {asked} out, or --shard")
+    if config.lora and config.from_config:
+        raise CpuftError("--lora adapts a model that has learned, and --from-config makes one: leave one of them out")
+    if config.lora_merge and not config.lora:
+        raise CpuftError("--lora-merge says how adapters are kept, and there are none: add --lora 16, or leave it out")
+
+
+@dataclass(frozen=True)
+class PredictConfig:
+    """Rows for the model of a run, and what becomes of the answers."""
+
+    run: str = option("", "directory of the run")
+    file: str = option("", "rows of your own: CSV, TSV or JSON lines", takes="FILE")
+    split: str = option("", "the run's validation rows, or GLUE's test rows", takes="validation|test")
+    output: str = option("", "(default: predictions.csv in RUN; of GLUE's test rows its own name)", takes="FILE")
+    text_columns: str = option("", "one or two (default: the run's)")
+    label_column: str = option("", "measured by these labels, if the file has them (default: the run's)")
+    data_dir: str = option("", "holds TASK/test.tsv (default: the run's)", takes="FOLDER")
+    overwrite: bool = option(False, "replace predictions that an earlier call has written")
+    with_input: bool = option(False, "write each row's texts beside its predictions")
+    batch_size: int = option(0, "rows at once (default: the run's in evaluation)", least=0)
+    precision: str = option("auto", "auto: the run's", choices=("auto", "bf16", "fp32"))
+
+
+_FLAG = "--rooms="
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of a host, and of its whole machine, which hosts of the same one share."""
+
+    host: str
+    ranks: int
+    free_bytes: int
+    machine: str = ""
+    machine_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """All hosts' of a run, the master's first; `apart`: each rank trains for itself."""
+
+    hosts: tuple[Room, ...]
+    precision: str
+    apart: bool = False
+
+
+def format_rooms(rooms: Rooms) -> tuple[str, ...]:
+    """One word of a command line; none where a host does not know its memory."""
+    return (f"{_FLAG}{json.dumps(asdict(rooms))}",) if all(room.free_bytes for room in rooms.hosts) else ()
+
+
+def take_rooms(words: Sequence[str]) -> tuple[Rooms | None, list[str]]:
+    """That word's meaning, and the other words."""
+    told = [load(Rooms, parse_json(word.removeprefix(_FLAG))) for word in words if word.startswith(_FLAG)]
+    return (told[-1] if told else None), [word for word in words if not word.startswith(_FLAG)]
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def parse_bits(rate: str, flag: str = "--net") -> int:
+    """Bits a second of a rate ("1gbit", "100mbit"); 0 for an empty one. Raises CpuftError that names the flag."""
+    if not rate:
+        return 0
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgt]?)bit", rate)
+    if not match or float(match[1]) <= 0:
+        raise CpuftError(f"{flag} {rate[:60]!r} is no rate: write e.g. 1gbit or 100mbit")
+    return int(float(match[1]) * _UNITS[match[2]])
