@@ -34,7 +34,7 @@ from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import Resumed
 from cpuft.launch.rooms import describe_rooms
 from cpuft.launch.secrets import plan_secrets
-from cpuft.options.bench import plan_turns
+from cpuft.options import plan_turns
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE
 from cpuft.words import own_module, pack_words

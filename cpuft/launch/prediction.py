@@ -12,8 +12,7 @@ import click
 
 from cpuft.config import TASKS, PredictConfig, format_arguments
 from cpuft.errors import CpuftError, near_names
-from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
-from cpuft.options.help import complete_runs
+from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
 
 if TYPE_CHECKING:
     from cpuft.plan import Setting, Step

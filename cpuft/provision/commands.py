@@ -11,10 +11,9 @@ import click
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
-from cpuft.options.clusters import AwsConfig, HostsConfig, ImageConfig, LocalConfig
-from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
-from cpuft.options.help import Verbs
+from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.plan import Plan, Step, format_plan
+from cpuft.provision.options import AwsConfig, HostsConfig, ImageConfig, LocalConfig
 
 if TYPE_CHECKING:
     from cpuft.provision.aws.builder import Builder

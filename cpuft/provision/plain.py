@@ -8,9 +8,9 @@ from pathlib import Path
 
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
-from cpuft.options.clusters import LocalConfig
 from cpuft.plan import Plan
 from cpuft.provision.local.planning import check_config
+from cpuft.provision.options import LocalConfig
 from cpuft.provision.ownership import is_ours, plan_removal, read_files
 from cpuft.provision.provider import Provider
 from cpuft.provision.reconcile import plan_files

@@ -17,9 +17,9 @@ from cpuft.hosts.registry import (
     refuse_untrusted,
     state_root,
 )
-from cpuft.options.clusters import AwsConfig, HostsConfig, LocalConfig
-from cpuft.options.flags import parse_arguments
+from cpuft.options import parse_arguments
 from cpuft.plan import Plan
+from cpuft.provision.options import AwsConfig, HostsConfig, LocalConfig
 from cpuft.provision.ownership import check_places
 from cpuft.provision.reconcile import Say, lock, reconcile, run_stages
 

@@ -15,6 +15,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cpuft import hardware, loader, plan, words
+from cpuft.cli.estimate import parse_hosts
 from cpuft.comm.choice.choosing import read_choice
 from cpuft.config import BenchConfig, PredictConfig, TrainConfig, format_arguments, option_names, parse_bits
 from cpuft.errors import CpuftError
@@ -29,9 +30,7 @@ from cpuft.launch.settings import users_variables
 from cpuft.launch.stacks.command import format_sights
 from cpuft.launch.stacks.sights import parse_dump, parse_sight
 from cpuft.measurement import MeasuredHeader, Measurement
-from cpuft.options.bench import plan_turns
-from cpuft.options.estimate import parse_hosts
-from cpuft.options.flags import parse_arguments, read_config
+from cpuft.options import parse_arguments, plan_turns, read_config
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.preflight import parse_ssh_from
 from cpuft.provision.batch.meeting import parse_meet

@@ -15,7 +15,7 @@ import click
 from hypothesis import strategies as st
 
 from cpuft.cli import cli
-from cpuft.options.clusters import HostsConfig, LocalConfig
+from cpuft.provision.options import HostsConfig, LocalConfig
 from cpuft.record import Line, format_line
 from tests.fuzz import values
 from tests.fuzz.sandbox import FOLDERS, ROOT

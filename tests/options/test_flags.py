@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cpuft.cli import main
 from cpuft.config import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names
 from cpuft.errors import CpuftError
-from cpuft.options.clusters import LocalConfig
-from cpuft.options.flags import CONFIG_FILE, Verb, make_options, parse_arguments, read_config
+from cpuft.options import CONFIG_FILE, Verb, make_options, parse_arguments, read_config
+from cpuft.provision.options import LocalConfig
 from cpuft.train.__main__ import parse_worker
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from cpuft import cli
-from cpuft.options.flags import read_config
-from cpuft.options.foreign import TOOLS, Row, read_table, translate
+from cpuft.options import TOOLS, Row, read_config, read_table, translate
 from tests.conftest import DATA, run_cpuft
 
 ALL = " (ranks of all hosts; --ppn is those of one)"

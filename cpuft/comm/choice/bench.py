@@ -21,8 +21,7 @@ from cpuft.config import BenchConfig
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.measurement import MeasuredHeader, Measurement
-from cpuft.options.bench import plan_turns
-from cpuft.options.flags import parse_arguments
+from cpuft.options import parse_arguments, plan_turns
 from cpuft.record import format_line
 from cpuft.streams import keep_streams
 

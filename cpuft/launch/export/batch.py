@@ -6,7 +6,7 @@ from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.launch.export.work import Work, fill
-from cpuft.options.schedulers import JobConfig
+from cpuft.schedulers.options import JobConfig
 
 ENTRY = ("python", "-m", "cpuft.provision.batch", "/work")
 """What every node starts, to work in that folder; the main node runs the words behind it, once all have met there."""

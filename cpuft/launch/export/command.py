@@ -15,9 +15,8 @@ import click
 from cpuft.errors import CpuftError
 from cpuft.launch.export.clients import CLIENTS, follow, parse_job
 from cpuft.launch.export.work import Work
-from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
-from cpuft.options.help import Verbs
-from cpuft.options.schedulers import KINDS, JobConfig
+from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
+from cpuft.schedulers.options import KINDS, JobConfig
 
 _HELP = {
     "slurm": "Submit a launch by sbatch, e.g.: cpuft submit slurm -- launch --np 8 --task mrpc.",

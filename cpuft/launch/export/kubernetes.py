@@ -7,7 +7,7 @@ from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.launch.export.work import HERE, Work, fill
-from cpuft.options.schedulers import JobConfig
+from cpuft.schedulers.options import JobConfig
 
 _LABEL = re.compile("[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _ONCE = (HERE / "once.sh").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.options.schedulers import JobConfig
 from cpuft.record import FILE_NAME
+from cpuft.schedulers.options import JobConfig
 
 HERE = Path(__file__).parent
 _RESUME = (HERE / "resume.sh").read_text(encoding="utf-8")

@@ -8,8 +8,7 @@ import sys
 import click
 
 from cpuft.launch.stacks.sights import Sight, describe_state
-from cpuft.options.flags import Verb
-from cpuft.options.help import complete_runs
+from cpuft.options import Verb, complete_runs
 
 _WIDTH = 400
 _COLUMNS = ("rank", "host", "pid", "state", "operation", "stands at")

@@ -12,7 +12,6 @@ from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
-from cpuft.options.clusters import AwsConfig, ImageConfig
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.calls import parse_call
 from cpuft.provision.aws.doing import Aws, Edge
@@ -20,6 +19,7 @@ from cpuft.provision.aws.images import describe_images, is_ready, name_image, pl
 from cpuft.provision.aws.look import find_images, find_named
 from cpuft.provision.image.planning import CHECK, PROVE, environment_python
 from cpuft.provision.image.recipe import Recipe, format_install, read_recipe
+from cpuft.provision.options import AwsConfig, ImageConfig
 from cpuft.provision.ownership import is_ours
 from cpuft.provision.provider import Ask
 from cpuft.provision.reconcile import Say, lock, reconcile, run_stages

@@ -12,7 +12,6 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
-from cpuft.options.clusters import AwsConfig
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws import launching, planning
 from cpuft.provision.aws.calls import ACTIONS, parse_call
@@ -26,6 +25,7 @@ from cpuft.provision.aws.nodes import LeaseError, Nodes
 from cpuft.provision.aws.planning import Facts, plan_rental
 from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
 from cpuft.provision.aws.price import describe_bill, describe_price, find_price
+from cpuft.provision.options import AwsConfig
 from cpuft.provision.ownership import read_files
 from cpuft.provision.provider import Ask, Provider
 from cpuft.provision.reconcile import Say, run_stages

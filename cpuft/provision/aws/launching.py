@@ -8,7 +8,6 @@ from typing import Any
 
 from cpuft.errors import CpuftError, counted
 from cpuft.files import hash_text
-from cpuft.options.clusters import AwsConfig
 from cpuft.plan import Step
 from cpuft.provision.aws.calls import (
     GENERATION,
@@ -24,6 +23,7 @@ from cpuft.provision.aws.calls import (
 )
 from cpuft.provision.aws.facts import Found, Group, Offer, Zone
 from cpuft.provision.aws.lease import format_user_data, parse_lease, parse_limit
+from cpuft.provision.options import AwsConfig
 
 STALE_SECONDS = 1800
 """After that nobody waits for the answer to a launch, and AWS still tells of what it started and has ended since."""

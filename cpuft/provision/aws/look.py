@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.options.clusters import AwsConfig
 from cpuft.provision.aws.calls import IMAGE, SPOT_ROLE, TAG
 from cpuft.provision.aws.client import Cloud, Refusal
 from cpuft.provision.aws.facts import (
@@ -28,6 +27,7 @@ from cpuft.provision.aws.images import Golden, Images, choose_image, parse_image
 from cpuft.provision.aws.preflight import DEBIAN, QUOTAS, name_unknown
 from cpuft.provision.aws.price import Price, find_price
 from cpuft.provision.image.recipe import read_recipe
+from cpuft.provision.options import AwsConfig
 from cpuft.report.instances import TABLE
 from cpuft.report.instances import Instance as Kind
 from cpuft.report.instances import parse_instances as parse_table

@@ -9,12 +9,12 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.door import Door, attempt, side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh import KEY_CHANGED, KEY_UNKNOWN, HostError
-from cpuft.options.clusters import AwsConfig, HostsConfig
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.facts import Group, Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
 from cpuft.provision.aws.lease import CHECK_TIMER, RENEWAL, Timer, make_arming, parse_timer
 from cpuft.provision.aws.planning import find_notice, remember
+from cpuft.provision.options import AwsConfig, HostsConfig
 from cpuft.provision.ownership import read_raw
 from cpuft.provision.servers.doing import Servers
 from cpuft.provision.servers.planning import Facts

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cpuft.options.clusters import AwsConfig
 from cpuft.provision.aws.facts import COSTS, Instance
 from cpuft.provision.aws.lease import format_span, format_time
+from cpuft.provision.options import AwsConfig
 from cpuft.report.instances import Instance as Kind
 
 LISTED = "us-east-1"

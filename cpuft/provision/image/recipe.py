@@ -9,8 +9,8 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.loader import find_control, load, parse_yaml
-from cpuft.options.clusters import RECIPE
 from cpuft.plan import format_comment
+from cpuft.provision.options import RECIPE
 from cpuft.provision.ownership import check_prefix
 from cpuft.provision.wheels import EXTRAS, INSTALL
 

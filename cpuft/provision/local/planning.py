@@ -14,9 +14,9 @@ from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
-from cpuft.options.clusters import LocalConfig
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
+from cpuft.provision.options import LocalConfig
 from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal
 from cpuft.provision.reconcile import plan_files
 from cpuft.provision.sshfiles import (

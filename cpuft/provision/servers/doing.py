@@ -15,8 +15,8 @@ from cpuft.hosts.door import Door, attempt, side_by_side
 from cpuft.hosts.hostfile import NAME, Host
 from cpuft.hosts.registry import Entry
 from cpuft.hosts.ssh import Login, find_bastions, fingerprint, parse_jumps, scan_host_key
-from cpuft.options.clusters import HostsConfig
 from cpuft.plan import Plan
+from cpuft.provision.options import HostsConfig
 from cpuft.provision.ownership import check_prefix, read_files, read_raw
 from cpuft.provision.provider import Ask, Provider
 from cpuft.provision.servers import planning

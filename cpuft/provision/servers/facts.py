@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cpuft.config import is_count
 from cpuft.errors import CpuftError
-from cpuft.options.clusters import HostsConfig
+from cpuft.provision.options import HostsConfig
 
 _LEAST_PYTHON = (3, 10)
 

@@ -15,8 +15,8 @@ from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh import fingerprint
 from cpuft.loader import load, parse_json
-from cpuft.options.clusters import HostsConfig
 from cpuft.plan import Plan, Step
+from cpuft.provision.options import HostsConfig
 from cpuft.provision.ownership import is_ours, plan_removal
 from cpuft.provision.reconcile import plan_file, plan_files
 from cpuft.provision.servers.facts import ServerFacts, check_server

@@ -11,7 +11,7 @@ from cpuft.comm.choice.bench import format_table, merge
 from cpuft.config import BenchConfig
 from cpuft.errors import CpuftError
 from cpuft.measurement import Measurement
-from cpuft.options.bench import plan_turns
+from cpuft.options import plan_turns
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:

@@ -290,7 +290,7 @@ def test_a_job_of_kubernetes_is_ended(capsys: pytest.CaptureFixture[str]) -> Non
     assert Path("said").read_text().endswith("delete mpijob x ")
 
 
-SCHEDULERS = "cpuft.launch.export cpuft.options.schedulers cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.provision.batch"
+SCHEDULERS = "cpuft.launch.export cpuft.schedulers.options cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.provision.batch"
 
 
 def test_a_plain_launch_imports_nothing_of_it() -> None:

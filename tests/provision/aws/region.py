@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from cpuft.options.clusters import AwsConfig
 from cpuft.provision.aws.calls import ACTIONS, LOOK
 from cpuft.provision.aws.client import Cloud
 from cpuft.provision.aws.doing import Aws, Edge
+from cpuft.provision.options import AwsConfig
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"

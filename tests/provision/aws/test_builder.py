@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.options.clusters import ImageConfig
 from cpuft.provision.aws.builder import Builder, delete_image, list_images
 from cpuft.provision.aws.calls import read_tags
+from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
     NOTHING,
     REGION,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli import main
-from cpuft.options.clusters import ImageConfig
 from cpuft.provision.aws.builder import Builder, delete_image, list_images
 from cpuft.provision.aws.client import Cloud
 from cpuft.provision.aws.policy import make_policy
+from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
     NOTHING,
     REGION,

@@ -13,11 +13,11 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
-from cpuft.options.clusters import AwsConfig
 from cpuft.provision.aws import hostkeys
 from cpuft.provision.aws.facts import Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
 from cpuft.provision.aws.nodes import Nodes
+from cpuft.provision.options import AwsConfig
 from cpuft.provision.servers.facts import ServerFacts
 from cpuft.provision.sshfiles import Member, format_known_hosts, format_ssh_config
 from tests.hosts.test_door import free_port, wait_for

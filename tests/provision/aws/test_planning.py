@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.options.clusters import AwsConfig
 from cpuft.provision.aws import facts
 from cpuft.provision.aws.calls import parse_call, plan_call
 from cpuft.provision.aws.describing import describe_instances
@@ -17,6 +16,7 @@ from cpuft.provision.aws.launching import NoCapacityError, choose_zone, make_req
 from cpuft.provision.aws.planning import Facts, check_rental, plan_rental, plan_rental_down
 from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
 from cpuft.provision.aws.price import Price
+from cpuft.provision.options import AwsConfig
 from cpuft.provision.sshfiles import Member, format_inside, format_ssh_config
 
 NOW = 1_800_000_000

@@ -17,7 +17,7 @@ import yaml
 
 from cpuft.launch.export.batch import ENTRY, format_job
 from cpuft.launch.export.work import Work
-from cpuft.options.schedulers import JobConfig
+from cpuft.schedulers.options import JobConfig
 
 SECRET = "0123456789abcdef" * 2
 _START = "import sys; from cpuft.provision.batch.nodes import run_node as run; import os"

@@ -9,7 +9,6 @@ from cpuft.config import parse_bits
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
-from cpuft.options.clusters import LocalConfig
 from cpuft.provision.local.doing import Local
 from cpuft.provision.local.facts import MachineFacts, NodeFacts
 from cpuft.provision.local.planning import (
@@ -22,6 +21,7 @@ from cpuft.provision.local.planning import (
     plan_local,
     plan_texts,
 )
+from cpuft.provision.options import LocalConfig
 from cpuft.provision.ownership import read_files
 
 CONFIG = LocalConfig(nodes=2, cores_per_node=0.5, net="1gbit")

@@ -10,8 +10,8 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.ssh import Login
-from cpuft.options.clusters import HostsConfig
 from cpuft.plan import Plan
+from cpuft.provision.options import HostsConfig
 from cpuft.provision.servers import facts
 from cpuft.provision.servers.facts import ServerFacts, check_server, describe_server, find_python, parse_survey
 from cpuft.provision.servers.planning import Facts, plan_servers, plan_servers_down

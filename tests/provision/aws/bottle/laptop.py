@@ -6,9 +6,9 @@ import os
 import sys
 import time
 
-from cpuft.options.clusters import AwsConfig
-from cpuft.options.flags import parse_arguments
+from cpuft.options import parse_arguments
 from cpuft.provision.aws.doing import Aws, Edge
+from cpuft.provision.options import AwsConfig
 from tests.provision.aws.region import refuse
 
 

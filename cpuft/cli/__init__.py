@@ -25,14 +25,23 @@ from cpuft.config import (
     TrainConfig,
 )
 from cpuft.errors import CpuftError, Interrupted, describe_disk, find_full_disk
-from cpuft.options.flags import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
-from cpuft.options.help import Verbs, complete_runs
+from cpuft.options import (
+    CONFIG_FILE,
+    DRY_RUN,
+    Verb,
+    Verbs,
+    complete_runs,
+    given_options,
+    make_options,
+    pick,
+    refuse_options,
+)
 from cpuft.streams import check_output, keep_streams
 
 _GROUPS = {
     "doctor": "cpuft.doctor.command",
     "provision": "cpuft.provision.commands",
-    "estimate": "cpuft.estimate",
+    "estimate": "cpuft.cli.estimate",
     "predict": "cpuft.launch.prediction",
     "stacks": "cpuft.launch.stacks.command",
     "submit": "cpuft.launch.export.command",

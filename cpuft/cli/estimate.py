@@ -6,17 +6,15 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.config import LaunchConfig, TrainConfig, parse_bits
+from cpuft.config import LaunchConfig, TrainConfig, is_count, option, parse_bits
 from cpuft.errors import CpuftError
-from cpuft.options.estimate import EstimateConfig, parse_hosts
-from cpuft.options.flags import Verb, make_options, pick, refuse_options
-from cpuft.options.help import complete_runs
+from cpuft.options import Verb, complete_runs, make_options, pick, refuse_options
 
 if TYPE_CHECKING:
     from cpuft.record import Record
@@ -27,6 +25,29 @@ _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_fil
 PROBE_STEPS = 16
 PROBE_SECONDS = 60.0
 """A probe's steps end by then, whatever they have done; a start-up takes about as long again on a slow disk."""
+
+
+@dataclass(frozen=True)
+class EstimateConfig:
+    """Hosts that are not there yet."""
+
+    hosts: str = option("1,2,4,8,16,32,64", "numbers of hosts, a rank each", takes="N,N")
+    bandwidth: str = option("", "of the link between hosts, e.g. 10gbit or 100mbit", takes="RATE")
+    latency: float = option(100.0, "microseconds one way between hosts; doctor --bandwidth tells", least=0.0, most=1e7)
+    link: str = option("", "comm.jsonl of cpuft bench comm, instead of --bandwidth", takes="FILE")
+    instance: str = option("", "kind of rented host: its cores, link and price", takes="NAME")
+    instances: str = option("", "a table of your own for --instance (default: cpuft's)", takes="FILE")
+    cores: float = option(0.0, "cores of a host (default: the record's)", least=0.0, most=1e6)
+    price: float = option(0.0, "of a host and an hour (default: the instance's)", least=0.0, most=1e6)
+    compression: str = option("auto", "gradients travel as", choices=("auto", "none", "bf16", "fp16", "int8"))
+
+
+def parse_hosts(text: str) -> list[int]:
+    """Numbers of hosts, ascending, each once. Raises CpuftError for anything else."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(is_count(word, most=MOST_HOSTS) for word in words):
+        raise CpuftError(f"--hosts {text[:60]!r} is no list of whole numbers up to {MOST_HOSTS}: write e.g. 1,2,4,8")
+    return sorted(set(map(int, words)))
 
 
 @click.command(
@@ -143,3 +164,6 @@ def _probe(train: TrainConfig) -> Record:
         if not Path(run_dir, "record.jsonl").exists():
             raise CpuftError("the probe ended before its first step: see above, or name a RUN")
         return read_record(run_dir)
+
+
+MOST_HOSTS = 1024

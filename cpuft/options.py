@@ -1,0 +1,430 @@
+"""Make command-line options (click) from the fields of configurations, and answer the options of other tools.
+
+A YAML file given by --config may hold the same options. The table of the options of other launchers and trainers is
+aliases.txt, beside this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+import itertools
+import math
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+import click
+from click.core import ParameterSource
+
+from cpuft.config import BACKENDS, ONE_OF, SECTIONS, BenchConfig, is_count, option_names
+from cpuft.errors import CpuftError, near_names
+from cpuft.loader import find_control, load, parse_yaml
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+_NO_GPU = "works on GPUs only, and cpuft trains on CPUs"
+_NO_FP16 = (
+    "is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU"
+)
+_VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP16, "half": _NO_FP16}
+"""What to say of names that other trainers take and cpuft does not."""
+
+TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What others call one thing."""
+
+    ours: str
+    """What to write here; empty: leave it out."""
+    theirs: str
+    """Each tool with its names for it; dashes and underscores are one in them."""
+    why: str = ""
+    """How ours differs, or why it is left out."""
+
+    def names(self, *tools: str) -> list[str]:
+        """What these tools call it."""
+        parts = [part.split() for part in self.theirs.split("; ")]
+        return [name for tool, *names in parts for name in names if tool in tools]
+
+
+@functools.cache
+def read_table() -> tuple[Row, ...]:
+    """The rows of aliases.txt, beside this file."""
+    lines = Path(__file__).with_name("aliases.txt").read_text(encoding="utf-8").splitlines()
+    parts = [[part.strip() for part in line.split("|")] for line in lines if not line.startswith("#")]
+    return tuple(Row(ours.strip("-") and ours, *rest) for ours, *rest in parts)
+
+
+def find_row(name: str) -> Row | None:
+    """The row that has this option of theirs."""
+    return next((row for row in read_table() if _plain(name) in map(_plain, row.names(*TOOLS))), None)
+
+
+def _plain(name: str) -> str:
+    return name[:2] + name[2:].replace("_", "-")
+
+
+def translate(words: Sequence[str], flags: Collection[str], script: bool = False) -> str:
+    """What to write instead of the options of others among `words`; empty where there are none.
+
+    Parameters
+    ----------
+    words: the command line up to `--`.
+    flags: the verb's own options; what others than these would answer is no business of the verb.
+    script: whether it runs scripts, whose options stand behind `--`.
+    """
+    place = next((i for i, word in enumerate(words) if script and word.endswith(".py") and word[0] != "-"), len(words))
+    written: list[str] = []
+    left: list[tuple[str, str]] = []
+    for word in dict.fromkeys(word.partition("=")[0] for word in words[:place]):
+        row = find_row(word) if word not in flags else None
+        if row and row.ours.partition(" ")[0] in {*flags, ""}:
+            why = f" ({row.why})" if row.why else ""
+            if row.ours:
+                written.append(f"{row.ours} instead of {word}{why}")
+            else:
+                left.append((word, row.why))
+    parts = [f"write {', '.join(written)}"] * bool(written)
+    if len(left) == 1:
+        parts.append("cpuft does not have the option {}, so leave it out: {}".format(*left[0]))
+    elif left:
+        listed = ", ".join(f"{word} ({why})" for word, why in left)
+        parts.append(f"cpuft does not have these options, so leave them out: {listed}")
+    if any(word.startswith("--") and word.partition("=")[0] not in flags for word in words[place:]):
+        parts.append(f"put -- before {words[place]}: the words after a script are its own options")
+    return "; ".join(parts)
+
+
+def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
+    """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
+    known = _VALUES.get(value.lower(), "")
+    if known == _NO_GPU:
+        return f"{option} {value} {known}: choose one of {', '.join(choices)}"
+    if known and {"bf16", "fp32"} <= set(choices):
+        return f"{option} {value} {known}"
+    return f"{value!r} is not a value of {option}: {near_names(value, choices)}"
+
+
+_RUN_FILES = ("record.jsonl", "plan.sh")
+"""A folder that holds one of them is a run's."""
+_COLUMN = 24
+"""Width of the first column, the same in all sections."""
+
+
+class CheckedCommand(click.Command):
+    """A command that refuses control characters in its options and arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does.
+
+        Raises click.UsageError when a value contains a control character. Arguments of type UNPROCESSED, which are the
+        user's own command, are passed on as they are.
+        """
+        rest = super().parse_args(ctx, args)
+        for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
+            value = ctx.params.get(str(param.name))
+            for text in value if isinstance(value, tuple) else (value,):
+                odd = find_control(text) if isinstance(text, str) and param.type is not click.UNPROCESSED else ""
+                if odd:
+                    name = param.opts[0] if isinstance(param, click.Option) else param.make_metavar(ctx)
+                    said = f"{name} {text[:80]!r} contains the control character {odd!r}: write the value without it"
+                    raise click.UsageError(said, ctx)
+        return rest
+
+
+class FieldOption(click.Option):
+    """An option made from a field of a configuration. Shells complete those that take a FILE or a FOLDER."""
+
+    def __init__(self, names: list[str], section: str, takes: str, **told: Any) -> None:
+        complete = complete_paths if takes in ("FILE", "FOLDER") else None
+        super().__init__(names, metavar=takes, shell_complete=complete, **told)
+        self.section = section
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """Flag and text; a default in brackets, where there is one and the text does not say it."""
+        flag, text = self.opts[0], str(self.help)
+        if self.is_flag:
+            return (f"--[no-]{flag[2:]}", f"{text} [yes]") if self.default else (flag, text)
+        default = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        told = not default or "(default" in text
+        return f"{flag} {self.metavar}", text if told else f"{text} [{default}]"
+
+
+def complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Leave it to the shell, which completes what lies on the disk."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="dir" if param.metavar == "FOLDER" else "file")]
+
+
+def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer the runs below what is typed, those of comparisons too; without any, leave folders to the shell."""
+    from click.shell_completion import CompletionItem
+
+    begin = glob.escape(incomplete)
+    folders = [f"{begin}*", f"{begin}*/*", *(["runs/*/*"] if "runs/".startswith(incomplete) else [])]
+    files = [path for name in _RUN_FILES for folder in folders for path in glob.glob(f"{folder}/{name}")]
+    runs = sorted({os.path.dirname(path) for path in files})
+    return [CompletionItem(run) for run in runs] or [CompletionItem(incomplete, type="dir")]
+
+
+class Sectioned(CheckedCommand):
+    """A command whose help lists options by subject, each subject's in the order of their fields."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Options that are no fields come last."""
+        rows: dict[str, list[tuple[str, str]]] = {section: [] for section in SECTIONS}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record:
+                rows.setdefault(getattr(param, "section", ""), []).append((record[0].ljust(_COLUMN), record[1]))
+        told = {section: records for section, records in rows.items() if records}
+        for section, records in told.items():
+            with formatter.section(section or ("Also" if len(told) > 1 else "Options")):
+                formatter.write_dl(records, col_max=_COLUMN)
+
+
+class Verbs(click.Group):
+    """A group that lists its verbs with their first sentences whole."""
+
+    command_class = CheckedCommand
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click, which would cut each sentence off at the end of its line."""
+        verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.get_short_help_str(1000)) for name, verb in verbs.items() if verb])
+
+
+C = TypeVar("C")
+_TOLD = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+
+CONFIG_FILE = FieldOption(["--config"], "", "FILE", help="YAML file with option values; flags win", default="")
+DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="print what would be done, as a script; do nothing")
+
+
+class Verb(Sectioned):
+    """A verb whose options may also come from the YAML file of --config."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click, with the file's values for what the words do not say; other launchers' options are answered."""
+        words = args[: args.index("--")] if "--" in args else args
+        if ctx.resilient_parsing:  # A shell completes the line: nothing is refused, and no file read.
+            return super().parse_args(ctx, args)
+        flags = {flag for option in self.get_params(ctx) for flag in (*option.opts, *option.secondary_opts)}
+        answer = translate(words, flags, "script" in flags)
+        if answer:
+            raise click.UsageError(answer, ctx)
+        for word, following in zip(words, [*words[1:], ""]):
+            path = following if word == "--config" else word.partition("=")[2] if word.startswith("--config=") else ""
+            if path:
+                ctx.default_map = read_config(path, [str(p.name) for p in self.params if p.name != "config"])
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            raise _name_the_file(error, ctx) from None
+        for pair in ONE_OF:
+            if all(name in ctx.params and ctx.get_parameter_source(name) in _TOLD for name in pair):
+                one, other = (f"--{name.replace('_', '-')}" for name in pair)
+                raise click.UsageError(f"{one} and {other} both say what is trained: leave one of them out", ctx)
+        return rest
+
+
+def _name_the_file(error: click.BadParameter, ctx: click.Context) -> click.UsageError:
+    """Return the error that also names the file and the key of a wrong value, where the value is from --config."""
+    name = error.param.name if error.param else None
+    if not name or ctx.get_parameter_source(name) is not ParameterSource.DEFAULT_MAP:
+        return error
+    return click.UsageError(
+        f"--config {ctx.params.get('config')}: the key '{name.replace('_', '-')}' has a wrong value: {error.message}",
+        ctx,
+    )
+
+
+class _UnknownNameError(click.BadParameter):
+    """A value that is none of an option's names; its message stands alone, without click's `Invalid value for`."""
+
+    def format_message(self) -> str:
+        return self.message
+
+
+class _Name(click.Choice[str]):
+    """One of a few names; a wrong one is answered with those most like it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in self.choices:
+            name = param.opts[0] if param else "this option"
+            raise _UnknownNameError(describe_unknown_value(name, str(value), self.choices), ctx, param)
+        return str(value)
+
+
+class _Number(click.FloatRange):
+    """A number that can be reckoned with: neither nan, which every comparison lets through, nor infinite."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        _refuse_other_digits(self, value, param, ctx)
+        number = float(super().convert(value, param, ctx))
+        return number if math.isfinite(number) else self.fail(f"{value!r} is not a number", param, ctx)
+
+
+class _Whole(click.IntRange):
+    """A whole number."""
+
+    name = "whole number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        _refuse_other_digits(self, value, param, ctx)
+        return int(super().convert(value, param, ctx))
+
+
+def _refuse_other_digits(
+    kind: click.IntRange | click.FloatRange, value: Any, param: click.Parameter | None, ctx: click.Context | None
+) -> None:
+    """Refuse digits of other scripts: Python takes them for digits, but a shell or another program does not."""
+    if isinstance(value, str) and not value.isascii():
+        kind.fail(f"{value!r} is not a {kind.name}: write it with the digits 0 to 9 only", param, ctx)
+
+
+def make_options(config: type, *without: str) -> list[FieldOption]:
+    """A click option for each field of a configuration class but those named."""
+    types = get_type_hints(config)
+    return [_make_option(field, types[field.name]) for field in dataclasses.fields(config) if field.name not in without]
+
+
+def _make_option(field: dataclasses.Field[Any], kind: type) -> FieldOption:
+    flag = "--" + field.name.replace("_", "-")
+    meta = field.metadata
+    click_type: Any = kind
+    takes = meta["takes"]
+    if meta["choices"]:
+        click_type, takes = _Name(meta["choices"]), "|".join(meta["choices"])
+    elif kind in (int, float):
+        kinds = _Whole if kind is int else _Number
+        click_type, takes = kinds(min=meta["least"], max=meta["most"]), "N"
+    names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
+    return FieldOption(
+        [*names, field.name], meta["section"], takes, default=field.default, type=click_type, help=meta["help"]
+    )
+
+
+def pick(config: type[C], values: dict[str, Any]) -> C:
+    """The configuration whose fields are among `values`; those that are not have their defaults."""
+    return config(**{name: values[name] for name in option_names(config) if name in values})
+
+
+def given_options() -> dict[str, ParameterSource]:
+    """Names of the options of the running verb that the command line or --config gave, and which of them it was."""
+    context = click.get_current_context()
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name: source for name, source in sources.items() if source in _TOLD}
+
+
+def refuse_options(config: type, why: str) -> None:
+    """Raises CpuftError when the command line gave an option of this class: it says nothing to what is asked for."""
+    given = given_options()
+    for name in option_names(config):
+        if given.get(name) is ParameterSource.COMMANDLINE:
+            raise CpuftError(f"--{name.replace('_', '-')} {why}")
+
+
+def parse_arguments(config: type[C], words: Sequence[str]) -> C:
+    """What `cpuft.config.format_arguments` wrote. Raises CpuftError for anything else."""
+    command = click.Command("worker", params=list(_value_options(config)))
+    try:
+        with command.make_context("worker", list(words)) as context:
+            return pick(config, context.params)
+    except click.ClickException as error:
+        raise CpuftError(f"worker arguments: {error.format_message()}") from None
+
+
+def _value_options(config: type) -> list[click.Option]:
+    """The same options, where a boolean takes a value as `format_arguments` writes it."""
+    options: list[click.Option] = []
+    option: click.Option
+    for option in make_options(config):
+        if option.is_flag:
+            flag = "--" + str(option.name).replace("_", "-")
+            option = click.Option([flag, str(option.name)], type=bool, default=option.default)
+        options.append(option)
+    return options
+
+
+def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
+    """Option values from a YAML file, for click's default_map. Dashes and underscores are one in its keys.
+
+    Raises CpuftError: no such file, no YAML, no mapping, a key that is no option or there twice, or a value no flag can
+    have.
+    """
+    try:
+        values = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CpuftError(f"there is no file {path}, which --config names: name a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(f"--config {path} cannot be read ({error}): name a YAML file") from None
+    except ValueError as error:
+        raise CpuftError(f"--config {path} is no YAML ({error}): write `option: value`") from None
+    if not isinstance(values or {}, dict):
+        raise CpuftError(f"--config {path} holds no mapping: write `option: value` lines")
+    flags = {f"--{name}" for name in known} | {f"--{name.replace('_', '-')}" for name in known}
+    answer = translate([f"--{key}" for key in values or {}], flags).replace("--", "")
+    if answer:
+        raise CpuftError(f"--config {path}: {answer}")
+    options: dict[str, str] = {}
+    for name, value in (values or {}).items():
+        key = name.replace("-", "_")
+        if key not in known:
+            raise CpuftError(f"--config {path}: no option {key!r}: {near_names(key, known)}")
+        if value is None:
+            raise CpuftError(f"--config {path}: {key!r} has no value: give it one, or leave the line out")
+        if key in options:
+            raise CpuftError(f"--config {path}: {key!r} is there twice: keep one of the lines")
+        options[key] = _as_option(value, f"--config {path}: {key!r}")
+    return options
+
+
+def _as_option(value: Any, where: str) -> str:
+    """What a flag would have taken: a list of ranks is written with commas there."""
+    try:
+        text = ",".join(load(list[str], value if isinstance(value, list) else [value], where))
+        if odd := find_control(text):
+            raise ValueError(f"{where} contains the control character {odd!r}")
+        return text
+    except ValueError as error:
+        raise CpuftError(f"{error}: write what its flag takes, or a list of that") from None
+
+
+TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+Turn = tuple[str, str, str, int]
+"""Backend (or auto), operation, type and bytes of one measurement."""
+
+
+def plan_turns(config: BenchConfig) -> list[Turn]:
+    """Backend, operation, type and bytes of each measurement, in turn.
+
+    Raises CpuftError: an unknown name, or a size that is no number, or no whole number of a type's elements.
+    """
+    lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
+    known = {"backends": BACKENDS, "operations": OPERATIONS, "dtypes": tuple(TYPE_BYTES)}
+    for kind, names in known.items():
+        for name in lists[kind]:
+            if name not in names:
+                raise CpuftError(describe_unknown_value(f"--{kind}", name, names))
+    if not all(map(is_count, lists["sizes"])):
+        raise CpuftError(f"--sizes {config.sizes[:60]} is no list of bytes: write e.g. 1024,26214400")
+    for size, dtype in itertools.product(lists["sizes"], lists["dtypes"]):
+        if int(size) % TYPE_BYTES[dtype]:
+            raise CpuftError(
+                f"--sizes: {size} bytes hold no whole number of {dtype}: take a multiple of {TYPE_BYTES[dtype]}"
+            )
+    turns = itertools.product(range(config.rounds), *(lists[name] for name in lists))
+    return [(backend, operation, dtype, int(size)) for _, backend, operation, dtype, size in turns]
