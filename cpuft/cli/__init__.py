@@ -39,12 +39,12 @@ from cpuft.options import (
 from cpuft.streams import check_output, keep_streams
 
 _GROUPS = {
-    "doctor": "cpuft.doctor.command",
-    "provision": "cpuft.provision.commands",
+    "doctor": "cpuft.cli.doctor",
+    "provision": "cpuft.cli.provision",
     "estimate": "cpuft.cli.estimate",
-    "predict": "cpuft.launch.prediction",
-    "stacks": "cpuft.launch.stacks.command",
-    "submit": "cpuft.launch.export.command",
+    "predict": "cpuft.cli.predict",
+    "stacks": "cpuft.cli.stacks",
+    "submit": "cpuft.cli.submit",
 }
 """Verbs with modules of their own: imported when they are called for, or listed."""
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cpuft import hardware, loader, plan, words
 from cpuft.cli.estimate import parse_hosts
+from cpuft.cli.stacks import format_sights
 from cpuft.comm.choice.choosing import read_choice
 from cpuft.config import BenchConfig, PredictConfig, TrainConfig, format_arguments, option_names, parse_bits
 from cpuft.errors import CpuftError
@@ -23,18 +24,14 @@ from cpuft.hosts import registry, ssh, topology
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
-from cpuft.launch.export.clients import parse_job
 from cpuft.launch.kept import parse_kept
 from cpuft.launch.resume import read_resumed
 from cpuft.launch.settings import users_variables
-from cpuft.launch.stacks.command import format_sights
 from cpuft.launch.stacks.sights import parse_dump, parse_sight
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options import parse_arguments, plan_turns, read_config
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.preflight import parse_ssh_from
-from cpuft.provision.batch.meeting import parse_meet
-from cpuft.provision.batch.variables import parse_node
 from cpuft.provision.image import recipe, stamp
 from cpuft.provision.servers.facts import parse_survey
 from cpuft.provision.servers.planning import parse_lock
@@ -45,6 +42,9 @@ from cpuft.record import Line, Record, format_line, parse_lines, parse_measureme
 from cpuft.report.instances import COLUMNS, parse_instances
 from cpuft.report.page import read_predictions
 from cpuft.report.prediction import Prediction
+from cpuft.schedulers.aws_batch.meeting import parse_meet
+from cpuft.schedulers.aws_batch.variables import parse_node
+from cpuft.schedulers.clients import parse_job
 from cpuft.train.data.own import read_asked
 from cpuft.train.data.prepare import read_prepared
 from cpuft.train.data.rows import parse_tsv, read_data
@@ -56,8 +56,8 @@ from tests.conftest import make_facts
 from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
 from tests.launch.stacks.test_sights import DUMP, found
-from tests.provision.batch.test_variables import CHILD
 from tests.records import make_record
+from tests.schedulers.aws_batch.test_variables import CHILD
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"

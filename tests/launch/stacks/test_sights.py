@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.launch.stacks.command import format_sights
+from cpuft.cli.stacks import format_sights
 from cpuft.launch.stacks.sights import (
     GONE,
     SILENT,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.hosts.facts import find_free_port
-from cpuft.launch.export.work import Work
-from tests.provision.batch.job import SECRET, Job, command_of, open_job, shell, wait_until_said
+from cpuft.schedulers.work import Work
+from tests.schedulers.aws_batch.job import SECRET, Job, command_of, open_job, shell, wait_until_said
 
 CPUFT = """#!/bin/sh
 echo "$@" > said
@@ -98,12 +98,12 @@ def test_a_node_finds_no_main_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        ((), "cpuft: error: what is to be run, and where? write python -m cpuft.provision.batch FOLDER COMMAND...\n"),
+        ((), "cpuft: error: name a folder and a command: python -m cpuft.schedulers.aws_batch FOLDER COMMAND...\n"),
         (("/proc/x", "true"), "cpuft: error: this is no node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE"),
     ],
 )
 def test_what_is_refused_in_one_line(words: tuple[str, ...], said: str) -> None:
-    command = [sys.executable, "-m", "cpuft.provision.batch", *words]
+    command = [sys.executable, "-m", "cpuft.schedulers.aws_batch", *words]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr[: len(said)], done.stderr.count("\n")) == (2, "", said, 1)

@@ -13,10 +13,10 @@ from typing import Any
 import click
 
 from cpuft.errors import CpuftError
-from cpuft.launch.export.clients import CLIENTS, follow, parse_job
-from cpuft.launch.export.work import Work
 from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
+from cpuft.schedulers.clients import CLIENTS, follow, parse_job
 from cpuft.schedulers.options import KINDS, JobConfig
+from cpuft.schedulers.work import Work
 
 _HELP = {
     "slurm": "Submit a launch by sbatch, e.g.: cpuft submit slurm -- launch --np 8 --task mrpc.",
@@ -39,7 +39,7 @@ def _submit(kind: str, words: tuple[str, ...], wait: bool, dry_run: bool, name: 
     name = name or f"{task}-np{work.np}-{time.strftime('%m%d-%H%M%S')}"
     # Slurm's hosts have this user's environment, which containers have on their path.
     here = shutil.which("cpuft", path=os.path.dirname(sys.executable)) if kind == "slurm" else None
-    format_job = importlib.import_module(f"cpuft.launch.export.{kind}").format_job
+    format_job = importlib.import_module(f"cpuft.schedulers.{kind}").format_job
     text = format_job(pick(JobConfig, {**values, "name": name}), work, here or "cpuft")
     if dry_run:
         click.echo(text, nl=False)

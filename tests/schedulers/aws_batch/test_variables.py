@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.provision.batch.meeting import parse_meet
-from cpuft.provision.batch.variables import Keys, Node, choose_address, parse_node
+from cpuft.schedulers.aws_batch.meeting import parse_meet
+from cpuft.schedulers.aws_batch.variables import Keys, Node, choose_address, parse_node
 
 SECRET = "0123456789abcdef" * 2
 CHILD = {

@@ -6,8 +6,8 @@ import re
 import shlex
 
 from cpuft.errors import CpuftError
-from cpuft.launch.export.work import HERE, Work
 from cpuft.schedulers.options import JobConfig
+from cpuft.schedulers.work import HERE, Work
 
 _PLAIN = re.compile(r"-[A-Za-z0-9_.,:;@%+=&|*()\[\]/~^!<>-]+")
 """Options that no line of #SBATCH needs quotes for: how it reads those is not as any shell does."""

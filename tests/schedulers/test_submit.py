@@ -12,8 +12,8 @@ import pytest
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError
-from cpuft.launch.export.clients import follow, parse_job
-from tests.launch.export.programs import SAY, add_program, words_said
+from cpuft.schedulers.clients import follow, parse_job
+from tests.schedulers.programs import SAY, add_program, words_said
 
 LAUNCH = ("--", "launch", "--np", "2", "--task", "mrpc")
 IMAGE = ("--image", "i")
@@ -290,7 +290,7 @@ def test_a_job_of_kubernetes_is_ended(capsys: pytest.CaptureFixture[str]) -> Non
     assert Path("said").read_text().endswith("delete mpijob x ")
 
 
-SCHEDULERS = "cpuft.launch.export cpuft.schedulers.options cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.provision.batch"
+SCHEDULERS = "cpuft.schedulers cpuft.schedulers.options cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.schedulers.aws_batch"
 
 
 def test_a_plain_launch_imports_nothing_of_it() -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.launch.export.work import Work
-from cpuft.provision.batch.nodes import PORT
 from cpuft.record import read_record
-from tests.provision.batch.job import Job, command_of, open_job, wait_until_said
+from cpuft.schedulers.aws_batch.nodes import PORT
+from cpuft.schedulers.work import Work
 from tests.provision.simulated import Simulated, needs_root, simulate
+from tests.schedulers.aws_batch.job import Job, command_of, open_job, wait_until_said
 
 pytestmark = needs_root
 TRAINING = (

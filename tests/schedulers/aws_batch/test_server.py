@@ -12,9 +12,9 @@ from typing import Any
 import paramiko
 import pytest
 
-from cpuft.provision.batch.server import Server, run_command
-from cpuft.provision.batch.variables import Keys
-from tests.provision.batch.test_variables import NODE
+from cpuft.schedulers.aws_batch.server import Server, run_command
+from cpuft.schedulers.aws_batch.variables import Keys
+from tests.schedulers.aws_batch.test_variables import NODE
 
 KEYS = Keys(NODE)
 OTHERS = {"job": Keys(replace(NODE, job="8")), "secret": Keys(replace(NODE, token="b" * 32))}

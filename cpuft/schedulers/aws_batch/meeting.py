@@ -21,9 +21,9 @@ from cpuft.errors import AGAIN, CpuftError
 from cpuft.files import write_text
 from cpuft.hosts import facts
 from cpuft.hosts.cluster import JOB
-from cpuft.provision.batch.server import Say, Server
-from cpuft.provision.batch.variables import SECONDS, Keys, Node, choose_address, passing
 from cpuft.provision.sshfiles import Member, format_inside
+from cpuft.schedulers.aws_batch.server import Say, Server
+from cpuft.schedulers.aws_batch.variables import SECONDS, Keys, Node, choose_address, passing
 
 _MEET = re.compile(r"meet (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
 _POLL_SECONDS = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from cpuft.launch.export.work import Work
+from cpuft.schedulers.work import Work
 
 AWKWARD_MORE = [
     "$$",

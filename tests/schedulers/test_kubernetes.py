@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from cpuft.errors import CpuftError
-from cpuft.launch.export.kubernetes import escape, format_job
-from cpuft.launch.export.work import Work
+from cpuft.schedulers.kubernetes import escape, format_job
 from cpuft.schedulers.options import JobConfig
+from cpuft.schedulers.work import Work
 from tests.conftest import Golden
-from tests.launch.export.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
 from tests.launch.operator import expand
+from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
 from tests.test_plan import AWKWARD
 
 SITE = JobConfig(

@@ -16,11 +16,11 @@ import yaml
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError
-from cpuft.launch.export.batch import ENTRY, format_job
-from cpuft.launch.export.work import Work
+from cpuft.schedulers.batch import ENTRY, format_job
 from cpuft.schedulers.options import JobConfig
+from cpuft.schedulers.work import Work
 from tests.conftest import Golden
-from tests.launch.export.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
 from tests.test_plan import AWKWARD
 
 SECRET = "arn:aws:secretsmanager:us-east-1:111122223333:secret:cpuft-AbCdEf"

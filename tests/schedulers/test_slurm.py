@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.launch.export.slurm import format_job
-from cpuft.launch.export.work import Work
 from cpuft.schedulers.options import JobConfig
+from cpuft.schedulers.slurm import format_job
+from cpuft.schedulers.work import Work
 from tests.conftest import Golden
-from tests.launch.export.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
 from tests.test_plan import AWKWARD
 
 SITE = JobConfig(

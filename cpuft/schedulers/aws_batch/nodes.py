@@ -13,9 +13,9 @@ from functools import partial
 import paramiko
 
 from cpuft.errors import AGAIN, CpuftError
-from cpuft.provision.batch import meeting
-from cpuft.provision.batch.server import PROOF_SECONDS, Server, run_command
-from cpuft.provision.batch.variables import TOKEN, Keys, Node, parse_node, passing
+from cpuft.schedulers.aws_batch import meeting
+from cpuft.schedulers.aws_batch.server import PROOF_SECONDS, Server, run_command
+from cpuft.schedulers.aws_batch.variables import TOKEN, Keys, Node, parse_node, passing
 from cpuft.streams import notice_silence
 
 PORT = 7077
@@ -31,7 +31,7 @@ def run_node(words: Sequence[str], environ: Mapping[str, str], port: int = PORT)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if len(words) < 2:
-            raise CpuftError("what is to be run, and where? write python -m cpuft.provision.batch FOLDER COMMAND...")
+            raise CpuftError("name a folder and a command: python -m cpuft.schedulers.aws_batch FOLDER COMMAND...")
         node = parse_node(environ)
         _enter(words[0])
         rest = {name: value for name, value in environ.items() if name != TOKEN}

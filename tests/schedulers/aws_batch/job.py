@@ -15,12 +15,12 @@ from pathlib import Path
 
 import yaml
 
-from cpuft.launch.export.batch import ENTRY, format_job
-from cpuft.launch.export.work import Work
+from cpuft.schedulers.batch import ENTRY, format_job
 from cpuft.schedulers.options import JobConfig
+from cpuft.schedulers.work import Work
 
 SECRET = "0123456789abcdef" * 2
-_START = "import sys; from cpuft.provision.batch.nodes import run_node as run; import os"
+_START = "import sys; from cpuft.schedulers.aws_batch.nodes import run_node as run; import os"
 _START += "; sys.exit(run(sys.argv[2:], os.environ, int(sys.argv[1])))"
 
 

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.launch.export.work import HERE, Work, fill
 from cpuft.schedulers.options import JobConfig
+from cpuft.schedulers.work import HERE, Work, fill
 
 _LABEL = re.compile("[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _ONCE = (HERE / "once.sh").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ import paramiko
 from paramiko import common
 
 from cpuft import execute
-from cpuft.provision.batch.variables import Keys
+from cpuft.schedulers.aws_batch.variables import Keys
 from cpuft.streams import notice_silence
 
 Answer = Callable[[paramiko.Channel, str], None]
