@@ -15,7 +15,7 @@ from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.hardware import PRECISIONS
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 
 PADDINGS = ("dynamic", "max_length")
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files", "text")

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 SENT = "CPUFT_SENT"

@@ -22,7 +22,7 @@ from click.core import ParameterSource
 
 from cpuft.config import BACKENDS, ONE_OF, SECTIONS, BenchConfig, is_count, option_names
 from cpuft.errors import CpuftError, near_names
-from cpuft.loader import find_control, load, parse_yaml
+from cpuft.serialization import find_control, load, parse_yaml
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from cpuft.errors import CpuftError
-from cpuft.loader import load, parse_json
 from cpuft.measurement import FORMAT, Link, MeasuredHeader, Measurement, Travels
+from cpuft.serialization import load, parse_json
 
 FILE_NAME = "record.jsonl"
 PHASES = ("data", "forward", "backward", "communication", "update")

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from cpuft.record import Footer, read_record
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.record import Record, drop_warm_up, read_record
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 
 WIDE = {"hidden_size": 1600, "num_attention_heads": 25, "intermediate_size": 6400}
 """The large model's; what is not said is BERT-base's."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.record import Record, read_record
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 
 COLUMNS = [
     "Mbit/s",

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from cpuft.record import read_record
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 from tests.provision.simulated import Simulated, simulate
 
 MOST_WRONG = 0.10

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 from tests.conftest import GLUE
 from tests.faults.kinds import KINDS, STAGES, Fault, draw_faults, was_named
 from tests.faults.launches import END_SECONDS, Launch, read_outcome, restart_words, wait_for_stage

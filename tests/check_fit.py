@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.config import TrainConfig
-from cpuft.loader import load
 from cpuft.record import Record, drop_warm_up, read_record
-from cpuft.tables import format_table
+from cpuft.serialization import load
+from cpuft.terminal import format_table
 from cpuft.train.data.prepare import prepare, read_prepared
 from cpuft.train.fit import foretell_rank, look_up_shape
 from cpuft.train.model import find_model

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 from tests.launch import hanging
 
 COLUMNS = ("groups", "hang", "rank", "named while it hangs", "s", "named at its end", "s after")

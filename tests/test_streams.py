@@ -16,7 +16,7 @@ from tests.records import make_record
 
 WRITES = """
 import os, sys
-from cpuft.streams import check_output, keep_streams
+from cpuft.terminal import check_output, keep_streams
 keep_streams()
 with open("file", "w") as file:
     print(file.fileno() > 2, file=file)

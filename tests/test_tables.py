@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 
 
 def test_a_terminal_that_rich_takes_for_small_cuts_nothing() -> None:

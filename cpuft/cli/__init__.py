@@ -36,7 +36,7 @@ from cpuft.options import (
     pick,
     refuse_options,
 )
-from cpuft.streams import check_output, keep_streams
+from cpuft.terminal import check_output, keep_streams
 
 _GROUPS = {
     "doctor": "cpuft.cli.doctor",

@@ -39,7 +39,7 @@ def stacks(run: str) -> None:
 
 def format_sights(sights: tuple[Sight, ...]) -> str:
     """A line for each rank."""
-    from cpuft.tables import format_table
+    from cpuft.terminal import format_table
 
     return format_table(_COLUMNS, [_format_row(sight) for sight in sights], left=len(_COLUMNS), width=_WIDTH)
 

@@ -13,9 +13,9 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
-from cpuft.loader import load, parse_json
 from cpuft.measurement import Link
-from cpuft.tables import format_table
+from cpuft.serialization import load, parse_json
+from cpuft.terminal import format_table
 from cpuft.words import WITHOUT_FOLDER
 
 SECONDS = 0.5

@@ -24,7 +24,7 @@ from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh import HostError
 from cpuft.hosts.topology import parse_facts
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 from cpuft.words import WITHOUT_FOLDER
 
 PORT_SECONDS = 3.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpuft.config import LAST_PORT, is_count
 from cpuft.errors import CpuftError
-from cpuft.loader import find_control
+from cpuft.serialization import find_control
 
 NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
 """A host's name or address. Of labels that are empty or longer than 63 letters, sockets raise."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.loader import find_control, load, parse_json
+from cpuft.serialization import find_control, load, parse_json
 
 FILE_NAME = "cluster.json"
 HOSTFILES = "hostfiles"

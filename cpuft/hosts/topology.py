@@ -8,7 +8,7 @@ from typing import Any
 from cpuft.config import is_count
 from cpuft.errors import CpuftError
 from cpuft.hardware import parse_cpuinfo
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
 from cpuft.launch.fetch import MERGE, NEW
 from cpuft.launch.kept import ROWS, Kept, plan_kept
-from cpuft.loader import load, parse_json
 from cpuft.plan import RunPlan, Stages, Step
+from cpuft.serialization import load, parse_json
 from cpuft.words import own_module
 
 _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -chf - -- "${@:1:count}" | "${@:count+1}"'

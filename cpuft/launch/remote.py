@@ -28,11 +28,11 @@ from cpuft.launch.kept import NOTE, find_update, keep_checkpoints, silent_at_the
 from cpuft.launch.secrets import secrets_there
 from cpuft.launch.stacks.going import noted
 from cpuft.launch.supervise import run_plan, write_plan
-from cpuft.loader import load, parse_json
 from cpuft.plan import Plan, RunPlan, Setting, Step
 from cpuft.rank.process import end_with_parent
 from cpuft.record import FILE_NAME
-from cpuft.streams import keep_streams
+from cpuft.serialization import load, parse_json
+from cpuft.terminal import keep_streams
 from cpuft.words import own_module
 
 _CODE = "exit-code"

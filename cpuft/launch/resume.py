@@ -12,9 +12,9 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import WORK_ROOT, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.kept import Kept, gather_kept
-from cpuft.loader import load
 from cpuft.rank.measured import Measured, list_measured
 from cpuft.record import FILE_NAME, parse_record, read_record
+from cpuft.serialization import load
 
 
 @dataclass(frozen=True)

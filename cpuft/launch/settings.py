@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from cpuft.errors import counted
 from cpuft.hosts.interfaces import Interface
 from cpuft.hosts.topology import HostFacts, RankCores, format_mask
-from cpuft.loader import load, parse_json
 from cpuft.plan import Setting
 from cpuft.rank.connected import CHECK
+from cpuft.serialization import load, parse_json
 
 _BY_VALUE = (
     *("CCL_", "FI_", "GLOO_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "THP_", "TORCH_", "UCX_"),

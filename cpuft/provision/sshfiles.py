@@ -10,7 +10,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import Entry, format_entry
 from cpuft.hosts.ssh import Login
-from cpuft.loader import find_control
+from cpuft.serialization import find_control
 
 _CLIENT = """  StrictHostKeyChecking yes
   BatchMode yes

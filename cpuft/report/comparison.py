@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError, counted
-from cpuft.loader import load
 from cpuft.record import PHASES, Record
 from cpuft.report.ideal import Against, average, describe, find_ideals, measure_against
 from cpuft.report.intervals import half_width
+from cpuft.serialization import load
 
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
 _EQUAL_OPTIONS = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from cpuft.errors import counted
 from cpuft.report.prediction import Job, Network, Prediction, count_worth
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 
 COLUMNS = ("hosts", "step ms", "samples/s", "from", "to", "efficiency", "waiting", "taken", "sent as", "hours", "price")
 

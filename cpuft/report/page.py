@@ -11,13 +11,13 @@ from typing import Any
 
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
-from cpuft.loader import load, parse_json
 from cpuft.record import PHASES, Record, drop_warm_up
 from cpuft.report.comparison import Comparison, Row, compare, group_repeats, shares_cores
 from cpuft.report.figures import COLOURS, Line, draw_bars, draw_lines, thin
 from cpuft.report.ideal import PARTS
 from cpuft.report.prediction import Prediction
 from cpuft.report.table import format_title, table_columns, table_rows
+from cpuft.serialization import load, parse_json
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _OURS = b'<meta name="generator" content="cpuft">'

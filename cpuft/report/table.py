@@ -7,7 +7,7 @@ import html
 from typing import Any
 
 from cpuft.report.comparison import Comparison, Row
-from cpuft.tables import format_table
+from cpuft.terminal import format_table
 
 
 def table_columns(comparison: Comparison) -> list[str]:

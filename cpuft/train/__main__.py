@@ -11,7 +11,7 @@ from cpuft.config import TrainConfig, WorkerConfig, option_names
 from cpuft.errors import AGAIN, CpuftError, describe_disk, find_full_disk
 from cpuft.options import parse_arguments
 from cpuft.rank.reporting import start_reporting
-from cpuft.streams import keep_streams
+from cpuft.terminal import keep_streams
 from cpuft.train.imports import hurry
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from cpuft.config import SHARDED, Room, Rooms, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 from cpuft.train.data.order import count_updates, deal, plan_epoch
 from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.memory import SHARED, Largest, Shape, find_shape, foretell

@@ -12,7 +12,7 @@ from typing import Any
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command, near_names
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 from cpuft.train.imports import find_hub_problem
 from cpuft.train.lora import adapt, merge
 

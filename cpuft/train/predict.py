@@ -14,10 +14,10 @@ import numpy as np
 from cpuft.config import PredictConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError, counted, describe_disk, find_full_disk
 from cpuft.hardware import choose_precision
-from cpuft.loader import load, parse_json
 from cpuft.options import parse_arguments
 from cpuft.record import read_record
-from cpuft.streams import keep_streams
+from cpuft.serialization import load, parse_json
+from cpuft.terminal import keep_streams
 from cpuft.train.answers import (
     TABLES,
     Outputs,

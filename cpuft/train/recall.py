@@ -6,9 +6,9 @@ from typing import Any
 
 from cpuft.comm.choice.choosing import Choice
 from cpuft.errors import counted
-from cpuft.loader import load, parse_json
 from cpuft.rank.measured import Measured, describe_products
 from cpuft.record import Header
+from cpuft.serialization import load, parse_json
 from cpuft.train.precision import measure_products
 
 

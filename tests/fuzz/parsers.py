@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from cpuft import hardware, loader, plan, words
+from cpuft import hardware, plan, serialization, words
 from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.stacks import format_sights
 from cpuft.comm.choice.choosing import read_choice
@@ -211,12 +211,16 @@ PARSERS: dict[str, Parser] = {
     "parse_measurements": Parser(partial(parse_measurements, path="x"), _MEASURED),
     "parse_lines": Parser(partial(parse_lines, path="x"), _MEASURED),
     "load of a plan": Parser(
-        lambda text: loader.load(plan.RunPlan, loader.parse_json(text)), values.damaged_json(_PLAN), (ValueError,)
+        lambda text: serialization.load(plan.RunPlan, serialization.parse_json(text)),
+        values.damaged_json(_PLAN),
+        (ValueError,),
     ),
-    "parse_json": Parser(loader.parse_json, values.damaged_json(_PLAN) | values.TEXTS, (ValueError,)),
-    "parse_yaml": Parser(loader.parse_yaml, RECIPES | values.TEXTS, (ValueError,)),
+    "parse_json": Parser(serialization.parse_json, values.damaged_json(_PLAN) | values.TEXTS, (ValueError,)),
+    "parse_yaml": Parser(serialization.parse_yaml, RECIPES | values.TEXTS, (ValueError,)),
     "load": Parser(
-        lambda text: loader.load(Record, loader.parse_json(text)), values.ANYTHING.map(values.dump), (ValueError,)
+        lambda text: serialization.load(Record, serialization.parse_json(text)),
+        values.ANYTHING.map(values.dump),
+        (ValueError,),
     ),
     "read_config": Parser(
         _from_file("c.yaml", lambda path: read_config(str(path), option_names(TrainConfig))), CONFIGS
@@ -272,7 +276,7 @@ PARSERS: dict[str, Parser] = {
     "parse_missed": Parser(parse_missed, _FAILURES),
     "parse_dump": Parser(parse_dump, values.damaged([DUMP]) | values.TEXTS),
     "parse_sight": Parser(
-        lambda text: format_sights((parse_sight(loader.parse_json(text), "h"),)),
+        lambda text: format_sights((parse_sight(serialization.parse_json(text), "h"),)),
         values.damaged_json(found()) | _REPORTS,
         (ValueError,),
     ),

@@ -195,7 +195,7 @@ def _environ(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _capture() -> Iterator[tuple[io.BytesIO, io.BytesIO]]:
-    """This process's streams, as `cpuft.streams` makes them."""
+    """This process's streams, as `cpuft.terminal` makes them."""
     output, errors = io.BytesIO(), io.BytesIO()
     before = sys.stdin, sys.stdout, sys.stderr
     sys.stdin = io.StringIO()

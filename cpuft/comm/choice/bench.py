@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.rendezvous import rendezvous
 
-from cpuft import tables
+from cpuft import terminal
 from cpuft.comm.choice.measure import choose, measure_turns
 from cpuft.comm.group.session import leave
 from cpuft.config import BenchConfig
@@ -23,7 +23,7 @@ from cpuft.files import write_text
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options import parse_arguments, plan_turns
 from cpuft.record import format_line
-from cpuft.streams import keep_streams
+from cpuft.terminal import keep_streams
 
 
 def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -53,7 +53,7 @@ def format_table(measurements: Sequence[Measurement]) -> str:
         busy = f"{statistics.median(row.busy):.0%}"
         rows.append([row.operation, row.dtype, row.backend, str(row.nbytes), middle, low, high, busy, *rates, ratio])
     columns = ["operation", "type", "backend", "bytes", "ms", "a quarter\nbelow", "a quarter\nabove", "busy"]
-    return tables.format_table([*columns, "alg GB/s", "bus GB/s", "x gloo"], rows, left=3)
+    return terminal.format_table([*columns, "alg GB/s", "bus GB/s", "x gloo"], rows, left=3)
 
 
 def format_record(measurements: Sequence[Measurement]) -> str:

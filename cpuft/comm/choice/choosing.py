@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text, write_text
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 
 BUCKET_NUMBERS = 2**20
 """How much of a gradient is sent at a time, while backward goes on: 4 MiB of fp32, 2 MiB of 16-bit numbers. Each bucket

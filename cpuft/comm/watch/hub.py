@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from cpuft.streams import notice_silence
+from cpuft.terminal import notice_silence
 
 STRANGERS = 256
 """Connections that have not said hello yet; one more costs the oldest its place."""

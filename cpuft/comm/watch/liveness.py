@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 from cpuft.comm.watch.hub import WELCOME, Hub, prove
 from cpuft.errors import CpuftError
 from cpuft.rank.process import FOREIGN
-from cpuft.streams import notice_silence
+from cpuft.terminal import notice_silence
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
 """The run's key, the same for all its ranks. Where no launch has made one, the first rank's goes through the store."""

@@ -16,8 +16,8 @@ from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.stacks.sights import Sight, fill_gaps, format_sight, parse_sight
 from cpuft.launch.stacks.verdict import Verdict, judge
-from cpuft.loader import load, parse_json
 from cpuft.rank import looking
+from cpuft.serialization import load, parse_json
 
 LOOK_SECONDS = 3.0
 """How long a host's ranks may take to write their stacks; they need some milliseconds."""

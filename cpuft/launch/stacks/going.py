@@ -17,7 +17,7 @@ from cpuft.hosts.cluster import Access, Cluster, find_slurm
 from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.stacks.gather import Place
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 
 GONE, SILENT = "gone", "silent"
 """In the place of a state of proc(5): the rank's host knows no such process, or does not answer."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
-from cpuft.loader import find_control, load, parse_yaml
 from cpuft.plan import format_comment
 from cpuft.provision.options import RECIPE
 from cpuft.provision.ownership import check_prefix
 from cpuft.provision.wheels import EXTRAS, INSTALL
+from cpuft.serialization import find_control, load, parse_yaml
 
 _OWN = Path(__file__).with_name("recipe.yaml")
 """The recipe of the golden image. `ami/recipe.yaml` of the checkout is a link to it: only so a wheel contains it."""

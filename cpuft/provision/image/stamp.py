@@ -17,7 +17,7 @@ from typing import Any
 from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.files import hash_file
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 
 STAMP = "etc/cpuft-image.json"
 _VOLATILE = {STAMP, "etc/ld.so.cache", "etc/shadow", "etc/shadow-", "tmp", "run", "proc", "sys", "dev"}

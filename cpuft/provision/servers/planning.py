@@ -14,7 +14,6 @@ from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh import fingerprint
-from cpuft.loader import load, parse_json
 from cpuft.plan import Plan, Step
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.ownership import is_ours, plan_removal
@@ -22,6 +21,7 @@ from cpuft.provision.reconcile import plan_file, plan_files
 from cpuft.provision.servers.facts import ServerFacts, check_server
 from cpuft.provision.sshfiles import KEYGEN, Bastions, Member, format_inside, format_known_hosts, format_ssh_config
 from cpuft.provision.wheels import INSTALL, Supply, make_stamp
+from cpuft.serialization import load, parse_json
 
 _PUSHES = 4
 """Wheels that go to a host side by side: sshd drops new connections at random from the tenth on (MaxStartups)."""

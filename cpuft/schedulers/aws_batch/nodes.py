@@ -16,7 +16,7 @@ from cpuft.errors import AGAIN, CpuftError
 from cpuft.schedulers.aws_batch import meeting
 from cpuft.schedulers.aws_batch.server import PROOF_SECONDS, Server, run_command
 from cpuft.schedulers.aws_batch.variables import TOKEN, Keys, Node, parse_node, passing
-from cpuft.streams import notice_silence
+from cpuft.terminal import notice_silence
 
 PORT = 7077
 """Of the main node; the others take any."""

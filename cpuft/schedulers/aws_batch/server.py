@@ -18,7 +18,7 @@ from paramiko import common
 
 from cpuft import execute
 from cpuft.schedulers.aws_batch.variables import Keys
-from cpuft.streams import notice_silence
+from cpuft.terminal import notice_silence
 
 Answer = Callable[[paramiko.Channel, str], None]
 """What is done about a command, in a thread of its own."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.files import hash_text, open_regular
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 
 FOLDER = "checkpoints"
 STATE, RECORD, VALUES = "state.safetensors", "record.jsonl", "values.json"

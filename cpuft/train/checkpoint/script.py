@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.errors import CpuftError
-from cpuft.loader import load, parse_json
 from cpuft.rank.notice import came
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
+from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.files import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
 from cpuft.train.checkpoint.keeper import find_keepers
 from cpuft.train.checkpoint.resuming import find_newest

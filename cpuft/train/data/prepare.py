@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from cpuft.config import TrainConfig, take_rooms
 from cpuft.errors import CpuftError, counted, describe_disk
 from cpuft.files import cache_folder, take_sent, written_beside
-from cpuft.loader import load, parse_json
 from cpuft.options import parse_arguments
+from cpuft.serialization import load, parse_json
 from cpuft.train.data.rows import read_data
 from cpuft.train.data.tasks import TASKS, Data, Rows, Task, first_rows
 from cpuft.train.data.texts import Packer, divide, pack, sort_words, survey

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, counted, near_names
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 from cpuft.train.data.tasks import Task
 
 _MOST_SCORE = 3e38  # larger ones are infinite as float32, which models compute in

@@ -9,7 +9,7 @@ from typing import Any
 
 from cpuft.config import TrainConfig
 from cpuft.files import cache_folder, hash_text, write_text
-from cpuft.loader import load, parse_json
+from cpuft.serialization import load, parse_json
 from cpuft.train.model import check_tokenizer, find_model, load_settings, load_tokenizer
 
 _FILES = (
