@@ -13,21 +13,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cpuft"
 
-PURE = {"compiler", "errors", "files", "hardware", "loader", "measurement", "streams", "tables", "words"}
-TOLD = PURE | {"options", "plan", "record"}
+PURE = {"compiler", "errors", "files", "hardware", "measurement", "serialization", "terminal", "words"}
+TOLD = PURE | {"config", "options", "plan", "record"}
 HOSTS = TOLD | {"execute", "hosts"}
-ON_A_RANK = PURE | {"options", "record"}
+ON_A_RANK = PURE | {"config", "options", "record"}
 ALLOWED: dict[str, set[str]] = {
     "compiler": {"errors"},
     "errors": set(),
-    "files": {"errors", "loader"},
+    "files": {"errors", "serialization"},
     "hardware": {"errors"},
-    "loader": set(),
+    "serialization": set(),
     "measurement": set(),
-    "streams": {"errors"},
-    "tables": set(),
+    "terminal": {"errors"},
     "words": set(),
-    "options": PURE,
+    "config": PURE,
+    "options": PURE | {"config"},
     "plan": PURE,
     "record": PURE,
     "execute": PURE | {"plan"},
@@ -41,10 +41,10 @@ ALLOWED: dict[str, set[str]] = {
     "comm": ON_A_RANK | {"rank"},
     "train": ON_A_RANK | {"rank", "comm"},
     "bench": ON_A_RANK | {"rank", "comm", "train"},
-    "report": PURE | {"record", "options"},
-    "estimate": HOSTS | {"launch", "rank", "report"},
-    "cli": HOSTS | {"launch", "rank", "provision", "doctor", "report", "estimate"},
-    "__main__": HOSTS | {"launch", "rank", "provision", "doctor", "report", "estimate", "cli"},
+    "report": PURE | {"record", "config"},
+    "schedulers": HOSTS | {"launch", "rank"},
+    "cli": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report"},
+    "__main__": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "cli"},
 }
 """What each room may reach, through whatever it imports."""
 

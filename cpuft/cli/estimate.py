@@ -156,7 +156,7 @@ def _probe(train: TrainConfig) -> Record:
         click.echo("estimate: a probe of half a minute", err=True)
         try:
             with _told_aside():
-                run_plan(plan, run_dir, cluster.rank_hosts, os.environ, PROBE_SECONDS, cluster.access.door)
+                run_plan(plan, run_dir, cluster.rank_hosts, os.environ, PROBE_SECONDS, cluster.access.transport)
         except CpuftError:
             # A slow host's is stopped after a minute, and its steps until then tell as much.
             if not Path(run_dir, "record.jsonl").exists():

@@ -32,7 +32,7 @@ def stacks(run: str) -> None:
         click.echo(f"cpuft: error: {reason}", err=True)
     if place.hosts[0].name not in silent:
         write_sights(place, sights)
-        where = "" if place.access.door.is_here(place.hosts[0]) else f" on {place.hosts[0].name}"
+        where = "" if place.access.transport.is_here(place.hosts[0]) else f" on {place.hosts[0].name}"
         click.echo(f"stacks: {place.work}/logs/rank-N.stack{where}")
     sys.exit(2 if silent else 0)
 

@@ -11,8 +11,8 @@ from typing import Any
 from cpuft.doctor import link
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access
-from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import side_by_side
 from cpuft.measurement import Link
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
@@ -50,7 +50,7 @@ def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
 
     Raises CpuftError: naming every host that could not be asked.
     """
-    addresses = [access.door.address(host) for host in hosts]
+    addresses = [access.transport.address(host) for host in hosts]
     rounds = plan_pairs(len(hosts))
     port = random.SystemRandom().randrange(20000, 32000)  # below the range that the kernel gives to clients
     source = Path(link.__file__).read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
 
 
 def _ask(host: Host, order: str, access: Access, seconds: float) -> list[Any]:
-    answer = access.door.run(host, access.any_python("-c", _LOADER), order, seconds)
+    answer = access.transport.run(host, access.any_python("-c", _LOADER), order, seconds)
     try:
         return load(list[dict[str, Any]], parse_json(answer.output))
     except ValueError:

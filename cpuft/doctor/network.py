@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from cpuft.doctor.finding import Finding, check, warning
 from cpuft.doctor.state import ClusterState, HostState
 from cpuft.errors import CpuftError
-from cpuft.hosts import ssh
+from cpuft.hosts import transport as transport_module
 from cpuft.hosts.interfaces import choose_interface
 from cpuft.hosts.topology import HostFacts
 
@@ -29,7 +29,7 @@ def _check_names(state: ClusterState) -> Iterator[Finding]:
 @check("CPUFT-002", "no ssh server answers.")
 def _check_reachable(state: ClusterState) -> Iterator[Finding]:
     """the host is off, cut off or too busy, its sshd does not run, or a firewall drops its ssh port"""
-    for one in _failed(state, "", ssh.UNREACHABLE, ssh.TIMED_OUT):
+    for one in _failed(state, "", transport_module.UNREACHABLE, transport_module.TIMED_OUT):
         yield Finding(one.host.name, one.failure, next_move=f"start it, or try: ssh -v {one.host.name}")
 
 
@@ -37,9 +37,9 @@ def _check_reachable(state: ClusterState) -> Iterator[Finding]:
 def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
     """the host was installed anew, or another machine answers at its address
     next: compare its key (ssh-keygen -lf on the host), then replace the line in known_hosts"""
-    for one in _failed(state, ssh.KEY_CHANGED):
+    for one in _failed(state, transport_module.KEY_CHANGED):
         yield Finding(one.host.name, one.failure)
-    for one in _failed(state, ssh.KEY_UNKNOWN):
+    for one in _failed(state, transport_module.KEY_UNKNOWN):
         yield Finding(
             one.host.name,
             one.failure,
@@ -52,7 +52,7 @@ def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
 def _check_login(state: ClusterState) -> Iterator[Finding]:
     """our public key is not in its authorized_keys, or the user is another
     next: cpuft provision hosts puts the key there; or name the user in the hostfile (user=NAME)"""
-    for one in _failed(state, ssh.LOGIN_REFUSED):
+    for one in _failed(state, transport_module.LOGIN_REFUSED):
         yield Finding(one.host.name, one.failure)
 
 

@@ -20,10 +20,9 @@ from cpuft.doctor.state import ClusterState, Health, HostState
 from cpuft.errors import CpuftError
 from cpuft.hosts import facts
 from cpuft.hosts.cluster import Access
-from cpuft.hosts.door import side_by_side
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.ssh import HostError
 from cpuft.hosts.topology import parse_facts
+from cpuft.hosts.transport import HostError, side_by_side
 from cpuft.serialization import load, parse_json
 from cpuft.words import WITHOUT_FOLDER
 
@@ -60,7 +59,7 @@ def examine_hosts(
     try_outside: connect to a port of each host from this machine, if that is outside of the hosts' network.
     """
     addresses = [_resolve(host, access) for host in hosts]
-    try_outside = try_outside and not access.door.bootstrap and not any(map(access.door.is_here, hosts))
+    try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
     routes = _read_routes() if try_outside else ""
     outside = [bool(address) and is_outside(address, routes) for address, _ in addresses]
     orders = dict(zip(hosts, _make_orders(hosts, [address for address, _ in addresses], access, full, outside)))
@@ -103,7 +102,7 @@ def _make_orders(
         "facts_source": Path(facts.__file__).read_text(encoding="utf-8"),
         "probe_source": Path(probe.__file__).read_text(encoding="utf-8"),
     }
-    options, by_ssh = list(access.mpirun_options), len(hosts) > 1 and not access.door.bootstrap
+    options, by_ssh = list(access.mpirun_options), len(hosts) > 1 and not access.transport.bootstrap
     orders = []
     for index, address in enumerate(addresses):
         peers = [other for other in dict.fromkeys(addresses) if other and other != address]
@@ -123,7 +122,7 @@ def _make_orders(
 
 def _resolve(host: Host, access: Access) -> tuple[str, str]:
     try:
-        return access.door.address(host), ""
+        return access.transport.address(host), ""
     except CpuftError as error:
         return "", str(error)
 
@@ -174,7 +173,7 @@ def _reach(address: str, port: int, greeting: str, ended: threading.Event) -> bo
 
 
 def _ask(host: Host, order: str, access: Access) -> str:
-    answer = access.door.run(host, access.any_python("-c", _LOADER), order, _ANSWER_SECONDS)
+    answer = access.transport.run(host, access.any_python("-c", _LOADER), order, _ANSWER_SECONDS)
     if answer.exit_code:
         said = " | ".join(answer.errors.strip().splitlines()[-3:])
         raise CpuftError(f"host {host.name}: its Python failed ({said})")
@@ -193,5 +192,5 @@ def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) 
 
 
 def _fix(one: HostState, command: tuple[str, ...], access: Access) -> str:
-    answer = access.door.run(one.host, command)
+    answer = access.transport.run(one.host, command)
     return "done" if not answer.exit_code else f"failed ({' '.join(answer.said.split())[-200:]})"

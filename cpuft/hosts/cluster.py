@@ -14,10 +14,10 @@ from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import hash_text
 from cpuft.hosts import facts, registry
-from cpuft.hosts.door import Door, side_by_side
 from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.topology import HostFacts, parse_facts
+from cpuft.hosts.transport import Transport, side_by_side
 from cpuft.plan import Plan, Step
 from cpuft.words import WITHOUT_FOLDER
 
@@ -42,7 +42,7 @@ class Assignment:
 class Access:
     """How the hosts of a cluster are reached, and what runs there."""
 
-    door: Door = Door()
+    transport: Transport = Transport()
     python: str = sys.executable
     """Python of the training environment, the same path on every host."""
     settings: dict[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Access:
     shares_files: bool = False
     """Whether the hosts see this machine's files under the same paths."""
     config_there: str = ""
-    """ssh's client configuration on the master's own disk, for mpirun; empty where it sees the door's."""
+    """ssh's client configuration on the master's own disk, for mpirun; empty where it sees the transport's."""
     notice: str = ""
     renewal: str = ""
     """Both as in the cluster's entry."""
@@ -66,7 +66,7 @@ class Access:
     @property
     def mpirun_options(self) -> tuple[str, ...]:
         """ssh's options on the hosts themselves."""
-        path = self.config_there or self.door.config
+        path = self.config_there or self.transport.config
         return ("-F", path) if path else ()
 
 
@@ -96,7 +96,7 @@ class Cluster:
     @property
     def bootstrap(self) -> str:
         """How mpirun starts its proxies on other hosts, where that is not by ssh."""
-        return self.access.door.bootstrap if len(self.assignments) > 1 or self.outside else ""
+        return self.access.transport.bootstrap if len(self.assignments) > 1 or self.outside else ""
 
     @property
     def folder(self) -> str:
@@ -173,7 +173,7 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     return slurm.read_hosts(os.environ)
 
 
-def find_slurm(environ: Mapping[str, str]) -> Door | None:
+def find_slurm(environ: Mapping[str, str]) -> Transport | None:
     """The way to the hosts of the job of Slurm's that this process runs in; None, and nothing imported, for no job.
 
     Raises CpuftError: srun has started this process several times.
@@ -182,7 +182,7 @@ def find_slurm(environ: Mapping[str, str]) -> Door | None:
         return None
     from cpuft.hosts import slurm
 
-    return slurm.find_door(environ)
+    return slurm.find_slurm_transport(environ)
 
 
 def find_access(config: LaunchConfig) -> Access:
@@ -192,14 +192,14 @@ def find_access(config: LaunchConfig) -> Access:
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
         from cpuft.hosts import mpijob
 
-        return Access(mpijob.open_door())
+        return Access(mpijob.open_mpijob_transport())
     if entry is None:
         in_job = None if config.hostfile else find_slurm(os.environ)
-        return Access(in_job or Door(config.ssh_config), shares_files=bool(in_job))
-    door = Door(config.ssh_config or entry.ssh_config)
+        return Access(in_job or Transport(config.ssh_config), shares_files=bool(in_job))
+    transport = Transport(config.ssh_config or entry.ssh_config)
     python = entry.python or sys.executable
     there = entry.ssh_config_there
-    known = Access(door, python, entry.settings, entry.shares_files, there, entry.notice, entry.renewal)
+    known = Access(transport, python, entry.settings, entry.shares_files, there, entry.notice, entry.renewal)
     return replace(known, cluster=entry.name, until=entry.until)
 
 
@@ -247,7 +247,7 @@ def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: A
     """
     hosts, access = hosts or read_hosts(config), access or find_access(config)
     # The hosts that a small run leaves out are looked at, too: the next one will need them.
-    _refuse_twins(hosts, [access.door.address(host) for host in hosts])
+    _refuse_twins(hosts, [access.transport.address(host) for host in hosts])
     limit = min(len(hosts), config.np)
     wanted = hosts[:limit] if not any(host.slots for host in hosts) and not config.ppn else hosts
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
@@ -256,11 +256,11 @@ def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: A
     assignments = assign_ranks(wanted, config.np, config.ppn, cores)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     # Hosts with disks of their own get their inputs in one way, wherever this machine is among them.
-    here = access.door.is_here(hosts[0])
-    outside = bool(access.door.bootstrap) and not here
+    here = access.transport.is_here(hosts[0])
+    outside = bool(access.transport.bootstrap) and not here
     away = (bool(access.config_there) and len(used) > 1) or not (here or outside)
-    flavour = find_flavour(hosts[0], config.mpirun, access.python, access.door)
-    ways = {a.host.name: access.door.way(a.host) for a in assignments} if away else {}
+    flavour = find_flavour(hosts[0], config.mpirun, access.python, access.transport)
+    ways = {a.host.name: access.transport.way(a.host) for a in assignments} if away else {}
     uid = used[0].uid
     return Cluster(assignments, used, flavour, os.geteuid() == 0, access, away, outside, uid, ways)
 
@@ -280,13 +280,13 @@ def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ..
 
     Raises CpuftError that names every host that failed; and says so when the hosts' lease has ended.
     """
-    addresses = [access.door.address(host) for host in hosts]
+    addresses = [access.transport.address(host) for host in hosts]
     # The master's way to the first other host, and everyone else's way to the master.
     targets = {host.name: addresses[0] for host in hosts[1:]} | {hosts[0].name: addresses[:2][-1]}
     source = Path(facts.__file__).read_text(encoding="utf-8")
 
     def gather(host: Host) -> HostFacts:
-        answer = access.door.run(host, access.any_python("-c", FROM_STDIN, targets[host.name]), source)
+        answer = access.transport.run(host, access.any_python("-c", FROM_STDIN, targets[host.name]), source)
         return parse_facts(answer.output or answer.errors, host.name)
 
     try:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.errors import CpuftError, install_command
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 
 _FIND = Path(__file__).with_name("find_mpirun.sh").read_text(encoding="utf-8")
 
@@ -40,7 +40,7 @@ def parse_flavour(path: str, version_text: str) -> Flavour:
     )
 
 
-def find_flavour(master: Host, wanted: str, python: str, door: Door) -> Flavour:
+def find_flavour(master: Host, wanted: str, python: str, transport: Transport) -> Flavour:
     """The master's mpirun: the named one, else that of `python`'s environment, else PATH's, else in a job srun.
 
     Where this machine is none of a job's hosts, a login node's `salloc`, it is srun: hosts need not reach back here.
@@ -50,22 +50,22 @@ def find_flavour(master: Host, wanted: str, python: str, door: Door) -> Flavour:
 
     Raises CpuftError: there is none, or one that is not known, or that cannot start ranks there from here.
     """
-    outside = bool(door.bootstrap) and not door.is_here(master)
+    outside = bool(transport.bootstrap) and not transport.is_here(master)
     if outside and not wanted:
         return Flavour("srun", "srun")
-    found = (f"{os.path.dirname(python)}/mpirun", "mpirun", *(["srun"] if door.bootstrap else []))
+    found = (f"{os.path.dirname(python)}/mpirun", "mpirun", *(["srun"] if transport.bootstrap else []))
     paths = (wanted,) if wanted else found
-    answer = door.run(master, ("sh", "-c", _FIND, "find", *paths), seconds=30)
+    answer = transport.run(master, ("sh", "-c", _FIND, "find", *paths), seconds=30)
     if answer.exit_code:
         where = f" at {wanted}" if wanted else ""
-        where += "" if door.is_here(master) else f" on {master.name}"
+        where += "" if transport.is_here(master) else f" on {master.name}"
         raise CpuftError(
             f"there is no mpirun{where}: cpuft provision installs Intel MPI on other hosts, and on this machine "
             f"{install_command('train', 'mpi', 'demo')}; or name your own mpirun with --mpirun"
         )
     path, _, version = answer.output.partition("\n")
     flavour = parse_flavour(path, version + answer.errors)
-    if flavour.name == "srun" and not door.bootstrap:
+    if flavour.name == "srun" and not transport.bootstrap:
         raise CpuftError("srun starts ranks in a job of Slurm's, and this is none: leave --mpirun out, or say sbatch")
     if flavour.name != "srun" and outside:
         raise CpuftError(f"hosts of the job may not reach back to {wanted} here: leave --mpirun out, srun starts ranks")

@@ -21,9 +21,9 @@ from typing import TypeVar
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.files import make_private, write_text
-from cpuft.hosts import ssh
-from cpuft.hosts.door import Door
+from cpuft.hosts import transport as transport_module
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 
 PORT = 2222
 """As in the operator's own images: who is not root may listen there, and a node's sshd is elsewhere."""
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class JobDoor(Door):
+class MpiJobTransport(Transport):
     """The way to the pods of a job."""
 
     until: float = 0.0
@@ -69,32 +69,32 @@ class JobDoor(Door):
         return host.name.partition(".")[0] in (socket.gethostname(), "localhost")
 
     def address(self, host: Host) -> str:
-        """As `Door.address`."""
-        return self._patiently(host, partial(Door.address, self, host))
+        """As `Transport.address`."""
+        return self._patiently(host, partial(Transport.address, self, host))
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
-        """As `Door.run`. Raises CpuftError: also for a worker without the job's key."""
-        return self._patiently(host, partial(Door.run, self, host, argv, stdin, seconds))
+        """As `Transport.run`. Raises CpuftError: also for a worker without the job's key."""
+        return self._patiently(host, partial(Transport.run, self, host, argv, stdin, seconds))
 
     def _patiently(self, host: Host, ask: Callable[[], T]) -> T:
         while True:
             try:
                 return ask()
             except CpuftError as error:
-                kind = error.kind if isinstance(error, ssh.HostError) else ssh.UNREACHABLE
-                if kind == ssh.KEY_CHANGED:
+                kind = error.kind if isinstance(error, transport_module.HostError) else transport_module.UNREACHABLE
+                if kind == transport_module.KEY_CHANGED:
                     raise CpuftError(
                         f"host {host.name} does not have the job's key for its host key: "
                         f"start workers by python -m cpuft.hosts.mpijob, or name your own --ssh-config"
                     ) from None
-                if kind != ssh.UNREACHABLE or time.monotonic() > self.until:
+                if kind != transport_module.UNREACHABLE or time.monotonic() > self.until:
                     raise
             time.sleep(_EVERY_SECONDS)
 
 
-def open_door(keys: Path = _KEYS, folder: Path = _FOLDER) -> JobDoor:
+def open_mpijob_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTransport:
     """The way to a job's pods, from each of them. Raises CpuftError: the operator has put no key here."""
-    return JobDoor(trust(keys.expanduser(), folder), until=time.monotonic() + _START_SECONDS)
+    return MpiJobTransport(trust(keys.expanduser(), folder), until=time.monotonic() + _START_SECONDS)
 
 
 def trust(keys: Path, folder: Path) -> str:

@@ -14,8 +14,8 @@ from typing import ClassVar
 from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 from cpuft.words import parse_counts
 
 _SECONDS = 20.0
@@ -27,7 +27,7 @@ _ENDED = re.compile(r"^srun: error: \S+: task 0: ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class SlurmDoor(Door):
+class SlurmTransport(Transport):
     """The way to the hosts of a job, from one of them or from where it was asked for."""
 
     own: str = ""
@@ -77,7 +77,7 @@ class SlurmDoor(Door):
         return (*_SRUN, f"--nodelist={host.name}")
 
 
-def find_door(environ: Mapping[str, str]) -> SlurmDoor | None:
+def find_slurm_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
     """The way to the hosts of the job that this process runs in; None where it is in none.
 
     Raises CpuftError: srun has started this process several times.
@@ -90,7 +90,7 @@ def find_door(environ: Mapping[str, str]) -> SlurmDoor | None:
             f"srun starts cpuft launch {tasks} times: write it into the job's script without srun, "
             f"and say how many ranks there are with --np"
         )
-    return SlurmDoor(own=environ.get("SLURMD_NODENAME", ""))
+    return SlurmTransport(own=environ.get("SLURMD_NODENAME", ""))
 
 
 def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:

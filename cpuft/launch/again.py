@@ -12,8 +12,8 @@ from typing import TypeVar
 from cpuft.errors import CpuftError, counted
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
-from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport, attempt
 from cpuft.launch.job import Job, Launch, plan_run
 from cpuft.launch.kept import check_kept, find_update, gather_kept, keep_checkpoints
 from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished
@@ -90,11 +90,11 @@ def plan_again(
 
     Raises CpuftError: fewer ranks are left than --min-np says, or what is wrong with the hosts.
     """
-    job, door, run_dir = launch.job, last.access.door, launch.run_dir
+    job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
     course.used.update({one.host.name: one.host for one in last.assignments})
     end_ranks(last, run_dir)
     hosts, before = read_hosts(job.config), {one.host.name: one.ranks for one in course.first.assignments}
-    silent = _ask(door, hosts, tried.ended.silent)
+    silent = _ask(transport, hosts, tried.ended.silent)
     left, np = choose_hosts(hosts, silent | course.leaving, before, job.config.np)
     if not np:
         raise CpuftError("no other host is left")
@@ -112,14 +112,14 @@ def plan_again(
     return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_update(run_dir, kept)
 
 
-def _ask(door: Door, hosts: Sequence[Host], lost: Collection[str]) -> set[str]:
+def _ask(transport: Transport, hosts: Sequence[Host], lost: Collection[str]) -> set[str]:
     """The hosts that do not answer: those that were `lost` just now, and others. Who was lost before is asked again,
     and nobody waits long for them."""
     names = [host.name for host in hosts if host.name not in lost]
-    before = door.silent.intersection(names)
-    door.find_silent([name for name in names if name not in before])
-    door.find_silent(sorted(before), _AGAIN_SECONDS)
-    return door.silent
+    before = transport.silent.intersection(names)
+    transport.find_silent([name for name in names if name not in before])
+    transport.find_silent(sorted(before), _AGAIN_SECONDS)
+    return transport.silent
 
 
 def leave_hosts(launch: Launch, plan: RunPlan, last: Cluster, left: Sequence[Host]) -> None:
@@ -127,15 +127,15 @@ def leave_hosts(launch: Launch, plan: RunPlan, last: Cluster, left: Sequence[Hos
     is none any more: its lock would say that it is one."""
     gone = {one.host.name for one in last.assignments} - {host.name for host in left}
     gone |= {last.master} - {left[0].name}
-    if gone - last.access.door.silent:
+    if gone - last.access.transport.silent:
         others = {one.host.name for one in last.assignments} - gone
-        keep_checkpoints(plan, launch.run_dir, launch.environ, others | last.access.door.silent)
+        keep_checkpoints(plan, launch.run_dir, launch.environ, others | last.access.transport.silent)
 
 
 def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Callable[[str], None]) -> bool:
     """Whether the run had come to its end on a head host to which only the connection was lost; then it is fetched."""
     head = [one.host for one in cluster.assignments if one.host.name == cluster.master]
-    if not cluster.away or cluster.access.door.find_silent([cluster.master]):
+    if not cluster.away or cluster.access.transport.find_silent([cluster.master]):
         return False
     kept, _ = gather_kept(head, cluster.access, launch.run_dir)
     if not any(one.finished for one in kept):
@@ -150,15 +150,15 @@ def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Call
 def take_away(course: Course, last: Cluster, run_dir: str, say: Callable[[str], None]) -> None:
     """Take what a run that has come to its end left on hosts that it lost on the way, where they answer again, and
     say which do not."""
-    used, door = {one.host.name for one in last.assignments}, last.access.door
+    used, transport = {one.host.name for one in last.assignments}, last.access.transport
     lost = [host for name, host in course.used.items() if name not in used] if last.away else []
-    door.find_silent([host.name for host in lost], _AGAIN_SECONDS)
-    there = [host for host in lost if host.name not in door.silent]
+    transport.find_silent([host.name for host in lost], _AGAIN_SECONDS)
+    there = [host for host in lost if host.name not in transport.silent]
     work = last.work_dir(run_dir)
     sent = os.path.dirname(last.sent_file(work, 0))
     end_ranks(last, run_dir, there)
     words = remove_command(last.folder, sent, os.path.dirname(work))
-    attempt(lambda host: door.run(host, words, seconds=_END_SECONDS), there)
+    attempt(lambda host: transport.run(host, words, seconds=_END_SECONDS), there)
     if silent := ", ".join(host.name for host in lost if host not in there):
         say(f"cpuft: {silent} did not answer at the end: {LEFT_THERE}")
 
@@ -184,8 +184,8 @@ def end_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = Non
 
     `hosts`: without, those of the cluster, where there are several.
     """
-    words, door = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir)), cluster.access.door
+    words, transport = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir)), cluster.access.transport
     source = Path(kill.__file__).read_text(encoding="utf-8")
     own = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []
-    left = [host for host in (own if hosts is None else hosts) if host.name not in door.silent]
-    attempt(lambda host: door.run(host, words, source, _END_SECONDS), left)
+    left = [host for host in (own if hosts is None else hosts) if host.name not in transport.silent]
+    attempt(lambda host: transport.run(host, words, source, _END_SECONDS), left)

@@ -61,7 +61,7 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
             raise  # the hosts' copies are the only ones
         except CpuftError:
             if number:
-                say_kept(plan, launch.run_dir, launch.environ, cluster.access.door.silent, say)
+                say_kept(plan, launch.run_dir, launch.environ, cluster.access.transport.silent, say)
             raise
         if not tried.ended.code or (tried.unfetched and fetch_if_finished(launch, plan, cluster, say)):
             take_away(course, cluster, launch.run_dir, say)
@@ -73,7 +73,7 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
         marks.add(verdict.mark)
         course.leaving |= tried.ended.leaving
         try:
-            with cluster.access.door.staying():
+            with cluster.access.transport.staying():
                 ask = partial(plan_again, launch, course, plan, cluster, tried, verdict.why)
                 plan, cluster, update = patiently(ask)
         except CpuftError as error:
@@ -86,7 +86,7 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
     if limit and (number or verdict.again):
         say(f"cpuft: not started again: {stop}")
     if number or tried.ran:
-        say_kept(plan, launch.run_dir, launch.environ, {tried.unfetched, *cluster.access.door.silent}, say)
+        say_kept(plan, launch.run_dir, launch.environ, {tried.unfetched, *cluster.access.transport.silent}, say)
     remove_empty_run(launch.run_dir)
     return tried.give()
 
@@ -102,7 +102,7 @@ def _time_left(job: Job, begun: float) -> float:
 
 def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Tried:
     """Start it once. Raises CpuftError: what it was given was refused, and no host is lost."""
-    begun, hosts, door = time.time(), cluster.rank_hosts, cluster.access.door
+    begun, hosts, transport = time.time(), cluster.rank_hosts, cluster.access.transport
     error: CpuftError | None = None
     try:
         code = start()
@@ -111,14 +111,14 @@ def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Tried:
     except NotStored:
         raise
     except CpuftError as refusal:
-        if not (len(set(hosts)) > 1 and door.find_silent(sorted(set(hosts)))) and not refusal.passes:
+        if not (len(set(hosts)) > 1 and transport.find_silent(sorted(set(hosts)))) and not refusal.passes:
             raise
         code, error = AGAIN, refusal
     if not code:
         return Tried(Ended(0), 0.0)
     failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
-    door.silent.update(set() if error else silent_at_the_end(launch.run_dir))
-    silent = frozenset(door.silent.intersection(hosts))
+    transport.silent.update(set() if error else silent_at_the_end(launch.run_dir))
+    silent = frozenset(transport.silent.intersection(hosts))
     cut = isinstance(error, MasterLost)
     leaving = find_leaving(launch.run_dir, hosts) if ended_to_go_on(failures) else frozenset()
     unreached = str(error) if error and error.passes else ""

@@ -25,9 +25,9 @@ from cpuft.files import (
     write_text,
 )
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.door import KEEP_ALIVE, side_by_side
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
+from cpuft.hosts.transport import KEEP_ALIVE, side_by_side
 from cpuft.launch.fetch import MERGE, NEW
 from cpuft.launch.kept import ROWS, Kept, plan_kept
 from cpuft.plan import RunPlan, Stages, Step
@@ -194,7 +194,7 @@ def gather_lacking(parcels: tuple[Parcel, ...], cluster: Cluster) -> dict[str, s
     words = ("sh", "-c", _FIND, "find", cluster.folder, *(parcel.there for parcel in parcels))
 
     def ask(host: Host) -> set[str]:
-        answer = cluster.access.door.run(host, words)
+        answer = cluster.access.transport.run(host, words)
         if answer.exit_code:
             said = (answer.errors.strip().splitlines() or ["look at its disk"])[-1]
             raise CpuftError(f"host {host.name} has no place for what the run needs: {said}")
@@ -282,7 +282,7 @@ def plan_travel(
     """
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
     rows = plan_rows(cluster, work, have) if plan.prepare else ()
-    others = {one.host.name: cluster.access.door.way(one.host) for one in kept if one.there and cluster.away}
+    others = {one.host.name: cluster.access.transport.way(one.host) for one in kept if one.there and cluster.away}
     return replace(
         plan,
         inputs=plan_inputs(parcels, lacking, cluster),

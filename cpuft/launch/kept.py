@@ -13,8 +13,8 @@ from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, write_text
 from cpuft.hosts.cluster import Access, Cluster, name_work
-from cpuft.hosts.door import attempt
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import attempt
 from cpuft.plan import Plan, RunPlan, Stages, Step
 
 NOTE = "kept.txt"
@@ -55,7 +55,7 @@ class Kept:
 def gather_kept(hosts: Sequence[Host], access: Access, run_dir: str) -> tuple[tuple[Kept, ...], list[CpuftError]]:
     """What each host that answers has of a run of this machine's, asked side by side; and why others do not."""
     words = ("sh", "-c", _LOOK, "look", name_work(run_dir))
-    answers = attempt(lambda host: parse_kept(access.door.run(host, words).output, host), hosts)
+    answers = attempt(lambda host: parse_kept(access.transport.run(host, words).output, host), hosts)
     kept = tuple(answer for answer in answers if isinstance(answer, Kept))
     return kept, [answer for answer in answers if isinstance(answer, CpuftError)]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from cpuft import execute
 from cpuft.errors import AGAIN, NOT_STORED, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.door import Door
+from cpuft.hosts.transport import Transport
 from cpuft.launch.asking import StopRequest
 from cpuft.launch.fetch import SKIPPED, NotStored
 from cpuft.launch.kept import NOTE, find_update, keep_checkpoints, silent_at_the_end
@@ -84,13 +84,13 @@ def run_anywhere(
 
     Raises CpuftError: as `run_plan_there` and `run_plan`.
     """
-    work, door, environ = cluster.work_dir(run_dir), cluster.access.door, os.environ
+    work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
     asking = None if grace is None else StopRequest(work, cluster.master, cluster.ways, grace, patience)
     try:
         with secrets_there(plan, cluster, work, environ), noted(run_dir, cluster):
             if cluster.away:
                 return run_plan_there(plan, run_dir, cluster, environ, seconds, say, asking)
-            return run_plan(plan, run_dir, cluster.rank_hosts, environ, seconds, door, asking)
+            return run_plan(plan, run_dir, cluster.rank_hosts, environ, seconds, transport, asking)
     except Interrupted as stopped:
         recorded = Path(run_dir, FILE_NAME).exists()
         what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"
@@ -117,7 +117,7 @@ def run_plan_there(
     Raises CpuftError: the master cannot be reached, or was lost; what was not fetched stays where it is, and is named.
     Raises Interrupted: a signal came; what the ranks recorded until then has been fetched.
     """
-    config = cluster.access.config_there or cluster.access.door.config
+    config = cluster.access.config_there or cluster.access.transport.config
     order = Order(plan.on_master(), cluster.work_dir(run_dir), cluster.rank_hosts, seconds, config)
     try:
         _run(plan.only("make"), environ, _MAKE_SECONDS)
@@ -129,7 +129,7 @@ def run_plan_there(
         _bring_back(replace(plan, stays=False), run_dir, cluster, environ, False, say)
         raise
     if code == execute.SSH_FAILED:
-        cluster.access.door.find_silent([assignment.host.name for assignment in cluster.assignments])
+        cluster.access.transport.find_silent([assignment.host.name for assignment in cluster.assignments])
     _bring_back(plan, run_dir, cluster, environ, not code, say)
     if code not in (0, AGAIN) and asking and asking.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
@@ -163,7 +163,7 @@ def _bring_back(
     Raises NotStored: this machine could not store the run; nothing is taken away on the hosts.
     """
     _, *clean = plan.results
-    silent = cluster.access.door.silent
+    silent = cluster.access.transport.silent
     try:
         if cluster.master in silent:
             raise CpuftError(
@@ -250,7 +250,9 @@ def main() -> None:
     with open(f"{order.run_dir}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            code = run_plan(order.plan, order.run_dir, order.hosts, os.environ, order.seconds, Door(order.ssh_config))
+            code = run_plan(
+                order.plan, order.run_dir, order.hosts, os.environ, order.seconds, Transport(order.ssh_config)
+            )
         except CpuftError as error:
             print(f"cpuft: error: {error}", file=sys.stderr)
             code = error.exit_code

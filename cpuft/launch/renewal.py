@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from cpuft.config import is_count
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.hosts.door import attempt
+from cpuft.hosts.transport import attempt
 
 _EVERY_SECONDS = 300.0
 _ANSWER_SECONDS = 20.0

@@ -79,7 +79,7 @@ def gather_resumed(run: str, config: LaunchConfig, is_script: bool = False) -> R
     Raises CpuftError: as `read_resumed`.
     """
     hosts, access = read_hosts(config), find_access(config)
-    if all(access.door.is_here(host) for host in hosts):
+    if all(access.transport.is_here(host) for host in hosts):
         return read_resumed(run, is_script)
     kept, silent = gather_kept(hosts, access, str(Path(run).absolute()))
     return replace(read_resumed(run, is_script, kept), kept=kept, silent=tuple(map(str, silent)))

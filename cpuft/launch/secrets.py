@@ -13,7 +13,7 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE, REMOVE, SENT
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.door import attempt, side_by_side
+from cpuft.hosts.transport import attempt, side_by_side
 from cpuft.launch import settings as environment
 from cpuft.launch.mpirun import KEY
 from cpuft.plan import RunPlan, Setting
@@ -38,7 +38,7 @@ def plan_secrets(
         return ((),), (), tuple(notes)
     sent = ", ".join([KEY, *sorted(environment.secrets_for_ranks(environ))])
     kept = ", ".join(sorted(set(names) - environment.secrets_for_ranks(environ).keys()))
-    way = "srun" if cluster.access.door.bootstrap else "ssh"
+    way = "srun" if cluster.access.transport.bootstrap else "ssh"
     notes += [f"may be secret, so each rank gets it by a file of its own, over {way}: {sent}"]
     notes += [f"may be secret, so they stay here, and ranks do without: {kept}"] if kept else []
     settings = tuple(
@@ -69,14 +69,14 @@ def secrets_there(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[s
         host = cluster.assignments[index].host
         folder = os.path.dirname(cluster.sent_file(work, index))
         words = ("sh", "-c", _SENT, "sent", what, cluster.folder, folder, *paths)
-        answer = cluster.access.door.run(host, words, stdin)
+        answer = cluster.access.transport.run(host, words, stdin)
         if answer.exit_code:
             said = " ".join(answer.errors.split())[-200:]
             raise CpuftError(f"host {host.name} could not take the run's variables ({said}): look at its disk")
         return answer.output
 
     def answering() -> list[int]:
-        silent = cluster.access.door.silent
+        silent = cluster.access.transport.silent
         return [index for index, one in enumerate(cluster.assignments) if one.host.name not in silent]
 
     def refresh() -> None:

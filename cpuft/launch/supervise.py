@@ -18,8 +18,8 @@ from typing import IO
 from cpuft import execute
 from cpuft.errors import AGAIN, CpuftError, DiskFullError, Interrupted
 from cpuft.files import remove_command, write_text
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 from cpuft.launch.asking import StopRequest
 from cpuft.launch.failures import (
     describe_failures,
@@ -280,7 +280,7 @@ def run_plan(
     hosts: tuple[str, ...],
     environ: Mapping[str, str],
     seconds: float,
-    door: Door,
+    transport: Transport,
     asking: StopRequest | None = None,
 ) -> int:
     """Run a launch's plan to its end; the exit code of its worst rank, 75 when none could give one for a lost host.
@@ -295,7 +295,7 @@ def run_plan(
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
     names = sorted(set(hosts))
-    watch = HostWatch(lambda: door.find_silent(names)).check if len(names) > 1 else lambda: None
+    watch = HostWatch(lambda: transport.find_silent(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
             _run_before(here(step), environ, watch)
@@ -303,7 +303,7 @@ def run_plan(
     except BaseException as error:
         silent = error.silent if isinstance(error, HostsLostError) else set()
         if isinstance(error, RuntimeError):
-            silent = door.find_silent(names)
+            silent = transport.find_silent(names)
         if silent:
             said = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
             for line in (*said, *name_absent([], hosts, silent)):
@@ -314,23 +314,25 @@ def run_plan(
             execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
-    ending = _make_watchdog(plan, run_dir, hosts, door, asking)
+    ending = _make_watchdog(plan, run_dir, hosts, transport, asking)
     return _run_ranks(here(ranks), ending, hosts, environ, seconds)
 
 
 def _make_watchdog(
-    plan: RunPlan, run_dir: str, hosts: tuple[str, ...], door: Door, asking: StopRequest | None
+    plan: RunPlan, run_dir: str, hosts: tuple[str, ...], transport: Transport, asking: StopRequest | None
 ) -> Watchdog:
     names = tuple(sorted(set(hosts)))
     return Watchdog(
         Path(run_dir) / "logs",
-        lambda: door.find_silent(names),
-        lambda: look_at_hang(run_dir, hosts, door, _say),
+        lambda: transport.find_silent(names),
+        lambda: look_at_hang(run_dir, hosts, transport, _say),
         len(hosts),
         len(names) > 1,
         _START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
         asking=asking,
-        renewal=Renewal(plan.renewal, names, lambda host, words, limit: door.run(Host(host), words, "", limit), _say),
+        renewal=Renewal(
+            plan.renewal, names, lambda host, words, limit: transport.run(Host(host), words, "", limit), _say
+        ),
     )
 
 

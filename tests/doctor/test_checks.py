@@ -8,7 +8,7 @@ import pytest
 
 from cpuft.doctor.checks import CHECKS, find_all
 from cpuft.doctor.finding import describe_stop, format_findings, to_json
-from cpuft.hosts import ssh
+from cpuft.hosts import transport as transport_module
 from cpuft.hosts.hostfile import Host
 from cpuft.measurement import Link
 from tests.doctor.planted import healthy, plant
@@ -18,11 +18,11 @@ GONE: dict[str, Any] = {"facts": None, "health": None}
 FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-001", GONE | {"address": "", "failure": "Name or service not known"}),
     ("CPUFT-002", GONE | {"failure": "host node3 cannot be used over ssh (no answer in 10 s)"}),
-    ("CPUFT-002", GONE | {"failure": "does not match", "kind": ssh.UNREACHABLE}),
-    ("CPUFT-002", GONE | {"failure": "no answer in 10 s", "kind": ssh.TIMED_OUT}),
-    ("CPUFT-003", GONE | {"failure": "Server not found", "kind": ssh.KEY_UNKNOWN}),
-    ("CPUFT-003", GONE | {"failure": "got AAAA, expected BBBB", "kind": ssh.KEY_CHANGED}),
-    ("CPUFT-004", GONE | {"failure": "no key of ours fits", "kind": ssh.LOGIN_REFUSED}),
+    ("CPUFT-002", GONE | {"failure": "does not match", "kind": transport_module.UNREACHABLE}),
+    ("CPUFT-002", GONE | {"failure": "no answer in 10 s", "kind": transport_module.TIMED_OUT}),
+    ("CPUFT-003", GONE | {"failure": "Server not found", "kind": transport_module.KEY_UNKNOWN}),
+    ("CPUFT-003", GONE | {"failure": "got AAAA, expected BBBB", "kind": transport_module.KEY_CHANGED}),
+    ("CPUFT-004", GONE | {"failure": "no key of ours fits", "kind": transport_module.LOGIN_REFUSED}),
     ("CPUFT-005", {"ssh": {"10.0.0.1": "Permission denied (publickey)."}}),
     ("CPUFT-006", {"own_address": "127.0.1.1"}),
     ("CPUFT-007", {"connected": {"10.0.0.1": 0.2, "10.0.0.2": 0.2}}),
@@ -77,10 +77,13 @@ def test_a_fault_on_one_host_is_found_by_its_code(code: str, fault: dict[str, An
 def test_a_host_that_was_never_seen_is_not_called_installed_anew() -> None:
     causes = {
         kind: find_all(plant(healthy(), 3, **GONE, failure="x", kind=kind))[0].cause
-        for kind in (ssh.KEY_UNKNOWN, ssh.KEY_CHANGED)
+        for kind in (transport_module.KEY_UNKNOWN, transport_module.KEY_CHANGED)
     }
-    assert causes[ssh.KEY_UNKNOWN] == "this machine has never connected to the host, so no known_hosts file has its key"
-    assert causes[ssh.KEY_CHANGED].startswith("the host was installed anew")
+    assert (
+        causes[transport_module.KEY_UNKNOWN]
+        == "this machine has never connected to the host, so no known_hosts file has its key"
+    )
+    assert causes[transport_module.KEY_CHANGED].startswith("the host was installed anew")
 
 
 def test_what_a_host_says_of_leftovers_is_no_command() -> None:

@@ -14,8 +14,8 @@ from cpuft.doctor.checks import find_all
 from cpuft.doctor.visit import examine_hosts, is_outside
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 
 ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
 eth0 00000000 0101A8C0 0003 0 0 0 00000000 0 0 0
@@ -36,7 +36,7 @@ def test_what_lies_behind_a_gateway_is_another_network(address: str, outside: bo
     assert not is_outside(address, "")
 
 
-class OtherDoor(Door):
+class OtherTransport(Transport):
     """This machine's address as if it were another machine's."""
 
     def is_here(self, host: Host) -> bool:
@@ -56,7 +56,7 @@ def test_a_port_that_is_reached_from_another_network_is_told(
 ) -> None:
     monkeypatch.setattr(visit, "_read_routes", lambda: ROUTES)
     monkeypatch.setattr(visit, "is_outside", lambda address, routes: behind and bool(routes))
-    state = examine_hosts((Host("node1"),), Access(OtherDoor(), sys.executable), try_outside=asked)
+    state = examine_hosts((Host("node1"),), Access(OtherTransport(), sys.executable), try_outside=asked)
     assert bool(state.hosts[0].outside_port) is reached
     found = [(finding.code, finding.severe) for finding in find_all(state)]
     assert (("CPUFT-036", False) in found) is reached
@@ -68,7 +68,7 @@ def test_a_firewall_keeps_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visit, "is_outside", lambda address, routes: True)
     monkeypatch.setattr(visit, "PORT_SECONDS", 0.5)
     monkeypatch.setattr(visit, "_reach", lambda address, port, greeting, ended: not ended.wait(20))
-    state = examine_hosts((Host("node1"),), Access(OtherDoor(), sys.executable), try_outside=True)
+    state = examine_hosts((Host("node1"),), Access(OtherTransport(), sys.executable), try_outside=True)
     assert state.hosts[0].failure == ""
     assert find_all(replace(state, hosts=(replace(state.hosts[0], health=None),))) == []
     assert "CPUFT-036" not in {finding.code for finding in find_all(state)}

@@ -20,7 +20,7 @@ from cpuft.cli.stacks import format_sights
 from cpuft.comm.choice.choosing import read_choice
 from cpuft.config import BenchConfig, PredictConfig, TrainConfig, format_arguments, option_names, parse_bits
 from cpuft.errors import CpuftError
-from cpuft.hosts import registry, ssh, topology
+from cpuft.hosts import registry, topology, transport
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
@@ -132,7 +132,7 @@ def _read_texts(path: Path) -> object:
 
 
 def _log_in(path: Path) -> object:
-    return [ssh.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
+    return [transport.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
 
 
 def _read_archive(text: str) -> object:
@@ -258,7 +258,7 @@ PARSERS: dict[str, Parser] = {
     "users_variables": Parser(lambda text: users_variables({"CPUFT_EXPORTED": text}), values.damaged_json({"A": "1"})),
     "parse_facts": Parser(_place, values.damaged_json(_FACTS)),
     "parse_cpuinfo": Parser(partial(hardware.parse_cpuinfo, machine="x"), values.damaged([_CPUINFO])),
-    "parse_jumps": Parser(partial(ssh.parse_jumps, where="h"), values.damaged(["u@a:22,b", "none"])),
+    "parse_jumps": Parser(partial(transport.parse_jumps, where="h"), values.damaged(["u@a:22,b", "none"])),
     "read_login": Parser(_from_file("config", _log_in), SSH_CONFIGS),
     "parse_pins": Parser(
         partial(parse_pins, path="pins"), values.damaged(["a==1\nb==2 # c\n", "a==1 \\\n --hash=sha256:00\n"])

@@ -10,9 +10,9 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_facts
-from cpuft.hosts.door import Door
 from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile
+from cpuft.hosts.transport import Transport
 
 FOUR = "a\nb\nc\nd\n"
 
@@ -98,4 +98,4 @@ def test_a_name_without_an_address() -> None:
 
 def test_no_mpirun() -> None:
     with pytest.raises(CpuftError, match="there is no mpirun at /nowhere/mpirun"):
-        find_flavour(LOCAL, "/nowhere/mpirun", sys.executable, Door())
+        find_flavour(LOCAL, "/nowhere/mpirun", sys.executable, Transport())

@@ -15,10 +15,10 @@ from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import find_access, read_hosts
 from cpuft.hosts.hostfile import Host, find_job_hostfile
-from cpuft.hosts.mpijob import PORT, JobDoor, sshd_command, trust
+from cpuft.hosts.mpijob import PORT, MpiJobTransport, sshd_command, trust
 from cpuft.launch.settings import users_variables
 from tests.conftest import run_shell
-from tests.hosts.test_door import Server, make_key, serve
+from tests.hosts.test_transport import Server, make_key, serve
 
 LAUNCHER = {"K_MPI_JOB_ROLE": "launcher"}
 HOST = Host("j-worker-0.j.nlp.svc")
@@ -59,7 +59,7 @@ def test_a_launcher_takes_the_hosts_of_its_job(line: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("own", [LaunchConfig(hostfile="mine"), LaunchConfig(ssh_config="mine")])
 def test_who_names_other_hosts_or_ways_has_them(own: LaunchConfig) -> None:
     with told():
-        assert type(find_access(own).door) is not JobDoor
+        assert type(find_access(own).transport) is not MpiJobTransport
 
 
 def test_what_the_operator_tells_mpirun_is_not_the_users() -> None:
@@ -87,12 +87,12 @@ def serve_job(folder: Path) -> Iterator[tuple[Server, str]]:
 @pytest.mark.real
 def test_a_worker_is_known_by_the_jobs_key(tmp_path: Path) -> None:
     with serve_job(tmp_path) as (_, config):
-        assert JobDoor(config).run(HOST, ("echo", "a 0")).output == "a 0\n"
-        assert not JobDoor(config).is_here(HOST)
+        assert MpiJobTransport(config).run(HOST, ("echo", "a 0")).output == "a 0\n"
+        assert not MpiJobTransport(config).is_here(HOST)
         make_key(tmp_path / "other")
         (tmp_path / "trust" / "known_hosts").write_text(f"mpijob {(tmp_path / 'other.pub').read_text()}")
         with pytest.raises(CpuftError) as refusal:
-            JobDoor(config, until=time.monotonic() + 60).run(HOST, ("true",))
+            MpiJobTransport(config, until=time.monotonic() + 60).run(HOST, ("true",))
     said = (
         f"host {HOST.name} does not have the job's key for its host key: start workers by python -m cpuft.hosts.mpijob"
     )
@@ -109,13 +109,15 @@ def test_pods_that_start_are_waited_for_and_no_longer(tmp_path: Path) -> None:
     for until, least in ((0.0, 0.0), (time.monotonic() + 0.5, 0.5)):
         start = time.monotonic()
         with pytest.raises(CpuftError, match="cannot be used over ssh"):
-            JobDoor(config, until=until).run(closed, ("true",))
+            MpiJobTransport(config, until=until).run(closed, ("true",))
         assert time.monotonic() - start >= least
 
 
 def test_a_pod_is_where_its_name_begins_with_its_own() -> None:
     own = socket.gethostname()
-    assert [JobDoor().is_here(Host(name)) for name in (f"{own}.j.nlp.svc", "localhost", f"{own}x.j.nlp.svc")] == [
+    assert [
+        MpiJobTransport().is_here(Host(name)) for name in (f"{own}.j.nlp.svc", "localhost", f"{own}x.j.nlp.svc")
+    ] == [
         True,
         True,
         False,

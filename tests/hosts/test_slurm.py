@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.door import Door
 from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.slurm import SlurmDoor, find_door, read_hosts
+from cpuft.hosts.slurm import SlurmTransport, find_slurm_transport, read_hosts
+from cpuft.hosts.transport import Transport
 from cpuft.words import parse_counts
 
 OUTSIDE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
@@ -32,25 +32,25 @@ def test_what_are_no_counts(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "door"),
+    ("environ", "transport"),
     [
         ({}, None),
         ({"SLURM_JOB_ID": "7"}, None),
-        (JOB, SlurmDoor(own="n2")),
-        (JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, SlurmDoor(own="n2")),
+        (JOB, SlurmTransport(own="n2")),
+        (JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, SlurmTransport(own="n2")),
         # A batch script has these of its job, and no step.
-        (JOB | {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, SlurmDoor(own="n2")),
-        (OUTSIDE, SlurmDoor()),
+        (JOB | {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, SlurmTransport(own="n2")),
+        (OUTSIDE, SlurmTransport()),
     ],
     ids=("no Slurm", "half of it", "a script", "a step of one", "a script of four", "a login node's salloc"),
 )
-def test_where_a_process_runs(environ: dict[str, str], door: SlurmDoor | None) -> None:
-    assert find_door(environ) == door
+def test_where_a_process_runs(environ: dict[str, str], transport: SlurmTransport | None) -> None:
+    assert find_slurm_transport(environ) == transport
 
 
 def test_where_it_may_not() -> None:
     with pytest.raises(CpuftError, match="srun starts cpuft launch 4 times"):
-        find_door(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
+        find_slurm_transport(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
 
 
 INTEL, SRUN = "Intel(R) MPI Library for Linux* OS", "slurm-wlm 22.05.8"
@@ -85,21 +85,21 @@ def test_what_starts_ranks_on_a_host_of_the_job(
 ) -> None:
     for name in removed:
         (programs / name).unlink()
-    flavour = find_flavour(HERE, wanted, "/nowhere/python", SlurmDoor(own="n2"))
+    flavour = find_flavour(HERE, wanted, "/nowhere/python", SlurmTransport(own="n2"))
     assert flavour == Flavour(str(programs / found[0]), found[1])
 
 
 def test_what_starts_ranks_from_a_login_node(programs: Path) -> None:
     """The fake srun says its version, whatever it is to start."""
-    assert find_flavour(THERE, "", "/nowhere/python", SlurmDoor()) == Flavour("srun", "srun")
+    assert find_flavour(THERE, "", "/nowhere/python", SlurmTransport()) == Flavour("srun", "srun")
     (programs / "srun").write_text(f"#!/bin/sh\necho /opt/mpirun\necho '{INTEL}'\n")
     with pytest.raises(CpuftError, match="hosts of the job may not reach back to mpirun here: leave --mpirun out"):
-        find_flavour(THERE, "mpirun", "/nowhere/python", SlurmDoor())
+        find_flavour(THERE, "mpirun", "/nowhere/python", SlurmTransport())
 
 
 def test_srun_starts_nothing_where_there_is_no_job(programs: Path) -> None:
     with pytest.raises(CpuftError, match="srun starts ranks in a job of Slurm's, and this is none"):
-        find_flavour(Host("localhost"), "srun", "/nowhere/python", Door())
+        find_flavour(Host("localhost"), "srun", "/nowhere/python", Transport())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.ssh import parse_jumps, read_login
+from cpuft.hosts.transport import parse_jumps, read_login
 
 
 def test_the_hostfile_wins_over_the_configuration(tmp_path: Path) -> None:

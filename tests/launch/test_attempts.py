@@ -13,7 +13,7 @@ import pytest
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.hosts import door as doors
+from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.again import Course, find_resumed, patiently, take_away
@@ -147,7 +147,7 @@ def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Clu
 def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_again(cluster: Cluster) -> None:
     asked = list[tuple[str, ...]]()
 
-    class Door(doors.Door):
+    class Transport(transport_module.Transport):
         def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
             self.silent.update({"c"}.intersection(names))
             return self.silent
@@ -156,7 +156,7 @@ def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_a
             asked.append((host.name, *argv[-2:]))
             return Answer(0, "", "")
 
-    last = replace(cluster, away=True, uid=7, access=replace(cluster.access, door=Door()))
+    last = replace(cluster, away=True, uid=7, access=replace(cluster.access, transport=Transport()))
     used = {name: Host(name) for name in ("localhost", "b", "c")}
     said = list[str]()
     take_away(Course(last, used=used), last, "/runs/mrpc", said.append)
@@ -173,7 +173,7 @@ def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_a
 def test_a_run_that_had_ended_when_its_head_host_was_cut_off_is_only_fetched(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Door(doors.Door):
+    class Transport(transport_module.Transport):
         def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
             return set()
 
@@ -182,7 +182,7 @@ def test_a_run_that_had_ended_when_its_head_host_was_cut_off_is_only_fetched(
 
     fetched = list[str]()
     monkeypatch.setattr("cpuft.launch.again.fetch_finished", lambda plan, run, *rest: fetched.append(run))
-    away = replace(cluster, away=True, access=replace(cluster.access, door=Door()))
+    away = replace(cluster, away=True, access=replace(cluster.access, transport=Transport()))
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
         error = MasterLost("the connection was lost: look at it")

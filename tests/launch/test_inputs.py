@@ -16,9 +16,9 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import run_stage
 from cpuft.hosts.cluster import Access, Assignment, Cluster
-from cpuft.hosts.door import Door
 from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
     list_named,
@@ -41,7 +41,7 @@ AWAY = Cluster(
     (Assignment(Host("a"), 1), Assignment(Host("b"), 1), Assignment(Host("c"), 1)),
     (),
     Flavour("mpirun", "intel"),
-    access=Access(Door("there.conf"), "/opt/cpuft/env/bin/python", config_there="/opt/config"),
+    access=Access(Transport("there.conf"), "/opt/cpuft/env/bin/python", config_there="/opt/config"),
     away=True,
     ways={name: ("ssh", name) for name in "abc"},
 )

@@ -13,9 +13,9 @@ import pytest
 from cpuft.config import LaunchConfig, Room, Rooms, TrainConfig, take_rooms
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
-from cpuft.hosts.door import Door
 from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 from cpuft.launch.planning import (
     LEAST_FREE_BYTES,
     choose_run_dir,
@@ -77,9 +77,9 @@ def test_a_run_dir_that_another_launch_took_meanwhile_is_named(tmp_path: Path) -
     plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
     ((make,),) = plan.make
     plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
-    assert run_plan(plan, run_dir, (), os.environ, 0.0, Door()) == 0
+    assert run_plan(plan, run_dir, (), os.environ, 0.0, Transport()) == 0
     with pytest.raises(CpuftError, match=f"another run took {run_dir}.: name a new one with --run-dir"):
-        run_plan(plan, run_dir, (), os.environ, 0.0, Door())
+        run_plan(plan, run_dir, (), os.environ, 0.0, Transport())
     assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh"]
 
 

@@ -13,7 +13,7 @@ from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
-from cpuft.hosts.door import Door
+from cpuft.hosts.transport import Transport
 from cpuft.launch.planning import plan_launch
 from cpuft.launch.renewal import Renewal, Run, describe_renewal
 from cpuft.launch.supervise import run_plan
@@ -93,5 +93,5 @@ def test_whoever_supervises_ranks_renews(tmp_path: Path, capfd: pytest.CaptureFi
     ranks = Step("train", ("sh", "-c", f"until [ -e {tmp_path}/renewed ]; do sleep 0.1; done; sleep 1"))
     renewal = ("sh", "-c", f"touch {tmp_path}/renewed; echo 1 {LIMIT}")
     plan = RunPlan(((make,),), ranks=((ranks,),), renewal=renewal)
-    assert run_plan(plan, str(run_dir), ("localhost",), os.environ, 120.0, Door()) == 0
+    assert run_plan(plan, str(run_dir), ("localhost",), os.environ, 120.0, Transport()) == 0
     assert "cpuft: the lease of the hosts goes on while the run does, to 2027-01-15 08:00 UTC" in capfd.readouterr().err

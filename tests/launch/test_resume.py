@@ -121,5 +121,5 @@ def test_a_refusal_before_ranks_start_leaves_the_run_alone(tmp_path: Path) -> No
     refused = Step("prepare", ("sh", "-c", "echo 'cpuft: error: no such rows' >&2; exit 2"))
     plan = RunPlan(prepare=((refused,),), ranks=((Step("ranks", ("true",)),),), resumed=True)
     with pytest.raises(CpuftError, match="no such rows"):
-        run_plan(plan, str(run), ("localhost",), {}, 0.0, make_cluster((1,)).access.door)
+        run_plan(plan, str(run), ("localhost",), {}, 0.0, make_cluster((1,)).access.transport)
     assert (run / "record.jsonl").exists()

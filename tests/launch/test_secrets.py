@@ -16,8 +16,8 @@ import pytest
 from cpuft.execute import Answer
 from cpuft.hosts import cluster as clusters
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 from cpuft.launch import secrets
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.secrets import secrets_there
@@ -25,7 +25,7 @@ from cpuft.plan import RunPlan
 from tests.launch.test_inputs import AWAY
 
 
-class HereDoor(Door):
+class HereDoor(Transport):
     """Every host is this machine."""
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
@@ -37,7 +37,7 @@ class HereDoor(Door):
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(clusters, "WORK_ROOT", str(tmp_path))
     assignments = AWAY.assignments[:1]
-    return replace(AWAY, assignments=assignments, access=replace(AWAY.access, door=HereDoor()), uid=os.geteuid())
+    return replace(AWAY, assignments=assignments, access=replace(AWAY.access, transport=HereDoor()), uid=os.geteuid())
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts import ssh
-from cpuft.hosts.door import Door
+from cpuft.hosts import transport as transport_module
+from cpuft.hosts.transport import Transport
 from cpuft.launch import supervise
 from cpuft.launch.failures import (
     Failure,
@@ -153,7 +153,7 @@ def test_worst_exit_code(codes: list[int], fallback: int, code: int) -> None:
     assert worst_exit_code([Failure(0, "node1", one, "") for one in codes], fallback) == code
 
 
-class Lost(Door):
+class Lost(Transport):
     """Hosts of which one does not answer."""
 
     def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
@@ -185,9 +185,9 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     monkeypatch.chdir(tmp_path)
     make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
-    assert run_plan(plan, "run", (), os.environ, 0.0, Door()) == 0
+    assert run_plan(plan, "run", (), os.environ, 0.0, Transport()) == 0
     with pytest.raises(CpuftError, match=r"File exists.*name a new one with --run-dir"):
-        run_plan(plan, "run", (), os.environ, 0.0, Door())
+        run_plan(plan, "run", (), os.environ, 0.0, Transport())
     assert (tmp_path / "run" / "logs").is_dir()
 
 
@@ -220,7 +220,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
 ) -> None:
     """Rank 0 has said whom it missed and ended; mpirun would wait for the host of rank 1."""
     monkeypatch.setattr(supervise, limit, 1.0)
-    monkeypatch.setattr(ssh, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(transport_module, "CONNECT_SECONDS", 1.0)
     make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
     said = f"did not arrive: rank 1\n{format_failure(World(0, 2, 0, 1), 'vm', 75)}\n"
     wait = Step("train", ("sh", "-c", 'printf "$1" >run/logs/rank-0.err; exec sleep 100', "train", said))
@@ -228,7 +228,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         Path("config").write_text(f"Host frozen\n  HostName 127.0.0.1\n  Port {frozen.getsockname()[1]}\n")
-        assert run_plan(plan, "run", ("localhost", host), os.environ, 0.0, Door("config")) == 75
+        assert run_plan(plan, "run", ("localhost", host), os.environ, 0.0, Transport("config")) == 75
     assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
     assert re.search(r"mpirun did not end within \d s of a rank's failure", errors)
@@ -386,7 +386,7 @@ def test_mpirun_is_started_again_where_no_rank_starts(
     run = tmp_path / "run"
     make = Step("make the run's directory", ("mkdir", "-p", f"{run}/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
-    assert run_plan(plan, str(run), ("localhost", "127.0.0.1"), os.environ, 0.0, Door()) == code
+    assert run_plan(plan, str(run), ("localhost", "127.0.0.1"), os.environ, 0.0, Transport()) == code
     assert len((run / "starts").read_text().split()) == starts
 
 

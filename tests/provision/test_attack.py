@@ -80,10 +80,10 @@ def knock(outsider: str, host: str, port: int, noise: bytes) -> None:
         connection.recv(1 << 16)
 
 
-def knock_at(outsider: str, door: tuple[str, int], noise: list[bytes]) -> None:
+def knock_at(outsider: str, transport: tuple[str, int], noise: list[bytes]) -> None:
     """All of it, a connection each."""
     for words in noise:
-        knock(outsider, *door, words)
+        knock(outsider, *transport, words)
 
 
 def stand_around(outsider: str, host: str, port: int) -> list[socket.socket]:
@@ -136,11 +136,11 @@ def test_noise_at_every_port_ends_no_run(cluster: Simulated, outsider: str, back
     with launch(cluster, backend, run_dir) as process:
         said = read_to_first_step(process)
         found = {host: list_ports(cluster, index) for index, host in enumerate(hosts, start=1)}
-        doors = [(host, port) for host, ports in found.items() for port in ports]
-        crowd = [connection for host, port in doors for connection in stand_around(outsider, host, port)]
+        transports = [(host, port) for host, ports in found.items() for port in ports]
+        crowd = [connection for host, port in transports for connection in stand_around(outsider, host, port)]
         # At all ports at once: one after another takes as long as a short run does.
-        with ThreadPoolExecutor(len(doors)) as strangers:
-            list(strangers.map(lambda door: knock_at(outsider, door, noise), doors))
+        with ThreadPoolExecutor(len(transports)) as strangers:
+            list(strangers.map(lambda transport: knock_at(outsider, transport, noise), transports))
         wide = find_wide(cluster)
         was_running = process.poll() is None
         said += process.communicate(timeout=200)[0]

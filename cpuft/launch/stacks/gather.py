@@ -12,8 +12,8 @@ from typing import Any
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.cluster import FROM_STDIN, Access
-from cpuft.hosts.door import Door, attempt
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport, attempt
 from cpuft.launch.stacks.sights import Sight, fill_gaps, format_sight, parse_sight
 from cpuft.launch.stacks.verdict import Verdict, judge
 from cpuft.rank import looking
@@ -42,7 +42,7 @@ def gather_sights(place: Place) -> tuple[tuple[Sight, ...], dict[str, str]]:
     words = place.access.any_python("-c", FROM_STDIN, place.work, str(LOOK_SECONDS))
 
     def ask(host: Host) -> list[Sight]:
-        answer = place.access.door.run(host, words, source, _ANSWER_SECONDS)
+        answer = place.access.transport.run(host, words, source, _ANSWER_SECONDS)
         try:
             return [parse_sight(found, host.name) for found in load(list[Any], parse_json(answer.output))]
         except ValueError:
@@ -63,24 +63,26 @@ def write_sights(place: Place, sights: tuple[Sight, ...]) -> None:
     """
     files = {f"{place.work}/logs/rank-{sight.rank}.stack": format_sight(sight) for sight in sights}
     master = place.hosts[0]
-    if place.access.door.is_here(master):
+    if place.access.transport.is_here(master):
         for path, text in files.items():
             write_text(Path(path), text)
         return
-    answer = place.access.door.run(master, place.access.any_python("-c", _WRITE), json.dumps(files), _ANSWER_SECONDS)
+    answer = place.access.transport.run(
+        master, place.access.any_python("-c", _WRITE), json.dumps(files), _ANSWER_SECONDS
+    )
     if answer.exit_code:
         said = (answer.errors.strip().splitlines() or ["it said nothing"])[-1]
         raise CpuftError(f"host {master.name} could not keep the stacks ({said}): look at its disk")
 
 
 def look_at_hang(
-    run_dir: str, hosts: tuple[str, ...], door: Door, say: Callable[[str], None]
+    run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None]
 ) -> tuple[Verdict, set[str]]:
     """Ranks have waited in vain: look at all, before any is ended. Whom they wait for; hosts that do not answer.
 
     `hosts` names that of each rank, as mpirun knows it from here.
     """
-    place = Place(run_dir, tuple(map(Host, hosts)), Access(door, sys.executable))
+    place = Place(run_dir, tuple(map(Host, hosts)), Access(transport, sys.executable))
     sights, silent = gather_sights(place)
     write_sights(place, sights)
     say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")

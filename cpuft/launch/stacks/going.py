@@ -14,8 +14,8 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, cache_path, hash_text, write_text
 from cpuft.hosts.cluster import Access, Cluster, find_slurm
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 from cpuft.launch.stacks.gather import Place
 from cpuft.serialization import load, parse_json
 
@@ -41,7 +41,7 @@ def noted(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.enviro
     """Keep a note of a run while it goes on. Without a cache it goes on as well, but nobody can ask for its stacks."""
     hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
     access, pid = cluster.access, os.getpid()
-    place = cluster.work_dir(run_dir), hosts, access.python, access.door.config
+    place = cluster.work_dir(run_dir), hosts, access.python, access.transport.config
     note = Note(*place, socket.gethostname(), pid, _find_start(pid))
     with suppress(OSError, CpuftError):
         write_text(_find_note(cache_folder(environ), run_dir), json.dumps(asdict(note)))
@@ -122,8 +122,8 @@ def find_place(run: str, environ: Mapping[str, str]) -> Place:
         raise CpuftError(
             f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
         )
-    door = find_slurm(environ) or Door(note.ssh_config)
-    return Place(note.work, note.hosts, Access(door, note.python))
+    transport = find_slurm(environ) or Transport(note.ssh_config)
+    return Place(note.work, note.hosts, Access(transport, note.python))
 
 
 def _find_note(cache: Path, run_dir: str) -> Path:

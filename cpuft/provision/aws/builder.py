@@ -10,8 +10,8 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.calls import parse_call
 from cpuft.provision.aws.doing import Aws, Edge
@@ -99,7 +99,7 @@ class Builder:
         found = self.lab.gather_left().rental.found
         one = found.live[0]
         if self.edge.logs_in:
-            way = Door(str(self.lab.directory / "ssh_config"), elsewhere=True).way(Host(one.private))
+            way = Transport(str(self.lab.directory / "ssh_config"), elsewhere=True).way(Host(one.private))
             run_stages(plan_finish(self.recipe, one.private, way), say)
         step = plan_imaging(one.id, name, self.recipe.digest, stamp, found.owner, self.lab.config.region)
         self.lab.run(Plan(((step,),)), say)

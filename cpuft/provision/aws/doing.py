@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
+from cpuft.hosts.transport import Transport
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws import launching, planning
 from cpuft.provision.aws.calls import ACTIONS, parse_call
@@ -276,8 +276,8 @@ class Aws(Provider[AwsConfig, Everything]):
         until = int(facts.found.now) + parse_lease(lease)
         plan = planning.plan_extension(self.name, facts, until)
         if self.edge.logs_in:
-            door = Door(planning.check_config(self.name, facts), elsewhere=True)
-            ways = {one.private: door.way(Host(one.private)) for one in facts.found.live}
+            transport = Transport(planning.check_config(self.name, facts), elsewhere=True)
+            ways = {one.private: transport.way(Host(one.private)) for one in facts.found.live}
             tell = planning.tell_instances(facts.found, until)
             note = planning.plan_lease_note(self.name, facts, until)
             plan = replace(plan, stages=(*plan.stages, tell, *note), ways=ways)

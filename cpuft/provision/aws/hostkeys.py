@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from cpuft.hosts.ssh_files import Member
 from cpuft.plan import Step
 from cpuft.provision.servers.facts import ServerFacts
-from cpuft.provision.sshfiles import Member
 
 _SCRIPT = Path(__file__).with_name("hostkey.sh").read_text(encoding="utf-8")
 _MARK = "cpuft-own"

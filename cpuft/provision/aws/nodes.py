@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.door import Door, attempt, side_by_side
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.ssh import KEY_CHANGED, KEY_UNKNOWN, HostError
+from cpuft.hosts.ssh_files import Member
+from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, attempt, side_by_side
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.facts import Group, Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
@@ -18,7 +18,6 @@ from cpuft.provision.options import AwsConfig, HostsConfig
 from cpuft.provision.ownership import read_raw
 from cpuft.provision.servers.doing import Servers
 from cpuft.provision.servers.planning import Facts
-from cpuft.provision.sshfiles import Member
 
 _LOOK_AGAIN_SECONDS = 2.0
 
@@ -62,9 +61,9 @@ class Nodes(Servers):
         self._timers: dict[str, Timer] = {}
         """Of each instance, by its private address, as it was seen last."""
 
-    def _look(self, door: Door) -> Facts:
-        facts = super()._look(door)
-        self._read_timers(door)
+    def _look(self, transport: Transport) -> Facts:
+        facts = super()._look(transport)
+        self._read_timers(transport)
         servers = tuple(
             (replace(member, key=choose_keys(self._given, own.host_keys)), own) for member, own in facts.servers
         )
@@ -79,9 +78,9 @@ class Nodes(Servers):
         stages = (self._plan_arming(), steps or (), *plan.stages)
         return replace(plan, stages=tuple(stage for stage in stages if stage))
 
-    def _read_timers(self, door: Door) -> None:
+    def _read_timers(self, transport: Transport) -> None:
         def read(member: Member) -> Timer:
-            return parse_timer(door.run(Host(member.address), ("sh", "-c", CHECK_TIMER)).output)
+            return parse_timer(transport.run(Host(member.address), ("sh", "-c", CHECK_TIMER)).output)
 
         if self._limit:
             self._timers = dict(zip([member.address for member in self.members], side_by_side(read, self.members)))
@@ -106,16 +105,16 @@ class Nodes(Servers):
 
         Raises LeaseError: naming each that still does not.
         """
-        with self._door(()) as door:
+        with self._door(()) as transport:
             try:
-                self._read_timers(door)
+                self._read_timers(transport)
                 for step in self._plan_arming():
                     say(f"{step.host}: {step.why}")
-                    answer = door.run(Host(step.host), step.command)
+                    answer = transport.run(Host(step.host), step.command)
                     if answer.exit_code:
                         said = " ".join(answer.errors.split())[-300:] or "it said nothing"
                         raise LeaseError(f"{step.host} does not end itself when its lease ends ({said})")
-                self._read_timers(door)
+                self._read_timers(transport)
             except HostError as error:
                 raise LeaseError(f"whether {error.host} ends itself when its lease ends is unknown: {error}") from None
             if unarmed := self._find_unarmed():
@@ -125,9 +124,9 @@ class Nodes(Servers):
     def wait(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
         """Until all let us in. Raises CpuftError: some do not in time, or one shows a key that is not the given one."""
         end = now() + seconds
-        with self._door(()) as door:
+        with self._door(()) as transport:
             while True:
-                answers = attempt(lambda one: door.run(Host(one.address), ("true",)), self.members)
+                answers = attempt(lambda one: transport.run(Host(one.address), ("true",)), self.members)
                 troubles = [one for one in answers if isinstance(one, CpuftError)]
                 if not troubles:
                     return

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError, counted
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
+from cpuft.hosts.ssh_files import KEYGEN
 from cpuft.plan import Plan, Stages, Step
 from cpuft.provision.aws.calls import LIMIT, UNTIL, make_tags, plan_call, tag_all
 from cpuft.provision.aws.facts import Found, Group, Instance, Offer, Rule, format_rules
@@ -23,7 +24,6 @@ from cpuft.provision.aws.lease import RENEWAL, format_time, make_extension
 from cpuft.provision.options import AwsConfig
 from cpuft.provision.ownership import KEY_MARK, is_ours, plan_removal
 from cpuft.provision.reconcile import plan_files
-from cpuft.provision.sshfiles import KEYGEN
 
 NOTICE = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 """Answers on a spot instance that AWS is about to take back."""

@@ -14,12 +14,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
-from cpuft.plan import Plan, Setting, Step
-from cpuft.provision.local.facts import MachineFacts, NodeFacts
-from cpuft.provision.options import LocalConfig
-from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal
-from cpuft.provision.reconcile import plan_files
-from cpuft.provision.sshfiles import (
+from cpuft.hosts.ssh_files import (
     KEYGEN,
     Member,
     format_hosts,
@@ -28,6 +23,11 @@ from cpuft.provision.sshfiles import (
     format_ssh_config,
     format_sshd_config,
 )
+from cpuft.plan import Plan, Setting, Step
+from cpuft.provision.local.facts import MachineFacts, NodeFacts
+from cpuft.provision.options import LocalConfig
+from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal
+from cpuft.provision.reconcile import plan_files
 
 SCRIPT = str(Path(__file__).with_name("node.sh"))
 FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}

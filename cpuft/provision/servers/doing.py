@@ -11,10 +11,19 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.execute import open_memory
-from cpuft.hosts.door import Door, attempt, side_by_side
 from cpuft.hosts.hostfile import NAME, Host
 from cpuft.hosts.registry import Entry
-from cpuft.hosts.ssh import Login, find_bastions, fingerprint, parse_jumps, scan_host_key
+from cpuft.hosts.ssh_files import Bastions, Member, format_known_hosts, format_ssh_config
+from cpuft.hosts.transport import (
+    Login,
+    Transport,
+    attempt,
+    find_bastions,
+    fingerprint,
+    parse_jumps,
+    scan_host_key,
+    side_by_side,
+)
 from cpuft.plan import Plan
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.ownership import check_prefix, read_files, read_raw
@@ -22,7 +31,6 @@ from cpuft.provision.provider import Ask, Provider
 from cpuft.provision.servers import planning
 from cpuft.provision.servers.facts import ServerFacts, describe_server, find_python, parse_survey
 from cpuft.provision.servers.planning import Facts
-from cpuft.provision.sshfiles import Bastions, Member, format_known_hosts, format_ssh_config
 from cpuft.provision.wheels import add_own, gather_supply, list_pins, parse_pins
 
 _SURVEY_SECONDS = 120.0
@@ -57,8 +65,8 @@ class Servers(Provider[HostsConfig, Facts]):
     def learn(self, ask: Ask) -> None:
         """The keys of servers never seen before, each after `ask` has agreed; known ones are never replaced."""
         unknown = [member for member in self.members if member.known_name not in self.keys]
-        with self._door(self._find_bastions()) as door:
-            shown = side_by_side(lambda member: scan_host_key(Host(member.address), door.config), unknown)
+        with self._door(self._find_bastions()) as transport:
+            shown = side_by_side(lambda member: scan_host_key(Host(member.address), transport.config), unknown)
         for member, key in zip(unknown, shown):
             question = f"{member.address} shows the key {key.split()[0]} {fingerprint(key)}. Is that right?"
             if not self.config.accept_host_keys and not ask(question):
@@ -74,7 +82,7 @@ class Servers(Provider[HostsConfig, Facts]):
         return tuple((jump.name, login) for jump, login in found)
 
     @contextmanager
-    def _door(self, bastions: Bastions) -> Iterator[Door]:
+    def _door(self, bastions: Bastions) -> Iterator[Transport]:
         """The way to the servers as it will be, by files on no disk: looking leaves nothing."""
         with open_memory() as config, open_memory() as known:
             place = f"/proc/{os.getpid()}/fd"
@@ -82,10 +90,10 @@ class Servers(Provider[HostsConfig, Facts]):
             for file, content in ((config, text), (known, format_known_hosts(self._keyed()))):
                 file.write(content.encode())
                 file.flush()
-            yield Door(f"{place}/{config.fileno()}", self.elsewhere)
+            yield Transport(f"{place}/{config.fileno()}", self.elsewhere)
 
-    def _kept_door(self) -> Door:
-        return Door(str(self.directory / "ssh_config"), self.elsewhere)
+    def _kept_door(self) -> Transport:
+        return Transport(str(self.directory / "ssh_config"), self.elsewhere)
 
     def _keyed(self) -> tuple[Member, ...]:
         return tuple(replace(member, key=self.keys.get(member.known_name, "")) for member in self.members)
@@ -93,8 +101,8 @@ class Servers(Provider[HostsConfig, Facts]):
     def gather(self) -> Facts:
         """What the servers and this machine have. Raises CpuftError that names every server that failed."""
         bastions = self._find_bastions()
-        with self._door(bastions) as door:
-            facts = replace(self._look(door), bastions=bastions)
+        with self._door(bastions) as transport:
+            facts = replace(self._look(transport), bastions=bastions)
         planning.refuse(self.config, facts)
         wanted = "" if self.config.pins else find_python({member.address: own.python for member, own in facts.servers})
         supply = gather_supply(self.directory / "wheels", self.config.wheels, wanted, self.environ)
@@ -107,23 +115,23 @@ class Servers(Provider[HostsConfig, Facts]):
             return self._look(self._kept_door())
         return Facts((), {}, str(self.directory), self.hostfile)
 
-    def _look(self, door: Door) -> Facts:
-        surveys = side_by_side(partial(self._survey, door), self.members)
+    def _look(self, transport: Transport) -> Facts:
+        surveys = side_by_side(partial(self._survey, transport), self.members)
         lock = Path(f"{self.hostfile}.lock")
         files = read_files(self.directory, Path(self.hostfile)) | ({str(lock): read_raw(lock)} if lock.exists() else {})
         # A plan goes by the configuration that is kept.
-        kept = {door.config: str(self.directory / "ssh_config")}
+        kept = {transport.config: str(self.directory / "ssh_config")}
         ways = {
-            member.address: tuple(kept.get(word, word) for word in door.way(Host(member.address)))
+            member.address: tuple(kept.get(word, word) for word in transport.way(Host(member.address)))
             for member in self.members
         }
         return Facts(tuple(zip(self._keyed(), surveys)), files, str(self.directory), self.hostfile, ways)
 
-    def _survey(self, door: Door, member: Member) -> ServerFacts:
+    def _survey(self, transport: Transport, member: Member) -> ServerFacts:
         """Facts of one server. Raises CpuftError when it cannot be asked."""
         source = Path(__file__).with_name("survey.sh").read_text(encoding="utf-8")
         words = ("sh", "-s", self.config.prefix, self.config.name)
-        answer = door.run(Host(member.address), words, source, _SURVEY_SECONDS)
+        answer = transport.run(Host(member.address), words, source, _SURVEY_SECONDS)
         return parse_survey(answer.output or answer.errors, member.address)
 
     def _read_pins(self) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ from cpuft.files import REMOVE, hash_text
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
-from cpuft.hosts.ssh import fingerprint
+from cpuft.hosts.ssh_files import KEYGEN, Bastions, Member, format_inside, format_known_hosts, format_ssh_config
+from cpuft.hosts.transport import fingerprint
 from cpuft.plan import Plan, Step
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.ownership import is_ours, plan_removal
 from cpuft.provision.reconcile import plan_file, plan_files
 from cpuft.provision.servers.facts import ServerFacts, check_server
-from cpuft.provision.sshfiles import KEYGEN, Bastions, Member, format_inside, format_known_hosts, format_ssh_config
 from cpuft.provision.wheels import INSTALL, Supply, make_stamp
 from cpuft.serialization import load, parse_json
 

@@ -21,7 +21,7 @@ from cpuft.errors import AGAIN, CpuftError
 from cpuft.files import write_text
 from cpuft.hosts import facts
 from cpuft.hosts.cluster import JOB
-from cpuft.provision.sshfiles import Member, format_inside
+from cpuft.hosts.ssh_files import Member, format_inside
 from cpuft.schedulers.aws_batch.server import Say, Server
 from cpuft.schedulers.aws_batch.variables import SECONDS, Keys, Node, choose_address, passing
 
@@ -85,7 +85,7 @@ class Meeting:
         return [index for index, guest in sorted(self.guests.items()) if guest.channel.closed]
 
     def wait(self) -> None:
-        """Until all have come; then the door is closed. Raises CpuftError that names those who did not."""
+        """Until all have come; then the meeting is closed. Raises CpuftError that names those who did not."""
         end = time.monotonic() + self._node.seconds
         while missing := sorted(set(range(self._node.count)) - {self._node.main, *self.guests}):
             if gone := self.look():

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.ssh_files import Member, format_known_hosts, format_ssh_config
+from cpuft.hosts.transport import Transport
 from cpuft.provision.aws import hostkeys
 from cpuft.provision.aws.facts import Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
 from cpuft.provision.aws.nodes import Nodes
 from cpuft.provision.options import AwsConfig
 from cpuft.provision.servers.facts import ServerFacts
-from cpuft.provision.sshfiles import Member, format_known_hosts, format_ssh_config
-from tests.hosts.test_door import free_port, wait_for
+from tests.hosts.test_transport import free_port, wait_for
 
 GIVEN = "ecdsa-sha2-nistp256 AAAA"
 OWN = "ssh-ed25519 BBBB"
@@ -31,8 +31,8 @@ def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
     """Else what is done to it, as root, would be done here: one of another network may have this machine's address."""
     one = Instance("i-1", "lab", "running", "t", "z", "127.0.0.1", "127.0.0.1", False, 0.0, 0.0, 0, 0, 0)
     nodes = Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(tmp_path)}, "hostfile")
-    with nodes._door(()) as door:
-        assert door.way(Host("127.0.0.1"))[0] == "ssh"
+    with nodes._door(()) as transport:
+        assert transport.way(Host("127.0.0.1"))[0] == "ssh"
     assert nodes._kept_door().elsewhere
 
 
@@ -86,12 +86,12 @@ class Born:
         """The next step, on the host, by a way that is as strict."""
         (one,) = plan_rotation([(MEMBER, self.look())], self.given)
         places = {hostkeys._FOLDER: f"{self.folder}/etc", hostkeys._PIDFILE: f"{self.folder}/pid"}
-        answer = Door(str(self.config)).run(Host("host"), [places.get(word, word) for word in one.command])
+        answer = Transport(str(self.config)).run(Host("host"), [places.get(word, word) for word in one.command])
         assert (answer.exit_code, answer.errors) == (0, "")
 
     def check(self) -> None:
         """paramiko and ssh's own program get in, without a question."""
-        assert Door(str(self.config)).run(Host("host"), ("echo", "in")).output == "in\n"
+        assert Transport(str(self.config)).run(Host("host"), ("echo", "in")).output == "in\n"
         words = ["ssh", "-F", str(self.config), "-o", "BatchMode=yes", "host", "echo", "in"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=30)
         assert (done.stdout, done.returncode) == ("in\n", 0), done.stderr
@@ -142,7 +142,7 @@ def test_a_host_is_known_at_every_moment(born: Born) -> None:
     name = f"[host]:{born.port}"
     born.known.write_text(f"{name} {born.given} i-1\n")
     with pytest.raises(CpuftError, match="its key has changed"):
-        Door(str(born.config)).run(Host("host"), ("true",))
+        Transport(str(born.config)).run(Host("host"), ("true",))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="sshd needs root")

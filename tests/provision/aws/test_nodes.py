@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.door import Door
 from cpuft.hosts.hostfile import Host, read_hostfile
 from cpuft.hosts.registry import read_entry
+from cpuft.hosts.transport import Transport
 from cpuft.provision.aws import nodes
 from cpuft.provision.aws.doing import Aws
 from tests.provision.aws.region import NAME, NOTHING, Region, left, make_aws, open_region, refuse, say
@@ -61,14 +61,14 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
         plant(cluster, lab, state / "id_ed25519")
         with pytest.raises(CpuftError, match=r"its key has changed.*they cost money: cpuft provision down lab"):
             lab.make(say, refuse)
-        assert Door(cluster.ssh_config).run(Host(addresses[0]), ("ls", "/mnt")).output == ""
+        assert Transport(cluster.ssh_config).run(Host(addresses[0]), ("ls", "/mnt")).output == ""
         plant(cluster, lab, state / "nodes/1/host_key")
         lab.make(say, refuse)
         assert [host.name for host in read_hostfile(lab.hostfile)] == addresses
         assert read_entry(lab.root, NAME).kind == "aws"
-        door = Door(str(lab.directory / "ssh_config"))
+        transport = Transport(str(lab.directory / "ssh_config"))
         look = f'cat /mnt/cpuft/clusters/{NAME}/hostfile "$HOME/.ssh/authorized_keys"; ls /mnt/cpuft/env/bin/cpuft'
-        master, other = (door.run(Host(address), ("sh", "-c", look)) for address in addresses)
+        master, other = (transport.run(Host(address), ("sh", "-c", look)) for address in addresses)
         assert master.output.startswith("".join(f"{address}\n" for address in addresses))
         assert [one.output.count(f"cpuft-{NAME}\n/mnt/cpuft/env/bin/cpuft\n") for one in (master, other)] == [1, 1]
         check_again(region, make_aws(region, tmp_path, **options))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.hosts.ssh_files import Member, format_inside, format_ssh_config
 from cpuft.provision.aws import facts
 from cpuft.provision.aws.calls import parse_call, plan_call
 from cpuft.provision.aws.describing import describe_instances
@@ -17,7 +18,6 @@ from cpuft.provision.aws.planning import Facts, check_rental, plan_rental, plan_
 from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
 from cpuft.provision.aws.price import Price
 from cpuft.provision.options import AwsConfig
-from cpuft.provision.sshfiles import Member, format_inside, format_ssh_config
 
 NOW = 1_800_000_000
 ME = "arn:aws:iam::1:user/me"

@@ -9,13 +9,13 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.hosts.ssh import Login
+from cpuft.hosts.ssh_files import Member, format_inside, format_ssh_config
+from cpuft.hosts.transport import Login
 from cpuft.plan import Plan
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.servers import facts
 from cpuft.provision.servers.facts import ServerFacts, check_server, describe_server, find_python, parse_survey
 from cpuft.provision.servers.planning import Facts, plan_servers, plan_servers_down
-from cpuft.provision.sshfiles import Member, format_inside, format_ssh_config
 from cpuft.provision.wheels import Supply, Wheel, make_stamp
 from tests.provision.simulated import needs_root
 

@@ -1,4 +1,4 @@
-"""The door to hosts: real ssh servers on loopback ports, one of them only to be passed through."""
+"""The transport to hosts: real ssh servers on loopback ports, one of them only to be passed through."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.hosts import ssh
-from cpuft.hosts.door import Door, side_by_side
+from cpuft.hosts import transport as transport_module
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.ssh import HostError, parse_jumps
+from cpuft.hosts.transport import HostError, Transport, parse_jumps, side_by_side
 from cpuft.plan import Plan, Setting, Step
 
 pytestmark = pytest.mark.real
@@ -75,7 +74,7 @@ def wait_for(port: int) -> None:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server, Path]]:
     """The host, the bastion before it, and the folder of the client's key."""
-    folder = tmp_path_factory.mktemp("door")
+    folder = tmp_path_factory.mktemp("transport")
     make_key(folder / "client")
     with ExitStack() as stack:
         host = stack.enter_context(serve(folder / "host", forwards=False))
@@ -97,43 +96,43 @@ def config(servers: tuple[Server, Server, Path], tmp_path: Path) -> Path:
     return path
 
 
-def change(config: Path, old: str, new: str) -> Door:
+def change(config: Path, old: str, new: str) -> Transport:
     text = config.read_text()
     assert old in text
     config.write_text(text.replace(old, new))
-    return Door(str(config))
+    return Transport(str(config))
 
 
 def test_words_arrive_as_they_are(config: Path) -> None:
     script = 'for word; do printf "%s." "$word"; done; cat; echo "$1" >&2; exit 3'
-    answer = Door(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given")
+    answer = Transport(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given")
     assert (answer.exit_code, answer.output) == (3, "".join(f"{word}." for word in AWKWARD) + "given")
     assert answer.errors.endswith("a 0\n")  # the login shell may have said something before
 
 
 def test_both_directions_at_once(config: Path) -> None:
-    answer = Door(str(config)).run(HOST, ("tee", "/dev/stderr"), "0123456789abcde\n" * 400_000)
+    answer = Transport(str(config)).run(HOST, ("tee", "/dev/stderr"), "0123456789abcde\n" * 400_000)
     assert (len(answer.output), answer.exit_code) == (6_400_000, 0)
     assert answer.errors.endswith(answer.output)
 
 
 def test_a_host_that_is_here_needs_no_ssh() -> None:
-    door = Door("/nowhere")
-    assert door.run(Host("localhost"), ("cat",), "given") == Answer(0, "given", "")
-    assert door.way(Host("localhost")) == ()
+    transport = Transport("/nowhere")
+    assert transport.run(Host("localhost"), ("cat",), "given") == Answer(0, "given", "")
+    assert transport.way(Host("localhost")) == ()
 
 
 def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path: Path) -> None:
     """A rented host has another address for this machine: among themselves traffic would leave the private network."""
     config = tmp_path / "config"
     config.write_text("Host 10.0.0.5\n  HostName 203.0.113.9\nHost gate\n  HostName 203.0.113.9\n")
-    door = Door(str(config))
-    assert [door.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
+    transport = Transport(str(config))
+    assert [transport.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
 
 
 def test_the_words_of_a_plan_do_the_same(config: Path) -> None:
     step = Step("say", ("sh", "-c", 'echo "$A" "$1"', "sh", "$HOME"), (Setting("A", "a 0", "so"),), "far")
-    words = Plan(ways={"far": Door(str(config)).way(HOST)}).here(step).command
+    words = Plan(ways={"far": Transport(str(config)).way(HOST)}).here(step).command
     done = subprocess.run(words, capture_output=True, text=True, timeout=20)
     assert done.stdout == "a 0 $HOME\n", done.stderr
 
@@ -146,25 +145,25 @@ def test_bastions_proxies_and_aliases(config: Path, servers: tuple[Server, Serve
     change(config, "Host far\n", f"Host far\n  {line.format(config=config, port=host.port)}\n")
     known = config.with_name("known_hosts")
     known.write_text(f"{known.read_text()}alias {host.key}\n")
-    assert Door(str(config)).run(HOST, ("echo", "there")).output == "there\n"
-    assert subprocess.run((*Door(str(config)).way(HOST), "true"), timeout=20).returncode == 0
+    assert Transport(str(config)).run(HOST, ("echo", "there")).output == "there\n"
+    assert subprocess.run((*Transport(str(config)).way(HOST), "true"), timeout=20).returncode == 0
 
 
 def test_through_a_bastion_a_host_may_have_a_name_that_only_the_others_know(config: Path) -> None:
     change(config, "Host far\n", "Host far\n  ProxyJump bastion\n  HostName inside.invalid\n")
-    assert Door(str(config)).address(HOST) == "inside.invalid"
+    assert Transport(str(config)).address(HOST) == "inside.invalid"
     with pytest.raises(CpuftError, match=r"host elsewhere\.invalid has no address"):
-        Door().address(Host("elsewhere.invalid"))
+        Transport().address(Host("elsewhere.invalid"))
 
 
 @pytest.mark.parametrize(
     "old, new, kind",
     [
-        ("Host far\n", "Host far\n  Port 9\n", ssh.UNREACHABLE),
-        ("IdentityFile", "IdentityFile /dev/null\n  CertificateFile", ssh.LOGIN_REFUSED),
-        ("UserKnownHostsFile", "UserKnownHostsFile /dev/null\n  CertificateFile", ssh.KEY_UNKNOWN),
-        ("Host far", "Host far\n  HostKeyAlias nobody", ssh.KEY_UNKNOWN),
-        ("Host far", "Host far\n  ProxyJump nowhere:9", ssh.UNREACHABLE),
+        ("Host far\n", "Host far\n  Port 9\n", transport_module.UNREACHABLE),
+        ("IdentityFile", "IdentityFile /dev/null\n  CertificateFile", transport_module.LOGIN_REFUSED),
+        ("UserKnownHostsFile", "UserKnownHostsFile /dev/null\n  CertificateFile", transport_module.KEY_UNKNOWN),
+        ("Host far", "Host far\n  HostKeyAlias nobody", transport_module.KEY_UNKNOWN),
+        ("Host far", "Host far\n  ProxyJump nowhere:9", transport_module.UNREACHABLE),
     ],
 )
 def test_errors_have_a_kind(config: Path, old: str, new: str, kind: str) -> None:
@@ -178,8 +177,8 @@ def test_an_unknown_key_is_shown_with_what_accepts_it(config: Path, servers: tup
         change(config, "UserKnownHostsFile", "UserKnownHostsFile /dev/null\n  CertificateFile").run(HOST, ("true",))
     key = servers[0].key
     assert str(error.value) == (
-        f"host far cannot be used over ssh (its host key {key.split()[0]} {ssh.fingerprint(key)} is not in "
-        "known_hosts, because this machine has not connected to the host before: compare it with what "
+        f"host far cannot be used over ssh (its host key {key.split()[0]} {transport_module.fingerprint(key)} is not "
+        "in known_hosts, because this machine has not connected to the host before: compare it with what "
         "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host; to accept it, run ssh once by hand and "
         "answer yes, or cpuft provision hosts with --accept-host-keys)"
     )
@@ -192,7 +191,7 @@ def test_a_user_without_a_key_is_told_how_to_make_one(
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     with pytest.raises(HostError) as error:
         change(config, "IdentityFile", "IdentityFile /nowhere\n  CertificateFile").run(HOST, ("true",))
-    assert error.value.kind == ssh.LOGIN_REFUSED
+    assert error.value.kind == transport_module.LOGIN_REFUSED
     assert str(error.value) == (
         "host far cannot be used over ssh (this user has no ssh key: ~/.ssh has no id_ed25519, id_ecdsa or id_rsa, and "
         "no agent has one: make a key with ssh-keygen -t ed25519, then put it on the host with ssh-copy-id far)"
@@ -203,21 +202,21 @@ def test_a_changed_key(config: Path, servers: tuple[Server, Server, Path]) -> No
     host, bastion, _ = servers
     config.with_name("known_hosts").write_text(f"[127.0.0.1]:{host.port} {bastion.key}\n")
     with pytest.raises(HostError) as error:
-        Door(str(config)).run(HOST, ("true",))
-    assert (error.value.kind, error.value.host) == (ssh.KEY_CHANGED, "far")
+        Transport(str(config)).run(HOST, ("true",))
+    assert (error.value.kind, error.value.host) == (transport_module.KEY_CHANGED, "far")
 
 
 def test_a_command_that_does_not_end(config: Path) -> None:
     with pytest.raises(HostError, match=r"no answer in 1 s") as error:
-        Door(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)
-    assert error.value.kind == ssh.TIMED_OUT
+        Transport(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)
+    assert error.value.kind == transport_module.TIMED_OUT
 
 
 def test_a_server_that_is_none(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(HostError):
-            Door(str(config)).run(Host("far", port=port), ("true",), seconds=1.0)
+            Transport(str(config)).run(Host("far", port=port), ("true",), seconds=1.0)
 
 
 def test_every_host_that_fails_is_named() -> None:
@@ -232,10 +231,10 @@ def test_every_host_that_fails_is_named() -> None:
 @pytest.mark.parametrize(
     "kinds, passes",
     [
-        ((ssh.UNREACHABLE, ssh.TIMED_OUT), True),
-        ((ssh.UNREACHABLE, ssh.KEY_CHANGED), False),
-        ((ssh.LOGIN_REFUSED, ssh.LOGIN_REFUSED), False),
-        ((ssh.KEY_UNKNOWN, ssh.KEY_UNKNOWN), False),
+        ((transport_module.UNREACHABLE, transport_module.TIMED_OUT), True),
+        ((transport_module.UNREACHABLE, transport_module.KEY_CHANGED), False),
+        ((transport_module.LOGIN_REFUSED, transport_module.LOGIN_REFUSED), False),
+        ((transport_module.KEY_UNKNOWN, transport_module.KEY_UNKNOWN), False),
     ],
 )
 def test_a_way_that_fails_may_work_in_a_moment_and_a_door_that_is_shut_may_not(
@@ -251,20 +250,20 @@ def test_a_way_that_fails_may_work_in_a_moment_and_a_door_that_is_shut_may_not(
 
 def test_for_a_while_a_host_is_logged_in_to_once(config: Path) -> None:
     """And again when that session has come to its end."""
-    door = Door(str(config))
+    transport = Transport(str(config))
 
     def find_session() -> str:
-        return door.run(HOST, ("sh", "-c", 'echo "$SSH_CONNECTION"')).output
+        return transport.run(HOST, ("sh", "-c", 'echo "$SSH_CONNECTION"')).output
 
-    with door.staying():
+    with transport.staying():
         first = find_session()
         assert find_session() == first
         with pytest.raises(HostError, match="no answer in 1 s"):
-            door.run(HOST, ("sleep", "60"), seconds=1.0)
+            transport.run(HOST, ("sleep", "60"), seconds=1.0)
         second = find_session()
         assert find_session() == second != first
     assert find_session() not in (first, second)
-    assert door.sessions.open == {}
+    assert transport.sessions.open == {}
 
 
 @pytest.mark.parametrize(
@@ -288,27 +287,27 @@ def test_jumps_that_are_none() -> None:
 
 def test_the_key_that_a_server_shows(servers: tuple[Server, Server, Path], config: Path) -> None:
     host, _, _ = servers
-    assert ssh.scan_host_key(HOST, str(config)) == host.key
+    assert transport_module.scan_host_key(HOST, str(config)) == host.key
     listed = subprocess.run(["ssh-keygen", "-lf", "-"], input=host.key, capture_output=True, text=True, timeout=20)
-    assert ssh.fingerprint(host.key) == listed.stdout.split()[1]
+    assert transport_module.fingerprint(host.key) == listed.stdout.split()[1]
 
 
 def test_hosts_that_are_off_or_frozen_are_told_from_those_that_answer(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel of a frozen host accepts; then nothing comes."""
-    monkeypatch.setattr(ssh, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(transport_module, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         others = f"Host off\n  Port 9\nHost frozen\n  Port {frozen.getsockname()[1]}\n"
-        door = change(config, "Host far\n", f"{others}Host far\n")
+        transport = change(config, "Host far\n", f"{others}Host far\n")
         # One that would not let us in is there all the same.
         change(config, "IdentityFile", "IdentityFile /dev/null\n  CertificateFile")
-        assert door.find_silent(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
-        monkeypatch.setattr(ssh, "CONNECT_SECONDS", 60.0)
+        assert transport.find_silent(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
+        monkeypatch.setattr(transport_module, "CONNECT_SECONDS", 60.0)
         start = time.monotonic()
-        assert door.find_silent(("frozen",), 0.5) == {"frozen"}
+        assert transport.find_silent(("frozen",), 0.5) == {"frozen"}
         assert time.monotonic() - start < 5
-        assert door.silent == {"off", "frozen"}
+        assert transport.silent == {"off", "frozen"}
 
 
 def test_a_host_that_is_cut_off_is_not_given_the_time_of_a_busy_one(config: Path) -> None:
@@ -320,7 +319,7 @@ def test_a_host_that_is_cut_off_is_not_given_the_time_of_a_busy_one(config: Path
             caller = callers.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(full.getsockname())
-        door = change(config, "Host far\n", f"Host cut\n  Port {full.getsockname()[1]}\nHost far\n")
+        transport = change(config, "Host far\n", f"Host cut\n  Port {full.getsockname()[1]}\nHost far\n")
         start = time.monotonic()
-        assert door.find_silent(("cut",), 9.0) == {"cut"}
+        assert transport.find_silent(("cut",), 9.0) == {"cut"}
         assert time.monotonic() - start < 8

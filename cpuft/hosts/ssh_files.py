@@ -9,7 +9,7 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import Entry, format_entry
-from cpuft.hosts.ssh import Login
+from cpuft.hosts.transport import Login
 from cpuft.serialization import find_control
 
 _CLIENT = """  StrictHostKeyChecking yes
