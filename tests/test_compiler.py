@@ -12,8 +12,7 @@ import pytest
 
 from cpuft.compiler import PACKAGE, TARGETS, find_compiler, find_installed, name_library
 from cpuft.hardware import parse_cpuinfo
-from cpuft.provision.kernels_wheel import write_kernels_wheel
-from cpuft.provision.wheels import Wheel
+from cpuft.provision.wheels import Wheel, write_kernels_wheel
 
 AVX2 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}

@@ -1,24 +1,32 @@
-"""Files that a training environment is installed from: this cpuft, and wheels that are downloaded once or given."""
+"""The files that a training environment is installed from: this cpuft, its compiled kernels, and pinned wheels."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
+import io
+import json
+import os
 import platform
 import re
+import shutil
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import cpuft
-from cpuft.compiler import find_compiler, hash_sources
-from cpuft.errors import CpuftError
-from cpuft.files import REMOVE, cache_path, check_private, hash_file, hash_text
+from cpuft import execute
+from cpuft.compiler import PACKAGE, TARGETS, Target, compile_kernels, find_compiler, hash_sources, name_library
+from cpuft.errors import CPU_INDEX, CpuftError
+from cpuft.files import REMOVE, cache_folder, cache_path, check_private, hash_file, hash_text, written_beside
 from cpuft.hosts.registry import refuse_untrusted
 from cpuft.plan import Step
-from cpuft.provision.own_wheel import make_own_wheel
 from cpuft.words import own_module
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
@@ -150,7 +158,7 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
     if python and not folder:
         folder = str(downloads_folder(python, environ))
         if not Path(folder).exists():
-            command = (*own_module(sys.executable, "cpuft.provision.fetch"), python)
+            command = (*own_module(sys.executable, "cpuft.provision.wheels"), "download", python)
             missing.append(Step(f"download wheels for Python {python} into {folder}", command))
             return Supply(tuple(wheels), tuple(missing), complete=False)
         check_private(cache_path(environ))
@@ -175,7 +183,8 @@ def _read_wheel(path: Path, time: int) -> Wheel:
 
 def plan_own_wheel(folder: Path) -> Step:
     """Write this cpuft as a wheel."""
-    return Step("write this cpuft as a wheel", (*own_module(sys.executable, "cpuft.provision.own_wheel"), str(folder)))
+    command = (*own_module(sys.executable, "cpuft.provision.wheels"), "own", str(folder))
+    return Step("write this cpuft as a wheel", command)
 
 
 def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
@@ -186,3 +195,199 @@ def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
     kernels = hash_sources() if find_compiler(environ) else ""
     text = f"{python}\n{platform.machine()}\n{PINS.read_text(encoding='utf-8')}\n{hashes}\n{needs}\n{EXTRAS}\n{kernels}"
     return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"
+
+
+_TIME = (1980, 1, 1, 0, 0, 0)
+"""The same contents give the same file, and so the same checksum."""
+_FIELDS = ("Requires-Python", "Provides-Extra", "Requires-Dist")
+
+
+@cache
+def make_own_wheel() -> tuple[str, bytes]:
+    """The wheel's name and contents. Nothing of it depends on when or where it is made.
+
+    Raises CpuftError: this cpuft is a bare checkout, whose requirements nothing tells.
+    """
+    root = Path(cpuft.__file__).parent
+    info = f"cpuft-{cpuft.__version__}.dist-info"
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
+    # oneCCL's shim is the only compiled file, and called by its C names: any Python 3 of this machine's kind loads it.
+    compiled = any(name.endswith(".so") for name in files)
+    tag = f"py3-none-{'linux_' + platform.machine() if compiled else 'any'}"
+    files[f"{info}/METADATA"] = _format_metadata().encode()
+    purity = "false" if compiled else "true"
+    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: {purity}\nTag: {tag}\n".encode()
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\ncpuft = cpuft.cli:main\n"
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name, _TIME), content)
+    return f"cpuft-{cpuft.__version__}-{tag}.whl", written.getvalue()
+
+
+def write_own_wheel(folder: Path) -> Path:
+    """Write the wheel into `folder`; its path."""
+    name, content = make_own_wheel()
+    with written_beside(folder / name) as beside:
+        beside.write_bytes(content)
+    return folder / name
+
+
+def _format_metadata() -> str:
+    """What the installed cpuft says of its requirements, extras among them: setup.cfg is their only source."""
+    try:
+        known = importlib.metadata.metadata("cpuft")
+    except importlib.metadata.PackageNotFoundError:
+        raise CpuftError("this cpuft is not installed, so its requirements are unknown: run scripts/install") from None
+    fields = [f"{name}: {value}\n" for name in _FIELDS for value in known.get_all(name) or []]
+    return f"Metadata-Version: 2.1\nName: cpuft\nVersion: {cpuft.__version__}\n" + "".join(fields)
+
+
+def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
+    """Compile the kernels for several kinds of CPU, and write them as one wheel.
+
+    A target whose options this compiler does not know is left out.
+
+    Parameters
+    ----------
+    compiler
+        Path of a C++ compiler on this machine.
+    folder
+        Where the wheel is written; it is made if it does not exist.
+
+    Returns
+    -------
+    Path
+        The wheel: `cpuft_kernels-VERSION-py3-none-linux_x86_64.whl`.
+
+    Raises
+    ------
+    CpuftError
+        This machine is no x86-64, or the compiler could compile the kernels for none of the targets.
+    """
+    if platform.machine() != "x86_64":
+        raise CpuftError(f"kernels are compiled in advance for x86-64 only, and this machine is {platform.machine()}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max_workers=len(targets)) as pool:
+        made = list(pool.map(lambda target: _compile_target(compiler, target, folder), targets))
+    libraries = {name_library(target): found for target, found in zip(targets, made) if isinstance(found, bytes)}
+    if not libraries:
+        raise CpuftError(str(made[0]))
+    info = f"{PACKAGE}-{cpuft.__version__}.dist-info"
+    tag = "py3-none-linux_x86_64"
+    files = {f"{PACKAGE}/{name}": content for name, content in libraries.items()}
+    metadata = f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {cpuft.__version__}\n"
+    files[f"{info}/METADATA"] = metadata.encode()
+    wheel = f"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: false\nTag: {tag}\n"
+    files[f"{info}/WHEEL"] = wheel.encode()
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name, _TIME), content)
+    path = folder / f"{PACKAGE}-{cpuft.__version__}-{tag}.whl"
+    with written_beside(path) as beside:
+        beside.write_bytes(written.getvalue())
+    return path
+
+
+def _compile_target(compiler: str, target: Target, folder: Path) -> bytes | CpuftError:
+    """Return the library for one target, or why the compiler could not make it."""
+    library = folder / f".{name_library(target)}"
+    try:
+        compile_kernels(compiler, target.options, library)
+        return library.read_bytes()
+    except CpuftError as error:
+        return error
+    finally:
+        library.unlink(missing_ok=True)
+
+
+_DOWNLOAD_SECONDS = 3600.0
+
+
+def download_wheels(python: str, environ: Mapping[str, str]) -> None:
+    """Download all that hosts of Python `python` install, unless it is there. Raises CpuftError with what pip said."""
+    cache_folder(environ)
+    folder = downloads_folder(python, environ)
+    if folder.exists():
+        return
+    beside = folder.with_name(f"{folder.name}.{os.getpid()}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
+    hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
+    sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
+    built, fetched = beside / "built.txt", beside / "fetched.txt"
+    built.write_text(format_requirements(sources), encoding="utf-8")
+    fetched.write_text(format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
+    _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(beside), "-r", str(built))
+    words = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(beside), *target)
+    _pip(*words, "--require-hashes", "-r", str(fetched))
+    _pip(*words, *_find_torch())
+    for path in (built, fetched):
+        path.unlink()
+    _add_kernels(beside, environ)
+    beside.rename(folder)
+
+
+def select_hashed(hashed: Sequence[Hashed], python: str) -> list[Hashed]:
+    """Return what a host of this machine's kind with Python `python` ("3.11") installs."""
+    try:
+        markers: Any = importlib.import_module("packaging.markers")
+    except ImportError:
+        markers = importlib.import_module("pip._vendor.packaging.markers")
+    there = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(there)]
+
+
+def format_requirements(hashed: Sequence[Hashed]) -> str:
+    """Return the text of a requirements file for `pip --require-hashes`."""
+    return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
+
+
+def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
+    """Write the wheel of compiled kernels, or say on standard error why hosts get none."""
+    compiler = find_compiler(environ)
+    try:
+        if compiler is None:
+            raise CpuftError("this machine has no C++ compiler (Debian: apt-get install g++)")
+        write_kernels_wheel(compiler, folder)
+    except CpuftError as error:
+        slow = "hosts without a C++ compiler will train 2 to 3 times slower"
+        print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
+
+
+def _find_torch() -> tuple[str, ...]:
+    """Return pip's words for the torch that PINS names, without CUDA: on x86-64 from PyTorch's own index alone, unless
+    the index that pip is configured for has such a build."""
+    pin = next(line for line in PINS.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
+    if platform.machine() != "x86_64":
+        return (pin,)
+    words = ("--ignore-installed", "--no-deps", "--quiet", "--report", "-", pin)
+    report = _pip("install", "--dry-run", *words)
+    found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
+    if found["install"][0]["metadata"]["version"].endswith("+cpu"):
+        return (pin,)
+    return (f"{pin}+cpu", "--index-url", CPU_INDEX)
+
+
+def _pip(*words: str) -> str:
+    command = (*own_module(sys.executable, "pip"), "--disable-pip-version-check", *words)
+    answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
+    if answer.exit_code:
+        said = " | ".join(answer.said.strip().splitlines()[-4:])
+        raise CpuftError(f"pip {words[0]} failed ({said}): give --wheels, a folder that holds them")
+    return answer.output
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[1] == "own":
+            write_own_wheel(Path(sys.argv[2]))
+        else:
+            download_wheels(sys.argv[2], os.environ)
+    except CpuftError as failure:
+        sys.exit(str(failure))

@@ -18,9 +18,7 @@ from packaging.utils import canonicalize_name
 import cpuft
 from cpuft.errors import CPU_INDEX, CpuftError
 from cpuft.files import hash_file
-from cpuft.provision import fetch
-from cpuft.provision.fetch import select_hashed
-from cpuft.provision.own_wheel import write_own_wheel
+from cpuft.provision import wheels
 from cpuft.provision.wheels import (
     EXTRAS,
     HASHES,
@@ -33,6 +31,8 @@ from cpuft.provision.wheels import (
     make_stamp,
     parse_hashes,
     parse_pins,
+    select_hashed,
+    write_own_wheel,
 )
 from tests.provision.simulated import write_wheel
 
@@ -133,10 +133,10 @@ def test_downloads_are_checked_by_hash_and_torch_comes_from_one_index(
             assert all(" --hash=sha256:" in line for line in lines)
         return json.dumps({"install": [{"metadata": {"version": version}}]})
 
-    monkeypatch.setattr(fetch, "_pip", answer)
-    monkeypatch.setattr(fetch, "_add_kernels", lambda *_: None)
+    monkeypatch.setattr(wheels, "_pip", answer)
+    monkeypatch.setattr(wheels, "_add_kernels", lambda *_: None)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    fetch.fetch_wheels("3.11", {"XDG_CACHE_HOME": str(tmp_path)})
+    wheels.download_wheels("3.11", {"XDG_CACHE_HOME": str(tmp_path)})
     (torch,) = (words for words in calls if words[0] == "download" and "--require-hashes" not in words)
     assert torch[-len(source) - 1 :] == ((f"{TORCH_PIN}+cpu" if source else TORCH_PIN), *source)
     assert [words[0] for words in calls if "--require-hashes" in words] == ["wheel", "download"]

@@ -15,8 +15,7 @@ from cpuft.provision.image.planning import ImageFacts, plan_image
 from cpuft.provision.image.recipe import format_container, format_install, read_recipe
 from cpuft.provision.image.stamp import hash_contents
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.own_wheel import make_own_wheel
-from cpuft.provision.wheels import Supply, Wheel, make_stamp
+from cpuft.provision.wheels import Supply, Wheel, make_own_wheel, make_stamp
 
 AMI = Path(__file__).parents[3] / "ami"
 
