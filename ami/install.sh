@@ -1,6 +1,6 @@
 #!/bin/sh
-# Made from recipe.yaml by `cpuft provision recipe`: change that, not this. Run it as root.
-#   install.sh [PREFIX STAMP PIN...]      without arguments it installs no training environment
+# Generated from recipe.yaml by `cpuft provision recipe`: edit recipe.yaml instead. Run this script as root.
+#   install.sh [PREFIX STAMP PIN...]      Without arguments, it installs no training environment.
 set -eu
 missing=
 need() { dpkg -s "$1" >/dev/null 2>&1 || missing="$missing $1"; }

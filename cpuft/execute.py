@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +46,11 @@ class Answer:
     def said(self) -> str:
         """Both streams."""
         return self.output + self.errors
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program, found in PATH or in the system's sbin folders; empty if it is not installed."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") or ""
 
 
 def run_quietly(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:

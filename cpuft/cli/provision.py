@@ -196,9 +196,7 @@ def image(dry_run: bool, **values: Any) -> None:
 
 
 def _make_root(config: ImageConfig, dry_run: bool) -> None:
-    from cpuft.provision.image.doing import gather_image, make_image
-    from cpuft.provision.image.planning import plan_image
-    from cpuft.provision.image.recipe import read_recipe
+    from cpuft.provision.image import gather_image, make_image, plan_image, read_recipe
 
     recipe, target = read_recipe(config.recipe), os.path.abspath(config.output)
     _do(
@@ -225,6 +223,6 @@ def _make_ami(config: ImageConfig, dry_run: bool) -> None:
 @click.option("--container", is_flag=True, help="print the container file that it makes, for podman and docker")
 def print_install(path: str, container: bool) -> None:
     """Print the install script that a recipe makes."""
-    from cpuft.provision.image.recipe import format_container, format_install, read_recipe
+    from cpuft.provision.image import format_container, format_install, read_recipe
 
     click.echo((format_container if container else format_install)(read_recipe(path)), nl=False)

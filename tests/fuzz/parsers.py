@@ -30,9 +30,9 @@ from cpuft.launch.settings import users_variables
 from cpuft.launch.stacks.sights import parse_dump, parse_sight
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options import parse_arguments, plan_turns, read_config
+from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.preflight import parse_ssh_from
-from cpuft.provision.image import recipe, stamp
 from cpuft.provision.servers.facts import parse_survey
 from cpuft.provision.servers.planning import parse_lock
 from cpuft.provision.wheels import parse_pins
@@ -285,10 +285,10 @@ PARSERS: dict[str, Parser] = {
         ENTRIES,
     ),
     "read_recipe": Parser(
-        _from_file("r.yaml", lambda path: recipe.format_install(recipe.read_recipe(str(path)))), RECIPES
+        _from_file("r.yaml", lambda path: image.format_install(image.read_recipe(str(path)))), RECIPES
     ),
     "read_stamp": Parser(
-        _from_file("etc/cpuft-image.json", lambda path: stamp.read_stamp(path.parents[1])),
+        _from_file("etc/cpuft-image.json", lambda path: image.read_stamp(path.parents[1])),
         STAMPS,
     ),
     "read_choice": Parser(

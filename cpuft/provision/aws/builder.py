@@ -17,8 +17,7 @@ from cpuft.provision.aws.calls import parse_call
 from cpuft.provision.aws.doing import Aws, Edge
 from cpuft.provision.aws.images import describe_images, is_ready, name_image, plan_deletion, plan_imaging
 from cpuft.provision.aws.look import find_images, find_named
-from cpuft.provision.image.planning import CHECK, PROVE, environment_python
-from cpuft.provision.image.recipe import Recipe, format_install, read_recipe
+from cpuft.provision.image import CHECK, PROVE, Recipe, environment_python, format_install, read_recipe
 from cpuft.provision.options import AwsConfig, ImageConfig
 from cpuft.provision.ownership import is_ours
 from cpuft.provision.provider import Ask

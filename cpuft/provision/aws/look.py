@@ -26,7 +26,7 @@ from cpuft.provision.aws.facts import (
 from cpuft.provision.aws.images import Golden, Images, choose_image, parse_images, parse_snapshots
 from cpuft.provision.aws.preflight import DEBIAN, QUOTAS, name_unknown
 from cpuft.provision.aws.price import Price, find_price
-from cpuft.provision.image.recipe import read_recipe
+from cpuft.provision.image import read_recipe
 from cpuft.provision.options import AwsConfig
 from cpuft.report.instances import TABLE
 from cpuft.report.instances import Instance as Kind

@@ -13,7 +13,7 @@ import cpuft
 from cpuft.files import cache_path
 from cpuft.hosts.registry import Entry
 from cpuft.plan import Plan
-from cpuft.provision.image.stamp import check_image, read_stamp
+from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.local import planning
 from cpuft.provision.local.facts import MachineFacts, check_machine, gather_machine
 from cpuft.provision.options import LocalConfig

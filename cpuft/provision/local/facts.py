@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import time
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd":
 """Programs that a local cluster needs, and the Debian package of each."""
 
 _BOOT_SECONDS = 10.0
-_SBIN = "/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,9 @@ def check_machine(as_root: bool) -> None:
     """Raises CpuftError when this machine or user cannot make network namespaces."""
     if not as_root:
         raise CpuftError("network namespaces need root: run it with sudo, or say --without-root for a hostfile only")
-    missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not find_program(name)})
+    missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not execute.find_program(name)})
     if missing:
         raise CpuftError(f"this machine lacks {', '.join(missing)}: install what is missing, or say --without-root")
-
-
-def find_program(name: str) -> str:
-    """Path of a program, also where sbin is not in PATH; empty when there is none."""
-    return shutil.which(name) or shutil.which(name, path=_SBIN) or ""
 
 
 def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
@@ -97,7 +90,7 @@ def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str,
 
 
 def _ip(*words: str) -> str:
-    answer = execute.run_quietly((find_program("ip"), "-json", "-4", *words), seconds=10)
+    answer = execute.run_quietly((execute.find_program("ip"), "-json", "-4", *words), seconds=10)
     if answer.exit_code:
         raise CpuftError(f"ip {' '.join(words)} failed ({answer.said.strip()[:200]}): check that iproute2 works here")
     return answer.output or "[]"
@@ -151,7 +144,7 @@ def _gather_node(
     paused |= running and any(_read(Path(group) / "freezer.state").startswith("FR") for group in own)
     cut = link in links and "UP" not in links[link]["flags"]
     address = str(IPv4Network(network)[index])
-    shaping = execute.run_quietly((find_program("tc"), "-json", "qdisc", "show", "dev", link), seconds=10)
+    shaping = execute.run_quietly((execute.find_program("tc"), "-json", "qdisc", "show", "dev", link), seconds=10)
     return NodeFacts(
         running=running and link in links,
         answers=running and link in links and (paused or cut or wait_for_ssh(address, _BOOT_SECONDS)),

@@ -27,7 +27,7 @@ from cpuft.provision.aws.images import (
     parse_images,
     plan_deletion,
 )
-from cpuft.provision.image.recipe import format_install, read_recipe
+from cpuft.provision.image import format_install, read_recipe
 
 RECIPE = read_recipe(str(Path(__file__).parents[3] / "ami" / "recipe.yaml"))
 OLD = Golden("ami-1", "cpuft-a-1", "available", "2026-01-01T10:11:12.000Z", "a", 16, ("snap-1",))

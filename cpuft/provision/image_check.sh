@@ -2,7 +2,7 @@
 # Runs what proves an image inside it: in namespaces of its own, so without a network, and with nothing of this machine
 # but its kernel.
 #
-#   unshare --net --mount --pid --uts --ipc --fork --kill-child check_image.sh ROOT PYTHON PROVE
+#   unshare --net --mount --pid --uts --ipc --fork --kill-child image_check.sh ROOT PYTHON PROVE
 set -eu
 root=$1 python=$2
 hostname image

@@ -11,13 +11,18 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan
-from cpuft.provision.image.planning import ImageFacts, plan_image
-from cpuft.provision.image.recipe import format_container, format_install, read_recipe
-from cpuft.provision.image.stamp import hash_contents
+from cpuft.provision.image import (
+    ImageFacts,
+    format_container,
+    format_install,
+    hash_contents,
+    plan_image,
+    read_recipe,
+)
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import Supply, Wheel, make_own_wheel, make_stamp
 
-AMI = Path(__file__).parents[3] / "ami"
+AMI = Path(__file__).parents[2] / "ami"
 
 
 def test_the_install_script_is_the_recipes() -> None:
@@ -33,7 +38,7 @@ def test_the_container_file_copies_what_there_is_and_proves_what_it_made() -> No
     copied = [line.split()[1:] for line in lines if line.startswith("COPY ")]
     assert [name for *names, _ in copied for name in names if not (AMI.parent / name).exists()] == []
     steps = [line for line in lines if line.startswith("RUN ")]
-    assert steps[-1].startswith("RUN sh /opt/cpuft/src/cpuft/provision/image/prove.sh /opt/cpuft/env/bin/python ")
+    assert steps[-1].startswith("RUN sh /opt/cpuft/src/cpuft/provision/image_prove.sh /opt/cpuft/env/bin/python ")
     assert "rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*" in steps[0]
 
 
@@ -81,7 +86,7 @@ def test_the_recipe_names_no_mirror() -> None:
 
 
 RECIPE = read_recipe(str(AMI / "recipe.yaml"))
-FACTS = ImageFacts("debootstrap", "http://mirror.example/debian", Supply(()))
+FACTS = ImageFacts("debootstrap", Supply(()))
 BUILD = plan_image(RECIPE, "/images/a", FACTS).stages
 
 
@@ -134,7 +139,7 @@ def test_an_image_is_built_beside_its_place_without_host_keys() -> None:
     steps = [stage[0] for stage in plan.stages]
     programs = ["sh", "debootstrap", sys.executable, "install", "chroot", "sh", "unshare", "sh", sys.executable]
     assert [step.command[0] for step in steps] == programs
-    assert steps[1].command[-3:] == ("bookworm", "/images/a.new", "http://mirror.example/debian")
+    assert steps[1].command[-2:] == ("bookworm", "/images/a.new")
     assert steps[3].command[-2:] == ("/w/pip-26.whl", "/w/a.whl")
     pins = ("cpuft==1", "a==1.0")
     assert steps[4].command[4:] == ("/opt/cpuft", make_stamp(pins, WHEELS), *pins)
@@ -143,12 +148,18 @@ def test_an_image_is_built_beside_its_place_without_host_keys() -> None:
     assert (told["recipe"], told["wheels"]) == (RECIPE.digest, sorted(pins))
 
 
+def test_packages_come_from_the_mirror_of_the_recipe() -> None:
+    recipe = replace(RECIPE, base=replace(RECIPE.base, mirror="http://mirror.example/debian"))
+    steps = [stage[0] for stage in plan_image(recipe, "/images/a", replace(FACTS, supply=Supply(WHEELS))).stages]
+    assert steps[1].command[-2:] == ("/images/a.new", "http://mirror.example/debian")
+
+
 def test_what_is_built_is_not_built_again() -> None:
     supply = Supply(WHEELS)
     stamp = {"format": 1, "recipe": RECIPE.digest, "environment": make_stamp(("cpuft==1", "a==1.0"), WHEELS)}
     assert plan_image(RECIPE, "/images/a", replace(FACTS, supply=supply, stamp=stamp)) == Plan()
     for change in ({"recipe": "other"}, {"environment": "other"}):
-        with pytest.raises(CpuftError, match=r"^/images/a exists and is of another recipe or version: remove it"):
+        with pytest.raises(CpuftError, match=r"^/images/a exists, but was not made from this recipe"):
             plan_image(RECIPE, "/images/a", replace(FACTS, supply=supply, stamp=stamp | change))
 
 
@@ -173,9 +184,9 @@ def test_a_wheel_without_a_checkout_makes_images() -> None:
     """The working directory has no folder ami."""
     assert read_recipe("ami/recipe.yaml") == read_recipe(str(AMI / "recipe.yaml"))
     with zipfile.ZipFile(io.BytesIO(make_own_wheel()[1])) as wheel:
-        assert wheel.read("cpuft/provision/image/recipe.yaml") == (AMI / "recipe.yaml").read_bytes()
+        assert wheel.read("cpuft/provision/recipe.yaml") == (AMI / "recipe.yaml").read_bytes()
     settings = configparser.ConfigParser()
     settings.read(AMI.parent / "setup.cfg")
-    assert "*.yaml" in settings["options.package_data"]["cpuft.provision.image"]
+    assert "*.yaml" in settings["options.package_data"]["cpuft.provision"]
     with pytest.raises(CpuftError, match=r"^recipe mine\.yaml cannot be used"):
         read_recipe("mine.yaml")

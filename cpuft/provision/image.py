@@ -1,0 +1,336 @@
+"""The golden image: its recipe, the plan that builds a root filesystem from it, and the stamp of a finished image.
+
+`python -m cpuft.provision.image IMAGE JSON` is the last step of a build: it stamps IMAGE.new and renames it to IMAGE.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import stat
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cpuft import execute
+from cpuft.errors import CpuftError
+from cpuft.files import REMOVE, hash_file, hash_text
+from cpuft.plan import Plan, Step, format_comment
+from cpuft.provision.options import RECIPE
+from cpuft.provision.ownership import check_prefix
+from cpuft.provision.reconcile import Say, plan_file, reconcile
+from cpuft.provision.wheels import EXTRAS, INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
+from cpuft.serialization import find_control, load, parse_json, parse_yaml
+from cpuft.words import own_module
+
+STAMP = "etc/cpuft-image.json"
+"""The file in an image that says how it was built and what it contains."""
+CHECK = "check the environment in the image: imports, mpirun, two ranks over every backend"
+"""Reason of the step that runs `PROVE`."""
+_HERE = Path(__file__)
+PROVE = _HERE.with_name("image_prove.sh").read_text(encoding="utf-8")
+"""Shell script that checks an environment by training with it. Its argument is the environment's Python."""
+_BEGIN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_begin.sh").read_text(encoding="utf-8")
+_CLEAN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_clean.sh").read_text(encoding="utf-8")
+_CONTAINER = _HERE.with_name("Containerfile.in").read_text(encoding="utf-8")
+_OWN_RECIPE = _HERE.with_name("recipe.yaml")
+"""The recipe of the golden image. It lies in the package so that wheels contain it; `ami/recipe.yaml` links to it."""
+_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+_VOLATILE = {STAMP, "etc/ld.so.cache", "etc/shadow", "etc/shadow-", "tmp", "run", "proc", "sys", "dev"}
+_VOLATILE |= {"var/log", "var/cache", "var/lib/apt", "var/lib/dpkg", "var/lib/systemd"}
+"""Files and folders of an image that differ between two builds of the same contents, because they hold times."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A Debian package, and why the image has it."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class File:
+    """A configuration file, and why the image has it."""
+
+    path: str
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where the Python environment for training is installed, and for which Python."""
+
+    prefix: str
+    python: str
+    """Version of the Python in the Debian suite, such as "3.11"."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Base:
+    """What debootstrap unpacks."""
+
+    suite: str
+    """Name of the Debian release."""
+    mirror: str = ""
+    """Address from which debootstrap fetches packages. Empty for debootstrap's default, deb.debian.org."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that distinguishes the image from its Debian base."""
+
+    base: Base
+    packages: tuple[Package, ...]
+    environment: Environment
+    files: tuple[File, ...]
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything that decides what the image contains."""
+        text = "\n".join([format_install(self), self.base.suite, self.environment.prefix, self.environment.python])
+        return hash_text(text, 16)
+
+
+def read_recipe(path: str) -> Recipe:
+    """Read a recipe from a YAML file.
+
+    If `path` is the default (`ami/recipe.yaml`) and does not exist, read the recipe in the installed package.
+
+    Raises
+    ------
+    CpuftError
+        The file cannot be read, or is not a recipe.
+    """
+    use_own = path == RECIPE and not Path(path).exists()
+    try:
+        text = (_OWN_RECIPE if use_own else Path(path)).read_text(encoding="utf-8")
+        recipe = load(Recipe, parse_yaml(text))
+        check_prefix(recipe.environment.prefix)
+        _refuse_control_characters(recipe)
+        return recipe
+    except (OSError, ValueError, CpuftError) as error:
+        raise CpuftError(
+            f"recipe {path} cannot be used ({' '.join(str(error).split())}): compare it with ami/recipe.yaml"
+        ) from None
+
+
+def _refuse_control_characters(recipe: Recipe) -> None:
+    """Raise ValueError if a value has a control character, which would break a line of the generated scripts.
+
+    Only the text of a file may have tabs and several lines.
+    """
+    parts = (recipe.base, recipe.environment, *recipe.packages, *recipe.files)
+    for part in parts:
+        for name, value in vars(part).items():
+            if character := find_control(value, "\n\t" if isinstance(part, File) and name == "text" else ""):
+                raise ValueError(f"{name} {value[:60]!r} contains the control character {character!r}")
+
+
+def format_install(recipe: Recipe) -> str:
+    """Format a shell script that applies the recipe to a Debian host, container or image; it can be run repeatedly."""
+    parts = [
+        "#!/bin/sh",
+        "# Generated from recipe.yaml by `cpuft provision recipe`: edit recipe.yaml instead. Run this script as root.",
+        "#   install.sh [PREFIX STAMP PIN...]      Without arguments, it installs no training environment.",
+        "set -eu",
+        "missing=",
+        'need() { dpkg -s "$1" >/dev/null 2>&1 || missing="$missing $1"; }',
+    ]
+    parts += [f"{format_comment(package.reason)}\nneed {shlex.quote(package.name)}" for package in recipe.packages]
+    parts.append(
+        '[ -z "$missing" ] || { apt-get update && '
+        "DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $missing; }"
+    )
+    for file in recipe.files:
+        folder = file.path.rpartition("/")[0]
+        parts.append(f"{format_comment(file.reason)}\nmkdir -p {shlex.quote(folder)}")
+        parts.append(f"printf %s {shlex.quote(file.text)} >{shlex.quote(file.path)}")
+    parts += ["[ $# -gt 0 ] || exit 0", format_comment(recipe.environment.reason), INSTALL.rstrip("\n")]
+    return "\n".join(parts) + "\n"
+
+
+def format_container(recipe: Recipe) -> str:
+    """Format a Containerfile that applies the recipe to Debian's own image, with sshd and without host keys."""
+    environment = recipe.environment
+    return _CONTAINER.format(
+        suite=recipe.base.suite, prefix=environment.prefix, reason=environment.reason, extras=",".join(EXTRAS)
+    )
+
+
+def environment_python(recipe: Recipe) -> str:
+    """Return the path of the environment's Python in the image."""
+    return f"{recipe.environment.prefix}/env/bin/python"
+
+
+def check_image(image: str) -> None:
+    """Raise CpuftError if `image` is not empty and not the directory of a root filesystem with an sshd."""
+    if image and not os.path.exists(f"{image}/usr/sbin/sshd"):
+        raise CpuftError(
+            f"--image {image} is not a root filesystem with an sshd: name the directory that cpuft provision image made"
+        )
+
+
+def read_stamp(root: Path) -> dict[str, Any]:
+    """Return the stamp of an image; empty if `root` is not a finished image."""
+    with suppress(OSError, ValueError):
+        return load(dict[str, Any], parse_json((root / STAMP).read_text(encoding="utf-8")))
+    return {}
+
+
+def write_stamp(path: Path, values: dict[str, object]) -> None:
+    """Write the stamp of the image that was built as PATH.new, and rename that to `path`.
+
+    The stamp has `values`, a hash of the contents, and the Debian packages with their versions.
+    """
+    built = Path(f"{path}.new")
+    found = {"contents": hash_contents(built), "packages": list_packages(built)}
+    (built / STAMP).write_text(json.dumps(values | found, indent=2) + "\n", encoding="utf-8")
+    built.rename(path)
+
+
+def list_packages(root: Path) -> list[str]:
+    """Return "name=version" of every Debian package in an image."""
+    command = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "-W", "-f=${Package}=${Version}\\n")
+    answer = execute.run_quietly(command, seconds=60)
+    if answer.exit_code:
+        raise CpuftError(
+            f"the Debian packages in {root} cannot be listed ({answer.said.strip()[-200:]}): build the image again"
+        )
+    return sorted(answer.output.split())
+
+
+def hash_contents(root: Path) -> str:
+    """Return a hash of the names, modes, owners and contents of all files, except those that differ in every build."""
+    digest = hashlib.sha256()
+    for folder, names, files in os.walk(root):
+        inside = os.path.relpath(folder, root)
+        names[:] = sorted(n for n in names if os.path.normpath(f"{inside}/{n}") not in _VOLATILE and n != "__pycache__")
+        for name in sorted(files):
+            if f"{inside}/{name}" in _VOLATILE:
+                continue
+            path = os.path.join(folder, name)
+            state = os.lstat(path)
+            digest.update(f"{inside}/{name} {state.st_mode:o} {state.st_uid} {state.st_gid}\0".encode())
+            if stat.S_ISLNK(state.st_mode):
+                digest.update(os.readlink(path).encode())
+            elif stat.S_ISREG(state.st_mode):
+                digest.update(hash_file(Path(path)).encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What planning an image needs to know of this machine."""
+
+    debootstrap: str
+    """Path of the program, or its name if it is not installed."""
+    supply: Supply
+    stamp: dict[str, object] | None = None
+    """Stamp of the image at the target path. None if nothing is there."""
+
+
+def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
+    """Look at what exists of the image and its wheels.
+
+    Parameters
+    ----------
+    target
+        Path of the image.
+    wheels
+        Folder of wheels. Empty for those that cpuft downloads.
+
+    Raises
+    ------
+    CpuftError
+        The folder holds no wheels, or wheels that may not be used.
+    """
+    own = Path(f"{target}.new{recipe.environment.prefix}/wheels")
+    supply = gather_supply(own, wheels, recipe.environment.python, environ)
+    stamp = read_stamp(Path(target)) if os.path.exists(target) else None
+    return ImageFacts(execute.find_program("debootstrap") or "debootstrap", supply, stamp)
+
+
+def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
+    """Plan what is missing of the image at `target`; empty if it is complete.
+
+    The image is built and checked as TARGET.new, and renamed at the end.
+
+    Raises
+    ------
+    CpuftError
+        At `target` there is an image of another recipe or cpuft version, or something that is not an image.
+    """
+    pins = list_pins(facts.supply.wheels)
+    values: dict[str, object] = {"format": 1, "recipe": recipe.digest}
+    values |= {"environment": make_stamp(pins, facts.supply.wheels)} if facts.supply.complete else {}
+    if facts.stamp is not None and not values.items() <= facts.stamp.items():
+        raise CpuftError(
+            f"{target} exists, but was not made from this recipe by this version of cpuft: remove it, or name a new "
+            "directory"
+        )
+    if not facts.supply.complete:
+        note = "The image is built from these wheels. The other steps can be shown when the wheels are downloaded."
+        return Plan((facts.supply.missing[-1:],), (note,))
+    values |= {"python": environment_python(recipe), "wheels": sorted(pins)}
+    steps = _plan_build(recipe, target, facts, values) if facts.stamp is None else ()
+    return Plan(tuple((step,) for step in steps))
+
+
+def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str, object]) -> tuple[Step, ...]:
+    """Plan all steps of a build; `values` go into the stamp."""
+    root, prefix, python = f"{target}.new", recipe.environment.prefix, environment_python(recipe)
+    include = ",".join(package.name for package in recipe.packages)
+    mirror = (recipe.base.mirror,) if recipe.base.mirror else ()
+    debootstrap = (
+        *(facts.debootstrap, "--variant=minbase", f"--include={include}", recipe.base.suite, root),
+        *mirror,
+    )
+    wheels = [wheel.path for wheel in facts.supply.wheels if not wheel.path.startswith(root)]
+    copy = ("install", "-D", "--mode=644", f"--target-directory={root}{prefix}/wheels", *wheels)
+    pins = list_pins(facts.supply.wheels)
+    install = ("chroot", root, "sh", "-s", prefix, make_stamp(pins, facts.supply.wheels), *pins)
+    namespaces = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
+    check = ("unshare", *namespaces, "sh", str(_HERE.with_name("image_check.sh")), root, python, PROVE)
+    stamp = (*own_module(sys.executable, "cpuft.provision.image"), target, json.dumps(values))
+    return (
+        Step("create an empty directory for the image", ("sh", "-c", _BEGIN, "begin", root, STAMP)),
+        Step(f"install Debian {recipe.base.suite} and the packages of the recipe", debootstrap),
+        plan_own_wheel(Path(f"{root}{prefix}/wheels")),
+        Step(f"copy {len(wheels)} wheels into the image", copy),
+        Step("apply the recipe, and install the training environment", install, stdin=format_install(recipe)),
+        plan_file(f"{root}/etc/hosts", _HOSTS, "write /etc/hosts with the loopback addresses"),
+        Step(CHECK, check),
+        Step("remove wheels, caches, host keys and machine identity", ("sh", "-c", _CLEAN, "clean", root, prefix)),
+        Step("write the stamp of the image, and rename it to its final path", stamp),
+    )
+
+
+def make_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str], as_root: bool, say: Say) -> str:
+    """Build the image at `target` unless it is there; return a sentence for the user.
+
+    Raises
+    ------
+    CpuftError
+        The user is not root, debootstrap is missing, a step failed, or something else is at `target`.
+    """
+    if not as_root or not execute.find_program("debootstrap"):
+        raise CpuftError("building an image needs root and debootstrap: install debootstrap with apt-get, and use sudo")
+    before = read_stamp(Path(target))
+    reconcile(partial(gather_image, recipe, target, wheels, environ), partial(plan_image, recipe, target), say)
+    stamp = read_stamp(Path(target))
+    if stamp == before:
+        return f"image {target} exists already and matches the recipe"
+    return f"built image {target} (contents {stamp.get('contents')}); next: cpuft provision local --image {target}"
+
+
+if __name__ == "__main__":
+    write_stamp(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,1 +1,0 @@
-"""The golden image: its recipe, and building it."""
