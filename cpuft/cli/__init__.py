@@ -97,7 +97,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     """
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.asking import SCRIPT_SECONDS, TRAINING_SECONDS
-    from cpuft.launch.attempts import describe_limit, run_attempts
+    from cpuft.launch.restart import describe_limit, run_attempts
     from cpuft.launch.ending import describe_ending
     from cpuft.launch.inputs import list_named, recall_named, remember_named
     from cpuft.launch.job import Job, Launch, plan_fetching, plan_run

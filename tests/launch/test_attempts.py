@@ -16,8 +16,8 @@ from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.again import Course, find_resumed, patiently, take_away
-from cpuft.launch.attempts import describe_limit, find_limit, run_attempts
+from cpuft.launch.restart import Course, find_resumed, patiently, take_away
+from cpuft.launch.restart import describe_limit, find_limit, run_attempts
 from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch, plan_run
 from cpuft.launch.kept import Kept, find_update
@@ -181,7 +181,7 @@ def test_a_run_that_had_ended_when_its_head_host_was_cut_off_is_only_fetched(
             return Answer(0, "there\nfinished\n", "")
 
     fetched = list[str]()
-    monkeypatch.setattr("cpuft.launch.again.fetch_finished", lambda plan, run, *rest: fetched.append(run))
+    monkeypatch.setattr("cpuft.launch.restart.fetch_finished", lambda plan, run, *rest: fetched.append(run))
     away = replace(cluster, away=True, access=replace(cluster.access, transport=Transport()))
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
@@ -234,7 +234,7 @@ def test_results_that_cannot_be_stored_start_nothing_again_and_stay_on_the_hosts
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleaned = list[object]()
-    monkeypatch.setattr("cpuft.launch.attempts.say_kept", lambda *given: cleaned.append(given))
+    monkeypatch.setattr("cpuft.launch.restart.say_kept", lambda *given: cleaned.append(given))
     with pytest.raises(NotStored, match=r"^the results could not be stored: make room here$"):
         run(script(3), cluster, KILLED, not_stored)
     assert cleaned == []

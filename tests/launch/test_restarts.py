@@ -6,7 +6,7 @@ import pytest
 
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
-from cpuft.launch.restarts import Ended, Verdict, choose_hosts, count_restarts, describe_restart, judge
+from cpuft.launch.restart import Ended, Verdict, choose_hosts, count_restarts, describe_restart, judge
 from cpuft.rank.process import FOREIGN, OUT_OF_MEMORY
 
 RAISED = 'step 1\nTraceback (most recent call last):\n  File "train.py", line 5\nValueError: odd <at 0x{}>\n'
