@@ -29,7 +29,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
 from cpuft.hosts.transport import KEEP_ALIVE, side_by_side
 from cpuft.launch.fetch import MERGE, NEW
-from cpuft.launch.kept import ROWS, Kept, plan_kept
+from cpuft.launch.resume import ROWS, Kept, plan_kept
 from cpuft.plan import RunPlan, Stages, Step
 from cpuft.serialization import load, parse_json
 from cpuft.words import own_module

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from cpuft.errors import AGAIN, CpuftError, counted
-from cpuft.hosts.cluster import Cluster
-from cpuft.launch.failures import ended_to_go_on, read_failures
-from cpuft.launch.fetch import NotStored
-from cpuft.launch.job import Job, Launch
-from cpuft.launch.kept import remove_empty_run, silent_at_the_end
-from cpuft.launch.remote import MasterLost, say_kept
-from cpuft.plan import RunPlan
-from cpuft.record import FILE_NAME, InterruptedLine, parse_lines, read_record
-import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TypeVar
-from cpuft.errors import CpuftError, counted
+
+from cpuft.errors import AGAIN, FULL, CpuftError, counted
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, attempt
+from cpuft.launch.failures import Failure, describe_exit, ended_to_go_on, read_failures
+from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch, plan_run
-from cpuft.launch.kept import check_kept, find_update, gather_kept, keep_checkpoints
-from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished
+from cpuft.launch.resume import (
+    check_kept,
+    find_update,
+    gather_kept,
+    keep_checkpoints,
+    remove_empty_run,
+    silent_at_the_end,
+)
+from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished, say_kept
 from cpuft.launch.resume import Resumed, read_resumed
+from cpuft.plan import RunPlan
 from cpuft.rank import kill
-import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from cpuft.errors import AGAIN, FULL, counted
-from cpuft.launch.failures import Failure, describe_exit
+from cpuft.record import FILE_NAME, InterruptedLine, parse_lines, read_record
 
 Start = Callable[[RunPlan, str, Cluster, float], int]
 """Runs a plan of a run, which lies there, on a cluster within so many seconds (0: no limit); its exit code."""

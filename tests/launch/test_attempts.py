@@ -16,12 +16,11 @@ from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.restart import Course, find_resumed, patiently, take_away
-from cpuft.launch.restart import describe_limit, find_limit, run_attempts
 from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch, plan_run
-from cpuft.launch.kept import Kept, find_update
+from cpuft.launch.resume import Kept, find_update
 from cpuft.launch.remote import MasterLost
+from cpuft.launch.restart import Course, describe_limit, find_limit, find_resumed, patiently, run_attempts, take_away
 from cpuft.launch.resume import Resumed
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.measured import list_measured

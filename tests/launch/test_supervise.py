@@ -26,7 +26,7 @@ from cpuft.launch.failures import (
     name_absent,
     worst_exit_code,
 )
-from cpuft.launch.kept import remove_empty_run, silent_at_the_end
+from cpuft.launch.resume import remove_empty_run, silent_at_the_end
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.launch.supervise import NotStartedError, StuckError, Tail, Watchdog, run_plan
 from cpuft.plan import RunPlan, Step
