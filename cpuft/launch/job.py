@@ -9,9 +9,8 @@ from pathlib import Path
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_travel
-from cpuft.launch.resume import ROWS
 from cpuft.launch.planning import end_script, plan_launch, plan_training
-from cpuft.launch.resume import Resumed
+from cpuft.launch.resume import ROWS, Resumed
 from cpuft.launch.settings import script_settings
 from cpuft.plan import RunPlan
 

@@ -19,16 +19,17 @@ from cpuft.hosts.transport import Transport, attempt
 from cpuft.launch.failures import Failure, describe_exit, ended_to_go_on, read_failures
 from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch, plan_run
+from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished, say_kept
 from cpuft.launch.resume import (
+    Resumed,
     check_kept,
     find_update,
     gather_kept,
     keep_checkpoints,
+    read_resumed,
     remove_empty_run,
     silent_at_the_end,
 )
-from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished, say_kept
-from cpuft.launch.resume import Resumed, read_resumed
 from cpuft.plan import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines, read_record

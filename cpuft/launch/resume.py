@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from cpuft.config import FREE_ON_RESUME, LaunchConfig, TrainConfig, option_names
-from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import WORK_ROOT, find_access, read_hosts
-from cpuft.hosts.hostfile import Host
-from cpuft.rank.measured import Measured, list_measured
-from cpuft.record import FILE_NAME, parse_record, read_record
-from cpuft.serialization import load
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
 from cpuft import execute
+from cpuft.config import FREE_ON_RESUME, LaunchConfig, TrainConfig, option_names
+from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, write_text
-from cpuft.hosts.cluster import Access, Cluster, name_work
+from cpuft.hosts.cluster import WORK_ROOT, Access, Cluster, find_access, name_work, read_hosts
+from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import attempt
 from cpuft.plan import Plan, RunPlan, Stages, Step
+from cpuft.rank.measured import Measured, list_measured
+from cpuft.record import FILE_NAME, parse_record, read_record
+from cpuft.serialization import load
+
 
 @dataclass(frozen=True)
 class Resumed:

@@ -30,8 +30,8 @@ from cpuft.launch.failures import (
     read_failures,
     worst_exit_code,
 )
-from cpuft.launch.resume import note_silent
 from cpuft.launch.renewal import Renewal
+from cpuft.launch.resume import note_silent
 from cpuft.launch.stacks.gather import look_at_hang
 from cpuft.launch.stacks.verdict import Verdict
 from cpuft.plan import RunPlan, Step, format_plan

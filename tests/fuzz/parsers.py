@@ -24,8 +24,7 @@ from cpuft.hosts import registry, topology, transport
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
-from cpuft.launch.resume import parse_kept
-from cpuft.launch.resume import read_resumed
+from cpuft.launch.resume import parse_kept, read_resumed
 from cpuft.launch.settings import users_variables
 from cpuft.launch.stacks.sights import parse_dump, parse_sight
 from cpuft.measurement import MeasuredHeader, Measurement

@@ -18,10 +18,9 @@ from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.fetch import NotStored
 from cpuft.launch.job import Job, Launch, plan_run
-from cpuft.launch.resume import Kept, find_update
 from cpuft.launch.remote import MasterLost
 from cpuft.launch.restart import Course, describe_limit, find_limit, find_resumed, patiently, run_attempts, take_away
-from cpuft.launch.resume import Resumed
+from cpuft.launch.resume import Kept, Resumed, find_update
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.measured import list_measured
 from cpuft.rank.process import format_failure

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
-from cpuft.launch.ending import describe_ending
+from cpuft.launch.failures import describe_ending
 from cpuft.rank.process import format_failure
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, Line, format_line

@@ -16,9 +16,8 @@ from cpuft.hosts.cluster import Cluster, name_work
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.inputs import Parcel, plan_inputs, plan_results, plan_travel
 from cpuft.launch.job import find_rows
-from cpuft.launch.resume import Kept, check_kept, keep_checkpoints, parse_kept, plan_kept
 from cpuft.launch.planning import plan_training
-from cpuft.launch.resume import Resumed, read_resumed
+from cpuft.launch.resume import Kept, Resumed, check_kept, keep_checkpoints, parse_kept, plan_kept, read_resumed
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.record import Line, format_line
 from tests.launch.test_inputs import AWAY
