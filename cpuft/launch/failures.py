@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from cpuft.errors import AGAIN
-from cpuft.rank.process import FOREIGN, KILLED_BY_SOMEBODY, MARKS, OUT_OF_MEMORY, parse_failure, parse_missed
-import shlex
-from collections.abc import Sequence
+
 from cpuft.config import LaunchConfig, ScriptConfig, option_names
 from cpuft.errors import AGAIN, CpuftError
 from cpuft.launch.resume import read_resumed
+from cpuft.rank.process import FOREIGN, KILLED_BY_SOMEBODY, MARKS, OUT_OF_MEMORY, parse_failure, parse_missed
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 _NO_MEMORY = re.compile(r"^(MemoryError\b|RuntimeError: .*can't allocate memory|.*std::bad_alloc)", re.MULTILINE)

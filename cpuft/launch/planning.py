@@ -32,7 +32,7 @@ from cpuft.launch import settings as environment
 from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import ROWS, Resumed
 from cpuft.launch.rooms import describe_rooms
-from cpuft.launch.secrets import plan_secrets
+from cpuft.launch.inputs import plan_secrets
 from cpuft.options import plan_turns
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE
