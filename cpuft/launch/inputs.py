@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import (
     PRIVATE,
     REMOVE,
+    SENT,
     check_private,
     hash_file,
     hash_text,
@@ -26,21 +30,14 @@ from cpuft.files import (
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
-from cpuft.hosts.transport import KEEP_ALIVE, side_by_side
-from cpuft.launch.fetch import MERGE, NEW
+from cpuft.hosts.transport import KEEP_ALIVE, attempt, side_by_side
+from cpuft.launch import settings as environment
+from cpuft.launch.results import MERGE, NEW
+from cpuft.launch.mpirun import KEY
 from cpuft.launch.resume import ROWS, Kept, plan_kept
-from cpuft.plan import RunPlan, Stages, Step
+from cpuft.plan import RunPlan, Setting, Stages, Step
 from cpuft.serialization import load, parse_json
 from cpuft.words import own_module
-import secrets
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from cpuft.files import PRIVATE, REMOVE, SENT
-from cpuft.hosts.transport import attempt, side_by_side
-from cpuft.launch import settings as environment
-from cpuft.launch.mpirun import KEY
-from cpuft.plan import RunPlan, Setting
 
 _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -chf - -- "${@:1:count}" | "${@:count+1}"'
 """Links are followed, because what they point to is not there: a hub's cache is made of them."""
@@ -268,7 +265,7 @@ def plan_results(
     if not cluster.away:
         return ()
     pack = cluster.command_on(cluster.master, ("sh", "-c", _PACK, "pack", work))
-    own = own_module(sys.executable, "cpuft.launch.fetch")
+    own = own_module(sys.executable, "cpuft.launch.results")
     fetch = Step(f"fetch the run from {cluster.master}", (*own, MERGE if resumed else NEW, run_dir, *pack))
     remove = remove_command(cluster.folder, os.path.dirname(work))
     names = [*(assignment.host.name for assignment in cluster.assignments), *others]

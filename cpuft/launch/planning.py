@@ -29,10 +29,10 @@ from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
+from cpuft.launch.inputs import plan_secrets
 from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import ROWS, Resumed
 from cpuft.launch.rooms import describe_rooms
-from cpuft.launch.inputs import plan_secrets
 from cpuft.options import plan_turns
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE

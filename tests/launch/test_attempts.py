@@ -16,7 +16,7 @@ from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.fetch import NotStored
+from cpuft.launch.results import NotStored
 from cpuft.launch.job import Job, Launch, plan_run
 from cpuft.launch.remote import MasterLost
 from cpuft.launch.restart import Course, describe_limit, find_limit, find_resumed, patiently, run_attempts, take_away

@@ -16,8 +16,8 @@ import pytest
 
 from cpuft.errors import NOT_STORED, CpuftError
 from cpuft.hosts.cluster import Cluster
-from cpuft.launch import fetch
-from cpuft.launch.fetch import NotStored
+from cpuft.launch import results
+from cpuft.launch.results import NotStored
 from cpuft.launch.inputs import plan_results
 from cpuft.launch.remote import fetch_results
 from cpuft.plan import RunPlan
@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_plain_files_and_folders_get_safe_modes_and_their_times(tmp_path: Path, run: Path) -> None:
     files = member("./logs/", kind=tarfile.DIRTYPE, mode=0o7777), member("./logs/a", "text", mode=0o6777)
-    assert fetch.fetch(run, send(tmp_path, *files, member("./secret", mode=0o600)), False) == []
+    assert results.fetch(run, send(tmp_path, *files, member("./secret", mode=0o600)), False) == []
     assert tree(run) == {"logs/a": "text", "secret": ""}
     modes = {name: (run / name).stat().st_mode & 0o7777 for name in ("logs", "logs/a", "secret")}
     assert modes == {"logs": 0o755, "logs/a": 0o755, "secret": 0o600}
@@ -76,7 +76,7 @@ def test_links_of_a_host_lead_nowhere(tmp_path: Path, run: Path, merge: bool) ->
         (run.parent / "run.part").symlink_to(outside)
     links = member("out", kind=tarfile.SYMTYPE, link=str(outside)), member("hard", kind=tarfile.LNKTYPE, link="kept")
     files = member("out/planted", "theirs"), member("kept", "theirs"), member("null", kind=tarfile.CHRTYPE)
-    told = fetch.fetch(run, send(tmp_path, *links, *files), merge)
+    told = results.fetch(run, send(tmp_path, *links, *files), merge)
     assert told == ["out (symbolic link)", "hard (hard link)", "null (device)"]
     assert tree(outside) == {"kept": "mine"}
     assert (run / "out/planted").read_text() == (run / "kept").read_text() == "theirs"
@@ -86,7 +86,7 @@ def test_links_of_a_host_lead_nowhere(tmp_path: Path, run: Path, merge: bool) ->
 @pytest.mark.parametrize("name", ["/tmp/planted", "../planted", "logs/../../planted"])
 def test_a_name_that_leads_out_is_refused(tmp_path: Path, run: Path, name: str) -> None:
     with pytest.raises(NotStored, match="leads out of the run's folder"):
-        fetch.fetch(run, send(tmp_path, member("record.jsonl"), member(name, "theirs")), False)
+        results.fetch(run, send(tmp_path, member("record.jsonl"), member(name, "theirs")), False)
     assert list(run.parent.iterdir()) == []
 
 
@@ -106,14 +106,14 @@ def test_a_broken_archive_changes_nothing(tmp_path: Path, run: Path, case: str) 
     (run / "a").write_text("older")
     members, end = BROKEN[case]
     with pytest.raises(NotStored):
-        fetch.fetch(run, send(tmp_path, *members, end=end), True)
+        results.fetch(run, send(tmp_path, *members, end=end), True)
     assert tree(run.parent) == {"run/a": "older"}
 
 
 @pytest.mark.parametrize("end", [END, b""])
 def test_a_sender_that_fails_is_no_fault_of_this_disk(tmp_path: Path, run: Path, end: bytes) -> None:
     with pytest.raises(CpuftError, match="exit code 255") as raised:
-        fetch.fetch(run, send(tmp_path, member("a", "x" * 600)[:-512], end=end, code=255), False)
+        results.fetch(run, send(tmp_path, member("a", "x" * 600)[:-512], end=end, code=255), False)
     assert not isinstance(raised.value, NotStored)
     assert not run.exists()
 
@@ -123,7 +123,7 @@ def test_a_resumed_run_is_merged_and_whatever_is_in_the_way_is_kept(tmp_path: Pa
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("older")
     names = ("logs/rank-0.out", "logs-1/rank-0.out", "out/file", "model")
-    fetch.fetch(run, send(tmp_path, *(member(name, "newer") for name in names)), True)
+    results.fetch(run, send(tmp_path, *(member(name, "newer") for name in names)), True)
     assert tree(run) == {
         **dict.fromkeys(("logs/rank-0.out", "logs-3/rank-0.out", "out/file", "model"), "newer"),
         **dict.fromkeys(("logs-1/rank-0.out", "logs-2/rank-0.out", "only-here"), "older"),
@@ -135,25 +135,25 @@ def test_a_run_whose_folder_the_user_put_on_another_disk_is_merged_there(tmp_pat
     with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
         run.parent.mkdir()
         run.symlink_to(disk)
-        fetch.fetch(run, send(tmp_path, member("a", "text")), True)
+        results.fetch(run, send(tmp_path, member("a", "text")), True)
         assert tree(Path(disk)) == tree(run) == {"a": "text"}
         assert run.is_symlink()
         assert os.listdir(disk) == ["a"]
 
 
 def test_what_a_killed_fetch_left_is_removed_and_a_fetch_that_runs_is_not_disturbed(tmp_path: Path, run: Path) -> None:
-    leftover = run.parent / f"{fetch._PREFIX}old"
+    leftover = run.parent / f"{results._PREFIX}old"
     (leftover / "run").mkdir(parents=True)
     (leftover / "run" / "evil").symlink_to("/")
     ready = tmp_path / "ready"
     slow = ("sh", "-c", f"touch {ready}; read line <{tmp_path}/go; tar -cf - -T /dev/null")
     os.mkfifo(tmp_path / "go")
-    words = [sys.executable, "-m", "cpuft.launch.fetch", fetch.NEW, str(run.parent / "other"), *slow]
+    words = [sys.executable, "-m", "cpuft.launch.results", results.NEW, str(run.parent / "other"), *slow]
     with subprocess.Popen(words) as other:
         while not ready.exists():
             assert other.poll() is None
         assert not leftover.exists()
-        fetch.fetch(run, send(tmp_path, member("a", "text")), False)
+        results.fetch(run, send(tmp_path, member("a", "text")), False)
         (tmp_path / "go").write_text("\n")
     assert other.returncode == 0
     assert [path.name for path in run.parent.iterdir()] == ["run"]

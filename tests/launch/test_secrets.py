@@ -18,9 +18,8 @@ from cpuft.hosts import cluster as clusters
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
-from cpuft.launch import inputs
-from cpuft.launch.mpirun import KEY
 from cpuft.launch.inputs import secrets_there
+from cpuft.launch.mpirun import KEY
 from cpuft.plan import RunPlan
 from tests.launch.test_inputs import AWAY
 
