@@ -18,7 +18,7 @@ import pytest
 from cpuft.bench.figures import format_contestants, format_figures, read_figures
 from cpuft.cli import cli
 from cpuft.config import LaunchConfig
-from cpuft.launch.planning import choose_run_dir, plan_settings
+from cpuft.launch.plan import choose_run_dir, plan_settings
 from cpuft.options import TOOLS, read_table
 from tests.conftest import run_cpuft
 from tests.launch.test_planning import make_cluster

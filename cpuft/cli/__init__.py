@@ -99,8 +99,8 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.launch.asking import SCRIPT_SECONDS, TRAINING_SECONDS
     from cpuft.launch.failures import describe_ending
     from cpuft.launch.inputs import list_named, recall_named, remember_named
-    from cpuft.launch.job import Job, Launch, plan_fetching, plan_run
-    from cpuft.launch.planning import choose_run_dir, end_script, name_script, plan_script, refuse_other_launchers
+    from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
+    from cpuft.launch.plan import choose_run_dir, end_script, name_script, plan_script, refuse_other_launchers
     from cpuft.launch.remote import fetch_finished
     from cpuft.launch.restart import describe_limit, run_attempts
     from cpuft.launch.resume import check_kept, gather_resumed
@@ -178,7 +178,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
 def compare(dry_run: bool, **values: Any) -> None:
     """Train --task on each number of ranks in turn, and report how much faster each was than the fewest."""
     from cpuft.launch.comparison import parse_numbers, plan_comparison
-    from cpuft.launch.planning import choose_run_dir
+    from cpuft.launch.plan import choose_run_dir
 
     config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)
     comparison = pick(CompareConfig, values)
@@ -200,7 +200,7 @@ def compare(dry_run: bool, **values: Any) -> None:
 def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
     from cpuft.hosts.cluster import gather_cluster, read_hosts
-    from cpuft.launch.planning import plan_settings
+    from cpuft.launch.plan import plan_settings
     from cpuft.launch.settings import export_settings, unspeakable_names
     from cpuft.plan import format_export
 
@@ -222,7 +222,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     """
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.inputs import plan_travel
-    from cpuft.launch.planning import choose_run_dir, plan_bench
+    from cpuft.launch.plan import choose_run_dir, plan_bench
     from cpuft.report.bandwidth import write_plot
 
     config = pick(LaunchConfig, values)

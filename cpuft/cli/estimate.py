@@ -143,7 +143,7 @@ def _probe(train: TrainConfig) -> Record:
     import tempfile  # half of what --help would import
 
     from cpuft.hosts.cluster import gather_cluster
-    from cpuft.launch.planning import plan_training
+    from cpuft.launch.plan import plan_training
     from cpuft.launch.supervise import run_plan
     from cpuft.record import read_record
 

@@ -9,7 +9,7 @@ from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_lacking, pack_training, plan_travel
-from cpuft.launch.planning import plan_training
+from cpuft.launch.plan import plan_training
 from cpuft.plan import RunPlan
 
 

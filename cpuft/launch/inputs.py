@@ -32,8 +32,8 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
 from cpuft.hosts.transport import KEEP_ALIVE, attempt, side_by_side
 from cpuft.launch import settings as environment
-from cpuft.launch.results import MERGE, NEW
 from cpuft.launch.mpirun import KEY
+from cpuft.launch.results import MERGE, NEW
 from cpuft.launch.resume import ROWS, Kept, plan_kept
 from cpuft.plan import RunPlan, Setting, Stages, Step
 from cpuft.serialization import load, parse_json

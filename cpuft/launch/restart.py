@@ -17,9 +17,9 @@ from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, attempt
 from cpuft.launch.failures import Failure, describe_exit, ended_to_go_on, read_failures
-from cpuft.launch.results import NotStored
-from cpuft.launch.job import Job, Launch, plan_run
+from cpuft.launch.plan import Job, Launch, plan_run
 from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished, say_kept
+from cpuft.launch.results import NotStored
 from cpuft.launch.resume import (
     Resumed,
     check_kept,

@@ -16,10 +16,10 @@ from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.results import NotStored
-from cpuft.launch.job import Job, Launch, plan_run
+from cpuft.launch.plan import Job, Launch, plan_run
 from cpuft.launch.remote import MasterLost
 from cpuft.launch.restart import Course, describe_limit, find_limit, find_resumed, patiently, run_attempts, take_away
+from cpuft.launch.results import NotStored
 from cpuft.launch.resume import Kept, Resumed, find_update
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.measured import list_measured

@@ -17,9 +17,9 @@ import pytest
 from cpuft.errors import NOT_STORED, CpuftError
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch import results
-from cpuft.launch.results import NotStored
 from cpuft.launch.inputs import plan_results
 from cpuft.launch.remote import fetch_results
+from cpuft.launch.results import NotStored
 from cpuft.plan import RunPlan
 from tests.launch.test_inputs import AWAY
 

@@ -31,7 +31,7 @@ from cpuft.launch.inputs import (
     recall_named,
     remember_named,
 )
-from cpuft.launch.job import Job
+from cpuft.launch.plan import Job
 from cpuft.launch.resume import Resumed
 from cpuft.plan import RunPlan, Step
 
@@ -161,7 +161,7 @@ def test_resume_may_send_what_is_named_now_or_was_at_the_start(
 
     monkeypatch.setattr("cpuft.launch.resume.gather_resumed", lambda *given: resumed)
     monkeypatch.setattr("cpuft.hosts.cluster.gather_cluster", lambda *given: AWAY)
-    monkeypatch.setattr("cpuft.launch.job.plan_run", plan_run)
+    monkeypatch.setattr("cpuft.launch.plan.plan_run", plan_run)
     for remembered in (set(), {str(work / "model")}):
         remember_named(resumed.run_dir, remembered, os.environ)
         with pytest.raises(CpuftError, match="that is enough"):

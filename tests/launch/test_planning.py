@@ -16,7 +16,7 @@ from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
-from cpuft.launch.planning import (
+from cpuft.launch.plan import (
     LEAST_FREE_BYTES,
     choose_run_dir,
     end_script,
@@ -211,7 +211,7 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         choose_run_dir("mine", "x")
     with pytest.raises(CpuftError, match=r"cannot be written: name another place"):
         choose_run_dir("/etc/hostname/runs", "x")
-    monkeypatch.setattr("cpuft.launch.planning.LEAST_FREE_BYTES", 1 << 62)
+    monkeypatch.setattr("cpuft.launch.plan.LEAST_FREE_BYTES", 1 << 62)
     with pytest.raises(CpuftError, match="is full"):
         choose_run_dir("other", "x")
     assert LEAST_FREE_BYTES < 1 << 30

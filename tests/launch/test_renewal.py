@@ -14,7 +14,7 @@ from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.transport import Transport
-from cpuft.launch.planning import plan_launch
+from cpuft.launch.plan import plan_launch
 from cpuft.launch.renewal import Renewal, Run, describe_renewal
 from cpuft.launch.supervise import run_plan
 from cpuft.plan import RunPlan, Step

@@ -12,7 +12,7 @@ import pytest
 
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.launch.planning import plan_training
+from cpuft.launch.plan import plan_training
 from cpuft.launch.resume import Resumed, read_resumed
 from cpuft.launch.supervise import run_plan
 from cpuft.plan import RunPlan, Step

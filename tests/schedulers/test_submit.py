@@ -303,4 +303,4 @@ def test_a_plain_launch_imports_nothing_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.splitlines()[-1].split())
     assert not {*SCHEDULERS.split(), "yaml", "boto3", "paramiko"} & loaded
-    assert {"cpuft.launch.planning", "cpuft.launch.supervise", "cpuft.hosts.cluster"} <= loaded
+    assert {"cpuft.launch.plan", "cpuft.launch.supervise", "cpuft.hosts.cluster"} <= loaded

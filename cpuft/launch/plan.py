@@ -1,4 +1,4 @@
-"""(hosts, placement, configuration, worker's command) -> plan -> run directory."""
+"""Plan a run: from a job and the facts of the hosts to the commands and environment settings of every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-
 from cpuft.config import (
     BenchConfig,
     LaunchConfig,
@@ -32,11 +31,16 @@ from cpuft.launch import settings as environment
 from cpuft.launch.inputs import plan_secrets
 from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import ROWS, Resumed
-from cpuft.launch.rooms import describe_rooms
 from cpuft.options import plan_turns
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE
 from cpuft.words import own_module, pack_words
+from dataclasses import dataclass
+from cpuft.config import LaunchConfig, TrainConfig
+from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_travel
+from cpuft.launch.settings import script_settings
+from cpuft.plan import RunPlan
+from cpuft.config import Room, Rooms, TrainConfig, format_rooms
 
 LEAST_FREE_BYTES = 256 << 20
 """Room that a run directory must have: records and logs are small, a trained encoder is a few hundred MB."""
@@ -376,3 +380,76 @@ def choose_run_dir(wanted: str, name: str) -> str:
             f"make room, or name another place with --run-dir"
         )
     return str(path)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training, or a script of the user's own."""
+
+    config: LaunchConfig
+    train: TrainConfig
+    script: tuple[str, ...] = ()
+    """Its command, from `planning.plan_script`; empty for a training."""
+    wrap: bool = False
+    independent: bool = False
+    """Whether the ranks of the script are meant to be independent of each other."""
+    progress: str = "lines"
+    named: frozenset[str] | None = None
+    """Files and folders that may be sent to hosts, where `train` is a record's; None where the user gave all of it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A job, where its run lies, and what its ranks inherit."""
+
+    job: Job
+    run_dir: str
+    environ: Mapping[str, str]
+
+
+def plan_run(
+    job: Job, cluster: Cluster, run_dir: str, environ: Mapping[str, str], resumed: Resumed | None = None
+) -> RunPlan:
+    """The whole plan of a job on these hosts: of a new run in `run_dir`, or with `resumed` of one that goes on there.
+
+    Asks the hosts which inputs they lack, and changes nothing.
+
+    Raises CpuftError: it cannot run there.
+    """
+    work, config = cluster.work_dir(run_dir), job.config
+    if job.script:
+        command, parcels = pack_script(cluster, job.script)
+        command = end_script(command, cluster.python, job.wrap)
+        extra = script_settings(config.np, job.independent)
+        plan = plan_launch(cluster, config, work, command, "gloo", environ, resumed, extra)
+    else:
+        train, parcels = pack_training(cluster, job.train, job.named)
+        plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
+    lacking = gather_lacking(parcels, cluster)
+    kept, have = (resumed.kept, find_rows(resumed, cluster)) if resumed else ((), set[str]())
+    return plan_travel(plan, parcels, lacking, cluster, run_dir, kept, have)
+
+
+def plan_fetching(cluster: Cluster, resumed: Resumed) -> RunPlan:
+    """The plan that only fetches a finished run from the head host, and then removes it from all hosts."""
+    plan = RunPlan(ways=cluster.ways, resumed=True)
+    return plan_travel(plan, (), {}, cluster, resumed.run_dir, resumed.kept)
+
+
+def find_rows(resumed: Resumed, cluster: Cluster) -> set[str]:
+    """Hosts that have the prepared rows of this very launch, where it starts its run again."""
+    if not resumed.because:
+        return set()
+    if not cluster.away:
+        return {cluster.master} if Path(resumed.run_dir, ROWS).exists() else set()
+    return {one.host.name for one in resumed.kept if one.rows}
+
+
+def describe_rooms(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], apart: bool) -> tuple[str, ...]:
+    """The preparation's word for it; none where a host does not know."""
+    hosts = []
+    for assignment, facts in zip(cluster.assignments, cluster.facts):
+        free = min(facts.memory_free, facts.memory_left) if facts.memory_left >= 0 else facts.memory_free
+        hosts.append(Room(assignment.host.name, assignment.ranks, free, facts.boot_id, facts.memory_free))
+    flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    return format_rooms(Rooms(tuple(hosts), choose_precision(train.precision, train.emulate_bf16, flags).name, apart))
