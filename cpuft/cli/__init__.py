@@ -99,8 +99,17 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.launch.asking import SCRIPT_SECONDS, TRAINING_SECONDS
     from cpuft.launch.failures import describe_ending
     from cpuft.launch.inputs import list_named, recall_named, remember_named
-    from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
-    from cpuft.launch.plan import choose_run_dir, end_script, name_script, plan_script, refuse_other_launchers
+    from cpuft.launch.plan import (
+        Job,
+        Launch,
+        choose_run_dir,
+        end_script,
+        name_script,
+        plan_fetching,
+        plan_run,
+        plan_script,
+        refuse_other_launchers,
+    )
     from cpuft.launch.remote import fetch_finished
     from cpuft.launch.restart import describe_limit, run_attempts
     from cpuft.launch.resume import check_kept, gather_resumed

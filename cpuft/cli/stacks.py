@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from cpuft.launch.stacks.sights import Sight, describe_state
+from cpuft.launch.stack_dumps import Sight, describe_state
 from cpuft.options import Verb, complete_runs
 
 _WIDTH = 400
@@ -20,9 +20,8 @@ def stacks(run: str) -> None:
 
     All stacks are kept in RUN/logs/rank-N.stack; of a run on hosts with disks of their own, they come back with it.
     """
-    from cpuft.launch.stacks.gather import gather_sights, write_sights
+    from cpuft.launch.stack_dumps import gather_sights, judge, write_sights
     from cpuft.launch.stacks.going import find_place
-    from cpuft.launch.stacks.verdict import judge
 
     place = find_place(run, os.environ)
     sights, silent = gather_sights(place)

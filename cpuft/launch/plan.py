@@ -9,14 +9,18 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
 from cpuft.config import (
     BenchConfig,
     LaunchConfig,
+    Room,
+    Rooms,
     TrainConfig,
     WorkerConfig,
     format_arguments,
+    format_rooms,
     refuse_conflicts,
     refuse_engine,
 )
@@ -28,19 +32,14 @@ from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
-from cpuft.launch.inputs import plan_secrets
+from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_secrets, plan_travel
 from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import ROWS, Resumed
+from cpuft.launch.settings import script_settings
 from cpuft.options import plan_turns
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE
 from cpuft.words import own_module, pack_words
-from dataclasses import dataclass
-from cpuft.config import LaunchConfig, TrainConfig
-from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_travel
-from cpuft.launch.settings import script_settings
-from cpuft.plan import RunPlan
-from cpuft.config import Room, Rooms, TrainConfig, format_rooms
 
 LEAST_FREE_BYTES = 256 << 20
 """Room that a run directory must have: records and logs are small, a trained encoder is a few hundred MB."""

@@ -32,8 +32,7 @@ from cpuft.launch.failures import (
 )
 from cpuft.launch.renewal import Renewal
 from cpuft.launch.resume import note_silent
-from cpuft.launch.stacks.gather import look_at_hang
-from cpuft.launch.stacks.verdict import Verdict
+from cpuft.launch.stack_dumps import Verdict, look_at_hang
 from cpuft.plan import RunPlan, Step, format_plan
 from cpuft.rank.notice import SIGN
 from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED

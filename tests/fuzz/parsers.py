@@ -26,7 +26,7 @@ from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_kept, read_resumed
 from cpuft.launch.settings import users_variables
-from cpuft.launch.stacks.sights import parse_dump, parse_sight
+from cpuft.launch.stack_dumps import parse_dump, parse_sight
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options import parse_arguments, plan_turns, read_config
 from cpuft.provision import image

@@ -15,8 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, name_work
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.inputs import Parcel, plan_inputs, plan_results, plan_travel
-from cpuft.launch.plan import find_rows
-from cpuft.launch.plan import plan_training
+from cpuft.launch.plan import find_rows, plan_training
 from cpuft.launch.resume import Kept, Resumed, check_kept, keep_checkpoints, parse_kept, plan_kept, read_resumed
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.record import Line, format_line

@@ -27,7 +27,7 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.resume import remove_empty_run, silent_at_the_end
-from cpuft.launch.stacks.verdict import Verdict
+from cpuft.launch.stack_dumps import Verdict
 from cpuft.launch.supervise import NotStartedError, StuckError, Tail, Watchdog, run_plan
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.notice import SIGN

@@ -16,7 +16,7 @@ from cpuft.files import cache_folder, cache_path, hash_text, write_text
 from cpuft.hosts.cluster import Access, Cluster, find_slurm
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
-from cpuft.launch.stacks.gather import Place
+from cpuft.launch.stack_dumps import Place
 from cpuft.serialization import load, parse_json
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli.stacks import format_sights
-from cpuft.launch.stacks.sights import (
+from cpuft.launch.stack_dumps import (
     GONE,
     SILENT,
     Frame,

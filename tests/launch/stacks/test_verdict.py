@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cpuft.launch.stacks.sights import GONE, SILENT, Frame, Sight, Wait
-from cpuft.launch.stacks.verdict import judge
+from cpuft.launch.stack_dumps import GONE, SILENT, Frame, Sight, Wait, judge
 
 WORLD, PAIR = "the world", "group 1"
 TORCH = Frame("/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
