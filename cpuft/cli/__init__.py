@@ -96,6 +96,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     Its ranks have to form one process group, or the run ends with an error: see --independent.
     """
     from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.active_runs import hold_run
     from cpuft.launch.asking import SCRIPT_SECONDS, TRAINING_SECONDS
     from cpuft.launch.failures import describe_ending
     from cpuft.launch.inputs import list_named, recall_named, remember_named
@@ -113,7 +114,6 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.launch.remote import fetch_finished
     from cpuft.launch.restart import describe_limit, run_attempts
     from cpuft.launch.resume import check_kept, gather_resumed
-    from cpuft.launch.stacks.going import hold_run
 
     config, train, how = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values)
     if script:

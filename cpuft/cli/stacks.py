@@ -20,8 +20,8 @@ def stacks(run: str) -> None:
 
     All stacks are kept in RUN/logs/rank-N.stack; of a run on hosts with disks of their own, they come back with it.
     """
+    from cpuft.launch.active_runs import find_place
     from cpuft.launch.stack_dumps import gather_sights, judge, write_sights
-    from cpuft.launch.stacks.going import find_place
 
     place = find_place(run, os.environ)
     sights, silent = gather_sights(place)

@@ -13,7 +13,7 @@ from cpuft.files import write_text
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.stacks.going import find_place, hold_run, noted
+from cpuft.launch.active_runs import find_place, hold_run, noted
 from tests.conftest import run_cpuft
 
 HERE, NOWHERE = Host("localhost"), Host("127.0.0.9", port=9)

@@ -1,4 +1,4 @@
-"""Which runs go on, so that they can be looked at: a note in this user's cache, for as long as its launch lives."""
+"""Know which runs are active, so that their stacks can be read and no second launch works in the same folder."""
 
 from __future__ import annotations
 
