@@ -97,7 +97,6 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     """
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.active_runs import hold_run
-    from cpuft.launch.asking import SCRIPT_SECONDS, TRAINING_SECONDS
     from cpuft.launch.failures import describe_ending
     from cpuft.launch.inputs import list_named, recall_named, remember_named
     from cpuft.launch.plan import (
@@ -114,6 +113,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     from cpuft.launch.remote import fetch_finished
     from cpuft.launch.restart import describe_limit, run_attempts
     from cpuft.launch.resume import check_kept, gather_resumed
+    from cpuft.launch.supervise import SCRIPT_SECONDS, TRAINING_SECONDS
 
     config, train, how = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values)
     if script:

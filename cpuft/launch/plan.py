@@ -33,9 +33,9 @@ from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
 from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_secrets, plan_travel
-from cpuft.launch.renewal import describe_renewal
 from cpuft.launch.resume import ROWS, Resumed
 from cpuft.launch.settings import script_settings
+from cpuft.launch.supervise import describe_renewal
 from cpuft.options import plan_turns
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE

@@ -23,11 +23,10 @@ from cpuft.errors import AGAIN, NOT_STORED, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import Transport
 from cpuft.launch.active_runs import noted
-from cpuft.launch.asking import StopRequest
 from cpuft.launch.inputs import secrets_there
 from cpuft.launch.results import SKIPPED, NotStored
 from cpuft.launch.resume import NOTE, find_update, keep_checkpoints, silent_at_the_end
-from cpuft.launch.supervise import run_plan, write_plan
+from cpuft.launch.supervise import StopRequest, run_plan, write_plan
 from cpuft.plan import Plan, RunPlan, Setting, Step
 from cpuft.rank.process import end_with_parent
 from cpuft.record import FILE_NAME

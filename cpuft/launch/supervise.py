@@ -1,8 +1,10 @@
-"""Watches a run from its start to its end: shows rank 0, keeps the logs, says why it failed."""
+"""Run one attempt on this machine: start mpirun, watch the ranks, and ask or force them to stop."""
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -16,11 +18,12 @@ from pathlib import Path
 from typing import IO
 
 from cpuft import execute
+from cpuft.config import is_count
 from cpuft.errors import AGAIN, CpuftError, DiskFullError, Interrupted
+from cpuft.execute import Answer
 from cpuft.files import remove_command, write_text
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import Transport
-from cpuft.launch.asking import StopRequest
+from cpuft.hosts.transport import Transport, attempt
 from cpuft.launch.failures import (
     describe_failures,
     ended_to_go_on,
@@ -30,11 +33,10 @@ from cpuft.launch.failures import (
     read_failures,
     worst_exit_code,
 )
-from cpuft.launch.renewal import Renewal
 from cpuft.launch.resume import note_silent
 from cpuft.launch.stack_dumps import Verdict, look_at_hang
-from cpuft.plan import RunPlan, Step, format_plan
-from cpuft.rank.notice import SIGN
+from cpuft.plan import Plan, RunPlan, Step, format_plan
+from cpuft.rank.notice import ASKED, SIGN
 from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED
 from cpuft.rank.reporting import HANGS, SUPERVISED
 
@@ -432,3 +434,123 @@ def _start_ranks(step: Step, watchdog: Watchdog, environ: Mapping[str, str], sec
             raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
     nobody = code not in (0, *_CANNOT_RUN) and watchdog.several and not watchdog.has_started()
     return code, False, f"mpirun ended (exit code {code}) before any rank had started" if nobody else ""
+
+
+TRAINING_SECONDS = 120.0
+"""How long a training may take to end after the first Ctrl-C: the current update, and a checkpoint."""
+SCRIPT_SECONDS = 30.0
+"""The same for a Python script of the user's: most do not listen, and then the user need not wait for long."""
+_TELL_SECONDS = 20.0
+
+
+@dataclass
+class StopRequest:
+    """Asks the ranks once, by a file in the run's directory on the head host, because mpirun passes no signal on."""
+
+    run_dir: str
+    """The run's directory as the ranks see it."""
+    master: str
+    ways: dict[str, tuple[str, ...]]
+    """As `cpuft.plan.Plan.ways`."""
+    grace: float
+    """Seconds from SIGTERM until the ranks are killed; with 0, SIGTERM kills them at once."""
+    patience: float = 0.0
+    """Seconds from the first Ctrl-C until the ranks are killed; with 0, Ctrl-C kills them at once."""
+    signal_number: int = 0
+    end: float = math.inf
+    told: bool = False
+
+    def takes(self, signal_number: int) -> bool:
+        """Whether a signal only asks the ranks to end. Called in the signal's handler."""
+        first = math.isinf(self.end) and not self.signal_number
+        seconds = 0.0
+        if signal_number == signal.SIGTERM and math.isinf(self.end):
+            seconds = self.grace
+        elif signal_number == signal.SIGINT and first:
+            seconds = self.patience
+        if seconds > 0:
+            self.end = time.monotonic() + seconds
+        if seconds > 0 or signal_number == signal.SIGUSR1:
+            self.signal_number = self.signal_number or signal_number
+            return True
+        return False
+
+    def check(self) -> None:
+        """Pass a request on to the ranks. Called now and then while they run.
+
+        Raises Interrupted: the time that the ranks had to end has passed.
+        """
+        if self.signal_number and not self.told:
+            self.told = True
+            name = signal.Signals(self.signal_number).name
+            if self.signal_number == signal.SIGINT:
+                _print_line(
+                    f"the ranks are asked to save a checkpoint and end, within {self.patience:.0f} s; "
+                    "press Ctrl-C again to end them at once"
+                )
+            answer = execute.run_quietly(self.plan_telling(name).command, _TELL_SECONDS)
+            if answer.exit_code:
+                _print_line(f"ranks cannot be told of {name} ({answer.said.strip()})")
+        if time.monotonic() > self.end:
+            raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
+
+    def plan_telling(self, name: str) -> Step:
+        """The step that writes the file, as this machine runs it."""
+        path = f"{self.run_dir}/{ASKED}"
+        words = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
+        return Plan(ways=self.ways).here(Step("ask ranks to end", words, host=self.master))
+
+
+def _print_line(line: str) -> None:
+    print(f"cpuft: {line}", file=sys.stderr, flush=True)
+
+
+_EVERY_SECONDS = 300.0
+_ANSWER_SECONDS = 20.0
+Run = Callable[[str, tuple[str, ...], float], Answer]
+"""Runs a command on a host, for so many seconds at most."""
+
+
+def describe_renewal(words: tuple[str, ...]) -> tuple[str, ...]:
+    """What a plan's notes tell of it: no script of steps does that."""
+    if not words:
+        return ()
+    return (f"while ranks run, for the lease to go on, every {_EVERY_SECONDS:.0f} s on each host: {shlex.join(words)}",)
+
+
+@dataclass
+class Renewal:
+    """Has the hosts of a run renew their leases, side by side and beside what waits for the ranks."""
+
+    words: tuple[str, ...]
+    hosts: tuple[str, ...]
+    run: Run
+    say: Callable[[str], None]
+    now: Callable[[], float] = time.monotonic
+    _next: float = 0.0
+    _said: set[str] = field(default_factory=set)
+
+    def check(self) -> None:
+        """Called now and then while ranks run."""
+        if self.words and self.now() >= self._next:
+            self._next = self.now() + _EVERY_SECONDS
+            threading.Thread(target=self.renew, daemon=True).start()
+
+    def renew(self) -> None:
+        """Renew them now; say each limit and each trouble once."""
+        answers = attempt(lambda host: self.run(host, self.words, _ANSWER_SECONDS), self.hosts)
+        for host, answer in zip(self.hosts, answers):
+            line = _describe(host, answer)
+            if line not in self._said:
+                self._said.add(line)
+                self.say(line)
+
+
+def _describe(host: str, answer: Answer | CpuftError) -> str:
+    """The limit, the same for all hosts of a lease; or why a host goes as its lease was."""
+    words = [] if isinstance(answer, CpuftError) else answer.output.partition("\n")[0].split()
+    if isinstance(answer, Answer) and not answer.exit_code and len(words) == 2 and is_count(words[1]):
+        limit = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(words[1])))
+        return f"the lease of the hosts goes on while the run does, to {limit} at most"
+    said = str(answer) if isinstance(answer, CpuftError) else answer.said.strip()[-200:]
+    return f"the lease of {host} cannot be renewed ({said}): look at it with cpuft provision status"

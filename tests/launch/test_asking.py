@@ -11,7 +11,7 @@ import pytest
 
 from cpuft.errors import Interrupted
 from cpuft.execute import run_step
-from cpuft.launch.asking import StopRequest
+from cpuft.launch.supervise import StopRequest
 from cpuft.plan import Step
 
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT

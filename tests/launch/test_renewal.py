@@ -15,8 +15,7 @@ from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.transport import Transport
 from cpuft.launch.plan import plan_launch
-from cpuft.launch.renewal import Renewal, Run, describe_renewal
-from cpuft.launch.supervise import run_plan
+from cpuft.launch.supervise import Renewal, Run, describe_renewal, run_plan
 from cpuft.plan import RunPlan, Step
 from tests.launch.test_planning import make_cluster
 
