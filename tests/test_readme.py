@@ -21,7 +21,7 @@ from cpuft.config import LaunchConfig
 from cpuft.launch.plan import choose_run_dir, plan_settings
 from cpuft.options import TOOLS, read_table
 from tests.conftest import run_cpuft
-from tests.launch.test_planning import make_cluster
+from tests.launch.test_plan import make_cluster
 from tests.records import make_record
 from tests.report.test_comparison import write_record
 

@@ -1,9 +1,9 @@
 """Fetch a run's folder from the head host and store it on this machine.
 
-`python -m cpuft.launch.results new|merge RUN_DIR COMMAND...` runs COMMAND, which writes a tar archive of the run's folder
-to its standard output, and stores the archive as RUN_DIR. The archive comes from another machine, so nothing in it is
-trusted: only plain files and folders are stored, and they are unpacked in a new folder, which no earlier fetch could
-have prepared.
+`python -m cpuft.launch.results new|merge RUN_DIR COMMAND...` runs COMMAND, which writes a tar archive of the run's
+folder to its standard output, and stores the archive as RUN_DIR. The archive comes from another machine, so nothing in
+it is trusted: only plain files and folders are stored, and they are unpacked in a new folder, which no earlier fetch
+could have prepared.
 """
 
 from __future__ import annotations

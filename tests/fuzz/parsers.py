@@ -54,7 +54,7 @@ from cpuft.train.predict import read_trained
 from tests.conftest import make_facts
 from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
-from tests.launch.stacks.test_sights import DUMP, found
+from tests.launch.test_stack_dumps import DUMP, found
 from tests.records import make_record
 from tests.schedulers.aws_batch.test_variables import CHILD
 

@@ -1,9 +1,10 @@
-"""What `cpuft launch --resume` takes from a run, and what it refuses."""
+"""What a run leaves behind on hosts and on this machine, and how it is resumed."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,15 +13,19 @@ import pytest
 
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.launch.plan import plan_training
-from cpuft.launch.resume import Resumed, read_resumed
+from cpuft.hosts.cluster import Cluster, name_work
+from cpuft.hosts.hostfile import Host
+from cpuft.launch.inputs import Parcel, plan_inputs, plan_results, plan_travel
+from cpuft.launch.plan import find_rows, plan_training
+from cpuft.launch.resume import Kept, Resumed, check_kept, keep_checkpoints, parse_kept, plan_kept, read_resumed
 from cpuft.launch.supervise import run_plan
-from cpuft.plan import RunPlan, Step
+from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.measured import list_measured
 from cpuft.record import Line, RecordedRank, ResumedLine, format_line
 from cpuft.words import pack_words
 from tests.conftest import run_cpuft
-from tests.launch.test_planning import make_cluster
+from tests.launch.test_inputs import AWAY
+from tests.launch.test_plan import make_cluster
 from tests.records import make_record, make_steps
 
 TRAIN = TrainConfig(seed=7, batch_size=16)
@@ -123,3 +128,253 @@ def test_a_refusal_before_ranks_start_leaves_the_run_alone(tmp_path: Path) -> No
     with pytest.raises(CpuftError, match="no such rows"):
         run_plan(plan, str(run), ("localhost",), {}, 0.0, make_cluster((1,)).access.transport)
     assert (run / "record.jsonl").exists()
+
+
+LOOK = (Path(__file__).parents[2] / "cpuft/launch/look.sh").read_text()
+HERE = replace(AWAY, ways={})
+ALL_LOGS = ["logs", "logs-1", "logs-2"]
+
+
+def write_work(folder: Path, *updates: str) -> Path:
+    """A run's work folder as a host has it: its record, logs and inputs, a lock and checkpoints."""
+    work = folder / "mark" / "a 0"
+    (work / "logs").mkdir(parents=True)
+    for path in (work / "data.npz", work / ".hidden", folder / "mark/a 0.lock"):
+        path.touch()
+    lines: list[Line] = [HEADER, *make_steps(3, [0.1])]
+    text = "".join(format_line(line) + "\n" for line in lines)
+    (work / "record.jsonl").write_text(text)
+    for update in updates:
+        (work / "checkpoints" / update).mkdir(parents=True)
+        (work / "checkpoints" / update / "record.jsonl").write_text(text)
+    return work
+
+
+def keep(folder: Path, work: Path, part: str = "master") -> subprocess.CompletedProcess[str]:
+    """The step of a host, here."""
+    ((step, *_),) = plan_kept(HERE, str(work))
+    words = [*step.command[:4], str(folder), str(folder / "mark.sent"), str(work), part]
+    return subprocess.run(words, capture_output=True, text=True, check=True)
+
+
+def test_after_a_bad_end_checkpoints_stay_and_nothing_else(tmp_path: Path) -> None:
+    work = write_work(tmp_path, "000000008.0", "000000010.0", "000000012.0.new")
+    (tmp_path / "mark.sent").mkdir()
+    (tmp_path / "other").mkdir()
+    done = keep(tmp_path, work)
+    assert (done.stdout, done.stderr) == ("000000010.0\n", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mark", "other"]
+    assert [path.name for path in (tmp_path / "mark").iterdir()] == ["a 0"]
+    assert [path.name for path in work.iterdir()] == ["checkpoints"]
+    assert (work / "checkpoints/000000010.0/record.jsonl").exists()
+
+
+def test_without_a_checkpoint_all_of_it_goes(tmp_path: Path) -> None:
+    work = write_work(tmp_path, "000000012.0.new")
+    assert keep(tmp_path, work).stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_on_a_lost_masters_disk_stays_as_it_is(tmp_path: Path) -> None:
+    work = write_work(tmp_path, "000000010.0")
+    assert keep(tmp_path, work, part="").stdout == ""
+    assert (work / "record.jsonl").exists()
+
+
+def test_the_line_names_hosts_and_the_note_is_read_at_the_next_start(tmp_path: Path) -> None:
+    said = {"a": "echo 000000008.0", "b": "echo Warning: b >&2; echo 000000010.1", "c": "exit 255", "d": "true"}
+    plan = RunPlan(kept=(tuple(Step("keep", ("sh", "-c", script), host=host) for host, script in said.items()),))
+    run = tmp_path / "run"
+    line = keep_checkpoints(plan, str(run), os.environ, without="a")
+    told = f"checkpoints up to update 10 are kept on b: cpuft launch --resume {run} goes on, with --cluster or "
+    assert line == f"{told}--hostfile as before"
+    with pytest.raises(CpuftError, match=f"none of these hosts has a checkpoint of {run}, but b had: take that back"):
+        check_kept([Kept(Host("a"))], AWAY, str(run))
+    check_kept([Kept(Host("a"), update=3)], AWAY, str(run))
+    assert keep_checkpoints(replace(plan, kept=((plan.kept[0][3],),)), str(tmp_path / "none"), os.environ) == ""
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("cluster, updates", [(AWAY, (4, 9)), (replace(AWAY, away=False), (9, 4))])
+def test_the_newest_checkpoint_is_never_left_out(cluster: Cluster, updates: tuple[int, int]) -> None:
+    """Where the run works in its folder here, no host's disk is looked at."""
+    kept = [Kept(Host("a"), update=updates[0]), Kept(Host("z"), update=updates[1])]
+    with pytest.raises(
+        CpuftError, match=r"the newest checkpoint of run, of update 9, is on [az], which would be left out"
+    ):
+        check_kept(kept, cluster, "run")
+    check_kept(kept[:1], AWAY, "run")
+    check_kept([Kept(Host("a"), there=True)], AWAY, "run")
+
+
+def look(place: Path) -> Kept:
+    script = LOOK.replace("/var/tmp/cpuft-$(id -u)", str(place))
+    done = subprocess.run(["sh", "-c", script, "look", "mark/a 0"], capture_output=True, text=True, check=True)
+    return parse_kept(done.stdout, Host("a"))
+
+
+def test_a_host_says_what_it_has(tmp_path: Path) -> None:
+    assert look(tmp_path) == Kept(Host("a"))
+    work = write_work(tmp_path, "000000008.0", "000000010.1", "000000012.0.new")
+    found = Kept(Host("a"), True, False, 10, 3, format_line(HEADER), rows=True)
+    assert look(tmp_path) == found
+    with (tmp_path / "mark/a 0.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert look(tmp_path) == replace(found, going=True)
+    (work / "checkpoints/rank-1.last").write_text("14\n")
+    keep(tmp_path, work)
+    assert look(tmp_path) == replace(found, steps=14, rows=False)
+
+
+def test_a_run_that_came_to_its_end_and_was_not_fetched_is_known(tmp_path: Path) -> None:
+    """It only has to be fetched, whatever is here of it."""
+    work = write_work(tmp_path, "000000010.0")
+    (work / "logs/exit-code").write_text("0\n")
+    found = look(tmp_path)
+    assert found.finished
+    (work / "logs/exit-code").write_text("137\n")
+    assert not look(tmp_path).finished
+    run = str(tmp_path / "run")
+    assert read_resumed(run, kept=[found]) == Resumed(run, finished_on="a")
+    assert read_resumed(run, is_script=True, kept=[found]).finished_on == "a"
+    with pytest.raises(CpuftError, match="is still going on: wait"):
+        read_resumed(run, kept=[replace(found, going=True)])
+
+
+def test_a_run_is_known_by_what_hosts_have_of_it(tmp_path: Path) -> None:
+    """Where the master was lost there is nothing of it here."""
+    run = str(tmp_path / "run")
+    kept = [Kept(Host("a"), True), Kept(Host("b"), True, False, 10, 9, format_line(HEADER))]
+    assert read_resumed(run, kept=kept) == Resumed(run, TRAIN, 2, 10, 64)
+    assert read_resumed(run, is_script=True, kept=kept[:1]) == Resumed(run)
+    with pytest.raises(CpuftError, match="is still going on: wait"):
+        read_resumed(run, kept=[replace(kept[1], going=True)])
+    with pytest.raises(CpuftError, match="is cpuft's own training, and no script's"):
+        read_resumed(run, is_script=True, kept=kept)
+    with pytest.raises(CpuftError, match=r"there is no .*: give the folder of an earlier run"):
+        read_resumed(run, kept=kept[:1])
+    write_run(tmp_path / "run", HEADER, *make_steps(12, [0.1]))
+    assert read_resumed(run, kept=kept).updates == 12
+
+
+def test_where_inputs_were_sent_to_nobody_needs_to_know() -> None:
+    sent = replace(TRAIN, data_dir=f"{AWAY.inputs}/feed/MRPC")
+    taken = Resumed("run", sent, 2).take_over(LaunchConfig(), TrainConfig(data_dir="here", seed=7), {"data_dir"})[1]
+    assert taken == replace(TRAIN, data_dir="here")
+    assert Resumed("run", sent, 2).take_over(LaunchConfig(), TrainConfig(), {})[1] == sent
+    parcel = Parcel((), f"{AWAY.inputs}/feed")
+    assert plan_inputs((parcel,), {"a": set(), "b": set()}, AWAY) == ()
+    with pytest.raises(CpuftError, match=r"^b lacks .*/feed, which the run was started with: name --model, --data-dir"):
+        plan_inputs((parcel,), {"a": set(), "b": {parcel.there}}, AWAY)
+
+
+def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
+    """The master may be another one; what the old one still has goes at a good end."""
+    cluster = replace(make_cluster((2, 1)), away=True, ways={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")})
+    kept = (Kept(Host("node0"), True), Kept(Host("node1"), True, update=9), Kept(Host("node3")))
+    resumed = Resumed("/runs/one", TRAIN, 4, 9, 64, kept)
+    work = cluster.work_dir("/runs/one")
+    assert work.endswith(f"/{name_work('/runs/one')}")
+    plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
+    plan = plan_travel(plan, (), {}, cluster, "/runs/one", kept)
+    ((make,),), ((ranks,),) = plan.make, plan.ranks
+    assert make.host == ranks.host == "node1"
+    assert {"--resume=9", "--global-batch=64", "--checkpoint-every=-1.0"} <= set(ranks.command)
+    assert f"--run-dir={work}" in ranks.command
+    (fetch,), clean = plan.results
+    assert "merge" in fetch.command
+    assert [step.host for step in clean] == ["node1", "node2", "node0"]
+    assert plan.ways["node0"][0] == "ssh"
+    assert [[step.host for step in stage] for stage in plan.kept] == [["node1", "node2"]]
+    assert plan.kept[0][0] not in [step for stage in plan.whole.stages for step in stage]
+
+
+def plan_sequel(work: str, resumed: Resumed) -> RunPlan:
+    """Of a run on three hosts with disks of their own."""
+    ways: dict[str, tuple[str, ...]] = {name: ("ssh", name) for name in ("node1", "node2", "node3")}
+    cluster = replace(make_cluster((1, 1, 1)), away=True, ways=ways)
+    plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
+    return plan_travel(plan, (), {}, cluster, resumed.run_dir, resumed.kept, find_rows(resumed, cluster))
+
+
+@pytest.mark.parametrize(
+    "because, prepares",
+    [
+        ("host node4 was lost", ["give the rows to node2"]),
+        (
+            "",
+            ["check and tokenise the rows once, before any rank starts"]
+            + [f"give the rows to node{number}" for number in (2, 3)],
+        ),
+    ],
+)
+def test_rows_are_prepared_once_in_a_launch(because: str, prepares: list[str]) -> None:
+    """Whoever resumes a run later may have other ones."""
+    kept = (Kept(Host("node1"), rows=True), Kept(Host("node2")), Kept(Host("node3"), rows=True))
+    plan = plan_sequel("/work/one", Resumed("/runs/one", TRAIN, 4, 9, 64, kept, because=because))
+    assert [step.why for stage in plan.prepare for step in stage] == prepares
+
+
+def test_where_a_run_is_here_its_rows_are_too(tmp_path: Path) -> None:
+    resumed = Resumed(str(tmp_path), because="rank 1 was killed")
+    assert find_rows(resumed, make_cluster((2,))) == set()
+    (tmp_path / "data.npz").touch()
+    assert find_rows(resumed, make_cluster((2,))) == {"node1"}
+    assert find_rows(replace(resumed, because=""), make_cluster((2,))) == set()
+
+
+@pytest.mark.parametrize("fetched, logs", [("node1", ["logs"]), ("node2", ALL_LOGS), ("", ALL_LOGS)])
+def test_logs_that_are_here_are_not_fetched_again(tmp_path: Path, fetched: str, logs: list[str]) -> None:
+    work = write_work(tmp_path)
+    (work / "logs-1").mkdir()
+    (work / "logs" / "old").touch()
+    ((make,),) = plan_sequel(str(work), Resumed("/runs/one", TRAIN, fetched=fetched)).make
+    script = make.command[2].replace(make_cluster(()).folder, str(tmp_path))
+    subprocess.run(["sh", "-c", script, *make.command[3:]], check=True)
+    assert sorted(path.name for path in work.glob("logs*")) == logs
+    assert list((work / "logs").iterdir()) == []
+    assert (work / "data.npz").exists()
+
+
+def fetch(work: Path, run: Path, resumed: bool) -> int:
+    (step,), _ = plan_results(HERE, str(work), str(run), resumed)
+    return subprocess.run(Plan().here(step).command, check=False).returncode
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_sequel_is_merged_into_the_run_that_is_here(tmp_path: Path) -> None:
+    work, run = write_work(tmp_path / "there", "000000010.0"), write_run(tmp_path / "runs/a 0", HEADER)
+    (run / "logs/first").touch()
+    (run / "report.html").touch()
+    (run / "mine").mkdir()
+    (run / "mine/old").touch()
+    (work / "mine").mkdir()
+    (work / "mine/new").touch()
+    (work / "logs/second").touch()
+    assert fetch(work, run, resumed=True) == 0
+    assert names(run) == [".hidden", "data.npz", "logs", "logs-1", "mine", "record.jsonl", "report.html"]
+    assert [names(run / part) for part in ("logs", "logs-1", "mine")] == [["second"], ["first"], ["new", "old"]]
+    assert (run / "record.jsonl").read_text() == (work / "record.jsonl").read_text()
+    (work / "logs").rename(work / "logs-1")
+    (work / "logs").mkdir()
+    assert fetch(work, run, resumed=True) == 0
+    assert names(run)[2:6] == ["logs", "logs-1", "logs-2", "logs-3"]
+    assert sorted(names(run / "logs-2") + names(run / "logs-3")) == ["second", "second"]
+    assert names(run.parent) == ["a 0"]
+
+
+def test_what_a_refused_sequel_leaves_is_what_was_here(tmp_path: Path) -> None:
+    work, run = write_work(tmp_path / "there", "000000010.0"), write_run(tmp_path / "runs/run", HEADER)
+    keep(tmp_path / "there", work)
+    assert fetch(work, run, resumed=True) == 0
+    assert names(run) == ["logs", "record.jsonl"]
+    assert names(run.parent) == ["run"]
+
+
+def test_a_new_run_does_not_mix_with_one_that_is_here(tmp_path: Path) -> None:
+    work, run = write_work(tmp_path / "there"), write_run(tmp_path / "runs/run", HEADER)
+    assert fetch(work, run, resumed=False) != 0
+    assert names(run) == ["logs", "record.jsonl"]

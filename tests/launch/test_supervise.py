@@ -1,21 +1,26 @@
-"""What a user sees last when a rank fails."""
+"""What signals ask of ranks, how lost hosts are noticed while ranks run, and how leases are renewed."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
+import signal
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cpuft.errors import CpuftError
+from cpuft.config import LaunchConfig
+from cpuft.errors import CpuftError, Interrupted
+from cpuft.execute import Answer, run_step
 from cpuft.hosts import transport as transport_module
+from cpuft.hosts.cluster import Access
 from cpuft.hosts.transport import Transport
 from cpuft.launch import supervise
 from cpuft.launch.failures import (
@@ -26,15 +31,27 @@ from cpuft.launch.failures import (
     name_absent,
     worst_exit_code,
 )
+from cpuft.launch.plan import plan_launch
 from cpuft.launch.resume import remove_empty_run, silent_at_the_end
 from cpuft.launch.stack_dumps import Verdict
-from cpuft.launch.supervise import NotStartedError, StuckError, Tail, Watchdog, run_plan
+from cpuft.launch.supervise import (
+    NotStartedError,
+    Renewal,
+    Run,
+    StopRequest,
+    StuckError,
+    Tail,
+    Watchdog,
+    describe_renewal,
+    run_plan,
+)
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.notice import SIGN
 from cpuft.rank.process import ENDED, STARTED, format_failure, parse_failure, parse_missed
 from cpuft.rank.reporting import HANGS
 from cpuft.rank.world import World
 from tests.conftest import Golden
+from tests.launch.test_plan import make_cluster
 
 RAISED = 'step 1\nTraceback (most recent call last):\n  File "train.py", line 5, in <module>\nValueError: odd data\n'
 LOST_PEER = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:6330\n"
@@ -434,3 +451,156 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
     ending.looked_at = ending.failed_at = time.monotonic() - 1.0
     ending.check()
     assert ending.name_silent() == {"node2"}
+
+
+USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "grace, signals, taken",
+    [
+        (0.0, [USR1, USR1, INT], [True, True, False]),
+        (0.0, [TERM], [False]),
+        (9.0, [TERM, TERM], [True, False]),
+        (9.0, [USR1, TERM, INT], [True, True, False]),
+        (9.0, [TERM, USR1, TERM], [True, True, False]),
+    ],
+)
+def test_usr1_asks_and_so_does_the_first_term_with_grace(grace: float, signals: list[int], taken: list[bool]) -> None:
+    asking = StopRequest("/run", "", {}, grace)
+    assert [asking.takes(number) for number in signals] == taken
+
+
+def test_the_first_ctrl_c_asks_and_the_second_ends() -> None:
+    assert [StopRequest("/run", "", {}, 0.0, 9.0).takes(INT)] == [True]
+    for signals, taken in (([INT, INT], [True, False]), ([USR1, INT], [True, False]), ([TERM, INT], [False, True])):
+        request = StopRequest("/run", "", {}, 0.0, 9.0)
+        assert [request.takes(number) for number in signals] == taken
+    assert StopRequest("/run", "", {}, 9.0, 9.0).takes(TERM)
+
+
+def test_what_the_ranks_are_asked_is_said_at_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    request = StopRequest(str(tmp_path), "", {}, 0.0, 120.0)
+    request.takes(INT)
+    request.check()
+    assert (tmp_path / "logs/interrupt").read_text() == "SIGINT\n"
+    told = "the ranks are asked to save a checkpoint and end, within 120 s; press Ctrl-C again to end them at once"
+    assert capsys.readouterr().err == f"cpuft: {told}\n"
+
+
+def test_ranks_are_told_by_a_file_beside_their_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    asking = StopRequest(str(tmp_path), "", {}, 0.0)
+    asking.check()
+    assert list((tmp_path / "logs").iterdir()) == []
+    asking.takes(USR1)
+    asking.check()
+    assert [(path.name, path.read_text()) for path in (tmp_path / "logs").iterdir()] == [("interrupt", "SIGUSR1\n")]
+    nowhere = StopRequest(str(tmp_path / "none"), "", {}, 0.0)
+    nowhere.takes(USR1)
+    nowhere.check()
+    nowhere.check()
+    assert capsys.readouterr().err.count("cpuft: ranks cannot be told of SIGUSR1 (") == 1
+
+
+def test_a_master_elsewhere_is_told_by_its_way(tmp_path: Path) -> None:
+    asking = StopRequest("/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")}, 0.0)
+    *way, line = asking.plan_telling("SIGUSR1").command
+    assert way == ["ssh", "a"]
+    assert line.endswith(" /var/tmp/cpuft-0/x/run/logs/interrupt SIGUSR1")
+
+
+def test_after_the_grace_ranks_are_ended(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    asking = StopRequest(str(tmp_path), "", {}, 0.3)
+    signals = iter([TERM])
+
+    def watch() -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+        asking.check()
+
+    begun = time.monotonic()
+    with pytest.raises(Interrupted) as stopped:
+        run_step(Step("ranks", ("sleep", "60")), os.environ, None, watch, takes=asking.takes)
+    assert stopped.value.exit_code == 143
+    assert 0.3 <= time.monotonic() - begun < 30
+    assert (tmp_path / "logs/interrupt").read_text() == "SIGTERM\n"
+
+
+WORDS = ("/usr/local/sbin/cpuft-lease", "renew")
+SOURCE = "http://169.254.169.254/latest/meta-data/spot/instance-action"
+LIMIT = 1_800_000_000
+
+
+def test_the_plan_of_a_run_on_rented_hosts_says_who_renews_and_where_notice_comes_from() -> None:
+    rented = replace(make_cluster((1, 1)), access=Access(python="python", notice=SOURCE, renewal=" ".join(WORDS)))
+    plan = plan_launch(rented, LaunchConfig(np=2), "/runs/one", ("python", "train.py"), "gloo", {})
+    assert plan.renewal == plan.on_master().renewal == WORDS
+    assert "while ranks run, for the lease to go on, every 300 s on each host: /usr/local/sbin/cpuft-lease renew" in (
+        plan.notes
+    )
+    assert f"  CPUFT_NOTICE={SOURCE}  each host's first rank looks there every 5 s" in plan.notes
+    own = plan_launch(rented, LaunchConfig(np=2, notice="/run/end"), "/runs/one", ("true",), "gloo", {})
+    assert "  CPUFT_NOTICE=/run/end  each host's first rank looks there every 5 s" in own.notes
+
+
+def test_hosts_of_ones_own_have_neither() -> None:
+    plan = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", {})
+    assert plan.renewal == ()
+    assert [note for note in plan.notes if "CPUFT_NOTICE" in note or "lease" in note] == []
+    assert describe_renewal(()) == ()
+
+
+def test_each_host_is_asked_every_five_minutes_and_the_limit_is_said_once() -> None:
+    clock, asked, said = [0.0], list[str](), list[str]()
+    done = threading.Semaphore(0)
+
+    def run(host: str, words: tuple[str, ...], seconds: float) -> Answer:
+        assert (words, seconds) == (WORDS, 20.0)
+        asked.append(host)
+        done.release()
+        return Answer(0, f"{LIMIT - 60} {LIMIT}\n", "Shutdown scheduled\n")
+
+    renewal = Renewal(WORDS, ("a", "b"), run, said.append, lambda: clock[0])
+    for clock[0] in (0.0, 1.0, 299.0, 301.0):
+        renewal.check()
+    for _ in range(4):
+        assert done.acquire(timeout=60)
+    renewal.renew()
+    assert sorted(asked) == ["a"] * 3 + ["b"] * 3
+    assert said == ["the lease of the hosts goes on while the run does, to 2027-01-15 08:00 UTC at most"]
+
+
+def answer_strangely(host: str, words: tuple[str, ...], seconds: float) -> Answer:
+    return Answer(0, "yes\n")
+
+
+def fail(host: str, words: tuple[str, ...], seconds: float) -> Answer:
+    return Answer(127, "", "no such file")
+
+
+def be_off(host: str, words: tuple[str, ...], seconds: float) -> Answer:
+    raise CpuftError("host a is off")
+
+
+@pytest.mark.parametrize(("run", "why"), [(fail, "no such file"), (answer_strangely, "yes"), (be_off, "host a is off")])
+def test_a_host_that_does_not_renew_is_named_and_ends_nothing(run: Run, why: str) -> None:
+    said = f"the lease of a cannot be renewed ({why}): look at it with cpuft provision status"
+    told: list[str] = []
+    renewal = Renewal(WORDS, ("a",), run, told.append)
+    renewal.renew()
+    renewal.renew()
+    assert told == [said]
+
+
+def test_whoever_supervises_ranks_renews(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "one"
+    make = Step("make", ("sh", "-c", f"mkdir -p {run_dir}/logs"))
+    # Ranks last until their lease has been renewed.
+    ranks = Step("train", ("sh", "-c", f"until [ -e {tmp_path}/renewed ]; do sleep 0.1; done; sleep 1"))
+    renewal = ("sh", "-c", f"touch {tmp_path}/renewed; echo 1 {LIMIT}")
+    plan = RunPlan(((make,),), ranks=((ranks,),), renewal=renewal)
+    assert run_plan(plan, str(run_dir), ("localhost",), os.environ, 120.0, Transport()) == 0
+    assert "cpuft: the lease of the hosts goes on while the run does, to 2027-01-15 08:00 UTC" in capfd.readouterr().err

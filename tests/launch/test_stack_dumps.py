@@ -1,0 +1,243 @@
+"""What is made of the stack dumps that hosts send, and which rank is named as the one that holds up the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.cli.stacks import format_sights
+from cpuft.launch.stack_dumps import (
+    GONE,
+    SILENT,
+    Frame,
+    Sight,
+    Wait,
+    describe_state,
+    fill_gaps,
+    format_sight,
+    judge,
+    parse_dump,
+    parse_sight,
+)
+from tests.conftest import Golden
+
+DUMP = """Thread 0x00007f8f66ffd6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+  File "/env/lib/python3.11/site-packages/cpuft/comm/watch/deadlines.py", line 78 in _run
+
+Current thread 0x00007f23b7f3ab80 (most recent call first):
+  File "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/home/a user/train.py", line 39 in hang "it"
+  File "<frozen runpy>", line 88 in _run_code
+
+Thread 0x00007f8f76be96c0 (most recent call first):
+  File "/home/a user/loader.py", line 4 in run
+"""
+
+
+def found(**more: object) -> dict[str, object]:
+    report = {
+        "pending": [
+            {"channel": "the world", "sequence": 7, "name": "all_reduce", "seconds": 1.0, "ranks": [0, 1]},
+            {"channel": "group 1", "sequence": 2, "name": "barrier", "seconds": 4.5, "ranks": [0, 1]},
+        ],
+        "progress": {"the world from 1": [9, "recv"], "the world": [7, "all_reduce"], "group 1": [2, "barrier"]},
+        "raised": [],
+        "main": [["/home/me/train.py", 3, "load"]],
+    }
+    plain = {"rank": 0, "pid": 12, "state": "S", "wchan": "futex_do_wait", "stack": DUMP, "age": 0.3}
+    return plain | {"report": json.dumps(report)} | more
+
+
+@pytest.mark.parametrize(
+    "text, innermost",
+    [
+        (DUMP, 5356),
+        (DUMP.replace("Current thread", "Thread"), 4),
+        ("Stack (most recent call first):\n" + DUMP.splitlines()[6], 39),
+        ("", 0),
+    ],
+)
+def test_the_main_thread_got_the_signal_or_is_the_last(text: str, innermost: int) -> None:
+    assert [frame.line for frame in parse_dump(text)[:1]] == ([innermost] if innermost else [])
+
+
+@pytest.mark.parametrize(
+    "files, place",
+    [
+        (
+            ["/x/lib/python3.11/site-packages/torch/a.py", "/home/me/train.py", "/home/me/main.py"],
+            "/home/me/train.py:2",
+        ),
+        (
+            ["/x/lib/python3.11/threading.py", "/x/site-packages/cpuft/train/loop.py"],
+            "/x/site-packages/cpuft/train/loop.py:2",
+        ),
+        (["/src/cpuft/comm/group/queues.py", "/src/cpuft/train/loop.py"], "/src/cpuft/train/loop.py:2"),
+        (["<string>", "/var/tmp/cpuft-0/inputs/0123abcd/train.py", "/src/cpuft/words.py"], "train.py:2"),
+        (["<frozen importlib>", "/x/lib/python3.11/site-packages/torch/a.py"], "<frozen importlib>:1"),
+        ([str(Path.cwd() / "train.py")], str(Path.cwd() / "train.py") + ":1"),
+        ([], ""),
+    ],
+)
+def test_a_rank_stands_on_a_line_of_the_users_or_of_our_training(files: list[str], place: str) -> None:
+    frames = tuple(Frame(file, line, "f") for line, file in enumerate(files, 1))
+    assert Sight(0, "node1", "R", frames=frames).place == (f"{place} in f" if place else "")
+
+
+def test_a_path_below_the_working_folder_is_short(tmp_path: Path) -> None:
+    """Tests run in a folder of their own."""
+    assert Sight(0, "node1", "R", frames=(Frame(f"{tmp_path}/a/train.py", 3, "f"),)).place == "a/train.py:3 in f"
+
+
+def test_a_sight_has_the_longest_wait_first() -> None:
+    sight = parse_sight(found(), "node1")
+    assert [wait.text for wait in sight.waits] == ["barrier #2 of group 1", "all_reduce #7 of the world"]
+    assert sight.is_in_collective
+    assert sight.last == "all_reduce #7 of the world, barrier #2 of group 1"
+
+
+def test_a_rank_that_was_thrown_out_of_an_operation_had_waited_in_it() -> None:
+    report = {"pending": [], "progress": {"the world": [3, "all_reduce"]}, "raised": [["/a.py", 5, "step"]]}
+    sight = parse_sight(found(report=json.dumps(report)), "node1")
+    assert sight.waits == (Wait("the world", 3, "all_reduce", 0.0),)
+    assert sight.place == "/a.py:5 in step"
+
+
+def test_of_a_rank_whose_threads_get_no_turn_old_waits_count_for_nothing() -> None:
+    stuck = parse_sight(found(state="R", age=9.0), "node1")
+    assert (stuck.holds_gil, stuck.waits) == (True, ())
+    assert describe_state(stuck) == "running in C code that keeps the GIL"
+    assert not parse_sight(found(state="R", age=1.0), "node1").holds_gil
+    assert len(parse_sight(found(state="S", age=9.0), "node1").waits) == 2
+
+
+def test_a_stopped_rank_stands_where_it_was_last() -> None:
+    assert parse_sight(found(state="T", stack=""), "node1").place == "/home/me/train.py:3 in load"
+
+
+@pytest.mark.parametrize("report", ["", '{"pending": [{"cha', "{}"])
+def test_half_a_report_is_none(report: str) -> None:
+    sight = parse_sight(found(report=report), "node1")
+    assert (sight.waits, sight.last) == ((), "")
+
+
+SEEN = (
+    parse_sight(found(), "node1"),
+    Sight(2, "node2", "T", 14, progress={"the world": (6, "all_reduce")}),
+)
+
+
+def test_a_file_and_a_table_of_sights(golden: Golden) -> None:
+    all_ranks = fill_gaps(SEEN, ("node1", "node1", "node2", "node3"), ["node3"])
+    assert [sight.state for sight in all_ranks] == ["S", GONE, "T", SILENT]
+    texts = [format_sights(all_ranks), *(format_sight(sight) for sight in all_ranks)]
+    golden("stacks.txt", "\n".join(texts))
+
+
+WORLD, PAIR = "the world", "group 1"
+TORCH = Frame("/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, "all_reduce")
+
+
+def rank(
+    number: int,
+    operation: str = "",
+    state: str = "S",
+    line: int = 0,
+    seconds: float = 30.0,
+    reached: Mapping[str, tuple[int, str]] | None = None,
+    ranks: tuple[int, ...] = (),
+) -> Sight:
+    """A rank that waits in "NAME N CHANNEL", or in nothing; it stands at train.py:LINE, in torch when that is 0."""
+    name, sequence, channel = (*operation.split(" ", 2), "", "")[:3] if operation else ("", "0", "")
+    waits = (Wait(channel, int(sequence), name, seconds, ranks),) if operation else ()
+    progress = {channel: (int(sequence), name)} if operation else {}
+    frames = (Frame("/home/me/train.py", line, "step"),) if line else (TORCH, Frame("/home/me/train.py", 7, "step"))
+    return Sight(number, "node1", state, 100 + number, "", frames, waits, {**progress, **(reached or {})})
+
+
+SUM = f"all_reduce 6 {WORLD}"
+BEFORE = {WORLD: (5, "all_reduce")}
+IN_SUM = f"(rank 0, 2 wait in all_reduce #6 of {WORLD})"
+
+
+@pytest.mark.parametrize(
+    "sights, culprits, words",
+    [
+        ([rank(0, SUM), rank(1, line=4, reached=BEFORE), rank(2, SUM)], (1,), f"{IN_SUM}: it stands at"),
+        ([rank(0, SUM), rank(1, line=4, state="R", reached=BEFORE), rank(2, SUM)], (1,), "train.py:4 in step, running"),
+        (
+            [rank(0, SUM), rank(1, state="T", reached=BEFORE), rank(2, SUM)],
+            (1,),
+            f"{IN_SUM}: it is stopped (T), last at /home/me/train.py:7 in step, last in all_reduce #5 of {WORLD}; "
+            "kill -CONT 101 there lets it go on",
+        ),
+        ([rank(0, SUM), rank(1, SUM, state="T"), rank(2, SUM)], (1,), "it is stopped (T)"),
+        ([rank(0, SUM), Sight(1, "node2", GONE), rank(2, SUM)], (1,), "rank 1 on node2 holds up the others"),
+        ([rank(0, SUM), Sight(1, "node2", SILENT), rank(2, SUM)], (1,), "its host does not answer"),
+        ([rank(0, SUM), rank(1, f"barrier 6 {WORLD}"), rank(2, SUM)], (1,), f"it is in barrier #6 of {WORLD}, at "),
+        # Rank 2 waits for rank 3 among the two of them, and keeps the others waiting without fault of its own.
+        (
+            [
+                rank(0, SUM),
+                rank(1, SUM),
+                rank(2, f"broadcast 1 {PAIR}", ranks=(2, 3), reached=BEFORE),
+                rank(3, line=4, reached=BEFORE),
+            ],
+            (3,),
+            "rank 3 on node1 holds up the others (rank 0, 1, 2 wait in",
+        ),
+        # In the wrong order of two groups.
+        (
+            [
+                rank(0, SUM, reached={PAIR: (2, "barrier")}),
+                rank(1, SUM, reached={PAIR: (2, "barrier")}),
+                rank(2, f"barrier 3 {PAIR}", ranks=(0, 1, 2), reached=BEFORE),
+            ],
+            (2,),
+            f"it is in barrier #3 of {PAIR}, at ",
+        ),
+        ([rank(0, SUM), rank(1, f"barrier 6 {WORLD}")], (), "ranks wait for each other: rank 0 in all_reduce #6 of"),
+        ([rank(0, SUM), rank(1, SUM)], (), f"all ranks have arrived at all_reduce #6 of {WORLD}, which does not end"),
+        ([rank(0), rank(1, line=4), rank(2)], (1,), "rank 1 on node1 holds up the others (rank 0, 2 wait): it stands"),
+        ([rank(0, line=4), rank(1, line=4), rank(2, line=9)], (2,), "train.py:9 in step"),
+        ([rank(0), rank(1)], (), "the run goes on, or all do the same"),
+        ([rank(0, line=4), rank(1, line=4)], (), "the run goes on, or all do the same"),
+        ([rank(0, line=4)], (), "the run goes on, or all do the same"),
+        ([Sight(0, "a", SILENT), Sight(1, "b", SILENT)], (0, 1), "rank 0 on a: its host does not answer; rank 1 on b"),
+    ],
+)
+def test_who_holds_up_the_others(sights: list[Sight], culprits: tuple[int, ...], words: str) -> None:
+    verdict = judge(sights)
+    assert verdict.culprits == culprits
+    assert words in verdict.text
+    assert "\n" not in verdict.text
+
+
+def test_of_a_group_whose_ranks_nobody_tells_only_those_are_blamed_that_know_it() -> None:
+    group = f"all_reduce 6 {PAIR}"
+    sights = [rank(0, group), rank(1, line=4, reached={PAIR: (5, "all_reduce")}), rank(2, line=5)]
+    assert judge(sights).culprits == (1,)
+
+
+def test_of_a_rank_that_keeps_the_gil_too_little_is_known_to_leave_it_out() -> None:
+    stuck = replace(rank(1, state="R", line=4), holds_gil=True)
+    assert judge([rank(0, f"all_reduce 6 {PAIR}"), stuck]).culprits == (1,)
+
+
+def test_in_a_run_that_goes_on_nobody_is_blamed_by_operations() -> None:
+    """Operations that have just begun say nothing, but at a deadline they all count."""
+    sights = [rank(0, SUM, seconds=0.5), rank(1, line=4, reached=BEFORE), rank(2, SUM, seconds=0.5)]
+    assert judge(sights).text == "no rank has waited for long in an operation: the run goes on"
+    assert judge(sights, 0.0).culprits == (1,)
+
+
+def test_many_culprits_are_counted() -> None:
+    sights = [rank(0, SUM), *(rank(number, line=4, reached=BEFORE) for number in range(1, 8))]
+    verdict = judge(sights)
+    assert verdict.culprits == tuple(range(1, 8))
+    assert verdict.text.endswith("; and 4 more")
