@@ -169,7 +169,7 @@ def _trainer(workload: Workload, *, bf16: bool, dynamic: bool, fast: bool) -> tu
 def _predictor(workload: Workload) -> tuple[Any, Turn]:
     """What `cpuft predict` does with rows once they are tokenised."""
     from cpuft.train.evaluate import ask_all
-    from cpuft.train.objective.sequences import Classification
+    from cpuft.train.objective.labels import Classification
 
     model, rows = load(workload)
     quicken(model)

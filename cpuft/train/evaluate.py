@@ -15,7 +15,7 @@ from cpuft.train.data.order import Order
 from cpuft.train.data.prepare import Tokens
 from cpuft.train.job import gather
 from cpuft.train.loop import Loop
-from cpuft.train.objective import Answers, Batch, Objective
+from cpuft.train.objective.base import Answers, Batch, Objective
 from cpuft.train.precision import autocast
 
 

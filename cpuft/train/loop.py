@@ -27,7 +27,7 @@ from cpuft.train.exchange.automatic import settle
 from cpuft.train.exchange.choice import choose_exchange
 from cpuft.train.exchange.gradients import UNUSED_ATTRIBUTE
 from cpuft.train.model import name_model
-from cpuft.train.objective import Batch, Objective
+from cpuft.train.objective.base import Batch, Objective
 from cpuft.train.optimizer import learning_rate_factor, make_optimizer
 from cpuft.train.precision import autocast
 

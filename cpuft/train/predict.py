@@ -140,7 +140,7 @@ def answer(
     # They bring torch, which bad input need not wait for.
     from cpuft.train.evaluate import ask_all
     from cpuft.train.fast.acceleration import quicken
-    from cpuft.train.objective.kinds import make_objective
+    from cpuft.train.objective import make_objective
     from cpuft.train.run import read_cpu
 
     wanted = run.precision if asked.precision == "auto" else asked.precision

@@ -51,7 +51,7 @@ from cpuft.train.job import gather, process_group, prove_equal_parameters, prove
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.lora import check_lora
 from cpuft.train.model import count_parameters, name_model
-from cpuft.train.objective.kinds import make_objective
+from cpuft.train.objective import make_objective
 from cpuft.train.optimizer import describe_fast_path
 from cpuft.train.precision import format_products
 from cpuft.train.progress import Progress

@@ -27,7 +27,7 @@ from cpuft.train.evaluate import evaluate
 from cpuft.train.job import prove_equal_parameters
 from cpuft.train.loop import Loop, train
 from cpuft.train.model import find_model
-from cpuft.train.objective.kinds import make_objective
+from cpuft.train.objective import make_objective
 from tests.comm.ranks import become_rank
 from tests.train.tiny import WORDS
 

@@ -21,7 +21,7 @@ from cpuft.config import TrainConfig
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared, read_prepared
 from cpuft.train.model import find_model
-from cpuft.train.objective.kinds import make_objective
+from cpuft.train.objective import make_objective
 
 Batches = list[dict[str, torch.Tensor]]
 

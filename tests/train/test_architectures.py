@@ -23,7 +23,7 @@ from cpuft.train.data.prepare import prepare, read_prepared, warn_of_unknown
 from cpuft.train.exchange.choice import choose_exchange
 from cpuft.train.loop import find_unused, try_model
 from cpuft.train.model import check_weights
-from cpuft.train.objective.kinds import make_objective
+from cpuft.train.objective import make_objective
 from tests.comm.ranks import mpirun
 from tests.train.architectures import SIZES, save_architecture
 from tests.train.tiny import make_config, save_tokenizer

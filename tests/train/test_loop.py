@@ -22,7 +22,7 @@ from cpuft.train.data.order import Order, plan_updates
 from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
-from cpuft.train.objective import Answers, Batch, Objective
+from cpuft.train.objective.base import Answers, Batch, Objective
 from cpuft.train.progress import Progress
 from tests.train.tokens import make_tokens
 

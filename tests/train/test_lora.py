@@ -24,7 +24,7 @@ from cpuft.train.checkpoint.model import save_model
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.lora import adapt, check_lora, find_targets, find_whole
 from cpuft.train.model import find_model, load_weights
-from cpuft.train.objective.sequences import Classification
+from cpuft.train.objective.labels import Classification
 from tests.train.fast.encoders import SIZES, make_batch, make_model, relative_error
 
 LORA = TrainConfig(lora=4)

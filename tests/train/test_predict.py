@@ -21,7 +21,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.tasks import Rows
 from cpuft.train.evaluate import ask_all, plan_batches
 from cpuft.train.fast.kernels import plain_torch
-from cpuft.train.objective import Objective
+from cpuft.train.objective.base import Objective
 from cpuft.train.predict import number_words, predict, tag_tokens
 from cpuft.train.progress import format_metrics
 from tests.train.tiny import MAKERS, learn, make_config

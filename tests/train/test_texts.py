@@ -25,7 +25,7 @@ from cpuft.train.data.prepare import prepare, read_prepared
 from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.loop import Loop, train
-from cpuft.train.objective.kinds import make_objective
+from cpuft.train.objective import make_objective
 from tests.conftest import TEXTS, needs_texts, run_cpuft
 from tests.train.tiny import save_tiny
 

@@ -19,7 +19,7 @@ from cpuft.rank.world import World
 from cpuft.train.data.order import deal, plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.travels import count_words
-from cpuft.train.objective import Objective
+from cpuft.train.objective.base import Objective
 from cpuft.train.precision import autocast
 
 _FAST_SECONDS = 0.02

@@ -13,7 +13,7 @@ from cpuft.config import TrainConfig
 from cpuft.measurement import Travels
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared
-from cpuft.train.objective import Objective
+from cpuft.train.objective.base import Objective
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 _UPDATES = 4

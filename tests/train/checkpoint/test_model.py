@@ -11,7 +11,7 @@ import pytest
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.checkpoint.model import save_model
-from cpuft.train.objective.sequences import Classification
+from cpuft.train.objective.labels import Classification
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")

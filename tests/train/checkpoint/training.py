@@ -28,7 +28,7 @@ from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.job import checksum_parameters
 from cpuft.train.loop import Loop, settle_messages, train
-from cpuft.train.objective import Answers, Batch, Objective
+from cpuft.train.objective.base import Answers, Batch, Objective
 from tests.comm.ranks import become_rank
 from tests.records import make_record
 from tests.train.tokens import make_tokens

@@ -32,7 +32,7 @@ from cpuft.train.exchange.shards import ShardExchange
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.job import prove_equal_parameters
 from cpuft.train.loop import Loop, settle_messages, train
-from cpuft.train.objective import Answers, Batch, Objective
+from cpuft.train.objective.base import Answers, Batch, Objective
 from cpuft.train.optimizer import make_optimizer
 from tests.comm.ranks import become_rank
 from tests.records import make_record

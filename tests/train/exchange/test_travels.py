@@ -10,8 +10,8 @@ from cpuft.config import TrainConfig
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.travels import RANKS, count_travels
-from cpuft.train.objective import Objective
-from cpuft.train.objective.sequences import Classification
+from cpuft.train.objective.base import Objective
+from cpuft.train.objective.labels import Classification
 from tests.train.tokens import make_tokens
 
 TOKENS = make_tokens([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9], types=False)

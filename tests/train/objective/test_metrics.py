@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cpuft.train.objective.metrics import compute_metrics
+from cpuft.train.objective.labels import compute_metrics
 
 ANSWERS = np.asarray([1, 0, 1, 1])
 

@@ -12,9 +12,9 @@ import torch
 
 from cpuft.config import TrainConfig
 from cpuft.train.data.prepare import Prepared
-from cpuft.train.objective import Batch
-from cpuft.train.objective.kinds import make_objective
-from cpuft.train.objective.sequences import Classification, Regression
+from cpuft.train.objective import make_objective
+from cpuft.train.objective.base import Batch
+from cpuft.train.objective.labels import Classification, Regression
 from tests.train.tokens import make_tokens
 
 BINARY = (("no", "yes"), ("accuracy", "f1", "matthews_correlation"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpuft.train.objective.sequences import SeveralLabels
+from cpuft.train.objective.labels import SeveralLabels
 from tests.train.objective.test_sequences import Answers, answered
 from tests.train.tokens import make_tokens
 

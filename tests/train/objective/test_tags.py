@@ -10,8 +10,7 @@ import torch
 
 from cpuft.train.data.prepare import UNTAGGED, Tokens
 from cpuft.train.evaluate import join
-from cpuft.train.objective.metrics import compute_tag_metrics
-from cpuft.train.objective.tags import Tagging
+from cpuft.train.objective.labels import Tagging, compute_tag_metrics
 from tests.train.objective.test_sequences import Answers, answered
 from tests.train.tokens import make_tokens
 

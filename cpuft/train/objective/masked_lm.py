@@ -16,8 +16,8 @@ from cpuft.train.data.order import Order
 from cpuft.train.data.prepare import UNTAGGED, Tokens
 from cpuft.train.data.texts import BEGINS, NEVER
 from cpuft.train.lora import is_adapted
-from cpuft.train.objective import Answers, Batch
-from cpuft.train.objective.tags import Tagging
+from cpuft.train.objective.base import Answers, Batch
+from cpuft.train.objective.labels import Tagging
 
 
 @dataclass(frozen=True, kw_only=True)
