@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from cpuft.comm import start, take_traffic
 from cpuft.config import TrainConfig
 from cpuft.terminal import format_table
-from cpuft.train.exchange.choice import choose_exchange
+from cpuft.train.exchange import choose_exchange
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.optimizer import group_parameters, make_optimizer
 from cpuft.train.precision import autocast

@@ -23,9 +23,9 @@ from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train.data.order import Order, count_updates, deal, plan_updates
 from cpuft.train.data.prepare import Prepared
-from cpuft.train.exchange.automatic import settle
-from cpuft.train.exchange.choice import choose_exchange
-from cpuft.train.exchange.gradients import UNUSED_ATTRIBUTE
+from cpuft.train.exchange import choose_exchange
+from cpuft.train.exchange.compression import settle
+from cpuft.train.exchange.data_parallel import UNUSED_ATTRIBUTE
 from cpuft.train.model import name_model
 from cpuft.train.objective.base import Batch, Objective
 from cpuft.train.optimizer import learning_rate_factor, make_optimizer

@@ -43,7 +43,7 @@ from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared, describe_data, prepare, read_prepared, warn_of_unknown
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
-from cpuft.train.exchange.travels import count_travels
+from cpuft.train.exchange.compression import count_travels
 from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.imports import settle
 from cpuft.train.interruption import obey

@@ -23,7 +23,7 @@ from cpuft import comm
 from cpuft.comm.gradients.compression import compress_gradients
 from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.config import TrainConfig
-from cpuft.train.exchange.shards import ShardExchange
+from cpuft.train.exchange.zero1 import ShardExchange
 from tests.comm.ranks import become_rank
 
 STEPS = 14

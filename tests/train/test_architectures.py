@@ -20,7 +20,7 @@ from cpuft.comm.gradients.embedding_rows import check_lookups, find_embedding
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.prepare import prepare, read_prepared, warn_of_unknown
-from cpuft.train.exchange.choice import choose_exchange
+from cpuft.train.exchange import choose_exchange
 from cpuft.train.loop import find_unused, try_model
 from cpuft.train.model import check_weights
 from cpuft.train.objective import make_objective

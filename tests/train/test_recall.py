@@ -14,7 +14,7 @@ from cpuft.comm.choice.choosing import Choice
 from cpuft.config import TrainConfig
 from cpuft.rank.measured import Measured, describe_products, list_measured
 from cpuft.rank.world import World
-from cpuft.train.exchange.automatic import settle
+from cpuft.train.exchange.compression import settle
 from cpuft.train.objective import make_objective
 from cpuft.train.recall import find_products, recall, recall_backend
 from tests.records import make_record

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cpuft.errors import CpuftError
-from cpuft.train.exchange.parts import MOMENTS, WEIGHTS, Parts
+from cpuft.train.exchange.optimizer_shards import MOMENTS, WEIGHTS, Parts
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters
 
 _NAMES = {

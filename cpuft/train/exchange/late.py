@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from cpuft.comm.gradients.embedding_rows import find_embedding
 from cpuft.comm.gradients.late import LateGradients
 from cpuft.config import TrainConfig
-from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.base import Exchange
 
 
 class LateExchange(Exchange):

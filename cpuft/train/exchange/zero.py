@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from cpuft.config import TrainConfig
-from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.config import TrainConfig
-from cpuft.train.exchange import Exchange
-from cpuft.train.exchange.automatic import make_rungs
-from cpuft.train.exchange.choice import choose_exchange
+from cpuft.train.exchange import choose_exchange
+from cpuft.train.exchange.base import Exchange
+from cpuft.train.exchange.compression import make_rungs
 from tests.comm.ranks import become_rank
 
 WORDS = torch.tensor([[1, 7], [7, 3], [3, 900], [5, 7]])

@@ -27,8 +27,8 @@ from cpuft.train.checkpoint.keeper import Keeper
 from cpuft.train.checkpoint.resuming import resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared
-from cpuft.train.exchange.parts import Parts
-from cpuft.train.exchange.shards import ShardExchange
+from cpuft.train.exchange.optimizer_shards import Parts
+from cpuft.train.exchange.zero1 import ShardExchange
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.job import prove_equal_parameters
 from cpuft.train.loop import Loop, settle_messages, train

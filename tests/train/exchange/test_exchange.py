@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import TrainConfig
-from cpuft.train.exchange import Exchange
-from cpuft.train.exchange.automatic import make_rungs
-from cpuft.train.exchange.choice import choose_exchange
+from cpuft.train.exchange import choose_exchange
+from cpuft.train.exchange.base import Exchange
+from cpuft.train.exchange.compression import make_rungs
 from tests.comm.ranks import mpirun
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.train.exchange.partition import ALIGNED, Member, find_pieces, part_width, plan_buckets
+from cpuft.train.exchange.optimizer_shards import ALIGNED, Member, find_pieces, part_width, plan_buckets
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=12)
 RUNS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from("ab"), st.integers(1, 90)), min_size=1, max_size=12)

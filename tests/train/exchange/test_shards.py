@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cpuft.rank.world import World
-from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.base import Exchange
 from tests.comm.ranks import mpirun
 from tests.train.exchange.sharded import KEPT_AFTER, go, go_on, make_loop
 

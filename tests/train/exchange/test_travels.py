@@ -9,7 +9,7 @@ import torch
 from cpuft.config import TrainConfig
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import Prepared
-from cpuft.train.exchange.travels import RANKS, count_travels
+from cpuft.train.exchange.compression import RANKS, count_travels
 from cpuft.train.objective.base import Objective
 from cpuft.train.objective.labels import Classification
 from tests.train.tokens import make_tokens

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from cpuft.comm.gradients.compression import choose_compression, narrow
 from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.config import TrainConfig
-from cpuft.train.exchange import Exchange
-from cpuft.train.exchange.parts import Bucket, Parts
+from cpuft.train.exchange.base import Exchange
+from cpuft.train.exchange.optimizer_shards import Bucket, Parts
 from cpuft.train.fast.adamw import clip_gradients, note_rows
 
 _AHEAD = 8

@@ -1,18 +1,14 @@
-"""What a rank keeps of an optimizer that is shared out (ZeRO's first stage): fp32 weights and moments of its parts.
+"""Which numbers a rank keeps the optimizer's state of: an equal run of every bucket, whatever parameters it cuts.
 
-A part is a parameter to the optimizer, which so steps an Nth of all numbers, with the kernel that it has. Parameters
-are views of their bucket's compute weights, of which parts are gathered in place. An fp32 parameter is its own compute
-weight, so that only its moments are shared out; of a bf16 one the fp32 master is, too, and no rank has all masters.
-
-Of torch's own, ZeroRedundancyOptimizer deals out whole parameters (half of MiniLM's numbers are one) and sends them one
-by one; FSDP2 gathers weights in hooks around each module, and fast layers read those of modules that they do not call.
+A bucket is parameters side by side, about as many numbers as are worth a message.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,8 +18,69 @@ from torch.optim import Optimizer
 
 from cpuft.comm.choice.choosing import BUCKET_NUMBERS
 from cpuft.comm.gradients.blocks import all_gather
-from cpuft.train.exchange.partition import ALIGNED, Member, find_pieces, part_width, plan_buckets
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters
+
+ALIGNED = 16
+"""A part has a whole multiple of so many numbers: a cache line of fp32."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What matters of a parameter."""
+
+    size: int
+    kind: Hashable
+    """Parameters of one kind may share a bucket."""
+    block: Hashable
+    """Those that lie in one block of memory stay side by side: layers that are packed are multiplied as one."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Numbers of one parameter that are in a rank's part."""
+
+    member: int
+    """Which of the bucket's parameters."""
+    start: int
+    """The first of them in the parameter, flattened."""
+    place: int
+    """Where that one is in the part."""
+    length: int
+
+
+def plan_buckets(members: Sequence[Member], least: int) -> list[list[int]]:
+    """Numbers of the parameters in each bucket, ascending: `least` numbers in each, but for the last of a kind.
+
+    Buckets come in the order in which backward has all of their gradients, if it goes through parameters backwards.
+    """
+    filling: dict[Hashable, list[int]] = {}
+    full: list[list[int]] = []
+    for number in reversed(range(len(members))):
+        member = members[number]
+        bucket = filling.setdefault(member.kind, [])
+        if sum(members[other].size for other in bucket) >= least and members[bucket[0]].block != member.block:
+            full.append(bucket)
+            bucket = filling[member.kind] = []
+        bucket.insert(0, number)
+    return sorted([*full, *filling.values()], key=lambda bucket: -bucket[0])
+
+
+def part_width(count: int, ranks: int, unit: int = ALIGNED) -> int:
+    """Numbers of each rank's part of a bucket of `count`, whole units; the last parts end in padding."""
+    return -(-count // (ranks * unit)) * unit
+
+
+def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNED) -> list[Piece]:
+    """What a rank's part of a bucket has of its parameters, of these sizes."""
+    width, start, found = part_width(sum(sizes), ranks, unit), 0, []
+    begin, end = rank * width, (rank + 1) * width
+    for member, size in enumerate(sizes):
+        first, last = max(start, begin), min(start + size, end)
+        if first < last:
+            found.append(Piece(member, first - start, first - begin, last - first))
+        start += size
+    return found
+
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
 

@@ -16,7 +16,7 @@ from cpuft.comm.choice.choosing import BUCKET_NUMBERS
 from cpuft.comm.gradients.compression import choose_compression, make_reduce
 from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.config import TrainConfig
-from cpuft.train.exchange import Exchange
+from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import note_rows
 
 UNUSED_ATTRIBUTE = "_cpuft_unused"
