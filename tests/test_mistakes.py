@@ -16,7 +16,7 @@ import pytest
 
 from cpuft.cli import main
 from cpuft.train.data import prepare
-from cpuft.train.imports import find_hub_problem
+from cpuft.train.startup import find_hub_problem
 
 Files = dict[str, str | bytes]
 

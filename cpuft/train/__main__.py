@@ -12,7 +12,7 @@ from cpuft.errors import AGAIN, CpuftError, describe_disk, find_full_disk
 from cpuft.options import parse_arguments
 from cpuft.rank.reporting import start_reporting
 from cpuft.terminal import keep_streams
-from cpuft.train.imports import hurry
+from cpuft.train.startup import hurry
 
 
 def main() -> None:

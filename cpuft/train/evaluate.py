@@ -13,10 +13,10 @@ import torch
 from cpuft.record import EvaluationLine
 from cpuft.train.data.order import Order
 from cpuft.train.data.prepare import Tokens
-from cpuft.train.job import gather
 from cpuft.train.loop import Loop
 from cpuft.train.objective.base import Answers, Batch, Objective
 from cpuft.train.precision import autocast
+from cpuft.train.process_group import gather
 
 
 def evaluate(loop: Loop, step: int) -> EvaluationLine:

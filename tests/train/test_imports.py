@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.train.imports import defer, find_hub_problem
 from cpuft.train.model import find_model, load_tokenizer
+from cpuft.train.startup import defer, find_hub_problem
 
 _MODULES = {
     "__init__.py": "from late.parts import add\nfrom late import other\nNAME = 'late'\n",

@@ -23,7 +23,7 @@ from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
 from cpuft.train.objective.base import Answers, Batch, Objective
-from cpuft.train.progress import Progress
+from cpuft.train.reporter import Progress
 from tests.train.tokens import make_tokens
 
 CONFIG = TrainConfig(plain=True, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)

@@ -20,7 +20,7 @@ from transformers import (
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command
-from cpuft.train.checkpoint.model import save_model
+from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.lora import adapt, check_lora, find_targets, find_whole
 from cpuft.train.model import find_model, load_weights

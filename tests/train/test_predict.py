@@ -23,7 +23,7 @@ from cpuft.train.evaluate import ask_all, plan_batches
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective.base import Objective
 from cpuft.train.predict import number_words, predict, tag_tokens
-from cpuft.train.progress import format_metrics
+from cpuft.train.reporter import format_metrics
 from tests.train.tiny import MAKERS, learn, make_config
 from tests.train.tokens import make_tokens
 

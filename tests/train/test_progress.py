@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cpuft.train import progress
-from cpuft.train.progress import Progress
+from cpuft.train.reporter import Progress
 from tests.records import make_steps
 
 
@@ -25,7 +24,7 @@ class Clock:
 def show(seconds: list[float], style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Show steps of 32 samples that took so many seconds each."""
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr("cpuft.train.reporter.time", clock)
     with Progress(style, rank=0) as shown:
         for taken, line in zip(seconds, make_steps(len(seconds), [0.1], samples=32)):
             clock.now += taken

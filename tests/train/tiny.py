@@ -15,7 +15,7 @@ from cpuft.config import TrainConfig
 from cpuft.hardware import Cpu, Precision
 from cpuft.rank.world import World
 from cpuft.record import EvaluationLine, RecordedRank, StepLine, Writer
-from cpuft.train.checkpoint.model import save_model
+from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.data.prepare import prepare, read_prepared
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train

@@ -34,10 +34,9 @@ from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.files import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
-from cpuft.train.checkpoint.keeper import find_keepers
-from cpuft.train.checkpoint.resuming import find_newest
+from cpuft.train.checkpoint.policy import find_keepers, find_newest
 from cpuft.train.checkpoint.state import pack_tensors
-from cpuft.train.job import gather
+from cpuft.train.process_group import gather
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -13,7 +13,7 @@ from cpuft.train.data.demo import make_pairs
 from cpuft.train.data.own import read_own
 from cpuft.train.data.tables import find_column, parse_label, read_text, refuse_empty
 from cpuft.train.data.tasks import TASKS, Data, Rows, Task
-from cpuft.train.imports import find_hub_problem
+from cpuft.train.startup import find_hub_problem
 
 _HUB_NAMES = {"dev": "validation", "dev_matched": "validation_matched", "dev_mismatched": "validation_mismatched"}
 """The hub's names of splits, where they are not the files'."""

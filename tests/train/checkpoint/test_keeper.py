@@ -13,7 +13,7 @@ import torch
 
 from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.files import list_checkpoints, read_newest, remove_after, remove_all
-from cpuft.train.checkpoint.keeper import SHARE, Keeper, find_keepers
+from cpuft.train.checkpoint.policy import SHARE, Keeper, find_keepers
 from cpuft.train.checkpoint.state import State
 from tests.records import make_steps
 

@@ -10,7 +10,7 @@ import pytest
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.train.checkpoint.model import save_model
+from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.objective.labels import Classification
 
 

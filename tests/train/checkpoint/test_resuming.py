@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, format_line
 from cpuft.train.checkpoint.files import list_checkpoints, write_checkpoint
-from cpuft.train.checkpoint.resuming import find_difference, resume
+from cpuft.train.checkpoint.policy import find_difference, resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.loop import settle_messages
 from tests.comm.ranks import mpirun

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from cpuft.config import TrainConfig
 from cpuft.train.checkpoint.state import State
-from cpuft.train.job import checksum_parameters
 from cpuft.train.lora import adapt
 from cpuft.train.optimizer import make_optimizer
+from cpuft.train.process_group import checksum_parameters
 from tests.train.fast.encoders import make_batch, make_model
 
 

@@ -21,14 +21,13 @@ from cpuft import comm
 from cpuft.config import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
-from cpuft.train.checkpoint.keeper import Keeper
-from cpuft.train.checkpoint.resuming import Past, resume
+from cpuft.train.checkpoint.policy import Keeper, Past, resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.fast.elementwise import FastDropout
-from cpuft.train.job import checksum_parameters
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.objective.base import Answers, Batch, Objective
+from cpuft.train.process_group import checksum_parameters
 from tests.comm.ranks import become_rank
 from tests.records import make_record
 from tests.train.tokens import make_tokens

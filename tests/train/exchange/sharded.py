@@ -23,17 +23,16 @@ from cpuft import comm
 from cpuft.config import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
-from cpuft.train.checkpoint.keeper import Keeper
-from cpuft.train.checkpoint.resuming import resume
+from cpuft.train.checkpoint.policy import Keeper, resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.optimizer_shards import Parts
 from cpuft.train.exchange.zero1 import ShardExchange
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
-from cpuft.train.job import prove_equal_parameters
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.objective.base import Answers, Batch, Objective
 from cpuft.train.optimizer import make_optimizer
+from cpuft.train.process_group import prove_equal_parameters
 from tests.comm.ranks import become_rank
 from tests.records import make_record
 from tests.train.fast.encoders import make_batch, make_model
