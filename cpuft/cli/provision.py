@@ -61,9 +61,8 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     its cable, `join` plugs it in. Running it without a word again repairs all of them.
     """
     from cpuft.provision.kinds import recall
-    from cpuft.provision.local.doing import Local
-    from cpuft.provision.plain import Plain
     from cpuft.provision.reconcile import run_stages
+    from cpuft.provision.simulated import Local, Plain
 
     config = pick(LocalConfig, values)
     if not fault:

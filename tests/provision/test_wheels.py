@@ -52,7 +52,7 @@ def test_it_holds_the_package_and_knows_its_requirements(tmp_path: Path) -> None
     with zipfile.ZipFile(write_own_wheel(tmp_path)) as archive:
         names = archive.namelist()
         metadata = archive.read(f"cpuft-{cpuft.__version__}.dist-info/METADATA").decode()
-    assert {"cpuft/cli/__init__.py", "cpuft/constraints.txt", "cpuft/provision/local/node.sh"} <= set(names)
+    assert {"cpuft/cli/__init__.py", "cpuft/constraints.txt", "cpuft/provision/simulated_node.sh"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     for extra in EXTRAS:
         assert f"Provides-Extra: {extra}\n" in metadata

@@ -1,5 +1,12 @@
+"""Simulated clusters: what is planned of them, what is read on this machine, and what simulated_node.sh does."""
+
+from __future__ import annotations
+
 import os
 import pwd
+import subprocess
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,20 +16,29 @@ from cpuft.config import parse_bits
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
-from cpuft.provision.local.doing import Local
-from cpuft.provision.local.facts import MachineFacts, NodeFacts
-from cpuft.provision.local.planning import (
-    Layout,
-    check_config,
-    make_entry,
-    plan_cpus,
-    plan_down,
-    plan_fault,
-    plan_local,
-    plan_texts,
-)
 from cpuft.provision.options import LocalConfig
 from cpuft.provision.ownership import read_files
+from cpuft.provision.simulated import (
+    SCRIPT,
+    Layout,
+    Local,
+    MachineFacts,
+    NodeFacts,
+    _read_quota,
+    check_config,
+    choose_network,
+    find_groups,
+    make_entry,
+    parse_networks,
+    parse_rate,
+    parse_routes,
+    plan_cpus,
+    plan_fault,
+    plan_local,
+    plan_local_down,
+    plan_texts,
+)
+from tests.provision.simulated import needs_root
 
 CONFIG = LocalConfig(nodes=2, cores_per_node=0.5, net="1gbit")
 LAYOUT = Layout("/state/local", "/work/hostfiles/local", "/usr/bin/python3", {})
@@ -151,18 +167,18 @@ def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
 
 
 def test_down_of_nothing_is_nothing() -> None:
-    assert plan_down(CONFIG, replace(EMPTY, files={}), LAYOUT).stages == ()
+    assert plan_local_down(CONFIG, replace(EMPTY, files={}), LAYOUT).stages == ()
 
 
 def test_down_takes_files_last() -> None:
-    stages = plan_down(CONFIG, whole(), LAYOUT).stages
+    stages = plan_local_down(CONFIG, whole(), LAYOUT).stages
     assert [step.command[-1] for step in stages[0]] == ["down", "down"]
     assert stages[-1][0].command[-2:] == (LAYOUT.directory, LAYOUT.hostfile)
 
 
 def removals(files: dict[str, str], bridge: bool = False) -> list[tuple[str, ...]]:
     """What the last step of `down` takes away, for these files by path."""
-    stages = plan_down(CONFIG, replace(EMPTY, bridge=bridge, files=files), LAYOUT).stages
+    stages = plan_local_down(CONFIG, replace(EMPTY, bridge=bridge, files=files), LAYOUT).stages
     return [step.command[4:] for stage in stages for step in stage if step.command[3] == "remove"]
 
 
@@ -238,3 +254,131 @@ def test_hosts_use_the_cache_of_whoever_makes_them(environ: dict[str, str], cach
     made = Local(LocalConfig(), environ | {"CPUFT_STATE": str(tmp_path)})
     entry = make_entry(made.config, made.layout)
     assert entry.settings.get("XDG_CACHE_HOME") == cache
+
+
+ADDRESSES = """[{"ifname": "lo", "addr_info": [{"family": "inet", "local": "127.0.0.1", "prefixlen": 8}]},
+ {"ifname": "down0", "addr_info": []},
+ {"ifname": "cpuft-local", "addr_info": [{"family": "inet", "local": "10.77.0.254", "prefixlen": 24}]}]"""
+ROUTES = '[{"dst": "default", "gateway": "192.0.2.1"}, {"dst": "10.77.0.0/16"}, {"type": "local", "dst": "10.79.0.9"}]'
+SHAPED = '[{"kind": "tbf", "handle": "8002:", "root": true, "options": {"rate": 125000000, "burst": 262125}}]'
+
+
+def test_networks_of_interfaces() -> None:
+    assert parse_networks(ADDRESSES) == {"lo": "127.0.0.0/8", "cpuft-local": "10.77.0.0/24"}
+
+
+def test_a_network_that_nothing_uses() -> None:
+    assert choose_network(parse_routes(ROUTES)) == "10.78.0.0/24"
+    assert choose_network(["10.77.0.0/16", "10.78.0.128/25"]) == "10.79.0.0/24"
+
+
+def test_no_network_left() -> None:
+    with pytest.raises(CpuftError, match=r"cpuft provision down$"):
+        choose_network(["10.0.0.0/8"])
+
+
+@pytest.mark.parametrize("text, bits", [(SHAPED, 10**9), ("[]", 0), ("", 0), ('[{"kind": "noqueue"}]', 0)])
+def test_rate_of_a_link(text: str, bits: int) -> None:
+    assert parse_rate(text) == bits
+
+
+V2 = {"cpu.max": "max 100000\n", "cgroup.freeze": "0\n"}
+V1 = {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n", "freezer.state": "THAWED\n"}
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def run_node(verb: str, group: Path, folder: Path, quota: str = "") -> None:
+    """One call of node.sh for a host that has a control group and nothing else."""
+    settings = {"NODE": "a", "NODE_DIR": str(folder), "NODE_LINK": "no-such-link", "NODE_CGROUPS": str(group)}
+    environ = dict(os.environ) | settings | {"NODE_QUOTA": quota, "NODE_RATE": ""}
+    subprocess.run(["sh", SCRIPT, verb], env=environ, check=True, capture_output=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    "files, groups",
+    [
+        ({"cgroup.controllers": "cpuset cpu io memory\n", "cgroup.procs": ""}, [""]),
+        ({"cpu/cgroup.procs": "", "freezer/cgroup.procs": ""}, ["/cpu", "/freezer"]),
+        ({"unified/cgroup.controllers": "hugetlb\n", "cpu/cgroup.procs": ""}, ["/cpu"]),
+        ({"cgroup.controllers": "memory\n", "cpu/other": ""}, []),
+        ({}, []),
+    ],
+    ids=["v2", "v1", "hybrid", "no cpu", "none"],
+)
+def test_which_groups_are_used(tmp_path: Path, files: dict[str, str], groups: list[str]) -> None:
+    for name, text in files.items():
+        write_files((tmp_path / name).parent, {Path(name).name: text})
+    assert find_groups(str(tmp_path)) == tuple(f"{tmp_path}{group}" for group in groups)
+
+
+@pytest.mark.parametrize(
+    "files, name, limited, free",
+    [(V2, "cpu.max", "5000 10000\n", "max 100000\n"), (V1, "cpu.cfs_quota_us", "5000\n", "-1\n")],
+    ids=["v2", "v1"],
+)
+def test_a_limit_is_written_and_read_back(
+    tmp_path: Path, files: dict[str, str], name: str, limited: str, free: str
+) -> None:
+    group = write_files(tmp_path / "group", files)
+    run_node("limit", group, tmp_path, "5000 10000")
+    assert (group / name).read_text() == limited
+    assert _read_quota([str(group)]) == "5000 10000"
+    run_node("limit", group, tmp_path)
+    assert (group / name).read_text() == free
+    assert _read_quota([str(group)]) == ""
+
+
+@pytest.mark.parametrize(
+    "files, name, frozen, free",
+    [(V2, "cgroup.freeze", "1\n", "0\n"), (V1, "freezer.state", "FROZEN\n", "THAWED\n")],
+    ids=["v2", "v1"],
+)
+def test_a_pause_is_written(tmp_path: Path, files: dict[str, str], name: str, frozen: str, free: str) -> None:
+    group = write_files(tmp_path / "group", files)
+    run_node("pause", group, tmp_path)
+    assert (group / name).read_text() == frozen
+    run_node("resume", group, tmp_path)
+    assert (group / name).read_text() == free
+
+
+def find_v2() -> str:
+    """Where this machine has a v2 hierarchy; it freezes whatever controllers v1 holds."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    return next((words[1] for words in mounts if words[2] == "cgroup2" and os.access(words[1], os.W_OK)), "")
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    path = Path(find_v2(), f"cpuft-t{os.getpid() % 1_000_000}")
+    path.mkdir()
+    yield path
+    if path.exists():
+        path.rmdir()
+
+
+@needs_root
+@pytest.mark.skipif(not find_v2(), reason="no cgroup v2 hierarchy is mounted here")
+def test_a_real_v2_group_is_frozen_thawed_and_emptied(tmp_path: Path, group: Path) -> None:
+    with subprocess.Popen(["sleep", "20"]) as process:
+        (group / "cgroup.procs").write_text(str(process.pid))
+        run_node("pause", group, tmp_path)
+        wait_for(group, "frozen 1")
+        run_node("resume", group, tmp_path)
+        wait_for(group, "frozen 0")
+        run_node("pause", group, tmp_path)
+        run_node("down", group, tmp_path)
+        assert process.wait(5) == -9
+    assert not group.exists()
+
+
+def wait_for(group: Path, line: str) -> None:
+    end = time.monotonic() + 5
+    while line not in (group / "cgroup.events").read_text().splitlines():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,17 +1,27 @@
-"""A cluster of network namespaces on this machine, planned: pure functions of what is there and what is asked for."""
+"""Simulated clusters: network namespaces of this machine as hosts, or only a hostfile of this machine."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import pwd
 import re
-from dataclasses import dataclass, replace
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
+from typing import Any
 
+import cpuft
+from cpuft import execute
 from cpuft.config import parse_bits
 from cpuft.errors import CpuftError
-from cpuft.files import hash_text
+from cpuft.files import cache_path, hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
 from cpuft.hosts.ssh_files import (
@@ -24,12 +34,196 @@ from cpuft.hosts.ssh_files import (
     format_sshd_config,
 )
 from cpuft.plan import Plan, Setting, Step
-from cpuft.provision.local.facts import MachineFacts, NodeFacts
+from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
-from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal
+from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal, read_files, read_raw
+from cpuft.provision.provider import Provider
 from cpuft.provision.reconcile import plan_files
 
-SCRIPT = str(Path(__file__).with_name("node.sh"))
+PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
+"""Programs that a local cluster needs, and the Debian package of each."""
+
+_BOOT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One host of the cluster as it is now."""
+
+    running: bool = False
+    answers: bool = False
+    """Its sshd answers, or cannot because the host is paused or cut off."""
+    paused: bool = False
+    cut: bool = False
+    quota: str = ""
+    """Microseconds of CPU time, and in how many; empty for no limit."""
+    rate_bits: int = 0
+    """Bits a second of its link; 0 for no limit."""
+    booted: str = ""
+    """Fingerprint of the settings it was started with."""
+    processes: int = 0
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What planning a local cluster needs to know of this machine."""
+
+    groups: tuple[str, ...]
+    """Directories of the control group controllers that limit and freeze a host."""
+    network: str
+    """Of the bridge when it is there, else the first private one that nothing here uses."""
+    bridge: bool
+    nodes: dict[int, NodeFacts]
+    files: dict[str, str]
+    """Texts of the cluster's files, by path; private keys only as a mark that they exist."""
+    cpus: tuple[int, ...] = (0,)
+    """Hardware threads that hosts share out among them."""
+
+
+def check_machine(as_root: bool) -> None:
+    """Raises CpuftError when this machine or user cannot make network namespaces."""
+    if not as_root:
+        raise CpuftError("network namespaces need root: run it with sudo, or say --without-root for a hostfile only")
+    missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not execute.find_program(name)})
+    if missing:
+        raise CpuftError(f"this machine lacks {', '.join(missing)}: install what is missing, or say --without-root")
+
+
+def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
+    """Facts of the local cluster `name`, whose files are in `directory`."""
+    bridge = f"cpuft-{name}"
+    addresses = parse_networks(_ip("address"))
+    network = addresses.get(bridge) or choose_network(
+        [*addresses.values(), *parse_routes(_ip("route", "show", "table", "all"))]
+    )
+    links = {link["ifname"]: link for link in json.loads(_ip("link"))}
+    groups = find_groups()
+    nodes = {
+        index: _gather_node(directory / f"nodes/{index}", name, network, links, groups)
+        for index in find_nodes(directory, bridge, set(links), groups)
+    }
+    files, cpus = read_files(directory, hostfile), tuple(sorted(os.sched_getaffinity(0)))
+    return MachineFacts(groups, network, bridge in links, nodes, files, cpus)
+
+
+def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
+    """Numbers of all hosts of which anything is there: files, a link or a control group."""
+    names = [path.parent.name for path in directory.glob("nodes/*/booted")]
+    names += [link.removeprefix(f"{bridge}-") for link in links if link.startswith(f"{bridge}-")]
+    names += [path.name for group in groups for path in Path(group, bridge).glob("*") if path.is_dir()]
+    return sorted({int(name) for name in names if name.isdecimal()})
+
+
+def _ip(*words: str) -> str:
+    answer = execute.run_quietly((execute.find_program("ip"), "-json", "-4", *words), seconds=10)
+    if answer.exit_code:
+        raise CpuftError(f"ip {' '.join(words)} failed ({answer.said.strip()[:200]}): check that iproute2 works here")
+    return answer.output or "[]"
+
+
+def parse_networks(text: str) -> dict[str, str]:
+    """The first IPv4 network of each interface, from `ip -json address`."""
+    networks = {}
+    for link in json.loads(text):
+        for info in link.get("addr_info", [])[:1]:
+            network = IPv4Network((info["local"], info["prefixlen"]), strict=False)
+            networks[str(link["ifname"])] = str(network)
+    return networks
+
+
+def parse_routes(text: str) -> list[str]:
+    """IPv4 networks that have a route, from `ip -json route`; the default route is none."""
+    targets = (str(route["dst"]) for route in json.loads(text))
+    return [target for target in targets if target[0].isdecimal()]
+
+
+def choose_network(taken: list[str]) -> str:
+    """A private /24 that overlaps none of `taken`."""
+    used = [IPv4Network(network, strict=False) for network in taken]
+    for number in range(77, 255):
+        candidate = IPv4Network(f"10.{number}.0.0/24")
+        if not any(candidate.overlaps(network) for network in used):
+            return str(candidate)
+    raise CpuftError("all of 10.77.0.0 to 10.254.0.0 is in use here: take away clusters with cpuft provision down")
+
+
+def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
+    """Control group directories: the one of v2, or those of v1's cpu and freezer; none where nothing may be written.
+
+    On a hybrid machine v2 is mounted too, but v1 holds the cpu controller.
+    """
+    if "cpu" in _read(Path(root, "cgroup.controllers")).split():
+        return (root,)
+    found = (path for path in (f"{root}/cpu", f"{root}/freezer") if os.path.isdir(path))
+    return tuple(path for path in found if os.access(path, os.W_OK) and os.path.exists(f"{path}/cgroup.procs"))
+
+
+def _gather_node(
+    path: Path, name: str, network: str, links: dict[str, dict[str, Any]], groups: tuple[str, ...]
+) -> NodeFacts:
+    index = int(path.name)
+    link = f"cpuft-{name}-{index}"
+    own = [f"{group}/cpuft-{name}/{index}" for group in groups]
+    running = _is_holder(_read(path / "pid"))
+    paused = running and any(_read(Path(group) / "cgroup.freeze") == "1" for group in own)
+    paused |= running and any(_read(Path(group) / "freezer.state").startswith("FR") for group in own)
+    cut = link in links and "UP" not in links[link]["flags"]
+    address = str(IPv4Network(network)[index])
+    shaping = execute.run_quietly((execute.find_program("tc"), "-json", "qdisc", "show", "dev", link), seconds=10)
+    return NodeFacts(
+        running=running and link in links,
+        answers=running and link in links and (paused or cut or wait_for_ssh(address, _BOOT_SECONDS)),
+        paused=paused,
+        cut=cut,
+        quota=_read_quota(own),
+        rate_bits=0 if shaping.exit_code else parse_rate(shaping.output),
+        booted=_read(path / "booted"),
+        processes=max((len(_read(Path(group) / "cgroup.procs").split()) for group in own), default=0),
+    )
+
+
+def _read(path: Path) -> str:
+    return read_raw(path).strip()
+
+
+def _is_holder(pid: str) -> bool:
+    """Whether the process of that number is a host's: numbers are used again after a reboot."""
+    words = _read(Path("/proc") / (pid or "none") / "cmdline").split("\0")
+    return words[0] == "unshare" and "boot" in words
+
+
+def _read_quota(groups: list[str]) -> str:
+    for group in map(Path, groups):
+        text = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
+        if text[0].isdecimal():
+            return text
+    return ""
+
+
+def parse_rate(text: str) -> int:
+    """Bits a second that a token bucket lets through, from `tc -json qdisc`; 0 without one."""
+    for discipline in json.loads(text or "[]"):
+        if discipline.get("kind") == "tbf":
+            return int(discipline["options"]["rate"]) * 8
+    return 0
+
+
+def wait_for_ssh(address: str, seconds: float) -> bool:
+    """Whether an ssh server greets at `address` within `seconds`."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((address, 22), timeout=1.0) as connection:
+                if connection.recv(4) == b"SSH-":
+                    return True
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+
+
+SCRIPT = str(Path(__file__).with_name("simulated_node.sh"))
 FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
 """Words of `cpuft provision local WORD NODE`, and node.sh's own."""
 
@@ -257,7 +451,7 @@ def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, word: s
     raise CpuftError(f"cluster {config.name} has no host {node!r}: choose one of {', '.join(m.name for m in members)}")
 
 
-def plan_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
+def plan_local_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
     """Take away all that the cluster has on this machine, its files last so that a second try finds the rest."""
     downs = [
         plan_node_step(config, facts, layout, index, "down", "end the hosts' processes, links and control groups")
@@ -272,3 +466,115 @@ def plan_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
     removal = plan_removal(facts.files, layout.directory, layout.hostfile) if ours else ()
     stages = (tuple(downs), tuple(rest), removal) if ours or facts.bridge or downs else ()
     return Plan(tuple(stage for stage in stages if stage))
+
+
+class Local(Provider[LocalConfig, MachineFacts]):
+    """Network namespaces of this machine, as hosts."""
+
+    kind = "local"
+    options = LocalConfig
+
+    def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
+        # What is remembered must hold wherever the next command is typed.
+        config = replace(config, image=os.path.abspath(config.image)) if config.image else config
+        super().__init__(config, environ, entry)
+        self.size = f"{config.nodes} hosts"
+        self.layout = self._lay_out()
+        if entry:
+            self.layout = replace(self.layout, python=entry.python or self.layout.python, settings=entry.settings)
+
+    def _lay_out(self) -> Layout:
+        """Without an image the hosts see this machine's files and run this very cpuft; with one, the image's."""
+        directory, hostfile, image = str(self.directory), self.hostfile, self.config.image
+        if not image:
+            settings = {"PYTHONPATH": str(Path(cpuft.__file__).parents[1])}
+            # A login to a host has the home of the user database: who runs with another home keeps their own cache.
+            if cache_path(self.environ) != cache_path({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}):
+                settings["XDG_CACHE_HOME"] = str(cache_path(self.environ).parent)
+            return Layout(directory, hostfile, sys.executable, settings)
+        stamp = read_stamp(Path(image))
+        python = str(stamp.get("python", ""))
+        there = f"{Path(python).parents[2]}/clusters/{self.name}" if python else ""
+        return Layout(directory, hostfile, python or "python3", {}, there, str(stamp.get("contents", "")))
+
+    def check(self) -> None:
+        """Also what this machine cannot do."""
+        check_config(self.config)
+        check_image(self.config.image)
+        check_machine(os.geteuid() == 0)
+        super().check()
+
+    def gather(self) -> MachineFacts:
+        """What the cluster has on this machine."""
+        return gather_machine(self.name, self.directory, Path(self.hostfile))
+
+    def plan(self, facts: MachineFacts) -> Plan:
+        """What is missing."""
+        return plan_local(self.config, facts, self.layout)
+
+    def plan_down(self, facts: MachineFacts) -> Plan:
+        """What is left."""
+        return plan_local_down(self.config, facts, self.layout)
+
+    def plan_fault(self, word: str, node: str) -> Plan:
+        """Crash, pause or cut off a host, or take that back."""
+        return plan_fault(self.config, self.gather(), self.layout, word, node)
+
+    def describe_hosts(self) -> list[str]:
+        """A host's name, address and what it is doing."""
+        facts = self.gather()
+        members = plan_members(self.config, facts.network)
+        return [f"{one.name}  {one.address}  {_state(facts, index)}" for index, one in enumerate(members, start=1)]
+
+
+def _state(facts: MachineFacts, index: int) -> str:
+    node = facts.nodes.get(index)
+    if node is None or not node.running:
+        return "down"
+    words = ["paused"] if node.paused else []
+    words += ["cut off"] if node.cut else []
+    return ", ".join(words or ["up" if node.answers else "sshd does not answer"]) + f", {node.processes} processes"
+
+
+Files = dict[str, str]
+"""Texts by path."""
+
+
+class Plain(Provider[LocalConfig, Files]):
+    """This machine, with a slot for each host that was asked for."""
+
+    kind = "plain"
+    options = LocalConfig
+
+    def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
+        super().__init__(config, environ, entry)
+        self.size = f"this machine with {config.nodes} slots"
+
+    def check(self) -> None:
+        """Also the wishes."""
+        check_config(self.config)
+        super().check()
+
+    def gather(self) -> Files:
+        """The cluster's files."""
+        return read_files(self.directory, Path(self.hostfile))
+
+    def plan(self, facts: Files) -> Plan:
+        """The files that differ."""
+        options = {key: str(value) for key, value in asdict(self.config).items()}
+        hosts = (Host("localhost", self.config.nodes),)
+        texts = {
+            f"{self.directory}/{FILE_NAME}": format_entry(Entry(self.name, self.kind, self.hostfile, options=options)),
+            self.hostfile: f"# Cluster {self.name}, made by cpuft provision.\n{format_hostfile(hosts)}",
+        }
+        steps = plan_files(texts, facts, "write the hostfile, and remember it")
+        return Plan(tuple((step,) for step in steps))
+
+    def plan_down(self, facts: Files) -> Plan:
+        """Its files."""
+        directory = str(self.directory)
+        return Plan((plan_removal(facts, directory, self.hostfile),) if is_ours(facts, directory) else ())
+
+    def describe_hosts(self) -> list[str]:
+        """This machine tells nothing more."""
+        return []

@@ -1,1 +1,0 @@
-"""A cluster of network namespaces on this machine."""
