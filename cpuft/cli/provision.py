@@ -86,7 +86,7 @@ def hosts(dry_run: bool, **values: Any) -> None:
 
     Running it again repairs what is missing, and does nothing when nothing is.
     """
-    from cpuft.provision.servers.doing import Servers
+    from cpuft.provision.servers import Servers
 
     _make(Servers(pick(HostsConfig, values), os.environ), dry_run)
 

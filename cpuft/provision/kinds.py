@@ -10,7 +10,7 @@ from cpuft.hosts import registry
 from cpuft.provision.aws.doing import Aws
 from cpuft.provision.options import AwsConfig, LocalConfig
 from cpuft.provision.provider import Provider
-from cpuft.provision.servers.doing import Servers
+from cpuft.provision.servers import Servers
 from cpuft.provision.simulated import Local, Plain
 
 KINDS: dict[str, type[Provider[Any, Any]]] = {kind.kind: kind for kind in (Local, Servers, Plain, Aws)}

@@ -32,8 +32,7 @@ from cpuft.options import parse_arguments, plan_turns, read_config
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.preflight import parse_ssh_from
-from cpuft.provision.servers.facts import parse_survey
-from cpuft.provision.servers.planning import parse_lock
+from cpuft.provision.servers import parse_lock, parse_survey
 from cpuft.provision.wheels import parse_pins
 from cpuft.rank.process import FAILURE, parse_failure, parse_missed
 from cpuft.rank.world import parse_world

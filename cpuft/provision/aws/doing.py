@@ -29,7 +29,7 @@ from cpuft.provision.options import AwsConfig
 from cpuft.provision.ownership import read_files
 from cpuft.provision.provider import Ask, Provider
 from cpuft.provision.reconcile import Say, run_stages
-from cpuft.provision.servers.planning import Facts as ServersFacts
+from cpuft.provision.servers import Facts as ServersFacts
 
 _BOOT_SECONDS = 300.0
 _END_SECONDS = 600.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cpuft.hosts.ssh_files import Member
 from cpuft.plan import Step
-from cpuft.provision.servers.facts import ServerFacts
+from cpuft.provision.servers import ServerFacts
 
 _SCRIPT = Path(__file__).with_name("hostkey.sh").read_text(encoding="utf-8")
 _MARK = "cpuft-own"

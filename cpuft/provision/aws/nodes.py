@@ -16,8 +16,7 @@ from cpuft.provision.aws.lease import CHECK_TIMER, RENEWAL, Timer, make_arming, 
 from cpuft.provision.aws.planning import find_notice, remember
 from cpuft.provision.options import AwsConfig, HostsConfig
 from cpuft.provision.ownership import read_raw
-from cpuft.provision.servers.doing import Servers
-from cpuft.provision.servers.planning import Facts
+from cpuft.provision.servers import Facts, Servers
 
 _LOOK_AGAIN_SECONDS = 2.0
 

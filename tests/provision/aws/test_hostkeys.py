@@ -19,7 +19,7 @@ from cpuft.provision.aws.facts import Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
 from cpuft.provision.aws.nodes import Nodes
 from cpuft.provision.options import AwsConfig
-from cpuft.provision.servers.facts import ServerFacts
+from cpuft.provision.servers import ServerFacts
 from tests.hosts.test_transport import free_port, wait_for
 
 GIVEN = "ecdsa-sha2-nistp256 AAAA"

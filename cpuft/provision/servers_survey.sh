@@ -1,7 +1,7 @@
 #!/bin/sh
 # What a server has of a cluster's environment, "key value" a line. It may have no Python yet.
 #
-#   survey.sh PREFIX NAME
+#   servers_survey.sh PREFIX NAME
 prefix=$1
 cluster=$1/clusters/$2
 . /etc/os-release 2>/dev/null

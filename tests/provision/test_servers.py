@@ -12,10 +12,18 @@ from cpuft.files import write_text
 from cpuft.hosts.ssh_files import Member, format_inside, format_ssh_config
 from cpuft.hosts.transport import Login
 from cpuft.plan import Plan
+from cpuft.provision import servers
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.servers import facts
-from cpuft.provision.servers.facts import ServerFacts, check_server, describe_server, find_python, parse_survey
-from cpuft.provision.servers.planning import Facts, plan_servers, plan_servers_down
+from cpuft.provision.servers import (
+    Facts,
+    ServerFacts,
+    check_server,
+    describe_server,
+    find_python,
+    parse_survey,
+    plan_servers,
+    plan_servers_down,
+)
 from cpuft.provision.wheels import Supply, Wheel, make_stamp
 from tests.provision.simulated import needs_root
 
@@ -174,7 +182,7 @@ def test_down_touches_only_servers_that_have_something() -> None:
 
 def survey(prefix: Path) -> ServerFacts:
     """What this machine says of itself as a server."""
-    script = Path(facts.__file__).with_name("survey.sh")
+    script = Path(servers.__file__).with_name("servers_survey.sh")
     done = subprocess.run(("sh", script, prefix, "lab"), capture_output=True, text=True, timeout=60, check=True)
     return parse_survey(done.stdout, "a")
 

@@ -1,1 +1,0 @@
-"""A cluster of servers that are reached over ssh."""
