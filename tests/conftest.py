@@ -92,7 +92,7 @@ def names_used(function: FunctionType, seen: set[str]) -> set[str]:
         for name in {*code.co_names, *code.co_freevars} - seen:
             seen.add(name)
             used = function.__globals__.get(name)
-            if isinstance(used, FunctionType) and used.__module__.startswith("tests"):
+            if isinstance(used, FunctionType) and used.__module__.startswith(("tests", "scripts")):
                 names_used(used, seen)
     return seen
 

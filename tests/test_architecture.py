@@ -40,7 +40,6 @@ ALLOWED: dict[str, set[str]] = {
     "rank": ON_A_RANK,
     "comm": ON_A_RANK | {"rank"},
     "train": ON_A_RANK | {"rank", "comm"},
-    "bench": ON_A_RANK | {"rank", "comm", "train"},
     "report": PURE | {"record", "config"},
     "schedulers": HOSTS | {"launch", "rank"},
     "cli": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report"},
@@ -51,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
 TYPE_IGNORES = 36
 """Most `type: ignore` comments that the whole tree may hold."""
 
-FILES = sorted(path for folder in ("cpuft", "tests") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(path for folder in ("cpuft", "scripts", "tests") for path in (ROOT / folder).rglob("*.py"))
 # This file tells what it counts.
 IGNORE = "# type: " + "ignore"
 

@@ -27,12 +27,12 @@ def in_the_room(*words: str) -> subprocess.CompletedProcess[str]:
 
 @needs_root
 def test_some_hundreds_of_inputs() -> None:
-    done = in_the_room("-m", "tests.check_fuzz", "--inside", "--inputs", "600", "--seed", "1")
+    done = in_the_room("-m", "scripts.benchmarks.check_fuzz", "--inside", "--inputs", "600", "--seed", "1")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
 def test_it_refuses_to_run_anywhere_else() -> None:
-    command = [sys.executable, "-m", "tests.check_fuzz", "--inside", "--inputs", "1"]
+    command = [sys.executable, "-m", "scripts.benchmarks.check_fuzz", "--inside", "--inputs", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
     assert done.returncode == 1
     assert "this is not its room" in done.stderr

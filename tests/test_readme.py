@@ -15,11 +15,11 @@ from typing import Any
 import click
 import pytest
 
-from cpuft.bench.figures import format_contestants, format_figures, read_figures
 from cpuft.cli import cli
 from cpuft.config import LaunchConfig
 from cpuft.launch.plan import choose_run_dir, plan_settings
 from cpuft.options import TOOLS, read_table
+from scripts.benchmarks.figures import format_contestants, format_figures, read_figures
 from tests.conftest import run_cpuft
 from tests.launch.test_plan import make_cluster
 from tests.records import make_record
@@ -144,7 +144,7 @@ def test_every_script_is_there_and_can_be_run(script: str) -> None:
 
 
 def test_every_script_is_told_of() -> None:
-    scripts = {f"`scripts/{path.name}" for path in (ROOT / "scripts").iterdir() if not path.suffix}
+    scripts = {f"`scripts/{path.name}" for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix}
     assert {script for script in scripts if script not in TEXTS["scripts/README.md"]} == set()
 
 

@@ -24,7 +24,6 @@ EXEMPT = {
     "read_cpu": "the kernel's files",
     "read_failures": "parse_failure, of each rank",
     "read_files": "texts only, by the names that they have",
-    "read_figures": "what bench-train has written",
     "read_free": "a system call",
     "read_free_memory": "the kernel's files",
     "read_job": "a record that was read",

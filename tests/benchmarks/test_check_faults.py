@@ -6,7 +6,17 @@ from collections import Counter
 
 import pytest
 
-from tests.faults.kinds import KINDS, PROCESSES, RANKS, STAGES, TWO, WITH_RANKS, Target, draw_faults, was_named
+from scripts.benchmarks.check_faults import (
+    KINDS,
+    PROCESSES,
+    RANKS,
+    STAGES,
+    TWO,
+    WITH_RANKS,
+    Target,
+    draw_faults,
+    was_named,
+)
 
 WORKER, RANK = Target("b", others=("a", "c")), Target("b", 1, ("a", "b", "c"))
 

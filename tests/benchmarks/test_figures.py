@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cpuft.bench.figures import format_contestants, format_figures, keep_figures, read_figures
+from scripts.benchmarks.figures import format_contestants, format_figures, keep_figures, read_figures
 
 
 def found(rate: float, isa: str = "", rounds: int = 3) -> dict[str, Any]:

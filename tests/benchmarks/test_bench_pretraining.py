@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench_pretraining import Point, derive, format_depths, format_hosts, parse, plan_launch, read_point
+from scripts.benchmarks.bench_pretraining import (
+    Point,
+    derive,
+    format_depths,
+    format_hosts,
+    parse,
+    plan_launch,
+    read_point,
+)
 from tests.conftest import Golden
 from tests.records import make_record, make_steps
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cpuft.bench.__main__ import format_summary, header, summarise
-from cpuft.bench.rows import read_rows
 from cpuft.errors import CpuftError
+from scripts.benchmarks.bench_train import format_summary, header, summarise
+from scripts.benchmarks.contestants import read_rows
 
 
 def write_mrpc(folder: Path, rows: int) -> Path:
@@ -79,7 +79,7 @@ def test_rows_keep_lone_quotation_marks(tmp_path: Path) -> None:
 def test_a_whole_run(tmp_path: Path) -> None:
     words = ["--data", str(write_mrpc(tmp_path, 64)), "--models", "minilm", "--rows", "64", "--rounds", "2"]
     words += ["--contestants", "cpuft,trainer-accelerated", "--record", "record.jsonl"]
-    command = [sys.executable, "-m", "cpuft.bench", *words]
+    command = [sys.executable, "-m", "scripts.benchmarks.bench_train", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in Path("record.jsonl").read_text().splitlines()]
@@ -98,7 +98,15 @@ def test_a_record_names_no_folder_of_this_machine() -> None:
 
 
 def test_bad_names_are_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cpuft.bench", "--data", str(tmp_path), "--contestants", "cpufd"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.benchmarks.bench_train",
+        "--data",
+        str(tmp_path),
+        "--contestants",
+        "cpufd",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr == "bench-train: 'cpufd' is unknown: did you mean cpuft or cpuft-int8?\n"

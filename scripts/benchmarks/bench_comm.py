@@ -103,7 +103,7 @@ def check_overlap(folder: Path) -> bool:
 
 
 def _overlap(folder: Path, place: str, backend: str, *where: str) -> float:
-    script = str(Path(__file__).parent / "comm/overlap.py")
+    script = str(Path(__file__).parent / "overlap.py")
     run_dir = folder / f"overlap-{place.replace(' ', '-')}-{backend}"
     cpuft(
         folder,

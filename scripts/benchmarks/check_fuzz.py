@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help="do it here (refused outside of the room)")
     options = parser.parse_args()
     if not options.inside:
-        words = [sys.executable, "-m", "tests.check_fuzz", "--inside", *sys.argv[1:]]
+        words = [sys.executable, "-m", "scripts.benchmarks.check_fuzz", "--inside", *sys.argv[1:]]
         os.execvpe("unshare", sandbox.enter_command(words), dict(os.environ) | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"})
     reasons = sandbox.find_reasons_to_refuse()
     if reasons:

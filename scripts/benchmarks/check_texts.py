@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from cpuft.record import read_record
-from tests.check_mrpc import train
+from scripts.benchmarks.check_mrpc import train
 
 ROUNDS = 3
 STEPS = 40

@@ -1,0 +1,1 @@
+"""Programs that measure cpuft against others, and long checks; scripts/bench-* and scripts/check-* start them."""

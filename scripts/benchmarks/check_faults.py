@@ -1,0 +1,484 @@
+"""Faults, drawn at random, and how a run must name them: pure functions."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpuft.record import read_record
+from cpuft.terminal import format_table
+from tests.conftest import GLUE
+from tests.provision.simulated import Simulated, own_root, simulate
+
+HOSTS = ("kill worker", "pause worker", "cut worker", "kill master", "pause master", "cut master")
+TWO = ("kill two",)
+"""Two workers at the same moment, of which one may be the second host with checkpoints."""
+RANKS = ("SIGKILL rank", "SIGSTOP rank")
+PROCESSES = ("SIGKILL ssh", "SIGKILL supervisor", "SIGKILL mpirun", "SIGKILL proxy")
+KINDS = (*HOSTS, *TWO, *RANKS, *PROCESSES)
+STAGES = ("prepare", "start", "train", "checkpoint", "evaluate", "save", "fetch", "restart")
+"""Of a run, in their order; `restart`: while it starts again after another fault."""
+WITH_RANKS = ("train", "checkpoint", "evaluate")
+"""Stages in which every rank and mpirun are surely there."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to a run."""
+
+    kind: str
+    number: int
+    """Of the rank or host, from 0; one rank runs on each host, the master is 0."""
+    step: int
+    """After so many updates, in the stages `train` and `checkpoint`; 0: as soon as ranks start."""
+    stage: str = "train"
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All hosts that are hit."""
+        return (1, self.number) if self.kind in TWO else (self.number,)
+
+    def describe(self) -> str:
+        """For the table."""
+        number = "" if self.kind in PROCESSES or "master" in self.kind else f" {self.number}"
+        return f"{self.kind}{number}, {self.stage}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Who was hit, in the words that lines may use."""
+
+    host: str = ""
+    """Empty where no host and no rank was: any line that says something will do, if it blames no host."""
+    rank: int = -1
+    others: tuple[str, ...] = ()
+    """Hosts that must not be blamed."""
+
+
+def draw_faults(
+    count: int,
+    seed: int,
+    nodes: int,
+    steps: int,
+    kinds: Sequence[str] = KINDS,
+    stages: Sequence[str] = STAGES,
+) -> list[Fault]:
+    """So many faults: every stage about as often, and in each stage the kinds that can happen there in any order."""
+    chance = random.Random(seed)
+    left = {stage: list[str]() for stage in stages}
+    drawn: list[Fault] = []
+    while len(drawn) < count:
+        for stage in stages:
+            possible = [kind for kind in kinds if stage in WITH_RANKS or kind in (*HOSTS, *TWO)]
+            if not possible:
+                continue
+            left[stage] = left[stage] or chance.sample(possible, len(possible))
+            kind = left[stage].pop()
+            moment = chance.choice(range(1, steps * 3 // 4))
+            drawn.append(Fault(kind, _draw_number(kind, nodes, chance), moment, stage))
+    return drawn[:count]
+
+
+def _draw_number(kind: str, nodes: int, chance: random.Random) -> int:
+    if kind in TWO:
+        return chance.randrange(2, nodes)
+    return 0 if "master" in kind else chance.randrange(1 if "worker" in kind else 0, nodes)
+
+
+def was_named(target: Target, lines: Sequence[str]) -> bool:
+    """Whether the lines of a launch name who was hit, and nobody else as lost or stopped."""
+    marks = ("does not answer", "did not answer", "failed", "lost", "others wait for")
+    text = "\n".join(line for line in lines if any(mark in line for mark in marks))
+    blamed = [host for host in target.others if f"host {host} does not answer" in text]
+    if not target.host:
+        return bool(text) and not blamed
+    own = rf"(?<![\w.-]){re.escape(target.host)}(?!\w)" if target.rank < 0 else rf"\brank {target.rank} on\b"
+    return not blamed and bool(re.search(own, text))
+
+
+_SECONDS = 60.0
+_MARKS = ("cpuft.train", "cpuft.rank", "cpuft.launch.remote", "mpiexec", "mpirun", "hydra", "pmi_proxy")
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _variables(pid: int) -> dict[str, str]:
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(word.partition("=")[::2] for word in text.split("\0"))
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def list_pids() -> list[int]:
+    """All processes but this one."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if int(path.name) != os.getpid()]
+
+
+def list_ours() -> list[int]:
+    """All that a run consists of on hosts."""
+    return [pid for pid in list_pids() if any(mark in word for word in _words(pid) for mark in _MARKS)]
+
+
+def find_targets(fault: Fault, launch: int) -> list[int]:
+    """Processes of which the fault hits one."""
+    pids = {pid: words for pid in list_pids() if (words := _words(pid)) and words[0]}
+    found = {
+        "ssh": lambda pid, words: _parent(pid) == launch and os.path.basename(words[0]) == "ssh",
+        "supervisor": lambda pid, words: "cpuft.launch.remote" in words and "python" in words[0],
+        "mpirun": lambda pid, words: os.path.basename(words[0]) in ("mpiexec.hydra", "mpirun", "mpiexec"),
+        "proxy": lambda pid, words: "proxy" in os.path.basename(words[0]),
+        "rank": lambda pid, words: "cpuft.train" in words and _variables(pid).get("RANK") == str(fault.number),
+    }
+    is_one: Callable[[int, list[str]], bool] = found[fault.kind.split()[1]]
+    return sorted(pid for pid, words in pids.items() if is_one(pid, words))
+
+
+def make_fault(fault: Fault, cluster: Simulated, launch: int) -> Target:
+    """Do it; who was hit. A process that is not there yet is waited for."""
+    names = [host.name for host in cluster.hosts]
+    others = tuple(name for number, name in enumerate(names) if number not in fault.numbers)
+    if fault.kind in (*HOSTS, *TWO):
+        verb = ("provision", "local", "--name", cluster.name, fault.kind.split()[0])
+        makers = [threading.Thread(target=cluster.cpuft, args=(*verb, str(number + 1))) for number in fault.numbers]
+        for maker in makers:
+            maker.start()
+        for maker in makers:
+            maker.join()
+        return Target(names[fault.number], others=others)
+    end = time.monotonic() + _SECONDS
+    while not (found := find_targets(fault, launch)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert found, f"no process for {fault}"
+    os.kill(found[fault.number % len(found)], signal.Signals[fault.kind.split()[0]])
+    if fault.kind in PROCESSES:
+        return Target(others=tuple(names))
+    return Target(names[fault.number], fault.number, others=tuple(names))
+
+
+END_SECONDS = 180.0
+_START_SECONDS = 300.0
+
+
+class Launch:
+    """`cpuft launch` on all hosts; its lines with their moments."""
+
+    def __init__(self, cluster: Simulated, run: str, words: Sequence[str], resume: bool = False) -> None:
+        command = [sys.executable, "-m", "cpuft", "launch", "--cluster", cluster.name]
+        command += ["--resume" if resume else "--run-dir", run, *words]
+        environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+        self.begun, self.lines, self.ended_at = time.monotonic(), list[tuple[float, str]](), 0.0
+        self.process = subprocess.Popen(
+            command, cwd=cluster.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip()))
+        self.ended_at = time.monotonic()
+
+    def wait(self, seconds: float = _START_SECONDS) -> int:
+        """Its exit code; one that does not end is killed, and gives -9."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self._thread.join(10)
+        return self.process.wait()
+
+    def wait_for(self, words: str, seconds: float) -> bool:
+        """Until a line holds these words; False where it has ended, or that takes longer."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            if any(words in line for _, line in self.lines):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def wait_for_line_since(self, words: str, after: str, since: float, seconds: float) -> bool:
+        """Until a line begins with `words` after one that begins with `after`; False where that does not come."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < end:
+            lines = [line for at, line in self.lines if at >= since]
+            begun = next((number for number, line in enumerate(lines) if line.startswith(after)), len(lines))
+            if any(line.startswith(words) for line in lines[begun:]):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def texts(self, since: float = 0.0) -> list[str]:
+        """Lines that came after a moment."""
+        return [line for at, line in self.lines if at >= since and line]
+
+    def seconds_to_go_on(self, since: float) -> float:
+        """From a fault to the first update after a restart, or to the end of the launch if there was no restart."""
+        restarts = [at for at, line in self.lines if at >= since and line.startswith("cpuft: restart ")]
+        goes_on = [at for at, line in self.lines if restarts and at > restarts[-1] and line.startswith("step ")]
+        return min(goes_on, default=self.ended_at) - since
+
+    def seconds_to(self, words: str, since: float) -> str:
+        """From a moment to the first line after it with these words; empty when there is none."""
+        return next((f"{at - since:.0f}" for at, line in self.lines if at >= since and words in line), "")
+
+
+def restart_words(restarts: int) -> tuple[str, ...]:
+    """Of cpuft launch, as far as it knows restarts. Exits when they are asked for and it does not."""
+    told = subprocess.run(
+        [sys.executable, "-m", "cpuft", "launch", "--help"], capture_output=True, text=True, check=True
+    )
+    if "--restarts" in told.stdout:
+        return ("--restarts", str(restarts))
+    return sys.exit("check-faults: this cpuft launch has no --restarts") if restarts else ()
+
+
+def _disks(cluster: Simulated) -> list[Path]:
+    return sorted((cluster.folder / "state" / cluster.name / "nodes").glob("*/upper/var/tmp/cpuft-*"))
+
+
+def _count_steps(records: Sequence[str]) -> int:
+    return max((text.count('"kind": "step"') for text in records), default=0)
+
+
+def has_come_to(stage: str, step: int, steps: int, cluster: Simulated, run: str) -> bool:
+    """Whether a run is in a stage, as the hosts' disks tell."""
+    folders = [folder for disk in _disks(cluster) for folder in disk.glob(f"*/{run}")]
+    if stage == "prepare":
+        return any((folder / "logs").is_dir() for folder in folders)
+    if stage == "start":
+        return any((folder / "logs/mpirun.log").exists() for folder in folders)
+    records = [path.read_text(errors="replace") for folder in folders if (path := folder / "record.jsonl").exists()]
+    if stage == "train":
+        return _count_steps(records) >= step
+    if stage == "checkpoint":
+        return any(list(folder.glob("checkpoints/*.new")) for folder in folders) and _count_steps(records) > 0
+    if stage == "evaluate":
+        return _count_steps(records) >= steps
+    if stage == "save":
+        return any('"kind": "evaluation"' in text for text in records)
+    return any((folder / "logs/exit-code").exists() for folder in folders)  # the results are fetched now
+
+
+def wait_for_stage(launch: Launch, cluster: Simulated, run: str, stage: str, step: int, steps: int) -> bool:
+    """Until a run is in a stage; False if the launch has ended before."""
+    end = time.monotonic() + _START_SECONDS
+    while launch.process.poll() is None and time.monotonic() < end:
+        if has_come_to(stage, step, steps, cluster, run):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run in the end."""
+
+    updates: str
+    metric: str
+    repeated: str
+    left: list[str]
+    """Processes on all hosts, segments of shared memory, and files of the run on hosts' disks."""
+
+
+def read_outcome(cluster: Simulated, run: str, steps: int) -> Outcome:
+    """Of a run that has ended."""
+    left = [f"process {pid}" for pid in list_ours()]
+    for index in range(1, len(cluster.hosts) + 1):
+        left += [f"memory {name}" for name in cluster.on(index, "ls /dev/shm").split()]
+    left += [str(path) for disk in _disks(cluster) for path in disk.iterdir() if path.name != "inputs"]
+    if not (cluster.folder / run / "record.jsonl").exists():
+        return Outcome("0", "", "", left)
+    record = read_record(str(cluster.folder / run))
+    numbers = [step.step for step in record.steps]
+    in_order = numbers == list(range(1, len(numbers) + 1))
+    metric = f"{record.metrics['accuracy']:.4f}" if record.footer and "accuracy" in record.metrics else ""
+    repeated = str(sum(line.repeated for line in record.resumptions))
+    return Outcome(str(len(numbers)) if in_order else f"NOT IN ORDER {numbers}", metric, repeated, left)
+
+
+NODES = 4
+_ENTER = """set -eu
+mount --make-rprivate /
+mount -t tmpfs -o mode=1777,size=2g tmpfs /dev/shm
+mount -t tmpfs -o mode=1777 tmpfs /var/tmp
+ip link set dev lo up
+"$@" || exit $?
+exit 0
+"""
+"""The shell stays, as the first process: it takes in what hosts leave behind when they are killed."""
+_SPACES = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+_INSIDE = "CPUFT_FAULTS_INSIDE"
+COLUMNS = [
+    "fault, stage",
+    "line that names it",
+    "named",
+    "code",
+    "on after s",
+    "bar",
+    "repeated",
+    "updates",
+    "metric",
+    "left",
+]
+BARS = {"kill": 25, "SIGKILL": 25, "cut": 40}
+"""Seconds from a fault to the next update or the end; of a frozen host or rank, the deadline of a collective more."""
+OTHER_BAR = 60
+
+
+def main() -> None:
+    """Exit 1 when a run did not end or reach its last update, somebody else was named, or something is left."""
+    parser = argparse.ArgumentParser(prog="check-faults", description=__doc__)
+    parser.add_argument("--faults", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="another seed draws other faults and moments")
+    parser.add_argument("--restarts", type=int, default=0, help="as of cpuft launch; 0: each run is resumed by hand")
+    parser.add_argument("--steps", type=int, default=30, help="updates of each run")
+    parser.add_argument("--only", default="", help="kinds whose name holds this text")
+    parser.add_argument("--stages", default=",".join(STAGES), help="in which stages of a run")
+    options = parser.parse_args()
+    if not os.environ.get(_INSIDE):
+        words = [sys.executable, "-m", "scripts.benchmarks.check_faults", *sys.argv[1:]]
+        os.execvpe(
+            "unshare", ["unshare", *_SPACES, "sh", "-c", _ENTER, "in", *words], dict(os.environ) | {_INSIDE: "1"}
+        )
+    kinds = [kind for kind in KINDS if options.only in kind]
+    faults = draw_faults(options.faults, options.seed, NODES, options.steps, kinds, options.stages.split(","))
+    with tempfile.TemporaryDirectory() as folder:
+        sys.exit(run(Path(folder), faults, options.steps, options.restarts))
+
+
+def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int) -> int:
+    """Make all faults, one after another, and print the table; 1 when a bar was missed."""
+    os.environ |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    with own_root(folder) as image, simulate(image.parent, *_hosts(image)) as cluster:
+        words = (*job(steps), *restart_words(restarts))
+        whole = read_outcome(cluster, run_whole(cluster, words), steps)
+        rows, bad = [["none", "", "", "0", "", "", "", whole.updates, whole.metric, str(len(whole.left))]], 0
+        for number, fault in enumerate(faults):
+            row, good = disturb(cluster, f"run-{number}", fault, words, steps, restarts, whole.metric)
+            rows.append(row)
+            bad += not good
+            print(
+                f"{'good' if good else 'BAD '} {number + 1}/{len(faults)} {' | '.join(row)}",
+                file=sys.stderr,
+                flush=True,
+            )
+    print(format_table(COLUMNS, rows, left=2, width=220))
+    print(f"check-faults: {len(faults)} faults, {bad} that missed a bar")
+    return 1 if bad else 0
+
+
+def _hosts(image: Path) -> tuple[str, ...]:
+    """Options of the cluster, the same to make it and to repair it: others would make other hosts."""
+    return ("--nodes", str(NODES), "--image", str(image))
+
+
+def job(steps: int) -> tuple[str, ...]:
+    """Words of the training: MRPC where it is beside the checkout, else the built-in task."""
+    data = ("--task", "mrpc", "--data-dir", str(GLUE)) if GLUE.is_dir() else ("--task", "demo")
+    rows = ("--max-steps", str(steps), "--batch-size", "4", "--max-length", "48", "--learning-rate", "1e-4")
+    return (*data, *rows, "--np", str(NODES), "--comm-timeout", "20", "--checkpoint-every", "3", *SAME)
+
+
+SAME = ("--backend", "mpi", "--grad-compression", "none")
+"""Otherwise measured at every start, and chosen otherwise on fewer hosts: the metric would be another one."""
+
+
+def run_whole(cluster: Simulated, words: Sequence[str]) -> str:
+    """A run that nobody disturbs."""
+    launch = Launch(cluster, "whole", words)
+    if launch.wait():
+        sys.exit("\n".join(["check-faults: the undisturbed run failed:", *launch.texts()]))
+    return "whole"
+
+
+def disturb(
+    cluster: Simulated, run: str, fault: Fault, words: Sequence[str], steps: int, restarts: int, whole: str
+) -> tuple[list[str], bool]:
+    """Start a run, make the fault, see how it ends and goes on; a row of the table, and whether all bars were met."""
+    launch = Launch(cluster, run, words)
+    reached = wait_for_stage(
+        launch, cluster, run, "train" if fault.stage == "restart" else fault.stage, fault.step, steps
+    )
+    if reached and fault.stage == "restart":
+        make_fault(Fault("SIGKILL rank", 1, fault.step), cluster, launch.process.pid)
+        reached = launch.wait_for("cpuft: restart 1 ", END_SECONDS)
+        time.sleep(fault.step % 4)
+    if not reached:
+        return [fault.describe(), f"it had ended before: {launch.texts()[-1:]}", *[""] * 8], False
+    made_at = time.monotonic()
+    target = make_fault(fault, cluster, launch.process.pid)
+    # A host that comes back while the run goes on without it is tidied up when that ends.
+    if restarts and launch.wait_for_line_since("step ", "cpuft: restart ", made_at, END_SECONDS):
+        repair(cluster)
+    ended = launch.wait(END_SECONDS + (restarts + 1) * 120)
+    told = next((line for line in launch.texts(since=made_at) if was_named(target, [line])), "")
+    named = bool(told) and was_named(target, launch.texts(since=made_at))
+    again = launch.seconds_to_go_on(made_at)
+    repair(cluster)
+    if ended and not restarts:
+        _, refused = go_on(cluster, run, words)
+        told = " / ".join([told, refused]) if refused else told
+    outcome = read_outcome(cluster, run, steps)
+    # What a host has that was still away at the end cannot be removed: the launch says so, and the doctor finds it.
+    away = [line for line in launch.texts(since=made_at) if "did not answer at the end" in line]
+    left = [path for path in outcome.left if not (away and any(f"/nodes/{n + 1}/" in path for n in fault.numbers))]
+    bar = next((seconds for kind, seconds in BARS.items() if kind in fault.kind), OTHER_BAR)
+    # A run that ends well all the same, because only its fetching or cleaning up was disturbed, need not blame anybody.
+    named = named or (not ended and not launch.seconds_to("cpuft: restart ", made_at))
+    good = named and again <= bar and not left and (outcome.updates, outcome.metric) == (str(steps), whole)
+    row = [fault.describe(), told[-70:], "yes" if named else "NO", str(ended), f"{again:.0f}", str(bar)]
+    row += [outcome.repeated, outcome.updates, outcome.metric, str(len(left))]
+    if not good:
+        lines = [f"{at - made_at:7.1f} {line}" for at, line in launch.lines if at > made_at - 20]
+        print("\n".join([*lines[-60:], *left]), file=sys.stderr, flush=True)
+    for pid in list_ours():
+        os.kill(pid, signal.SIGKILL)
+    return row, good
+
+
+def repair(cluster: Simulated) -> None:
+    """Every host is there again."""
+    repaired = cluster.cpuft("provision", "local", "--name", cluster.name, *_hosts(cluster.folder / "image"))
+    assert repaired.returncode == 0, repaired.stderr
+
+
+def go_on(cluster: Simulated, run: str, words: Sequence[str]) -> tuple[str, str]:
+    """Go on with a run, or begin anew where it was lost before it had begun; seconds until then, and a refusal."""
+    resumed = Launch(cluster, run, ("--no-check",), resume=True)
+    resumed.wait()
+    if "give the folder of an earlier run, for example runs/mrpc-np2" in "".join(resumed.texts()[-1:]):
+        resumed = Launch(cluster, run, words)
+        resumed.wait()
+    seconds, code = resumed.seconds_to("resumed after update", resumed.begun), resumed.process.returncode
+    if code:
+        print("\n".join(["going on with it:", *resumed.texts()[-12:]]), file=sys.stderr, flush=True)
+    return seconds, f"going on: code {code}" if code else ""
+
+
+if __name__ == "__main__":
+    main()
