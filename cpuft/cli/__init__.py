@@ -96,23 +96,23 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     Its ranks have to form one process group, or the run ends with an error: see --independent.
     """
     from cpuft.hosts.cluster import gather_cluster
-    from cpuft.launch.active_runs import hold_run
-    from cpuft.launch.failures import describe_ending
-    from cpuft.launch.inputs import list_named, recall_named, remember_named
+    from cpuft.launch.active_runs import lock_run
+    from cpuft.launch.failures import describe_end
+    from cpuft.launch.inputs import list_input_paths, load_allowed_paths, save_allowed_paths
     from cpuft.launch.plan import (
         Job,
         Launch,
         choose_run_dir,
-        end_script,
         name_script,
         plan_fetching,
         plan_run,
         plan_script,
         refuse_other_launchers,
+        wrap_script,
     )
     from cpuft.launch.remote import fetch_finished
-    from cpuft.launch.restart import describe_limit, run_attempts
-    from cpuft.launch.resume import check_kept, gather_resumed
+    from cpuft.launch.restart import describe_limit, run_with_restarts
+    from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run
     from cpuft.launch.supervise import SCRIPT_SECONDS, TRAINING_SECONDS
 
     config, train, how = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values)
@@ -127,13 +127,13 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
         raise CpuftError("--independent is for a script of yours: cpuft launch --independent -- train.py ...")
     command = plan_script(script) if script else ()
     if how.wrap:
-        end_script(command, sys.executable, how.wrap)
+        wrap_script(command, sys.executable, how.wrap)
     if script and config.np > 1 and not how.independent:
         refuse_other_launchers(script)
     name = name_script(command) if script else train.task
     if resume and not dry_run:  # before its state is read: another launch would change it
-        click.get_current_context().with_resource(hold_run(resume))
-    resumed = gather_resumed(resume, config, bool(script)) if resume else None
+        click.get_current_context().with_resource(lock_run(resume))
+    resumed = gather_resumed_run(resume, config, bool(script)) if resume else None
     if resumed and resumed.finished_on:
         there = [host for host in resumed.hosts if host.name == resumed.finished_on]
         cluster = gather_cluster(replace(config, np=1), tuple(there))
@@ -143,7 +143,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
             return
         _say(f"cpuft: the run came to its end on {resumed.finished_on}: fetching its results")
         fetch_finished(fetching, resumed.run_dir, cluster, _say)
-        remember_named(resumed.run_dir, (), os.environ)
+        save_allowed_paths(resumed.run_dir, (), os.environ)
         click.echo(f"run: {resumed.run_dir}")
         return
     if resumed:
@@ -152,12 +152,12 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
             click.echo(f"{line}; the run goes on without it", err=True)
     run_dir = resumed.run_dir if resumed else choose_run_dir(config.run_dir, f"{name}-np{config.np}")
     if not resumed and not dry_run:
-        click.get_current_context().with_resource(hold_run(run_dir))
+        click.get_current_context().with_resource(lock_run(run_dir))
     cluster = gather_cluster(config, resumed.hosts if resumed else ())
     if resumed:
-        check_kept(resumed.kept, cluster, run_dir)
-    named = list_named(train, given_options()) if resumed else list_named(train)
-    named |= recall_named(run_dir, os.environ) if resumed else set()
+        check_newest_checkpoint(resumed.kept, cluster, run_dir)
+    named = list_input_paths(train, given_options()) if resumed else list_input_paths(train)
+    named |= load_allowed_paths(run_dir, os.environ) if resumed else set()
     may_send = frozenset(named) if resumed else None
     job = Job(config, train, command, how.wrap, how.independent, _progress(), may_send)
     plan = plan_run(job, cluster, run_dir, os.environ, resumed)
@@ -167,13 +167,13 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     _check_hosts(cluster, config)
     grace = config.grace if train.engine == "torch" else None
     if not script:
-        remember_named(run_dir, named, os.environ)
+        save_allowed_paths(run_dir, named, os.environ)
     patience = SCRIPT_SECONDS * (command[0] == sys.executable) if command else TRAINING_SECONDS
     start = partial(_run, grace=grace, patience=patience)
-    code = run_attempts(Launch(job, run_dir, os.environ), plan, cluster, start, _say)
+    code = run_with_restarts(Launch(job, run_dir, os.environ), plan, cluster, start, _say)
     if not code and not script:
-        remember_named(run_dir, (), os.environ)
-    code, line = describe_ending(code, run_dir, cluster.rank_hosts, config, script, how)
+        save_allowed_paths(run_dir, (), os.environ)
+    code, line = describe_end(code, run_dir, cluster.rank_hosts, config, script, how)
     click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)
 
@@ -210,13 +210,13 @@ def env(**values: Any) -> None:
     """Print the settings cpuft would use as export lines with their reasons, for: eval "$(cpuft env)"."""
     from cpuft.hosts.cluster import gather_cluster, read_hosts
     from cpuft.launch.plan import plan_settings
-    from cpuft.launch.settings import export_settings, unspeakable_names
+    from cpuft.launch.settings import export_settings, unexportable_names
     from cpuft.plan import format_export
 
     config = pick(LaunchConfig, values)
     config = replace(config, np=max(config.np, len(read_hosts(config))))
     shared, per_host = plan_settings(gather_cluster(config), config, "gloo", os.environ)
-    for name in unspeakable_names(os.environ):
+    for name in unexportable_names(os.environ):
         click.echo(f"cpuft: left out, because no shell can set it: {name}", err=True)
     for setting in export_settings(shared + per_host[0]):
         click.echo(format_export(setting))
@@ -230,7 +230,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     backend keeps busy meanwhile; x gloo says how many times as fast as gloo it is.
     """
     from cpuft.hosts.cluster import gather_cluster
-    from cpuft.launch.inputs import plan_travel
+    from cpuft.launch.inputs import add_transfers
     from cpuft.launch.plan import choose_run_dir, plan_bench
     from cpuft.report.bandwidth import write_plot
 
@@ -238,7 +238,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     run_dir = choose_run_dir(config.run_dir, f"comm-np{config.np}")
     cluster = gather_cluster(config)
     plan = plan_bench(cluster, config, pick(BenchConfig, values), cluster.work_dir(run_dir), os.environ)
-    plan = plan_travel(plan, (), {}, cluster, run_dir)
+    plan = add_transfers(plan, (), {}, cluster, run_dir)
     if dry_run:
         _print_plans([plan])
         return
@@ -306,9 +306,9 @@ def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
 def _run(
     plan: Any, run_dir: str, cluster: Any, seconds: float, grace: float | None = None, patience: float = 0.0
 ) -> int:
-    from cpuft.launch.remote import run_anywhere
+    from cpuft.launch.remote import run_attempt
 
-    return run_anywhere(plan, run_dir, cluster, seconds, _say, grace, patience)
+    return run_attempt(plan, run_dir, cluster, seconds, _say, grace, patience)
 
 
 def _say(line: str) -> None:

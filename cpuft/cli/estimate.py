@@ -144,7 +144,7 @@ def _probe(train: TrainConfig) -> Record:
 
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.plan import plan_training
-    from cpuft.launch.supervise import run_plan
+    from cpuft.launch.supervise import run_on_this_machine
     from cpuft.record import read_record
 
     launch = LaunchConfig()
@@ -156,7 +156,9 @@ def _probe(train: TrainConfig) -> Record:
         click.echo("estimate: a probe of half a minute", err=True)
         try:
             with _told_aside():
-                run_plan(plan, run_dir, cluster.rank_hosts, os.environ, PROBE_SECONDS, cluster.access.transport)
+                run_on_this_machine(
+                    plan, run_dir, cluster.rank_hosts, os.environ, PROBE_SECONDS, cluster.access.transport
+                )
         except CpuftError:
             # A slow host's is stopped after a minute, and its steps until then tell as much.
             if not Path(run_dir, "record.jsonl").exists():

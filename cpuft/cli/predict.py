@@ -88,10 +88,10 @@ def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.hosts.interfaces import Interface
     from cpuft.hosts.topology import plan_placement
-    from cpuft.launch.settings import host_settings, keep_users_values, shared_settings, users_variables
+    from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables
 
     facts, loopback = gather_facts((LOCAL,), Access()), Interface("lo", "127.0.0.1", "")
     ranks = plan_placement(facts[0].cores, 1, 0)
     settings = (*shared_settings(loopback, 0, facts, 1), *host_settings(facts[0], loopback, ranks, False, ""))
     chosen = tuple(setting for setting in settings if setting.name.startswith(_FOR_COMPUTE))
-    return keep_users_values(chosen, users_variables(environ))
+    return keep_user_values(chosen, user_variables(environ))

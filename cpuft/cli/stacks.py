@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from cpuft.launch.stack_dumps import Sight, describe_state
+from cpuft.launch.stack_dumps import RankDump, describe_state
 from cpuft.options import Verb, complete_runs
 
 _WIDTH = 400
@@ -20,31 +20,31 @@ def stacks(run: str) -> None:
 
     All stacks are kept in RUN/logs/rank-N.stack; of a run on hosts with disks of their own, they come back with it.
     """
-    from cpuft.launch.active_runs import find_place
-    from cpuft.launch.stack_dumps import gather_sights, judge, write_sights
+    from cpuft.launch.active_runs import find_active_run
+    from cpuft.launch.stack_dumps import diagnose, gather_dumps, write_dumps
 
-    place = find_place(run, os.environ)
-    sights, silent = gather_sights(place)
-    click.echo(format_sights(sights), nl=False)
-    click.echo(f"cpuft: {judge(sights).text}")
+    place = find_active_run(run, os.environ)
+    dumps, silent = gather_dumps(place)
+    click.echo(format_dumps(dumps), nl=False)
+    click.echo(f"cpuft: {diagnose(dumps).text}")
     for reason in silent.values():
         click.echo(f"cpuft: error: {reason}", err=True)
     if place.hosts[0].name not in silent:
-        write_sights(place, sights)
+        write_dumps(place, dumps)
         where = "" if place.access.transport.is_here(place.hosts[0]) else f" on {place.hosts[0].name}"
         click.echo(f"stacks: {place.work}/logs/rank-N.stack{where}")
     sys.exit(2 if silent else 0)
 
 
-def format_sights(sights: tuple[Sight, ...]) -> str:
+def format_dumps(dumps: tuple[RankDump, ...]) -> str:
     """A line for each rank."""
     from cpuft.terminal import format_table
 
-    return format_table(_COLUMNS, [_format_row(sight) for sight in sights], left=len(_COLUMNS), width=_WIDTH)
+    return format_table(_COLUMNS, [_format_row(dump) for dump in dumps], left=len(_COLUMNS), width=_WIDTH)
 
 
-def _format_row(sight: Sight) -> tuple[str, ...]:
-    now = f"{sight.waits[0].text}, {sight.waits[0].seconds:.1f} s" if sight.waits else ""
-    before = f"after {sight.last}" if sight.last else ""
-    pid = str(sight.pid) if sight.pid else ""
-    return str(sight.rank), sight.host, pid, describe_state(sight), now or before, sight.place
+def _format_row(dump: RankDump) -> tuple[str, ...]:
+    now = f"{dump.waits[0].text}, {dump.waits[0].seconds:.1f} s" if dump.waits else ""
+    before = f"after {dump.last}" if dump.last else ""
+    pid = str(dump.pid) if dump.pid else ""
+    return str(dump.rank), dump.host, pid, describe_state(dump), now or before, dump.place

@@ -16,7 +16,7 @@ from cpuft.files import cache_folder, cache_path, hash_text, write_text
 from cpuft.hosts.cluster import Access, Cluster, find_slurm
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
-from cpuft.launch.stack_dumps import Place
+from cpuft.launch.stack_dumps import ActiveRun
 from cpuft.serialization import load, parse_json
 
 
@@ -53,7 +53,7 @@ def noted(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.enviro
 
 
 @contextmanager
-def hold_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Keep every other launch of this user on this machine out of a run's folder, whether or not it exists yet.
 
     Without a cache folder nobody is kept out, and the run goes on all the same.
@@ -99,7 +99,7 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
 
 
-def find_place(run: str, environ: Mapping[str, str]) -> Place:
+def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
     """Where a run goes on.
 
     Raises CpuftError: there is no such run, it is over, or it was launched elsewhere.
@@ -123,7 +123,7 @@ def find_place(run: str, environ: Mapping[str, str]) -> Place:
             f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
         )
     transport = find_slurm(environ) or Transport(note.ssh_config)
-    return Place(note.work, note.hosts, Access(transport, note.python))
+    return ActiveRun(note.work, note.hosts, Access(transport, note.python))
 
 
 def _find_note(cache: Path, run_dir: str) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
-from cpuft.launch.inputs import gather_lacking, pack_training, plan_travel
+from cpuft.launch.inputs import add_transfers, gather_missing, pack_training
 from cpuft.launch.plan import plan_training
 from cpuft.plan import RunPlan
 
@@ -91,11 +91,11 @@ def plan_comparison(
         if comparison.repeats > 1:
             label, name = f"{label}, round {turn} of {comparison.repeats}", f"{name}-round-{turn}"
         directory = f"{run_dir}/{name}"
-        own, parcels = pack_training(cluster, own)
+        own, bundles = pack_training(cluster, own)
         plan = plan_training(cluster, launch, own, cluster.work_dir(directory), progress, environ, apart)
-        lacking = gather_lacking(parcels, cluster)
+        missing = gather_missing(bundles, cluster)
         # What an earlier run of the comparison sends is there by then.
-        missing = {host: places - sent.get(host, set()) for host, places in lacking.items()}
-        sent |= {host: places | sent.get(host, set()) for host, places in lacking.items()}
-        planned.append(Planned(label, directory, cluster, plan_travel(plan, parcels, missing, cluster, directory)))
+        missing = {host: places - sent.get(host, set()) for host, places in missing.items()}
+        sent |= {host: places | sent.get(host, set()) for host, places in missing.items()}
+        planned.append(Planned(label, directory, cluster, add_transfers(plan, bundles, missing, cluster, directory)))
     return planned

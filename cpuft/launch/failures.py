@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpuft.config import LaunchConfig, ScriptConfig, option_names
 from cpuft.errors import AGAIN, CpuftError
-from cpuft.launch.resume import read_resumed
+from cpuft.launch.resume import read_resumed_run
 from cpuft.rank.process import FOREIGN, KILLED_BY_SOMEBODY, MARKS, OUT_OF_MEMORY, parse_failure, parse_missed
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
@@ -91,7 +91,7 @@ def _missed(failures: list[Failure]) -> set[int]:
     return {rank for failure in failures for rank in failure.missed}
 
 
-def name_absent(failures: list[Failure], hosts: tuple[str, ...], silent: set[str]) -> list[str]:
+def describe_absent(failures: list[Failure], hosts: tuple[str, ...], silent: set[str]) -> list[str]:
     """A line for each host that does not answer, and for each rank elsewhere that others waited for in vain.
 
     A rank that has failed itself is left out: it tells its own story, or waited, too.
@@ -113,7 +113,7 @@ def _ranks(numbers: Iterable[int]) -> str:
 def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
     """The last lines a user sees: which rank on which host failed first, and the end of its traceback.
 
-    `absent` comes from `name_absent`: who is to blame rather than those who waited for them.
+    `absent` comes from `describe_absent`: who is to blame rather than those who waited for them.
     """
     blame, how, text = "", "cpuft: mpirun failed before any rank did", mpirun
     if failures:
@@ -129,7 +129,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
     return "\n".join([*said, *(f"cpuft: {line}" for line in absent or [blame] if line)])
 
 
-def ended_to_go_on(failures: list[Failure]) -> bool:
+def ended_to_be_resumed(failures: list[Failure]) -> bool:
     """Whether ranks ended by their own will with 75, and not because they had waited in vain."""
     own = [one for one in failures if one.code < 128]
     return bool(own) and all(one.code == AGAIN and not one.missed and _WATCH not in one.text for one in own)
@@ -171,7 +171,7 @@ def _last_lines(text: str) -> str:
     return os.linesep.join(lines[-_TRACE_LINES:])
 
 
-def describe_ending(
+def describe_end(
     code: int,
     run_dir: str,
     hosts: tuple[str, ...],
@@ -186,10 +186,10 @@ def describe_ending(
     if code != AGAIN:
         return code, "" if code else f"run: {run_dir}"
     try:
-        read_resumed(run_dir, bool(script))
+        read_resumed_run(run_dir, bool(script))
     except CpuftError:
         return 1, ""
-    if not ended_to_go_on(read_failures(Path(run_dir, "logs"), hosts)):
+    if not ended_to_be_resumed(read_failures(Path(run_dir, "logs"), hosts)):
         return code, ""
     record, how = Path(run_dir, FILE_NAME), "ranks ended with 75"
     for line in parse_lines(record.read_text(encoding="utf-8"), str(record))[-1:] if not script else ():

@@ -34,7 +34,7 @@ from cpuft.hosts.transport import KEEP_ALIVE, attempt, side_by_side
 from cpuft.launch import settings as environment
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.results import MERGE, NEW
-from cpuft.launch.resume import ROWS, Kept, plan_kept
+from cpuft.launch.resume import ROWS, HostCopy, plan_partial_cleanup
 from cpuft.plan import RunPlan, Setting, Stages, Step
 from cpuft.serialization import load, parse_json
 from cpuft.words import own_module
@@ -44,7 +44,7 @@ _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -ch
 
 _HERE = Path(__file__)
 _UNPACK = f"set -e\n{PRIVATE}{REMOVE}" + _HERE.with_name("unpack.sh").read_text(encoding="utf-8")
-"""Unpacks beside its place and renames: a parcel is there as a whole or not at all."""
+"""Unpacks beside its place and renames: a bundle is there as a whole or not at all."""
 _FIND = PRIVATE + _HERE.with_name("lacking.sh").read_text(encoding="utf-8")
 _PACK = _HERE.with_name("pack.sh").read_text(encoding="utf-8")
 """The supervisor holds the lock until the last rank has ended. A run that refused its input has left nothing."""
@@ -54,7 +54,7 @@ _TRAINING_INPUTS = ("model", "from_config", "tokenizer", "data_dir", "train_file
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Bundle:
     """Files and folders that lie beside each other, and where they are on the hosts."""
 
     sources: tuple[Path, ...]
@@ -65,13 +65,13 @@ class Parcel:
     """Of all files."""
 
 
-def list_named(train: TrainConfig, options: Collection[str] = _TRAINING_INPUTS) -> set[str]:
+def list_input_paths(train: TrainConfig, options: Collection[str] = _TRAINING_INPUTS) -> set[str]:
     """Absolute paths of the files and folders of this machine that these training options name."""
     words = [word for name in _TRAINING_INPUTS if name in options for word in split_paths(getattr(train, name))]
     return {str(path) for word in words if word and (path := Path(word).absolute()).exists()}
 
 
-def remember_named(run_dir: str, paths: Collection[str], environ: Mapping[str, str]) -> None:
+def save_allowed_paths(run_dir: str, paths: Collection[str], environ: Mapping[str, str]) -> None:
     """Keep on this machine which of its files and folders the user named for a run, so that `--resume` may send them.
 
     The run's folder would be no place for that, because what is there comes from a host. Where the state folder cannot
@@ -86,8 +86,8 @@ def remember_named(run_dir: str, paths: Collection[str], environ: Mapping[str, s
             path.unlink(missing_ok=True)
 
 
-def recall_named(run_dir: str, environ: Mapping[str, str]) -> set[str]:
-    """What `remember_named` kept for a run; nothing for a run that was started elsewhere."""
+def load_allowed_paths(run_dir: str, environ: Mapping[str, str]) -> set[str]:
+    """What `save_allowed_paths` kept for a run; nothing for a run that was started elsewhere."""
     with suppress(CpuftError, OSError, ValueError):
         path = _named_file(run_dir, environ)
         check_private(path.parent)
@@ -101,7 +101,7 @@ def _named_file(run_dir: str, environ: Mapping[str, str]) -> Path:
 
 def pack_training(
     cluster: Cluster, train: TrainConfig, named: Collection[str] | None = None
-) -> tuple[TrainConfig, tuple[Parcel, ...]]:
+) -> tuple[TrainConfig, tuple[Bundle, ...]]:
     """The training options with paths as they are on the hosts, and what has to travel for that.
 
     Parameters
@@ -113,13 +113,13 @@ def pack_training(
     """
     if not cluster.has_own_disks:
         return train, ()
-    parcels, changes = [], dict[str, str]()
+    bundles, changes = [], dict[str, str]()
     for name in _TRAINING_INPUTS:
         there = []
         for word in split_paths(getattr(train, name)):
             path = Path(word or "/nowhere").absolute()
             if path.is_relative_to(cluster.inputs):  # of a run that goes on: it was sent when that began
-                parcels.append(Parcel((), str(path.parent)))
+                bundles.append(Bundle((), str(path.parent)))
             elif path.exists():
                 if named is not None and str(path) not in named:
                     flag = "--" + name.replace("_", "-")
@@ -127,14 +127,14 @@ def pack_training(
                         f"the run's record says {flag} {word}, which was not named for this run on this machine, and a "
                         f"record may come from a host: add {flag} {word} if the hosts are to get it"
                     )
-                parcels.append(pack((path,), cluster.inputs))
-                word = f"{parcels[-1].there}/{path.name}"
+                bundles.append(make_bundle((path,), cluster.inputs))
+                word = f"{bundles[-1].there}/{path.name}"
             there.append(word)
         changes[name] = ",".join(there)
-    return replace(train, **changes), tuple(parcels)  # type: ignore[arg-type]  # all of them are texts
+    return replace(train, **changes), tuple(bundles)  # type: ignore[arg-type]  # all of them are texts
 
 
-def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Parcel, ...]]:
+def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Bundle, ...]]:
     """The command of a user's script with paths as they are on the hosts, and what has to travel.
 
     A Python script takes the modules and packages beside it along. An argument that names a file or folder, by itself
@@ -144,7 +144,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
         return command, ()
     is_python = command[0] == sys.executable
     words: list[str] = [cluster.python] if is_python else []
-    parcels: list[Parcel] = []
+    bundles: list[Bundle] = []
     for index, word in enumerate(command[len(words) :]):
         option, value = _split_option(word)
         path = Path(os.path.abspath(value))  # without dots, unlike Path.absolute
@@ -154,9 +154,9 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
             words.append(word)
             continue
         sources = _find_modules(path) if index == 0 and is_python else (path,)
-        parcels.append(pack(sources, cluster.inputs))
-        words.append(f"{option}{parcels[-1].there}/{path.name}")
-    return tuple(words), tuple(parcels)
+        bundles.append(make_bundle(sources, cluster.inputs))
+        words.append(f"{option}{bundles[-1].there}/{path.name}")
+    return tuple(words), tuple(bundles)
 
 
 def _split_option(word: str) -> tuple[str, str]:
@@ -173,16 +173,16 @@ def _find_modules(script: Path) -> tuple[Path, ...]:
     return tuple(sorted({script, *script.parent.glob("*.py")} | packages))
 
 
-def pack(sources: tuple[Path, ...], inputs: str) -> Parcel:
-    """The parcel of these files and folders: equal names and contents have the same place in the hosts' `inputs`."""
+def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
+    """The bundle of these files and folders: equal names and contents have the same place in the hosts' `inputs`."""
     files = list(_list_files(sources))
     told = [f"{name}\0{path.stat().st_mode & 0o111}\0{hash_file(path)}" for path, name in files]
     nbytes = sum(path.stat().st_size for path, _ in files)
-    return Parcel(sources, f"{inputs}/{hash_text(chr(0).join(told), 24)}", nbytes)
+    return Bundle(sources, f"{inputs}/{hash_text(chr(0).join(told), 24)}", nbytes)
 
 
 def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
-    """Every file of a parcel and its name in there; what Python compiled is left out."""
+    """Every file of a bundle and its name in there; what Python compiled is left out."""
     for source in sources:
         found = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
         for path in found:
@@ -190,13 +190,13 @@ def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
                 yield path, str(path.relative_to(source.parent))
 
 
-def gather_lacking(parcels: tuple[Parcel, ...], cluster: Cluster) -> dict[str, set[str]]:
-    """Host -> places of the parcels that it lacks, asked side by side. Changes nothing there.
+def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
+    """Host -> places of the bundles that it lacks, asked side by side. Changes nothing there.
 
     Raises CpuftError: somebody else could have written what lies there, and a run would trust it.
     """
     hosts = [assignment.host for assignment in cluster.assignments]
-    words = ("sh", "-c", _FIND, "find", cluster.folder, *(parcel.there for parcel in parcels))
+    words = ("sh", "-c", _FIND, "find", cluster.folder, *(bundle.there for bundle in bundles))
 
     def ask(host: Host) -> set[str]:
         answer = cluster.access.transport.run(host, words)
@@ -205,32 +205,32 @@ def gather_lacking(parcels: tuple[Parcel, ...], cluster: Cluster) -> dict[str, s
             raise CpuftError(f"host {host.name} has no place for what the run needs: {said}")
         return set(answer.output.split())
 
-    return dict(zip((host.name for host in hosts), side_by_side(ask, hosts if parcels else [])))
+    return dict(zip((host.name for host in hosts), side_by_side(ask, hosts if bundles else [])))
 
 
-def plan_inputs(parcels: tuple[Parcel, ...], lacking: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Every parcel to every host that lacks it: a stage a parcel, the hosts side by side.
+def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
+    """Every bundle to every host that lacks it: a stage a bundle, the hosts side by side.
 
     Raises CpuftError: a host lacks what was sent to others by an earlier launch, and is not known here.
     """
     stages = []
-    for parcel in parcels:
-        needy = [host for host, places in lacking.items() if parcel.there in places]
-        if needy and not parcel.sources:
-            said = f"{', '.join(needy)} lacks {parcel.there}, which the run was started with"
+    for bundle in bundles:
+        needy = [host for host, places in missing.items() if bundle.there in places]
+        if needy and not bundle.sources:
+            said = f"{', '.join(needy)} lacks {bundle.there}, which the run was started with"
             raise CpuftError(f"{said}: name --model, --data-dir or files of rows again, as then")
-        names = [source.name for source in parcel.sources]
-        folder = str(parcel.sources[0].parent) if names else ""
+        names = [source.name for source in bundle.sources]
+        folder = str(bundle.sources[0].parent) if names else ""
         send = ("bash", "-o", "pipefail", "-c", _SEND, "send", folder, str(len(names)), *names)
-        unpack = ("sh", "-c", _UNPACK, "unpack", cluster.folder, parcel.there)
-        size = f"{parcel.nbytes / 1e6:.1f} MB"
+        unpack = ("sh", "-c", _UNPACK, "unpack", cluster.folder, bundle.there)
+        size = f"{bundle.nbytes / 1e6:.1f} MB"
         stages.append(
             tuple(Step(f"send {names[0]} to {h} ({size})", (*send, *cluster.command_on(h, unpack))) for h in needy)
         )
     return tuple(stage for stage in stages if stage)
 
 
-def plan_rows(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
+def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
     """The prepared rows from the master to the other hosts, where these have disks of their own, but to those that have
     them already. They are there as a whole or not at all."""
     script = (
@@ -272,13 +272,13 @@ def plan_results(
     return ((fetch,), tuple(Step(f"take the run away from {name}", remove, host=name) for name in names))
 
 
-def plan_travel(
+def add_transfers(
     plan: RunPlan,
-    parcels: tuple[Parcel, ...],
-    lacking: Mapping[str, set[str]],
+    bundles: tuple[Bundle, ...],
+    missing: Mapping[str, set[str]],
     cluster: Cluster,
     run_dir: str,
-    kept: Iterable[Kept] = (),
+    kept: Iterable[HostCopy] = (),
     have: Collection[str] = (),
 ) -> RunPlan:
     """The plan with what its hosts need from this machine, and what comes back.
@@ -286,14 +286,14 @@ def plan_travel(
     `kept`: what hosts have of earlier starts of the run; `have`: those where its prepared rows are.
     """
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
-    rows = plan_rows(cluster, work, have) if plan.prepare else ()
+    rows = plan_data_copies(cluster, work, have) if plan.prepare else ()
     others = {one.host.name: cluster.access.transport.way(one.host) for one in kept if one.there and cluster.away}
     return replace(
         plan,
-        inputs=plan_inputs(parcels, lacking, cluster),
+        inputs=plan_sending(bundles, missing, cluster),
         prepare=(*(() if cluster.master in have else plan.prepare), *rows),
         results=plan_results(cluster, work, run_dir, plan.resumed, sorted(others.keys() - used)),
-        kept=plan_kept(cluster, work) if cluster.away else (),
+        kept=plan_partial_cleanup(cluster, work) if cluster.away else (),
         ways=others | plan.ways,
     )
 
@@ -312,7 +312,7 @@ def plan_secrets(
     a host's proxy: it has none of it.
     """
     names = sorted(name for name, value in environ.items() if environment.may_be_secret(name, value))
-    notes = [f"left out, because no shell can set it: {name}" for name in environment.unspeakable_names(environ)]
+    notes = [f"left out, because no shell can set it: {name}" for name in environment.unexportable_names(environ)]
     if cluster.inherits:
         notes += [f"may be secret, so ranks only inherit them: {', '.join(names)}"] if names else []
         return ((),), (), tuple(notes)
@@ -330,7 +330,7 @@ def plan_secrets(
 
 
 @contextmanager
-def secrets_there(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[str, str]) -> Iterator[None]:
+def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[str, str]) -> Iterator[None]:
     """What the processes of a run on other hosts are to have and nobody may see, in a file for each, which takes it.
 
     Raises CpuftError: naming every host that could not take it, with what it said.

@@ -32,10 +32,10 @@ from cpuft.hosts.interfaces import Interface, choose_interface
 from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
-from cpuft.launch.inputs import gather_lacking, pack_script, pack_training, plan_secrets, plan_travel
-from cpuft.launch.resume import ROWS, Resumed
+from cpuft.launch.inputs import add_transfers, gather_missing, pack_script, pack_training, plan_secrets
+from cpuft.launch.resume import ROWS, ResumedRun
 from cpuft.launch.settings import script_settings
-from cpuft.launch.supervise import describe_renewal
+from cpuft.launch.supervise import describe_lease_renewal
 from cpuft.options import plan_turns
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE
@@ -73,26 +73,26 @@ def plan_settings(
     cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
     """The shared settings, and each host's own, with the user's values kept."""
-    environ = environment.users_variables(environ)
+    environ = environment.user_variables(environ)
     placements, reason = plan_placements(cluster, config, backend)
     interfaces = plan_interfaces(cluster, config.iface)
     port = config.master_port or cluster.facts[0].free_port
     shared = environment.shared_settings(interfaces[0], port, cluster.facts, config.np, cluster.flavour.name == "srun")
-    shared = environment.keep_users_values(shared, environ)
+    shared = environment.keep_user_values(shared, environ)
     hosts = []
     for host_facts, interface, ranks in zip(cluster.facts, interfaces, placements):
         disjoint = sum(len(set(rank.compute)) for rank in ranks) == len({c for rank in ranks for c in rank.compute})
         settings = environment.host_settings(
             host_facts, interface, ranks, cluster.flavour.name == "intel" and disjoint, reason
         )
-        hosts.append(_without_cores_of_others(environment.keep_users_values(settings, environ)))
+        hosts.append(_without_cores_of_others(environment.keep_user_values(settings, environ)))
     shared += environment.forwarded_settings(environ, shared + hosts[0])
     return shared, tuple(hosts)
 
 
 def _without_cores_of_others(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """Where the user pins ranks by a domain of their own, ours is no longer what ranks must find."""
-    if "I_MPI_PIN_DOMAIN" not in environment.kept_names(settings):
+    if "I_MPI_PIN_DOMAIN" not in environment.user_set_names(settings):
         return settings
     return tuple(setting for setting in settings if setting.name != "CPUFT_CORES")
 
@@ -112,7 +112,7 @@ def plan_training(
     progress: str,
     environ: Mapping[str, str],
     apart: bool = False,
-    resumed: Resumed | None = None,
+    resumed: ResumedRun | None = None,
 ) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
@@ -128,7 +128,7 @@ def plan_training(
             worker = replace(worker, measured=json.dumps(asdict(resumed.measured)))
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     # Of a run that starts again by itself, ranks before may not be gone yet, and it fitted then.
-    rooms = () if resumed and resumed.because else describe_rooms(cluster, train, environ, apart)
+    rooms = () if resumed and resumed.because else describe_host_memory(cluster, train, environ, apart)
     prepare = Step(
         "check and tokenise the rows once, before any rank starts",
         (*own_module(cluster.python, "cpuft.train.data.prepare"), prepared, *rooms, *format_arguments(train)),
@@ -206,7 +206,7 @@ def _is_own_python(word: str) -> bool:
     )
 
 
-def end_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
+def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
     """The command that runs a script of `python` to a good end, and with `wrap` with the fast path under its Trainer.
 
     Raises CpuftError: it is no Python script, and `wrap` wants one.
@@ -225,7 +225,7 @@ def plan_launch(
     command: tuple[str, ...],
     backend: str,
     environ: Mapping[str, str],
-    resumed: Resumed | None = None,
+    resumed: ResumedRun | None = None,
     extra: tuple[Setting, ...] = (),
 ) -> RunPlan:
     """One mpirun over all hosts; each rank's output goes into a file of its own in the run directory.
@@ -240,7 +240,7 @@ def plan_launch(
         mpirun.RankGroup(assignment.host.name, assignment.ranks, settings)
         for assignment, settings in zip(cluster.assignments, per_host)
     )
-    shared += environment.keep_users_values(extra, environment.users_variables(environ))
+    shared += environment.keep_user_values(extra, environment.user_variables(environ))
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
     if notice := find_notice(config.notice) if config.notice else cluster.access.notice:
         shared += (Setting(NOTICE, notice, "each host's first rank looks there every 5 s"),)
@@ -258,7 +258,7 @@ def plan_launch(
         cluster.master,
     )
     renewal = tuple(shlex.split(cluster.access.renewal))
-    notes = plan_notes(cluster, shared, per_host, (*words, *describe_renewal(renewal)))
+    notes = plan_notes(cluster, shared, per_host, (*words, *describe_lease_renewal(renewal)))
     plan = RunPlan(((make,),), ranks=((start,),), notes=notes, ways=cluster.ways, resumed=bool(resumed))
     return replace(plan, renewal=renewal)
 
@@ -273,7 +273,7 @@ def find_notice(place: str) -> str:
     return place
 
 
-def _plan_folder(cluster: Cluster, run_dir: str, resumed: Resumed | None) -> Step:
+def _plan_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) -> Step:
     script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
     if resumed and resumed.fetched == cluster.master:
         script = f'{REMOVE}{script}remove {cluster.folder} "$1/logs" "$1"/logs-* && '
@@ -313,7 +313,7 @@ def plan_notes(
 ) -> tuple[str, ...]:
     """What the user should know: where ranks go, what of theirs was kept, each setting with its reason."""
     notes = ["ranks: " + ", ".join(f"{a.ranks} on {a.host.name}" for a in cluster.assignments)]
-    kept = sorted({name for settings in (shared, *per_host) for name in environment.kept_names(settings)})
+    kept = sorted({name for settings in (shared, *per_host) for name in environment.user_set_names(settings)})
     notes += [f"kept as you set them: {', '.join(kept)}"] if kept else []
     notes += [f"{mpirun.KEY}: by it ranks know each other; made as they start, it is on no command line"]
     notes += about_secrets
@@ -407,7 +407,7 @@ class Launch:
 
 
 def plan_run(
-    job: Job, cluster: Cluster, run_dir: str, environ: Mapping[str, str], resumed: Resumed | None = None
+    job: Job, cluster: Cluster, run_dir: str, environ: Mapping[str, str], resumed: ResumedRun | None = None
 ) -> RunPlan:
     """The whole plan of a job on these hosts: of a new run in `run_dir`, or with `resumed` of one that goes on there.
 
@@ -417,25 +417,25 @@ def plan_run(
     """
     work, config = cluster.work_dir(run_dir), job.config
     if job.script:
-        command, parcels = pack_script(cluster, job.script)
-        command = end_script(command, cluster.python, job.wrap)
+        command, bundles = pack_script(cluster, job.script)
+        command = wrap_script(command, cluster.python, job.wrap)
         extra = script_settings(config.np, job.independent)
         plan = plan_launch(cluster, config, work, command, "gloo", environ, resumed, extra)
     else:
-        train, parcels = pack_training(cluster, job.train, job.named)
+        train, bundles = pack_training(cluster, job.train, job.named)
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
-    lacking = gather_lacking(parcels, cluster)
-    kept, have = (resumed.kept, find_rows(resumed, cluster)) if resumed else ((), set[str]())
-    return plan_travel(plan, parcels, lacking, cluster, run_dir, kept, have)
+    missing = gather_missing(bundles, cluster)
+    kept, have = (resumed.kept, find_prepared_hosts(resumed, cluster)) if resumed else ((), set[str]())
+    return add_transfers(plan, bundles, missing, cluster, run_dir, kept, have)
 
 
-def plan_fetching(cluster: Cluster, resumed: Resumed) -> RunPlan:
+def plan_fetching(cluster: Cluster, resumed: ResumedRun) -> RunPlan:
     """The plan that only fetches a finished run from the head host, and then removes it from all hosts."""
     plan = RunPlan(ways=cluster.ways, resumed=True)
-    return plan_travel(plan, (), {}, cluster, resumed.run_dir, resumed.kept)
+    return add_transfers(plan, (), {}, cluster, resumed.run_dir, resumed.kept)
 
 
-def find_rows(resumed: Resumed, cluster: Cluster) -> set[str]:
+def find_prepared_hosts(resumed: ResumedRun, cluster: Cluster) -> set[str]:
     """Hosts that have the prepared rows of this very launch, where it starts its run again."""
     if not resumed.because:
         return set()
@@ -444,7 +444,9 @@ def find_rows(resumed: Resumed, cluster: Cluster) -> set[str]:
     return {one.host.name for one in resumed.kept if one.rows}
 
 
-def describe_rooms(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], apart: bool) -> tuple[str, ...]:
+def describe_host_memory(
+    cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], apart: bool
+) -> tuple[str, ...]:
     """The preparation's word for it; none where a host does not know."""
     hosts = []
     for assignment, facts in zip(cluster.assignments, cluster.facts):

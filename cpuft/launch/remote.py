@@ -23,10 +23,10 @@ from cpuft.errors import AGAIN, NOT_STORED, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import Transport
 from cpuft.launch.active_runs import noted
-from cpuft.launch.inputs import secrets_there
-from cpuft.launch.results import SKIPPED, NotStored
-from cpuft.launch.resume import NOTE, find_update, keep_checkpoints, silent_at_the_end
-from cpuft.launch.supervise import StopRequest, run_plan, write_plan
+from cpuft.launch.inputs import secrets_on_hosts
+from cpuft.launch.results import SKIPPED, NotStoredError
+from cpuft.launch.resume import NOTE, find_newest_checkpoint, read_lost_hosts, remove_all_but_checkpoints
+from cpuft.launch.supervise import StopRequest, run_on_this_machine, write_plan
 from cpuft.plan import Plan, RunPlan, Setting, Step
 from cpuft.rank.process import end_with_parent
 from cpuft.record import FILE_NAME
@@ -38,14 +38,14 @@ _CODE = "exit-code"
 """Beside the ranks' logs: the supervisor's own, when it came to its end."""
 _MAKE_SECONDS = 60.0
 _CLEAN_SECONDS = 15.0
-LEFT_THERE = "what the run left there, cpuft doctor finds a day later"
+FILES_LEFT = "what the run left there, cpuft doctor finds a day later"
 _SEND_SECONDS = 1800.0
 _LAST_LINES = 6
 """Of a failed step's output, the lines that its error shows."""
 Say = Callable[[str], None]
 
 
-class MasterLost(CpuftError):
+class HeadHostLostError(CpuftError):
     """The master, or the connection to it."""
 
     unfetched = ""
@@ -53,7 +53,7 @@ class MasterLost(CpuftError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class AttemptOrder:
     """What the supervisor on the master is told."""
 
     plan: RunPlan
@@ -65,7 +65,7 @@ class Order:
     """By which the master reaches the other hosts; empty for its user's own."""
 
 
-def run_anywhere(
+def run_attempt(
     plan: RunPlan,
     run_dir: str,
     cluster: Cluster,
@@ -81,26 +81,26 @@ def run_anywhere(
     grace: seconds that SIGTERM leaves the ranks to save a checkpoint; None: no signal asks them for one.
     patience: the same for the first Ctrl-C.
 
-    Raises CpuftError: as `run_plan_there` and `run_plan`.
+    Raises CpuftError: as `run_on_head_host` and `run_on_this_machine`.
     """
     work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
     asking = None if grace is None else StopRequest(work, cluster.master, cluster.ways, grace, patience)
     try:
-        with secrets_there(plan, cluster, work, environ), noted(run_dir, cluster):
+        with secrets_on_hosts(plan, cluster, work, environ), noted(run_dir, cluster):
             if cluster.away:
-                return run_plan_there(plan, run_dir, cluster, environ, seconds, say, asking)
-            return run_plan(plan, run_dir, cluster.rank_hosts, environ, seconds, transport, asking)
+                return run_on_head_host(plan, run_dir, cluster, environ, seconds, say, asking)
+            return run_on_this_machine(plan, run_dir, cluster.rank_hosts, environ, seconds, transport, asking)
     except Interrupted as stopped:
         recorded = Path(run_dir, FILE_NAME).exists()
         what = "what it recorded" if recorded else "nothing was recorded yet; what ranks said"
         kept = f"{what} is in {run_dir}" if Path(run_dir).exists() else "nothing had started"
         say(f"cpuft: stopped by {stopped}: all ranks are gone, {kept}")
-        if update := find_update(run_dir):
+        if update := find_newest_checkpoint(run_dir):
             say(f"cpuft: go on after update {update} with {shlex.join(['cpuft', 'launch', '--resume', run_dir])}")
         sys.exit(stopped.exit_code)
 
 
-def run_plan_there(
+def run_on_head_host(
     plan: RunPlan,
     run_dir: str,
     cluster: Cluster,
@@ -117,7 +117,7 @@ def run_plan_there(
     Raises Interrupted: a signal came; what the ranks recorded until then has been fetched.
     """
     config = cluster.access.config_there or cluster.access.transport.config
-    order = Order(plan.on_master(), cluster.work_dir(run_dir), cluster.rank_hosts, seconds, config)
+    order = AttemptOrder(plan.on_master(), cluster.work_dir(run_dir), cluster.rank_hosts, seconds, config)
     try:
         _run(plan.only("make"), environ, _MAKE_SECONDS)
         _run(plan.only("inputs"), environ, _SEND_SECONDS, say)
@@ -134,11 +134,11 @@ def run_plan_there(
         raise Interrupted(signal.SIGINT)
     # A rank that was killed has such a code, too, and then the supervisor told it.
     if code == execute.SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _CODE).exists()):
-        raise MasterLost(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
+        raise HeadHostLostError(f"the connection to the master {cluster.master} was lost: look at it with cpuft doctor")
     return code
 
 
-def plan_supervision(order: Order, cluster: Cluster) -> Step:
+def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
     """Start the supervisor on the master."""
     settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
     command = own_module(cluster.python, "cpuft.launch.remote")
@@ -148,7 +148,7 @@ def plan_supervision(order: Order, cluster: Cluster) -> Step:
 def fetch_finished(plan: RunPlan, run_dir: str, cluster: Cluster, say: Say) -> None:
     """Fetch a run that came to its end on the head host, and remove it from all hosts.
 
-    Raises MasterLost: the results could not be fetched; they stay where they are.
+    Raises HeadHostLostError: the results could not be fetched; they stay where they are.
     """
     _bring_back(plan, run_dir, cluster, os.environ, True, say)
 
@@ -158,8 +158,8 @@ def _bring_back(
 ) -> None:
     """Fetch the run, and take it away there: where it has not `ended` well, all of it but its checkpoints.
 
-    Raises MasterLost: the run could not be fetched.
-    Raises NotStored: this machine could not store the run; nothing is taken away on the hosts.
+    Raises HeadHostLostError: the run could not be fetched.
+    Raises NotStoredError: this machine could not store the run; nothing is taken away on the hosts.
     """
     _, *clean = plan.results
     silent = cluster.access.transport.silent
@@ -169,24 +169,24 @@ def _bring_back(
                 f"host {cluster.master} does not answer, and it is the master: look at it with cpuft doctor"
             )
         fetch_results(plan, run_dir, cluster, environ, say)
-    except NotStored:
+    except NotStoredError:
         raise
     except CpuftError as error:
-        say_kept(plan, run_dir, environ, {cluster.master, *silent}, say)
-        lost = MasterLost(f"{error}; what was recorded is in {cluster.work_dir(run_dir)} on {cluster.master}")
+        report_partial_cleanup(plan, run_dir, environ, {cluster.master, *silent}, say)
+        lost = HeadHostLostError(f"{error}; what was recorded is in {cluster.work_dir(run_dir)} on {cluster.master}")
         lost.unfetched = cluster.master
         raise lost from None
     if os.path.isdir(run_dir):
         write_plan(plan, run_dir)
     if not ended:
-        silent |= silent_at_the_end(run_dir)
-        say_kept(plan, run_dir, environ, silent, say)
+        silent |= read_lost_hosts(run_dir)
+        report_partial_cleanup(plan, run_dir, environ, silent, say)
         return
     Path(run_dir, NOTE).unlink(missing_ok=True)
     for stage in clean:
         _clean_hosts([step for step in stage if step.host not in silent], plan, environ)
     if gone := sorted({step.host for stage in clean for step in stage} & silent):
-        say(f"cpuft: {', '.join(gone)} did not answer at the end: {LEFT_THERE}")
+        say(f"cpuft: {', '.join(gone)} did not answer at the end: {FILES_LEFT}")
 
 
 def _clean_hosts(steps: Sequence[Step], plan: RunPlan, environ: Mapping[str, str]) -> None:
@@ -202,7 +202,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
     When this function returns, the whole folder is on this machine's disk, so that the copies on hosts may be removed.
     They must stay if it raises.
 
-    Raises NotStored: the folder came, but this machine could not store it.
+    Raises NotStoredError: the folder came, but this machine could not store it.
     Raises CpuftError: the head host could not send the folder.
     """
     ((step,), *_) = plan.results
@@ -219,7 +219,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
     lines = [line.removeprefix("cpuft: error: ") for line in answer.said.splitlines() if line.strip()]
     if answer.exit_code == NOT_STORED:
         reason = lines[-1] if lines else "no reason was given"
-        raise NotStored(
+        raise NotStoredError(
             f"the results of the run could not be stored in {run_dir} ({reason}). Host {cluster.master} keeps them: "
             f"make room here or remove what is in the way, then fetch them with cpuft launch --resume {run_dir}"
         )
@@ -231,9 +231,11 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
             say(f"cpuft: {line}")
 
 
-def say_kept(plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str], say: Say) -> None:
+def report_partial_cleanup(
+    plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str], say: Say
+) -> None:
     """Leave nothing but checkpoints on all hosts but some, and say so, unless all `plan.stays` there."""
-    if not plan.stays and (line := keep_checkpoints(plan, run_dir, environ, without)):
+    if not plan.stays and (line := remove_all_but_checkpoints(plan, run_dir, environ, without)):
         say(f"cpuft: {line}")
 
 
@@ -245,11 +247,11 @@ def main() -> None:
     """The master's end. Exit code: the run's, or 2 with one line."""
     keep_streams()
     end_with_parent(15)
-    order = load(Order, parse_json(sys.stdin.read()))
+    order = load(AttemptOrder, parse_json(sys.stdin.read()))
     with open(f"{order.run_dir}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            code = run_plan(
+            code = run_on_this_machine(
                 order.plan, order.run_dir, order.hosts, os.environ, order.seconds, Transport(order.ssh_config)
             )
         except CpuftError as error:

@@ -16,19 +16,19 @@ from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, attempt
-from cpuft.launch.failures import Failure, describe_exit, ended_to_go_on, read_failures
+from cpuft.launch.failures import Failure, describe_exit, ended_to_be_resumed, read_failures
 from cpuft.launch.plan import Job, Launch, plan_run
-from cpuft.launch.remote import LEFT_THERE, MasterLost, fetch_finished, say_kept
-from cpuft.launch.results import NotStored
+from cpuft.launch.remote import FILES_LEFT, HeadHostLostError, fetch_finished, report_partial_cleanup
+from cpuft.launch.results import NotStoredError
 from cpuft.launch.resume import (
-    Resumed,
-    check_kept,
-    find_update,
-    gather_kept,
-    keep_checkpoints,
-    read_resumed,
+    ResumedRun,
+    check_newest_checkpoint,
+    find_newest_checkpoint,
+    gather_host_copies,
+    read_lost_hosts,
+    read_resumed_run,
+    remove_all_but_checkpoints,
     remove_empty_run,
-    silent_at_the_end,
 )
 from cpuft.plan import RunPlan
 from cpuft.rank import kill
@@ -60,25 +60,25 @@ def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
     return (f"where a host or a rank is lost, {again}{least}",)
 
 
-def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say) -> int:
+def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say) -> int:
     """Run a job until it comes to its end, or another start would be in vain; the exit code of the last one.
 
     Raises CpuftError: as `start`, where its error is none of the hosts, or the last start raised one.
     """
-    limit, marks, begun, course = find_limit(launch.job, cluster), set[str](), time.monotonic(), Course(cluster)
+    limit, marks, begun, course = find_limit(launch.job, cluster), set[str](), time.monotonic(), RestartHistory(cluster)
     number, stop = 0, ""
     while True:
         try:
             left = _time_left(launch.job, begun) if number else launch.job.config.time_limit
             tried = _try(launch, cluster, partial(start, replace(plan, stays=True), launch.run_dir, cluster, left))
-        except NotStored:
+        except NotStoredError:
             raise  # the hosts' copies are the only ones
         except CpuftError:
             if number:
-                say_kept(plan, launch.run_dir, launch.environ, cluster.access.transport.silent, say)
+                report_partial_cleanup(plan, launch.run_dir, launch.environ, cluster.access.transport.silent, say)
             raise
         if not tried.ended.code or (tried.unfetched and fetch_if_finished(launch, plan, cluster, say)):
-            take_away(course, cluster, launch.run_dir, say)
+            clean_up_lost_hosts(course, cluster, launch.run_dir, say)
             return 0
         verdict = judge(tried.ended, marks)
         if number == limit or not verdict.again:
@@ -88,19 +88,21 @@ def run_attempts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, 
         course.leaving |= tried.ended.leaving
         try:
             with cluster.access.transport.staying():
-                ask = partial(plan_again, launch, course, plan, cluster, tried, verdict.why)
-                plan, cluster, update = patiently(ask)
+                ask = partial(plan_next_attempt, launch, course, plan, cluster, tried, verdict.why)
+                plan, cluster, update = retry_connections(ask)
         except CpuftError as error:
             stop = f"{verdict.why}, and {error}"
             break
         number += 1
         hosts = [assignment.host.name for assignment in cluster.assignments]
         say("cpuft: " + describe_restart(number, limit, verdict.why, hosts, len(cluster.rank_hosts), update))
-    end_ranks(cluster, launch.run_dir)
+    kill_ranks(cluster, launch.run_dir)
     if limit and (number or verdict.again):
         say(f"cpuft: not started again: {stop}")
     if number or tried.ran:
-        say_kept(plan, launch.run_dir, launch.environ, {tried.unfetched, *cluster.access.transport.silent}, say)
+        report_partial_cleanup(
+            plan, launch.run_dir, launch.environ, {tried.unfetched, *cluster.access.transport.silent}, say
+        )
     remove_empty_run(launch.run_dir)
     return tried.give()
 
@@ -114,30 +116,30 @@ def _time_left(job: Job, begun: float) -> float:
     return left if limit else 0.0
 
 
-def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Tried:
+def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Attempt:
     """Start it once. Raises CpuftError: what it was given was refused, and no host is lost."""
     begun, hosts, transport = time.time(), cluster.rank_hosts, cluster.access.transport
     error: CpuftError | None = None
     try:
         code = start()
-    except MasterLost as lost:
+    except HeadHostLostError as lost:
         code, error = AGAIN, lost
-    except NotStored:
+    except NotStoredError:
         raise
     except CpuftError as refusal:
         if not (len(set(hosts)) > 1 and transport.find_silent(sorted(set(hosts)))) and not refusal.passes:
             raise
         code, error = AGAIN, refusal
     if not code:
-        return Tried(Ended(0), 0.0)
+        return Attempt(AttemptResult(0), 0.0)
     failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
-    transport.silent.update(set() if error else silent_at_the_end(launch.run_dir))
+    transport.silent.update(set() if error else read_lost_hosts(launch.run_dir))
     silent = frozenset(transport.silent.intersection(hosts))
-    cut = isinstance(error, MasterLost)
-    leaving = find_leaving(launch.run_dir, hosts) if ended_to_go_on(failures) else frozenset()
+    cut = isinstance(error, HeadHostLostError)
+    leaving = find_leaving(launch.run_dir, hosts) if ended_to_be_resumed(failures) else frozenset()
     unreached = str(error) if error and error.passes else ""
-    ended = Ended(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving, unreached, hosts)
-    return Tried(ended, _find_end(launch.run_dir, begun), error)
+    ended = AttemptResult(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving, unreached, hosts)
+    return Attempt(ended, _find_end(launch.run_dir, begun), error)
 
 
 def _count_updates(run_dir: str) -> int:
@@ -176,10 +178,10 @@ _MORE_TIMES = 2
 
 
 @dataclass(frozen=True)
-class Tried:
+class Attempt:
     """A start that ended before its time."""
 
-    ended: Ended
+    ended: AttemptResult
     since: float
     """Since when nothing went on, in seconds since 1970."""
     error: CpuftError | None = None
@@ -187,12 +189,12 @@ class Tried:
     @property
     def ran(self) -> bool:
         """Whether its folder was made."""
-        return self.error is None or isinstance(self.error, MasterLost)
+        return self.error is None or isinstance(self.error, HeadHostLostError)
 
     @property
     def unfetched(self) -> str:
         """The master that has alone what was recorded; empty for none."""
-        return self.error.unfetched if isinstance(self.error, MasterLost) else ""
+        return self.error.unfetched if isinstance(self.error, HeadHostLostError) else ""
 
     def give(self) -> int:
         """Its exit code. Raises CpuftError: it has none."""
@@ -202,7 +204,7 @@ class Tried:
 
 
 @dataclass
-class Course:
+class RestartHistory:
     """What all starts share."""
 
     first: Cluster
@@ -212,7 +214,7 @@ class Course:
     """Hosts of the starts before the last, by name."""
 
 
-def patiently(plan: Callable[[], T], pause: float = _PAUSE_SECONDS) -> T:
+def retry_connections(plan: Callable[[], T], pause: float = _PAUSE_SECONDS) -> T:
     """What `plan` gives; where the way to a host failed, it is tried once more, and again. Raises CpuftError: so it
     did."""
     for _ in range(_MORE_TIMES):
@@ -225,8 +227,8 @@ def patiently(plan: Callable[[], T], pause: float = _PAUSE_SECONDS) -> T:
     return plan()
 
 
-def plan_again(
-    launch: Launch, course: Course, plan: RunPlan, last: Cluster, tried: Tried, why: str
+def plan_next_attempt(
+    launch: Launch, course: RestartHistory, plan: RunPlan, last: Cluster, tried: Attempt, why: str
 ) -> tuple[RunPlan, Cluster, int]:
     """The plan of the next start, its hosts, and the update that it goes on from.
 
@@ -236,7 +238,7 @@ def plan_again(
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
     course.used.update({one.host.name: one.host for one in last.assignments})
-    end_ranks(last, run_dir)
+    kill_ranks(last, run_dir)
     hosts, before = read_hosts(job.config), {one.host.name: one.ranks for one in course.first.assignments}
     silent = _ask(transport, hosts, tried.ended.silent)
     left, np = choose_hosts(hosts, silent | course.leaving, before, job.config.np)
@@ -244,16 +246,16 @@ def plan_again(
         raise CpuftError("no other host is left")
     if np < job.config.min_np:
         raise CpuftError(f"{counted(np, 'rank')} would be left where --min-np asks for {job.config.min_np}: lower it")
-    end_ranks(last, run_dir, [host for host in left if host.name not in last.rank_hosts])
-    leave_hosts(launch, plan, last, left)
+    kill_ranks(last, run_dir, [host for host in left if host.name not in last.rank_hosts])
+    clean_up_left_out_hosts(launch, plan, last, left)
     job = replace(job, config=replace(job.config, np=np))
     cluster = gather_cluster(job.config, left, last.access)
-    kept = gather_kept(left, cluster.access, run_dir)[0] if cluster.away else ()
+    kept = gather_host_copies(left, cluster.access, run_dir)[0] if cluster.away else ()
     updates, fetched = (-1, "") if tried.unfetched else (tried.ended.update, last.master if last.away else "")
-    resumed = Resumed(run_dir, updates=updates, kept=kept, since=tried.since, because=why, fetched=fetched)
-    resumed = find_resumed(launch.job, resumed)
-    check_kept(resumed.kept, cluster, run_dir)
-    return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_update(run_dir, kept)
+    resumed = ResumedRun(run_dir, updates=updates, kept=kept, since=tried.since, because=why, fetched=fetched)
+    resumed = complete_resumed_run(launch.job, resumed)
+    check_newest_checkpoint(resumed.kept, cluster, run_dir)
+    return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_checkpoint(run_dir, kept)
 
 
 def _ask(transport: Transport, hosts: Sequence[Host], lost: Collection[str]) -> set[str]:
@@ -266,14 +268,14 @@ def _ask(transport: Transport, hosts: Sequence[Host], lost: Collection[str]) -> 
     return transport.silent
 
 
-def leave_hosts(launch: Launch, plan: RunPlan, last: Cluster, left: Sequence[Host]) -> None:
+def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, left: Sequence[Host]) -> None:
     """Take the run away, but for its checkpoints, from hosts that the next start does without, and from a master that
     is none any more: its lock would say that it is one."""
     gone = {one.host.name for one in last.assignments} - {host.name for host in left}
     gone |= {last.master} - {left[0].name}
     if gone - last.access.transport.silent:
         others = {one.host.name for one in last.assignments} - gone
-        keep_checkpoints(plan, launch.run_dir, launch.environ, others | last.access.transport.silent)
+        remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, others | last.access.transport.silent)
 
 
 def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Callable[[str], None]) -> bool:
@@ -281,17 +283,17 @@ def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Call
     head = [one.host for one in cluster.assignments if one.host.name == cluster.master]
     if not cluster.away or cluster.access.transport.find_silent([cluster.master]):
         return False
-    kept, _ = gather_kept(head, cluster.access, launch.run_dir)
+    kept, _ = gather_host_copies(head, cluster.access, launch.run_dir)
     if not any(one.finished for one in kept):
         return False
     try:
         fetch_finished(plan, launch.run_dir, cluster, say)
-    except MasterLost:
+    except HeadHostLostError:
         return False
     return True
 
 
-def take_away(course: Course, last: Cluster, run_dir: str, say: Callable[[str], None]) -> None:
+def clean_up_lost_hosts(course: RestartHistory, last: Cluster, run_dir: str, say: Callable[[str], None]) -> None:
     """Take what a run that has come to its end left on hosts that it lost on the way, where they answer again, and
     say which do not."""
     used, transport = {one.host.name for one in last.assignments}, last.access.transport
@@ -300,14 +302,14 @@ def take_away(course: Course, last: Cluster, run_dir: str, say: Callable[[str], 
     there = [host for host in lost if host.name not in transport.silent]
     work = last.work_dir(run_dir)
     sent = os.path.dirname(last.sent_file(work, 0))
-    end_ranks(last, run_dir, there)
+    kill_ranks(last, run_dir, there)
     words = remove_command(last.folder, sent, os.path.dirname(work))
     attempt(lambda host: transport.run(host, words, seconds=_END_SECONDS), there)
     if silent := ", ".join(host.name for host in lost if host not in there):
-        say(f"cpuft: {silent} did not answer at the end: {LEFT_THERE}")
+        say(f"cpuft: {silent} did not answer at the end: {FILES_LEFT}")
 
 
-def find_resumed(job: Job, resumed: Resumed) -> Resumed:
+def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
     """What is known of a run that broke off under our eyes: where nothing was recorded yet, what it was to be.
 
     `resumed` has below 0 updates where the record of the last start is lost: hosts may know of some.
@@ -315,15 +317,15 @@ def find_resumed(job: Job, resumed: Resumed) -> Resumed:
     train, kept = job.train, resumed.kept
     batch = train.batch_size * train.accumulation * job.config.np
     try:
-        known = read_resumed(resumed.run_dir, bool(job.script), kept)
+        known = read_resumed_run(resumed.run_dir, bool(job.script), kept)
     except CpuftError:
-        known = Resumed(resumed.run_dir, train, job.config.np, 0, batch)
+        known = ResumedRun(resumed.run_dir, train, job.config.np, 0, batch)
     made = [resumed.updates] if resumed.updates >= 0 else [max(one.steps, one.update) for one in kept]
     known = replace(known, kept=kept, updates=max([0, *made]))
     return replace(known, since=resumed.since, because=resumed.because, fetched=resumed.fetched)
 
 
-def end_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = None) -> None:
+def kill_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = None) -> None:
     """End what is left of a run's processes on hosts that answer: mpirun may have been lost with its own.
 
     `hosts`: without, those of the cluster, where there are several.
@@ -345,7 +347,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 @dataclass(frozen=True)
-class Ended:
+class AttemptResult:
     """How a start of a run ended, as far as it can be told from here."""
 
     code: int
@@ -366,7 +368,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """What to do about it."""
 
     again: bool
@@ -381,18 +383,20 @@ def count_restarts(asked: int, hosts: int) -> int:
     return asked if asked >= 0 else DEFAULT * (hosts > 1)
 
 
-def judge(ended: Ended, earlier: Collection[str]) -> Verdict:
+def judge(ended: AttemptResult, earlier: Collection[str]) -> RestartDecision:
     """Whether to start again what ended with another exit code than 0; `earlier`: the marks of starts before."""
     for names, how in ((sorted(ended.silent), "lost"), (sorted(ended.leaving), "told to go")):
         if names:
-            return Verdict(True, f"host{'s' * (len(names) > 1)} {', '.join(names)} {_were(names)} {how}")
+            return RestartDecision(True, f"host{'s' * (len(names) > 1)} {', '.join(names)} {_were(names)} {how}")
     if ended.cut:
-        return Verdict(True, "the connection to the master was lost")
+        return RestartDecision(True, "the connection to the master was lost")
     if ended.unreached:
-        return Verdict(True, ended.unreached)
+        return RestartDecision(True, ended.unreached)
     if not ended.failures:
         if ended.code in _IN_VAIN:
-            return Verdict(False, "a disk was full" if ended.code == FULL else "its options or data were refused")
+            return RestartDecision(
+                False, "a disk was full" if ended.code == FULL else "its options or data were refused"
+            )
         return _judge_error(ended, "mpirun failed", f"mpirun {ended.code}", earlier)
     first = ended.failures[0]
     blame = f"rank {first.rank} on {first.host}"
@@ -401,24 +405,26 @@ def judge(ended: Ended, earlier: Collection[str]) -> Verdict:
         told = ", ".join(f"rank {rank} on {where.get(rank, 'its host')}" for rank in sorted(first.missed))
         return _judge_error(ended, f"{told} did not answer the others", _last_line(first.text), earlier)
     if first.code == AGAIN:
-        return Verdict(False, f"{blame} was interrupted")  # who told it to end wants its hosts, or takes them away
+        return RestartDecision(
+            False, f"{blame} was interrupted"
+        )  # who told it to end wants its hosts, or takes them away
     if first.ran_out_of_memory:
         return _judge_error(ended, f"{blame} ran out of memory", "out of memory", earlier)
     if first.code in _FROM_OUTSIDE or first.lost_its_peer:
         how = describe_exit(first.code).partition(" (")[0]
-        return Verdict(True, f"{blame} was {how}" if first.code > 128 else f"{blame} lost another rank")
+        return RestartDecision(True, f"{blame} was {how}" if first.code > 128 else f"{blame} lost another rank")
     if first.code in _IN_VAIN:
-        return Verdict(False, f"{blame} {_IN_VAIN[first.code]}")
+        return RestartDecision(False, f"{blame} {_IN_VAIN[first.code]}")
     return _judge_error(ended, f"{blame} failed ({describe_exit(first.code)})", _find_mark(first), earlier)
 
 
-def _judge_error(ended: Ended, what: str, mark: str, earlier: Collection[str]) -> Verdict:
+def _judge_error(ended: AttemptResult, what: str, mark: str, earlier: Collection[str]) -> RestartDecision:
     """An error that may be the job's own: it is, when it comes again at the same update."""
     mark = f"{ended.update} {mark}"
     if mark in earlier:
         where = f" at update {ended.update}" if ended.update else ""
-        return Verdict(False, f"{what}, as it had before{where}", mark)
-    return Verdict(True, what, mark)
+        return RestartDecision(False, f"{what}, as it had before{where}", mark)
+    return RestartDecision(True, what, mark)
 
 
 def _find_mark(failure: Failure) -> str:

@@ -45,7 +45,7 @@ _END_SECONDS = 10.0
 """For a sender whose archive broke off to give its exit code."""
 
 
-class NotStored(CpuftError):
+class NotStoredError(CpuftError):
     """The results of a run could not be stored on this machine. The hosts keep their copy."""
 
     exit_code = NOT_STORED
@@ -85,7 +85,7 @@ def fetch(run_dir: Path, command: Sequence[str], merge: bool) -> list[str]:
     Raises
     ------
     CpuftError: the command failed.
-    NotStored: the archive is incomplete or leads out of the folder, or this machine's disk does not take it.
+    NotStoredError: the archive is incomplete or leads out of the folder, or this machine's disk does not take it.
     """
     run_dir = Path(os.path.realpath(run_dir))
     # On the disk of the run's folder, which may be a link to another disk or a mount point.
@@ -106,7 +106,7 @@ def fetch(run_dir: Path, command: Sequence[str], merge: bool) -> list[str]:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(held)
     except OSError as error:
-        raise NotStored(f"{error.filename2 or error.filename or run_dir}: {error.strerror}") from None
+        raise NotStoredError(f"{error.filename2 or error.filename or run_dir}: {error.strerror}") from None
 
 
 def _remove_leftovers(parent: Path) -> None:
@@ -131,7 +131,7 @@ def _receive(part: Path, command: Sequence[str]) -> list[str]:
         skipped = extract(source, part)
         source.drain()
         code = sender.wait()
-    except NotStored:
+    except NotStoredError:
         # An archive that breaks off is the sender's failure, if the sender failed.
         if source.is_over and execute.wait(sender, _END_SECONDS):
             raise CpuftError(f"the run could not be sent (exit code {execute.exit_code(sender)})") from None
@@ -142,7 +142,7 @@ def _receive(part: Path, command: Sequence[str]) -> list[str]:
     if code:
         raise CpuftError(f"the run could not be sent (exit code {code})")
     if source.end != _END:
-        raise NotStored("the archive that the host sent breaks off before its end")
+        raise NotStoredError("the archive that the host sent breaks off before its end")
     return skipped
 
 
@@ -157,7 +157,7 @@ def extract(source: _Source, part: Path) -> list[str]:
 
     Raises
     ------
-    NotStored: it is no tar archive, a name leads out of the folder, or a name is there twice.
+    NotStoredError: it is no tar archive, a name leads out of the folder, or a name is there twice.
     """
     skipped = []
     try:
@@ -175,7 +175,7 @@ def extract(source: _Source, part: Path) -> list[str]:
                     skipped.append(f"{member.name} ({_KINDS.get(member.type, 'special file')})")
                 vars(archive)["members"] = []  # it would remember all of them
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise NotStored(f"what the host sent is no readable tar archive ({error})") from None
+        raise NotStoredError(f"what the host sent is no readable tar archive ({error})") from None
     for folder, _, _ in os.walk(part):
         _sync(Path(folder))
     return skipped
@@ -185,7 +185,7 @@ def _split(name: str) -> list[str]:
     """Return the components of a member's name below the run's folder."""
     words = [word for word in name.split("/") if word not in ("", ".")]
     if name.startswith("/") or ".." in words or "\0" in name:
-        raise NotStored(
+        raise NotStoredError(
             f"the host sent a file named {name!r}, which leads out of the run's folder: "
             "no cpuft does that, so look at the host before you use it again"
         )
@@ -193,14 +193,16 @@ def _split(name: str) -> list[str]:
 
 
 def _make_folders(path: Path, part: Path) -> None:
-    """Make a folder of the archive and those above it. Raises NotStored: a file has that name."""
+    """Make a folder of the archive and those above it. Raises NotStoredError: a file has that name."""
     missing = [folder for folder in (path, *path.parents) if folder == part or part in folder.parents]
     for folder in reversed(missing):
         try:
             folder.mkdir(mode=0o700)
         except FileExistsError:
             if not stat.S_ISDIR(folder.lstat().st_mode):
-                raise NotStored(f"the host sent {folder.relative_to(part)} both as a file and as a folder") from None
+                raise NotStoredError(
+                    f"the host sent {folder.relative_to(part)} both as a file and as a folder"
+                ) from None
 
 
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
@@ -209,7 +211,7 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Non
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise NotStored(f"the host sent {member.name} twice") from None
+        raise NotStoredError(f"the host sent {member.name} twice") from None
     with os.fdopen(file, "wb") as output:
         shutil.copyfileobj(content, output, _BLOCK)
         output.flush()
@@ -235,7 +237,7 @@ def _store(part: Path, run_dir: Path, merge: bool) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise NotStored(f"{run_dir} exists already") from None
+            raise NotStoredError(f"{run_dir} exists already") from None
         _sync(run_dir.parent)
         return
     own = [run_dir / "logs"] if _is_folder(part / "logs") else []
@@ -285,7 +287,7 @@ def main() -> None:
         skipped = fetch(Path(run_dir), command, how == MERGE)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
-        sys.exit(NOT_STORED if isinstance(error, NotStored) else 1)
+        sys.exit(NOT_STORED if isinstance(error, NotStoredError) else 1)
     except Interrupted as stopped:
         sys.exit(stopped.exit_code)
     if skipped:

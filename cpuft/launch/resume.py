@@ -24,7 +24,7 @@ from cpuft.serialization import load
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedRun:
     """A run that broke off."""
 
     run_dir: str
@@ -35,7 +35,7 @@ class Resumed:
     updates: int = 0
     """Recorded until it broke off."""
     global_batch: int = 0
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[HostCopy, ...] = ()
     """What hosts with disks of their own have of it, those that answer."""
     silent: tuple[str, ...] = ()
     """Why other hosts do not."""
@@ -79,19 +79,19 @@ class Resumed:
         return config, replace(self.train, **{name: getattr(train, name) for name in free if name in given})
 
 
-def gather_resumed(run: str, config: LaunchConfig, is_script: bool = False) -> Resumed:
+def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) -> ResumedRun:
     """What is known of a run to go on with, here and on the hosts that `config` names.
 
-    Raises CpuftError: as `read_resumed`.
+    Raises CpuftError: as `read_resumed_run`.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
-        return read_resumed(run, is_script)
-    kept, silent = gather_kept(hosts, access, str(Path(run).absolute()))
-    return replace(read_resumed(run, is_script, kept), kept=kept, silent=tuple(map(str, silent)))
+        return read_resumed_run(run, is_script)
+    kept, silent = gather_host_copies(hosts, access, str(Path(run).absolute()))
+    return replace(read_resumed_run(run, is_script, kept), kept=kept, silent=tuple(map(str, silent)))
 
 
-def read_resumed(run: str, is_script: bool = False, kept: Sequence[Kept] = ()) -> Resumed:
+def read_resumed_run(run: str, is_script: bool = False, kept: Sequence[HostCopy] = ()) -> ResumedRun:
     """What is known of a run to go on with: of a script's, only where it is. `kept`: what hosts have of it.
 
     Raises
@@ -101,11 +101,11 @@ def read_resumed(run: str, is_script: bool = False, kept: Sequence[Kept] = ()) -
     path = Path(run).absolute()
     going = [one.host.name for one in kept if one.going]
     if finished := [one.host.name for one in kept if one.finished and not one.going]:
-        return Resumed(str(path), finished_on=finished[0])
+        return ResumedRun(str(path), finished_on=finished[0])
     headers = [(one.host.name, one.header) for one in kept if one.header]
     here = (path / FILE_NAME).exists()
     if is_script and ((path / "logs").is_dir() or any(one.there for one in kept)) and not (here or headers or going):
-        return Resumed(str(path))
+        return ResumedRun(str(path))
     if here or not headers:
         record = read_record(str(path))
     else:
@@ -125,7 +125,7 @@ def read_resumed(run: str, is_script: bool = False, kept: Sequence[Kept] = ()) -
     except ValueError as error:
         raise CpuftError(f"run {run} cannot go on, because {error}: start it anew") from None
     updates = max([len(record.steps), *(max(one.steps, one.update) for one in kept)])
-    known = Resumed(str(path), train, header.world_size, updates, header.global_batch)
+    known = ResumedRun(str(path), train, header.world_size, updates, header.global_batch)
     ranks = header.ranks + [rank for line in record.resumptions for rank in line.ranks]
     return replace(known, measured=list_measured(header), places=frozenset(rank.host for rank in ranks))
 
@@ -154,7 +154,7 @@ _SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class HostCopy:
     """What a host has of a run."""
 
     host: Host
@@ -174,25 +174,29 @@ class Kept:
     """Whether the run came to its end there: its results only have to be fetched."""
 
 
-def gather_kept(hosts: Sequence[Host], access: Access, run_dir: str) -> tuple[tuple[Kept, ...], list[CpuftError]]:
+def gather_host_copies(
+    hosts: Sequence[Host], access: Access, run_dir: str
+) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
     """What each host that answers has of a run of this machine's, asked side by side; and why others do not."""
     words = ("sh", "-c", _LOOK, "look", name_work(run_dir))
-    answers = attempt(lambda host: parse_kept(access.transport.run(host, words).output, host), hosts)
-    kept = tuple(answer for answer in answers if isinstance(answer, Kept))
+    answers = attempt(lambda host: parse_host_copy(access.transport.run(host, words).output, host), hosts)
+    kept = tuple(answer for answer in answers if isinstance(answer, HostCopy))
     return kept, [answer for answer in answers if isinstance(answer, CpuftError)]
 
 
-def parse_kept(said: str, host: Host) -> Kept:
+def parse_host_copy(said: str, host: Host) -> HostCopy:
     """What `look.sh` said on a host."""
     lines = said.splitlines()
     updates = [int(found[1]) for line in lines if (found := re.fullmatch(r"checkpoint ([0-9]{1,15})\.[0-9]+", line))]
     steps = [int(found[1]) for line in lines if (found := re.fullmatch(r"steps ([0-9]{1,15})", line))]
     header = next((line for line in lines if line.startswith("{")), "")
     update, made = max(updates, default=-1), max(steps, default=0)
-    return Kept(host, "there" in lines, "going" in lines, update, made, header, "rows" in lines, "finished" in lines)
+    return HostCopy(
+        host, "there" in lines, "going" in lines, update, made, header, "rows" in lines, "finished" in lines
+    )
 
 
-def plan_kept(cluster: Cluster, work: str) -> Stages:
+def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
     """Nothing of the run left on any host but its checkpoints; what may be secret goes first."""
     sent = os.path.dirname(cluster.sent_file(work, 0))
     words = ("sh", "-c", _KEEP, "keep", cluster.folder, sent, work)
@@ -207,7 +211,9 @@ def plan_kept(cluster: Cluster, work: str) -> Stages:
     )
 
 
-def keep_checkpoints(plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = ()) -> str:
+def remove_all_but_checkpoints(
+    plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = ()
+) -> str:
     """Do that on all hosts but some; a line that says what is kept and where, empty for nothing. RUN notes it, too."""
     steps = [step for stage in plan.kept for step in stage if step.host not in without]
     ways = Plan(ways=plan.ways)
@@ -237,7 +243,7 @@ def read_note(run_dir: str) -> list[str]:
         return []
 
 
-def check_kept(kept: Iterable[Kept], cluster: Cluster, run_dir: str) -> None:
+def check_newest_checkpoint(kept: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
     """Raises CpuftError when the newest checkpoint is on a host that this run leaves out, as far as is known."""
     used = {assignment.host.name for assignment in cluster.assignments if cluster.away}
     updates = {one.host.name: one.update for one in kept if one.update >= 0}
@@ -255,7 +261,7 @@ def check_kept(kept: Iterable[Kept], cluster: Cluster, run_dir: str) -> None:
         )
 
 
-def find_update(run_dir: str, kept: Iterable[Kept] = ()) -> int:
+def find_newest_checkpoint(run_dir: str, kept: Iterable[HostCopy] = ()) -> int:
     """The last update of the newest checkpoint in the run's folder here or on hosts; 0 for none."""
     folder = Path(run_dir, "checkpoints")
     names = os.listdir(folder) if folder.is_dir() else []
@@ -263,7 +269,7 @@ def find_update(run_dir: str, kept: Iterable[Kept] = ()) -> int:
     return max([0, *here, *(one.update for one in kept)])
 
 
-def note_silent(logs: Path, silent: Collection[str]) -> None:
+def write_lost_hosts(logs: Path, silent: Collection[str]) -> None:
     """Note the hosts that did not answer at the end of a run, where there are any."""
     if silent:
         write_text(logs / _SILENT, "".join(f"{name}\n" for name in sorted(silent)))
@@ -282,7 +288,7 @@ def remove_empty_run(run_dir: str) -> None:
             Path(run_dir).rmdir()
 
 
-def silent_at_the_end(run_dir: str) -> set[str]:
+def read_lost_hosts(run_dir: str) -> set[str]:
     """What was noted of that."""
     try:
         return set(Path(run_dir, "logs", _SILENT).read_text(encoding="utf-8", errors="replace").split())

@@ -154,13 +154,13 @@ def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
 
 
 def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """What `cpuft env` exports: `settings` without those of a run, and a list of them for `users_variables`."""
+    """What `cpuft env` exports: `settings` without those of a run, and a list of them for `user_variables`."""
     exported = tuple(setting for setting in settings if not setting.name.startswith(_TIED_TO_A_RUN))
     listed = json.dumps({setting.name: setting.value for setting in exported})
     return (*exported, Setting(_EXPORTED, listed, "so that cpuft launch in this shell still chooses for itself"))
 
 
-def users_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without what `cpuft env` exported into it and the user has not changed since; in an MPIJob also without
     what its operator tells mpirun."""
     try:
@@ -171,7 +171,7 @@ def users_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {n: value for n, value in environ.items() if exported.get(n) != value and not n.startswith(given)}
 
 
-def keep_users_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
+def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
     """The same settings, with the user's value and a word about it wherever the user has set the variable."""
     return tuple(_keep(setting, environ) for setting in settings)
 
@@ -194,7 +194,7 @@ def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) ->
     )
 
 
-def unspeakable_names(environ: Mapping[str, str]) -> list[str]:
+def unexportable_names(environ: Mapping[str, str]) -> list[str]:
     """Names that would travel by value, but that no shell can set: quoted, for a person to read."""
     return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))
 
@@ -213,6 +213,6 @@ def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 
-def kept_names(settings: tuple[Setting, ...]) -> list[str]:
+def user_set_names(settings: tuple[Setting, ...]) -> list[str]:
     """Names of the settings whose value is the user's."""
     return [setting.name for setting in settings if setting.kept]

@@ -44,7 +44,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Wait:
+class PendingOperation:
     """An operation that has not ended."""
 
     channel: str
@@ -62,7 +62,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Sight:
+class RankDump:
     """A rank, as it was seen."""
 
     rank: int
@@ -74,7 +74,7 @@ class Sight:
     """The kernel's function that it waits in."""
     frames: tuple[Frame, ...] = ()
     """Of its main thread, the innermost first; of one that is stopped, as they were half a second before at most."""
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[PendingOperation, ...] = ()
     """The longest first."""
     progress: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """Last operation it has started, by channel: sequence number and name."""
@@ -137,13 +137,13 @@ class _Found:
 class _Report:
     """What a rank tells of itself: `cpuft.rank.reporting`."""
 
-    pending: list[Wait] = field(default_factory=list)
+    pending: list[PendingOperation] = field(default_factory=list)
     progress: dict[str, list[Any]] = field(default_factory=dict)
     raised: list[list[Any]] = field(default_factory=list)
     main: list[list[Any]] = field(default_factory=list)
 
 
-def parse_sight(told: Any, host: str) -> Sight:
+def parse_rank_dump(told: Any, host: str) -> RankDump:
     """One of the objects that a host's looking gave. What a rank was about to write is taken for nothing.
 
     Raises ValueError: it is none.
@@ -158,12 +158,12 @@ def parse_sight(told: Any, host: str) -> Sight:
         report, progress, raised, main = _Report(), {}, (), ()
     waits = report.pending
     if raised and not waits:
-        waits = [Wait(channel, number, name, 0.0) for channel, (number, name) in progress.items()]
+        waits = [PendingOperation(channel, number, name, 0.0) for channel, (number, name) in progress.items()]
     waits = sorted(waits, key=lambda one: -one.seconds)
     holds_gil = found.state == "R" and found.age > STALE_SECONDS
     frames = raised or parse_dump(found.stack) or main
     place = found.rank, host, found.state, found.pid, found.wchan
-    return Sight(*place, frames, () if holds_gil else tuple(waits), progress, holds_gil, found.stack)
+    return RankDump(*place, frames, () if holds_gil else tuple(waits), progress, holds_gil, found.stack)
 
 
 def _pair(last: list[Any]) -> tuple[int, str]:
@@ -176,22 +176,22 @@ def _frame(place: list[Any]) -> Frame:
     return Frame(load(str, file), load(int, line), load(str, function))
 
 
-def fill_gaps(seen: Iterable[Sight], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[Sight, ...]:
+def complete_dumps(seen: Iterable[RankDump], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[RankDump, ...]:
     """All ranks in turn; `hosts` has the host of each, `silent` those that do not answer."""
-    found, lost = {sight.rank: sight for sight in seen}, set(silent)
+    found, lost = {dump.rank: dump for dump in seen}, set(silent)
     return tuple(
-        found.get(rank) or Sight(rank, host, SILENT if host in lost else GONE) for rank, host in enumerate(hosts)
+        found.get(rank) or RankDump(rank, host, SILENT if host in lost else GONE) for rank, host in enumerate(hosts)
     )
 
 
-def format_sight(sight: Sight) -> str:
+def format_rank_dump(dump: RankDump) -> str:
     """All of it, for a file."""
-    lines = [f"rank {sight.rank} on {sight.host}, process {sight.pid}"]
-    lines += [f"state: {describe_state(sight)}"]
-    lines += [f"in operation: {wait.text}, for {wait.seconds:.1f} s" for wait in sight.waits] or ["in no operation"]
-    lines += [f"last operation: {sight.last}"] if sight.last else []
-    lines += [f"stands at: {sight.place}"] if sight.place else []
-    return "\n".join([*lines, "", sight.dump.rstrip() or "no Python stack could be had", ""])
+    lines = [f"rank {dump.rank} on {dump.host}, process {dump.pid}"]
+    lines += [f"state: {describe_state(dump)}"]
+    lines += [f"in operation: {wait.text}, for {wait.seconds:.1f} s" for wait in dump.waits] or ["in no operation"]
+    lines += [f"last operation: {dump.last}"] if dump.last else []
+    lines += [f"stands at: {dump.place}"] if dump.place else []
+    return "\n".join([*lines, "", dump.dump.rstrip() or "no Python stack could be had", ""])
 
 
 _STATES = {
@@ -206,11 +206,11 @@ _STATES = {
 }
 
 
-def describe_state(sight: Sight) -> str:
+def describe_state(dump: RankDump) -> str:
     """What the kernel says of it, in words."""
-    where = f" in {sight.wchan}" if sight.wchan and sight.state in ("S", "D") else ""
-    where += " in C code that keeps the GIL" if sight.holds_gil else ""
-    return _STATES.get(sight.state, f"state {sight.state}") + where
+    where = f" in {dump.wchan}" if dump.wchan and dump.state in ("S", "D") else ""
+    where += " in C code that keeps the GIL" if dump.holds_gil else ""
+    return _STATES.get(dump.state, f"state {dump.state}") + where
 
 
 LONG_SECONDS = 2.0
@@ -220,115 +220,115 @@ _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Who is to blame, and the line that says so."""
 
     culprits: tuple[int, ...]
     text: str
 
 
-def judge(sights: Sequence[Sight], least_seconds: float = LONG_SECONDS) -> Verdict:
+def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> Diagnosis:
     """The ranks, all of a run in turn, that the others wait for; operations count that have taken `least_seconds`.
 
     Whom others wait for and who waits for nobody is to blame. Where all wait for each other, because they are in
     different operations or at different lines, those few are that differ from most. Lines count only where no operation
     is known of any rank: in a run that goes on all stand somewhere else.
     """
-    waiting = {one.rank for one in sights if _waits(one, least_seconds)}
-    behind = {rank: find_behind(sights, sights[rank]) for rank in waiting}
+    waiting = {one.rank for one in dumps if _waits(one, least_seconds)}
+    behind = {rank: find_behind(dumps, dumps[rank]) for rank in waiting}
     missed = {other for others in behind.values() for other in others}
-    still = {one.rank for one in sights if one.state in _STILL}
+    still = {one.rank for one in dumps if one.state in _STILL}
     if still or missed - waiting:
-        return _blame(sights, still or missed - waiting, waiting)
+        return _blame(dumps, still or missed - waiting, waiting)
     if missed:
-        longest = {rank: sights[rank].waits[0] for rank in sorted(waiting)}
-        odd = _find_odd(sights, sorted(waiting), lambda one: longest[one.rank].text)
-        return _blame(sights, odd, waiting) if odd else Verdict((), _tell_apart(sights, sorted(waiting)))
+        longest = {rank: dumps[rank].waits[0] for rank in sorted(waiting)}
+        odd = _find_odd(dumps, sorted(waiting), lambda one: longest[one.rank].text)
+        return _blame(dumps, odd, waiting) if odd else Diagnosis((), _tell_apart(dumps, sorted(waiting)))
     if waiting:
-        return Verdict((), _tell_stuck(sights, waiting))
-    if any(one.progress for one in sights):
-        return Verdict((), "no rank has waited for long in an operation: the run goes on")
-    return _judge_by_stacks(sights)
+        return Diagnosis((), _tell_stuck(dumps, waiting))
+    if any(one.progress for one in dumps):
+        return Diagnosis((), "no rank has waited for long in an operation: the run goes on")
+    return _judge_by_stacks(dumps)
 
 
-def find_behind(sights: Sequence[Sight], sight: Sight) -> set[int]:
-    """The ranks that keep the oldest operation of `sight` from ending: not there yet, or in another of its number."""
-    wait = sight.waits[0]
+def find_behind(dumps: Sequence[RankDump], dump: RankDump) -> set[int]:
+    """The ranks that keep the oldest operation of `dump` from ending: not there yet, or in another of its number."""
+    wait = dump.waits[0]
     behind = set()
-    for other in sights:
+    for other in dumps:
         takes_part = other.rank in wait.ranks or (not wait.ranks and _may_take_part(other, wait.channel))
         sequence, name = other.progress.get(wait.channel, (0, ""))
-        if other.rank != sight.rank and takes_part and (sequence, name) != (wait.sequence, wait.name):
+        if other.rank != dump.rank and takes_part and (sequence, name) != (wait.sequence, wait.name):
             behind |= {other.rank} if sequence <= wait.sequence else set()
     return behind
 
 
-def _may_take_part(sight: Sight, channel: str) -> bool:
+def _may_take_part(dump: RankDump, channel: str) -> bool:
     """Whether it is in a group of which nobody says who else is; of a rank that keeps the GIL not all is known."""
-    known = channel == "the world" or channel in sight.progress or sight.holds_gil
+    known = channel == "the world" or channel in dump.progress or dump.holds_gil
     return known and "between two" not in channel
 
 
-def _waits(sight: Sight, least_seconds: float) -> bool:
+def _waits(dump: RankDump, least_seconds: float) -> bool:
     """Whether it is in an operation, long since or thrown out of it, and is not stopped itself."""
-    return bool(sight.waits) and sight.state not in _STILL and not 0 < sight.waits[0].seconds < least_seconds
+    return bool(dump.waits) and dump.state not in _STILL and not 0 < dump.waits[0].seconds < least_seconds
 
 
-def _judge_by_stacks(sights: Sequence[Sight]) -> Verdict:
-    inside = {one.rank for one in sights if one.is_in_collective}
-    outside = {one.rank for one in sights if one.frames} - inside
+def _judge_by_stacks(dumps: Sequence[RankDump]) -> Diagnosis:
+    inside = {one.rank for one in dumps if one.is_in_collective}
+    outside = {one.rank for one in dumps if one.frames} - inside
     if inside and 0 < len(outside) <= len(inside):
-        return _blame(sights, outside, inside)
-    ranks = [one.rank for one in sights]
-    odd = _find_odd(sights, ranks, lambda one: one.place)
-    if odd and any(sight.frames for sight in sights):
-        return _blame(sights, odd, set(ranks) - odd)
-    return Verdict((), "no rank waits for another one that could be seen: the run goes on, or all do the same")
+        return _blame(dumps, outside, inside)
+    ranks = [one.rank for one in dumps]
+    odd = _find_odd(dumps, ranks, lambda one: one.place)
+    if odd and any(dump.frames for dump in dumps):
+        return _blame(dumps, odd, set(ranks) - odd)
+    return Diagnosis((), "no rank waits for another one that could be seen: the run goes on, or all do the same")
 
 
-def _find_odd(sights: Sequence[Sight], ranks: Sequence[int], kind: Callable[[Sight], Hashable]) -> set[int]:
+def _find_odd(dumps: Sequence[RankDump], ranks: Sequence[int], kind: Callable[[RankDump], Hashable]) -> set[int]:
     """The ranks that are not of the kind of most; none where no kind has more than half of them."""
-    kinds = {rank: kind(sights[rank]) for rank in ranks}
+    kinds = {rank: kind(dumps[rank]) for rank in ranks}
     ((most, count),) = Counter(kinds.values()).most_common(1)
     return {rank for rank in ranks if kinds[rank] != most} if 2 * count > len(ranks) else set()
 
 
-def _blame(sights: Sequence[Sight], culprits: set[int], waiting: set[int]) -> Verdict:
+def _blame(dumps: Sequence[RankDump], culprits: set[int], waiting: set[int]) -> Diagnosis:
     named = sorted(culprits)
     others = sorted(waiting - culprits)
-    for_what = sights[others[0]].waits[0].text if others and sights[others[0]].waits else ""
+    for_what = dumps[others[0]].waits[0].text if others and dumps[others[0]].waits else ""
     who = f"{_ranks(others)} {'waits' if len(others) == 1 else 'wait'}" if others else ""
     held = f" holds up the others ({who}{f' in {for_what}' if for_what else ''})" if others else ""
-    texts = [f"rank {rank} on {sights[rank].host}{held}: {_describe(sights[rank])}" for rank in named[:_NAMED]]
+    texts = [f"rank {rank} on {dumps[rank].host}{held}: {_describe(dumps[rank])}" for rank in named[:_NAMED]]
     more = [f"and {len(named) - _NAMED} more"] if len(named) > _NAMED else []
-    return Verdict(tuple(named), "; ".join(texts + more))
+    return Diagnosis(tuple(named), "; ".join(texts + more))
 
 
-def _describe(sight: Sight) -> str:
+def _describe(dump: RankDump) -> str:
     """What a rank does that others wait for."""
-    at = f"at {sight.place}" if sight.place else "at an unknown line: it shows no Python stack"
-    if sight.state in ("T", "t"):
-        last = "".join(f", last {how} {what}" for how, what in (("at", sight.place), ("in", sight.last)) if what)
-        return f"it is {describe_state(sight)}{last}; kill -CONT {sight.pid} there lets it go on"
-    if sight.state in _STILL:
-        return {GONE: "it has ended", "Z": "it has ended"}.get(sight.state, describe_state(sight))
-    if sight.waits:
-        return f"it is in {sight.waits[0].text}, {at}"
-    return f"it stands {at}, {describe_state(sight)}"
+    at = f"at {dump.place}" if dump.place else "at an unknown line: it shows no Python stack"
+    if dump.state in ("T", "t"):
+        last = "".join(f", last {how} {what}" for how, what in (("at", dump.place), ("in", dump.last)) if what)
+        return f"it is {describe_state(dump)}{last}; kill -CONT {dump.pid} there lets it go on"
+    if dump.state in _STILL:
+        return {GONE: "it has ended", "Z": "it has ended"}.get(dump.state, describe_state(dump))
+    if dump.waits:
+        return f"it is in {dump.waits[0].text}, {at}"
+    return f"it stands {at}, {describe_state(dump)}"
 
 
-def _tell_apart(sights: Sequence[Sight], ranks: Sequence[int]) -> str:
+def _tell_apart(dumps: Sequence[RankDump], ranks: Sequence[int]) -> str:
     texts = [
-        f"rank {rank} in {sights[rank].waits[0].text} at {sights[rank].place or 'an unknown line'}" for rank in ranks
+        f"rank {rank} in {dumps[rank].waits[0].text} at {dumps[rank].place or 'an unknown line'}" for rank in ranks
     ]
     return f"ranks wait for each other: {'; '.join(texts[: 2 * _NAMED])}"
 
 
-def _tell_stuck(sights: Sequence[Sight], waiting: set[int]) -> str:
-    sight = sights[min(waiting)]
+def _tell_stuck(dumps: Sequence[RankDump], waiting: set[int]) -> str:
+    dump = dumps[min(waiting)]
     return (
-        f"all ranks have arrived at {sight.waits[0].text}, which does not end: look at the network between the hosts; "
-        f"rank {sight.rank} stands at {sight.place or 'an unknown line'}"
+        f"all ranks have arrived at {dump.waits[0].text}, which does not end: look at the network between the hosts; "
+        f"rank {dump.rank} stands at {dump.place or 'an unknown line'}"
     )
 
 
@@ -343,7 +343,7 @@ _WRITE = "import json, sys; [open(path, 'w').write(text) for path, text in json.
 
 
 @dataclass(frozen=True)
-class Place:
+class ActiveRun:
     """Where a run goes on."""
 
     work: str
@@ -353,15 +353,15 @@ class Place:
     access: Access
 
 
-def gather_sights(place: Place) -> tuple[tuple[Sight, ...], dict[str, str]]:
+def gather_dumps(place: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
     """All ranks, and which hosts do not answer, each with the reason. All hosts are asked at once."""
     source = Path(looking.__file__).read_text(encoding="utf-8")
     words = place.access.any_python("-c", FROM_STDIN, place.work, str(LOOK_SECONDS))
 
-    def ask(host: Host) -> list[Sight]:
+    def ask(host: Host) -> list[RankDump]:
         answer = place.access.transport.run(host, words, source, _ANSWER_SECONDS)
         try:
-            return [parse_sight(found, host.name) for found in load(list[Any], parse_json(answer.output))]
+            return [parse_rank_dump(found, host.name) for found in load(list[Any], parse_json(answer.output))]
         except ValueError:
             said = (answer.errors.strip().splitlines() or ["it said nothing"])[-1]
             raise CpuftError(f"host {host.name} could not tell what its ranks do ({said}): log in and look") from None
@@ -369,16 +369,16 @@ def gather_sights(place: Place) -> tuple[tuple[Sight, ...], dict[str, str]]:
     hosts = list(dict.fromkeys(place.hosts))
     answers = dict(zip((host.name for host in hosts), attempt(ask, hosts)))
     silent = {name: str(answer) for name, answer in answers.items() if isinstance(answer, CpuftError)}
-    seen = [sight for answer in answers.values() if not isinstance(answer, CpuftError) for sight in answer]
-    return fill_gaps(seen, tuple(host.name for host in place.hosts), silent), silent
+    seen = [dump for answer in answers.values() if not isinstance(answer, CpuftError) for dump in answer]
+    return complete_dumps(seen, tuple(host.name for host in place.hosts), silent), silent
 
 
-def write_sights(place: Place, sights: tuple[Sight, ...]) -> None:
+def write_dumps(place: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
     """Keep what was seen, a file for each rank, in the run's logs, which are on the master.
 
     Raises CpuftError: the master does not take them.
     """
-    files = {f"{place.work}/logs/rank-{sight.rank}.stack": format_sight(sight) for sight in sights}
+    files = {f"{place.work}/logs/rank-{dump.rank}.stack": format_rank_dump(dump) for dump in dumps}
     master = place.hosts[0]
     if place.access.transport.is_here(master):
         for path, text in files.items():
@@ -392,15 +392,15 @@ def write_sights(place: Place, sights: tuple[Sight, ...]) -> None:
         raise CpuftError(f"host {master.name} could not keep the stacks ({said}): look at its disk")
 
 
-def look_at_hang(
+def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None]
-) -> tuple[Verdict, set[str]]:
+) -> tuple[Diagnosis, set[str]]:
     """Ranks have waited in vain: look at all, before any is ended. Whom they wait for; hosts that do not answer.
 
     `hosts` names that of each rank, as mpirun knows it from here.
     """
-    place = Place(run_dir, tuple(map(Host, hosts)), Access(transport, sys.executable))
-    sights, silent = gather_sights(place)
-    write_sights(place, sights)
+    place = ActiveRun(run_dir, tuple(map(Host, hosts)), Access(transport, sys.executable))
+    dumps, silent = gather_dumps(place)
+    write_dumps(place, dumps)
     say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")
-    return judge(sights, 0.0), set(silent)
+    return diagnose(dumps, 0.0), set(silent)

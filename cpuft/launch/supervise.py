@@ -25,16 +25,16 @@ from cpuft.files import remove_command, write_text
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, attempt
 from cpuft.launch.failures import (
+    describe_absent,
     describe_failures,
-    ended_to_go_on,
+    ended_to_be_resumed,
     is_for_users,
     list_error_logs,
-    name_absent,
     read_failures,
     worst_exit_code,
 )
-from cpuft.launch.resume import note_silent
-from cpuft.launch.stack_dumps import Verdict, look_at_hang
+from cpuft.launch.resume import write_lost_hosts
+from cpuft.launch.stack_dumps import Diagnosis, diagnose_run
 from cpuft.plan import Plan, RunPlan, Step, format_plan
 from cpuft.rank.notice import ASKED, SIGN
 from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED
@@ -75,7 +75,7 @@ _UNSAID = (*MARKS, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
 
 
 @dataclass
-class Tail:
+class LogTail:
     """Copies what is appended to a file onto a stream of ours."""
 
     path: Path
@@ -125,7 +125,7 @@ class Watchdog:
     logs: Path
     find_silent: Callable[[], set[str]]
     """Asks all hosts, and returns those that do not answer."""
-    look: Callable[[], tuple[Verdict, set[str]]]
+    look: Callable[[], tuple[Diagnosis, set[str]]]
     """Looks at ranks that hang; the hosts that do not answer."""
     ranks: int = 0
     """How many ranks there are; 0: nobody waits for their start and their end."""
@@ -133,9 +133,9 @@ class Watchdog:
     """Whether the ranks are on several hosts."""
     start_seconds: float = 0.0
     """Within which at least one rank has to start; 0 for no limit."""
-    verdict: Verdict | None = None
+    verdict: Diagnosis | None = None
     asking: StopRequest | None = None
-    renewal: Renewal | None = None
+    renewal: LeaseRenewal | None = None
     begun: float = field(default_factory=time.monotonic)
     failed_at: float = 0.0
     ended_at: float = 0.0
@@ -227,7 +227,7 @@ class Watchdog:
 
 
 @dataclass
-class HostWatch:
+class HostMonitor:
     """Asks now and then whether all hosts answer, while one step on the head host prepares the run."""
 
     find_silent: Callable[[], set[str]]
@@ -275,7 +275,7 @@ def _any_says(ends: Iterable[bytes], *marks: str) -> bool:
     return any(mark.encode() in end for end in ends for mark in marks)
 
 
-def run_plan(
+def run_on_this_machine(
     plan: RunPlan,
     run_dir: str,
     hosts: tuple[str, ...],
@@ -296,7 +296,7 @@ def run_plan(
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
     names = sorted(set(hosts))
-    watch = HostWatch(lambda: transport.find_silent(names)).check if len(names) > 1 else lambda: None
+    watch = HostMonitor(lambda: transport.find_silent(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
             _run_before(here(step), environ, watch)
@@ -307,9 +307,9 @@ def run_plan(
             silent = transport.find_silent(names)
         if silent:
             said = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
-            for line in (*said, *name_absent([], hosts, silent)):
+            for line in (*said, *describe_absent([], hosts, silent)):
                 _say(line)
-            note_silent(Path(run_dir, "logs"), silent)  # whoever starts the run again need not ask these hosts
+            write_lost_hosts(Path(run_dir, "logs"), silent)  # whoever starts the run again need not ask these hosts
             return AGAIN
         if not plan.resumed:
             execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
@@ -326,12 +326,12 @@ def _make_watchdog(
     return Watchdog(
         Path(run_dir) / "logs",
         lambda: transport.find_silent(names),
-        lambda: look_at_hang(run_dir, hosts, transport, _say),
+        lambda: diagnose_run(run_dir, hosts, transport, _say),
         len(hosts),
         len(names) > 1,
         _START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
         asking=asking,
-        renewal=Renewal(
+        renewal=LeaseRenewal(
             plan.renewal, names, lambda host, words, limit: transport.run(Host(host), words, "", limit), _say
         ),
     )
@@ -390,16 +390,16 @@ def _run_ranks(
     if nobody and stuck:
         _say(f"{nobody}: does another program connect to mpirun's port? cpuft doctor looks for ports open to strangers")
     failures = read_failures(logs, hosts)
-    if not stuck and ended_to_go_on(failures):
+    if not stuck and ended_to_be_resumed(failures):
         return AGAIN
     if watchdog.asking and watchdog.asking.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     silent = watchdog.name_silent()
-    note_silent(logs, silent)
+    write_lost_hosts(logs, silent)
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
         raise DiskFullError(str(logs.parent))
-    said, absent = (logs.parent / SIGN).read_text(errors="replace"), name_absent(failures, hosts, silent)
+    said, absent = (logs.parent / SIGN).read_text(errors="replace"), describe_absent(failures, hosts, silent)
     if watchdog.verdict and not silent:
         absent = [watchdog.verdict.text]
     print(describe_failures(failures, said, absent), file=sys.stderr, flush=True)
@@ -414,7 +414,7 @@ def _start_ranks(step: Step, watchdog: Watchdog, environ: Mapping[str, str], sec
     Its exit code; whether it had to be ended; and if another start may help, because no rank started: what happened.
     """
     logs = watchdog.logs
-    tails = [Tail(logs / "rank-0.out", sys.stdout), Tail(logs / "rank-0.err", sys.stderr)]
+    tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
 
     def watch() -> None:
         for tail in tails:
@@ -511,7 +511,7 @@ Run = Callable[[str, tuple[str, ...], float], Answer]
 """Runs a command on a host, for so many seconds at most."""
 
 
-def describe_renewal(words: tuple[str, ...]) -> tuple[str, ...]:
+def describe_lease_renewal(words: tuple[str, ...]) -> tuple[str, ...]:
     """What a plan's notes tell of it: no script of steps does that."""
     if not words:
         return ()
@@ -519,7 +519,7 @@ def describe_renewal(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @dataclass
-class Renewal:
+class LeaseRenewal:
     """Has the hosts of a run renew their leases, side by side and beside what waits for the ranks."""
 
     words: tuple[str, ...]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cpuft import hardware, plan, serialization, words
 from cpuft.cli.estimate import parse_hosts
-from cpuft.cli.stacks import format_sights
+from cpuft.cli.stacks import format_dumps
 from cpuft.comm.choice.choosing import read_choice
 from cpuft.config import BenchConfig, PredictConfig, TrainConfig, format_arguments, option_names, parse_bits
 from cpuft.errors import CpuftError
@@ -24,9 +24,9 @@ from cpuft.hosts import registry, topology, transport
 from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.launch.comparison import parse_numbers
-from cpuft.launch.resume import parse_kept, read_resumed
-from cpuft.launch.settings import users_variables
-from cpuft.launch.stack_dumps import parse_dump, parse_sight
+from cpuft.launch.resume import parse_host_copy, read_resumed_run
+from cpuft.launch.settings import user_variables
+from cpuft.launch.stack_dumps import parse_dump, parse_rank_dump
 from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options import parse_arguments, plan_turns, read_config
 from cpuft.provision import image
@@ -204,7 +204,7 @@ PARSERS: dict[str, Parser] = {
     "parse_hostfile": Parser(parse_hostfile, HOSTFILES | values.lines(values.TEXTS, values.TEXTS)),
     "read_hostfile": Parser(_from_file("hf", lambda path: read_hostfile(str(path))), HOSTFILES),
     "parse_record": Parser(_write_report, RECORDS),
-    "read_resumed": Parser(_from_file("record.jsonl", lambda path: read_resumed(str(path.parent))), RECORDS),
+    "read_resumed_run": Parser(_from_file("record.jsonl", lambda path: read_resumed_run(str(path.parent))), RECORDS),
     "read_record": Parser(_from_file("r.jsonl", lambda path: read_record(str(path))), RECORDS),
     "parse_measurements": Parser(partial(parse_measurements, path="x"), _MEASURED),
     "parse_lines": Parser(partial(parse_lines, path="x"), _MEASURED),
@@ -253,7 +253,7 @@ PARSERS: dict[str, Parser] = {
         ),
         values.damaged(["0", "1"]),
     ),
-    "users_variables": Parser(lambda text: users_variables({"CPUFT_EXPORTED": text}), values.damaged_json({"A": "1"})),
+    "user_variables": Parser(lambda text: user_variables({"CPUFT_EXPORTED": text}), values.damaged_json({"A": "1"})),
     "parse_facts": Parser(_place, values.damaged_json(_FACTS)),
     "parse_cpuinfo": Parser(partial(hardware.parse_cpuinfo, machine="x"), values.damaged([_CPUINFO])),
     "parse_jumps": Parser(partial(transport.parse_jumps, where="h"), values.damaged(["u@a:22,b", "none"])),
@@ -269,12 +269,12 @@ PARSERS: dict[str, Parser] = {
         partial(parse_flavour, "/m"), values.damaged(["Intel(R) MPI Library", "mpirun (Open MPI) 4"])
     ),
     "parse_survey": Parser(lambda text: parse_survey(text, "h"), values.damaged([_SURVEY])),
-    "parse_kept": Parser(lambda text: read_resumed("run", kept=[parse_kept(text, Host("a"))]), _KEPT),
+    "parse_host_copy": Parser(lambda text: read_resumed_run("run", kept=[parse_host_copy(text, Host("a"))]), _KEPT),
     "parse_failure": Parser(parse_failure, _FAILURES),
     "parse_missed": Parser(parse_missed, _FAILURES),
     "parse_dump": Parser(parse_dump, values.damaged([DUMP]) | values.TEXTS),
-    "parse_sight": Parser(
-        lambda text: format_sights((parse_sight(serialization.parse_json(text), "h"),)),
+    "parse_rank_dump": Parser(
+        lambda text: format_dumps((parse_rank_dump(serialization.parse_json(text), "h"),)),
         values.damaged_json(found()) | _REPORTS,
         (ValueError,),
     ),

@@ -16,7 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import find_access, read_hosts
 from cpuft.hosts.hostfile import Host, find_job_hostfile
 from cpuft.hosts.mpijob import PORT, MpiJobTransport, sshd_command, trust
-from cpuft.launch.settings import users_variables
+from cpuft.launch.settings import user_variables
 from tests.conftest import run_shell
 from tests.hosts.test_transport import Server, make_key, serve
 
@@ -65,8 +65,8 @@ def test_who_names_other_hosts_or_ways_has_them(own: LaunchConfig) -> None:
 def test_what_the_operator_tells_mpirun_is_not_the_users() -> None:
     told = {"I_MPI_HYDRA_HOST_FILE": "/a", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-o X=1", "I_MPI_PERHOST": "2"}
     users = {"I_MPI_DEBUG": "5", "OMP_NUM_THREADS": "2"}
-    assert users_variables(LAUNCHER | told | users) == LAUNCHER | users
-    assert users_variables(told | users) == told | users
+    assert user_variables(LAUNCHER | told | users) == LAUNCHER | users
+    assert user_variables(told | users) == told | users
 
 
 @contextmanager

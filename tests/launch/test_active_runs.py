@@ -13,7 +13,7 @@ from cpuft.files import write_text
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.active_runs import find_place, hold_run, noted
+from cpuft.launch.active_runs import find_active_run, lock_run, noted
 from tests.conftest import run_cpuft
 
 HERE, NOWHERE = Host("localhost"), Host("127.0.0.9", port=9)
@@ -28,11 +28,11 @@ def note_of(cache: Path) -> Path:
 @pytest.mark.usefixtures("own_cache")
 def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
     with noted(f"{Path.cwd()}/run", CLUSTER):
-        place = find_place("run", os.environ)
+        place = find_active_run("run", os.environ)
         assert place.work == f"{Path.cwd()}/run"
         assert place.hosts == (HERE, HERE, NOWHERE)
     with pytest.raises(CpuftError, match="there is no folder"):
-        find_place("run", os.environ)
+        find_active_run("run", os.environ)
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -50,7 +50,7 @@ def test_a_note_that_tells_of_no_run_that_goes_on(changes: dict[str, object], wo
         path = note_of(tmp_path)
         write_text(path, json.dumps(json.loads(path.read_text()) | changes))
         with pytest.raises(CpuftError, match=words):
-            find_place("run", os.environ)
+            find_active_run("run", os.environ)
 
 
 def test_a_run_goes_on_without_a_cache(tmp_path: Path) -> None:
@@ -76,9 +76,9 @@ def test_of_two_launches_in_one_folder_the_second_is_refused(tmp_path: Path) -> 
     environ = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
     (tmp_path / "link").symlink_to(tmp_path)
     said = "another cpuft launch is working in the run folder link/run"
-    with hold_run("run", environ), pytest.raises(CpuftError, match=said), hold_run("link/run", environ):
+    with lock_run("run", environ), pytest.raises(CpuftError, match=said), lock_run("link/run", environ):
         pass
-    with hold_run("run", environ), hold_run("other", environ):
+    with lock_run("run", environ), lock_run("other", environ):
         pass
     assert list((tmp_path / "cache" / "cpuft" / "going").iterdir()) == []
 
@@ -86,7 +86,7 @@ def test_of_two_launches_in_one_folder_the_second_is_refused(tmp_path: Path) -> 
 @pytest.mark.parametrize("words", [("--resume", "run"), ("--run-dir", "run")])
 def test_a_launch_in_a_folder_that_another_works_in_ends_at_once(words: tuple[str, str], tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
-    with hold_run("run", environ):
+    with lock_run("run", environ):
         done = run_cpuft("launch", *words, settings=environ)
         assert done.returncode == 2
         folder = "run" if words[0] == "--resume" else Path.cwd() / "run"
@@ -97,5 +97,5 @@ def test_a_launch_in_a_folder_that_another_works_in_ends_at_once(words: tuple[st
 
 def test_a_folder_is_held_by_nobody_without_a_cache() -> None:
     for _ in range(2):
-        with hold_run("run", {"XDG_CACHE_HOME": "/dev/null/none"}):
+        with lock_run("run", {"XDG_CACHE_HOME": "/dev/null/none"}):
             pass

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
-from cpuft.launch.failures import describe_ending
+from cpuft.launch.failures import describe_end
 from cpuft.rank.process import format_failure
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, Line, format_line
@@ -27,7 +27,7 @@ def end(folder: Path, code: int, lines: tuple[Line, ...], errors: str, script: l
     (folder / "logs/rank-0.err").write_text(errors)
     record = folder / ("record.jsonl" if lines else "nothing")
     record.write_text("".join(format_line(line) + "\n" for line in lines))
-    return describe_ending(code, str(folder), ("a", "b"), LaunchConfig(cluster="lab"), script)
+    return describe_end(code, str(folder), ("a", "b"), LaunchConfig(cluster="lab"), script)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_75_is_kept_for_what_can_be_resumed(
 def test_a_script_is_resumed_with_its_own_options(tmp_path: Path) -> None:
     end(tmp_path, 75, (), ENDED, ["train.py"])
     config, how = LaunchConfig(), ScriptConfig(independent=True)
-    _, line = describe_ending(75, str(tmp_path), ("a", "b"), config, ["train.py"], how)
+    _, line = describe_end(75, str(tmp_path), ("a", "b"), config, ["train.py"], how)
     assert line.endswith(f"go on with cpuft launch --resume {tmp_path} --independent -- train.py")
 
 

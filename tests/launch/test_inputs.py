@@ -27,20 +27,20 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
-    list_named,
-    pack,
+    add_transfers,
+    list_input_paths,
+    load_allowed_paths,
+    make_bundle,
     pack_script,
     pack_training,
-    plan_inputs,
     plan_results,
-    plan_travel,
-    recall_named,
-    remember_named,
-    secrets_there,
+    plan_sending,
+    save_allowed_paths,
+    secrets_on_hosts,
 )
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.plan import Job
-from cpuft.launch.resume import Resumed
+from cpuft.launch.resume import ResumedRun
 from cpuft.plan import RunPlan, Step
 
 LONG = "a" * 300
@@ -67,8 +67,8 @@ def work(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names_of(parcel: inputs.Parcel) -> list[str]:
-    return [name for _, name in inputs._list_files(parcel.sources)]
+def names_of(bundle: inputs.Bundle) -> list[str]:
+    return [name for _, name in inputs._list_files(bundle.sources)]
 
 
 def test_nothing_travels_where_files_are_shared(work: Path) -> None:
@@ -80,16 +80,16 @@ def test_nothing_travels_where_files_are_shared(work: Path) -> None:
 
 
 def test_a_script_takes_its_modules_and_packages_along(work: Path) -> None:
-    command, (parcel,) = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), "--lr", "1e-4"))
-    assert command == (AWAY.python, f"{parcel.there}/train.py", "--lr", "1e-4")
-    assert names_of(parcel) == ["other.py", "pack/__init__.py", "pack/a.py", "train.py"]
-    assert parcel.there.startswith(f"{AWAY.inputs}/")
+    command, (bundle,) = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), "--lr", "1e-4"))
+    assert command == (AWAY.python, f"{bundle.there}/train.py", "--lr", "1e-4")
+    assert names_of(bundle) == ["other.py", "pack/__init__.py", "pack/a.py", "train.py"]
+    assert bundle.there.startswith(f"{AWAY.inputs}/")
 
 
 def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
     words = ("rows.csv", "--model=model", "--out=missing", "--flag", ".", "--in=.", "..", "", "a 0", "$HOME", "-", LONG)
-    command, parcels = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), *words))
-    _, rows, model = parcels
+    command, bundles = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), *words))
+    _, rows, model = bundles
     expected = (f"{rows.there}/rows.csv", f"--model={model.there}/model", *words[2:])
     assert command[2:] == expected
     assert names_of(model) == ["model/config.json"]
@@ -98,24 +98,24 @@ def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
 def test_a_program_is_sent_when_it_is_a_file_and_looked_for_there_when_it_is_a_name(work: Path) -> None:
     (work / "hostname").write_text("not the program of that name")
     assert pack_script(AWAY, ("hostname", "-f")) == (("hostname", "-f"), ())
-    command, (parcel,) = pack_script(AWAY, (str(work / "code/train.py"),))
-    assert command == (f"{parcel.there}/train.py",)
-    assert names_of(parcel) == ["train.py"]
+    command, (bundle,) = pack_script(AWAY, (str(work / "code/train.py"),))
+    assert command == (f"{bundle.there}/train.py",)
+    assert names_of(bundle) == ["train.py"]
 
 
 def test_inputs_of_a_training_travel(work: Path) -> None:
     train = TrainConfig(task="files", model="model", train_file="rows.csv", validation_file="rows.csv")
-    changed, parcels = pack_training(AWAY, train)
-    assert changed.model == f"{parcels[0].there}/model"
-    assert changed.train_file == changed.validation_file == f"{parcels[1].there}/rows.csv"
+    changed, bundles = pack_training(AWAY, train)
+    assert changed.model == f"{bundles[0].there}/model"
+    assert changed.train_file == changed.validation_file == f"{bundles[1].there}/rows.csv"
     assert changed.data_dir == ""
     assert pack_training(AWAY, TrainConfig())[1] == ()
 
 
 def test_each_of_several_files_travels(work: Path) -> None:
     train = TrainConfig(task="text", train_file="rows.csv,code/notes.txt,missing", model="model")
-    changed, parcels = pack_training(AWAY, train)
-    model, rows, notes = (parcel.there for parcel in parcels)
+    changed, bundles = pack_training(AWAY, train)
+    model, rows, notes = (bundle.there for bundle in bundles)
     assert changed.train_file == f"{rows}/rows.csv,{notes}/notes.txt,missing"
     assert (changed.model, changed.validation_file) == (f"{model}/model", "")
 
@@ -128,30 +128,30 @@ def test_a_record_sends_no_file_that_the_user_did_not_name(work: Path, option: s
     told = f"the run's record says --{option.replace('_', '-')} {work}/rows.csv, which was not named for this run"
     with pytest.raises(CpuftError, match=re.escape(told)):
         pack_training(AWAY, train, set())
-    for named in (None, list_named(train), list_named(train, {option: "command line"})):
+    for named in (None, list_input_paths(train), list_input_paths(train, {option: "command line"})):
         assert len(pack_training(AWAY, train, named)[1]) == 1
-    assert list_named(train, {"task"}) == set()
+    assert list_input_paths(train, {"task"}) == set()
 
 
 def test_what_was_sent_before_and_names_of_the_hub_need_no_leave(work: Path) -> None:
     sent = f"{AWAY.inputs}/0123/rows.csv"
-    changed, parcels = pack_training(AWAY, TrainConfig(task="files", train_file=sent, model="some/name"), set())
-    assert (changed.train_file, [parcel.sources for parcel in parcels]) == (sent, [()])
+    changed, bundles = pack_training(AWAY, TrainConfig(task="files", train_file=sent, model="some/name"), set())
+    assert (changed.train_file, [bundle.sources for bundle in bundles]) == (sent, [()])
 
 
 def test_what_the_user_named_is_remembered_on_this_machine_until_the_run_has_ended(work: Path) -> None:
     environ = {"CPUFT_STATE": str(work / "state")}
     train = TrainConfig(task="text", train_file="rows.csv,missing", model="model")
-    assert recall_named("/runs/run", environ) == set()
-    remember_named("/runs/run", list_named(train), environ)
-    assert recall_named("/runs/run", environ) == {str(work / "rows.csv"), str(work / "model")}
-    assert recall_named("/runs/other", environ) == set()
+    assert load_allowed_paths("/runs/run", environ) == set()
+    save_allowed_paths("/runs/run", list_input_paths(train), environ)
+    assert load_allowed_paths("/runs/run", environ) == {str(work / "rows.csv"), str(work / "model")}
+    assert load_allowed_paths("/runs/other", environ) == set()
     (kept,) = (work / "state").rglob("*.json")
     kept.write_text("{")
-    assert recall_named("/runs/run", environ) == set()
-    remember_named("/runs/run", (), environ)
+    assert load_allowed_paths("/runs/run", environ) == set()
+    save_allowed_paths("/runs/run", (), environ)
     assert not kept.exists()
-    remember_named("/runs/run", {"x"}, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
+    save_allowed_paths("/runs/run", {"x"}, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
 
 
 @pytest.mark.parametrize("asked", [(), ("--train-file", "rows.csv")])
@@ -160,18 +160,18 @@ def test_resume_may_send_what_is_named_now_or_was_at_the_start(
 ) -> None:
     """The launch itself, up to its plan."""
     monkeypatch.setenv("CPUFT_STATE", str(work / "state"))
-    resumed = Resumed(str(work / "run"), TrainConfig(task="files", train_file="rows.csv", model="model"), 1)
+    resumed = ResumedRun(str(work / "run"), TrainConfig(task="files", train_file="rows.csv", model="model"), 1)
     jobs = list[Job]()
 
     def plan_run(job: Job, *others: object) -> None:
         jobs.append(job)
         raise CpuftError("that is enough")
 
-    monkeypatch.setattr("cpuft.launch.resume.gather_resumed", lambda *given: resumed)
+    monkeypatch.setattr("cpuft.launch.resume.gather_resumed_run", lambda *given: resumed)
     monkeypatch.setattr("cpuft.hosts.cluster.gather_cluster", lambda *given: AWAY)
     monkeypatch.setattr("cpuft.launch.plan.plan_run", plan_run)
     for remembered in (set(), {str(work / "model")}):
-        remember_named(resumed.run_dir, remembered, os.environ)
+        save_allowed_paths(resumed.run_dir, remembered, os.environ)
         with pytest.raises(CpuftError, match="that is enough"):
             cli.main(["launch", "--resume", "run", *asked], standalone_mode=False)
         assert jobs[-1].named == frozenset({*remembered, *([str(work / "rows.csv")] if asked else [])})
@@ -190,23 +190,23 @@ def test_resume_may_send_what_is_named_now_or_was_at_the_start(
 )
 def test_whatever_changes_gets_a_new_place(work: Path, change: object) -> None:
     sources = (work / "code/pack", work / "code/train.py")
-    before = pack(sources, AWAY.inputs)
-    assert pack(sources, AWAY.inputs) == before
+    before = make_bundle(sources, AWAY.inputs)
+    assert make_bundle(sources, AWAY.inputs) == before
     assert callable(change)
     change(work)
-    assert pack(sources, AWAY.inputs).there != before.there
+    assert make_bundle(sources, AWAY.inputs).there != before.there
 
 
 def test_a_parcel_travels_as_its_plan_says(work: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Links as what they point to, compiled files not at all; a second time changes nothing."""
     (work / "code/pack/weights").symlink_to(work / "rows.csv")
-    parcel = pack((work / "code/pack", work / "code/train.py"), "/inputs")
+    bundle = make_bundle((work / "code/pack", work / "code/train.py"), "/inputs")
     folder = tmp_path_factory.mktemp("there") / "mine"
     there = folder / "inputs" / "abc"
-    ((step,),) = plan_inputs((replace(parcel, there=str(there)),), {"a": {str(there)}, "b": set()}, AWAY)
+    ((step,),) = plan_sending((replace(bundle, there=str(there)),), {"a": {str(there)}, "b": set()}, AWAY)
     sent = ("code/pack/__init__.py", "code/pack/a.py", "code/pack/weights", "code/train.py")
-    assert parcel.nbytes == sum((work / name).stat().st_size for name in sent)
-    ((big,),) = plan_inputs((replace(parcel, there=str(there), nbytes=12_345_678),), {"a": {str(there)}}, AWAY)
+    assert bundle.nbytes == sum((work / name).stat().st_size for name in sent)
+    ((big,),) = plan_sending((replace(bundle, there=str(there), nbytes=12_345_678),), {"a": {str(there)}}, AWAY)
     assert big.why == f"send {work}/code/pack to a (12.3 MB)".replace(f"{work}/code/", "")
     step = replace(step, command=(*step.command[: step.command.index("ssh")], "sh", "-c", step.command[-1]))
     step = replace(step, command=tuple(word.replace(AWAY.folder, str(folder)) for word in step.command))
@@ -234,15 +234,15 @@ def test_a_run_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_rows_are_given_to_the_other_hosts_after_they_are_prepared() -> None:
     plan = RunPlan(prepare=((Step("prepare", ("prepare",), host="a"),),))
-    made = plan_travel(plan, (), {}, AWAY, "/runs/run")
+    made = add_transfers(plan, (), {}, AWAY, "/runs/run")
     assert [[step.why for step in stage] for stage in made.prepare] == [
         ["prepare"],
         ["give the rows to b", "give the rows to c"],
     ]
     assert {step.host for stage in made.prepare for step in stage} == {"a"}
-    assert plan_travel(plan, (), {}, SHARED, "/runs/run").prepare == plan.prepare
+    assert add_transfers(plan, (), {}, SHARED, "/runs/run").prepare == plan.prepare
     one = replace(AWAY, assignments=AWAY.assignments[:1])
-    assert plan_travel(plan, (), {}, one, "/runs/run").prepare == plan.prepare
+    assert add_transfers(plan, (), {}, one, "/runs/run").prepare == plan.prepare
 
 
 class HereDoor(Transport):
@@ -263,7 +263,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 @contextmanager
 def sent(cluster: Cluster) -> Iterator[Path]:
     """What was sent, while a launch goes on."""
-    with secrets_there(RunPlan(), cluster, "/work", {}):
+    with secrets_on_hosts(RunPlan(), cluster, "/work", {}):
         yield Path(cluster.sent_file("/work", 0) + "-0")
 
 

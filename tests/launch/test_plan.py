@@ -19,16 +19,16 @@ from cpuft.hosts.transport import Transport
 from cpuft.launch.plan import (
     LEAST_FREE_BYTES,
     choose_run_dir,
-    end_script,
     name_script,
     plan_launch,
     plan_script,
     plan_settings,
     plan_training,
     refuse_other_launchers,
+    wrap_script,
 )
-from cpuft.launch.resume import Resumed
-from cpuft.launch.supervise import run_plan
+from cpuft.launch.resume import ResumedRun
+from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import RunPlan, Step, format_plan
 from tests.conftest import Golden, make_facts
 
@@ -77,9 +77,9 @@ def test_a_run_dir_that_another_launch_took_meanwhile_is_named(tmp_path: Path) -
     plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
     ((make,),) = plan.make
     plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
-    assert run_plan(plan, run_dir, (), os.environ, 0.0, Transport()) == 0
+    assert run_on_this_machine(plan, run_dir, (), os.environ, 0.0, Transport()) == 0
     with pytest.raises(CpuftError, match=f"another run took {run_dir}.: name a new one with --run-dir"):
-        run_plan(plan, run_dir, (), os.environ, 0.0, Transport())
+        run_on_this_machine(plan, run_dir, (), os.environ, 0.0, Transport())
     assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh"]
 
 
@@ -172,15 +172,15 @@ def test_scripts(tmp_path: Path) -> None:
     for start in (("python",), ("python3", "-u"), (sys.executable,)):
         assert plan_script((*start, "train.py", "--lr", "1")) == command
     assert plan_script(("python", "-m", "a.train", "-x")) == (sys.executable, "-m", "a.train", "-x")
-    assert end_script((python, "-m", "a.train"), python, wrap=False) == ("-m", "cpuft.rank.script", "-m", "a.train")
+    assert wrap_script((python, "-m", "a.train"), python, wrap=False) == ("-m", "cpuft.rank.script", "-m", "a.train")
     names = [("train.py",), ("python", "-m", "a.train"), ("bash", "-c", "true")]
     assert [name_script(plan_script(words)) for words in names] == ["train", "train", "bash"]
     words = (str(tmp_path / "train.py"), "--lr", "1")
-    assert end_script(command, python, wrap=True) == ("-m", "cpuft.train.wrap", *words)
-    assert end_script(command, python, wrap=False) == ("-m", "cpuft.rank.script", *words)
-    assert end_script(("bash", "some.py"), python, wrap=False) == ("bash", "some.py")
+    assert wrap_script(command, python, wrap=True) == ("-m", "cpuft.train.wrap", *words)
+    assert wrap_script(command, python, wrap=False) == ("-m", "cpuft.rank.script", *words)
+    assert wrap_script(("bash", "some.py"), python, wrap=False) == ("bash", "some.py")
     with pytest.raises(CpuftError, match="--wrap takes a Python script"):
-        end_script(("bash", "-c", "true"), python, wrap=True)
+        wrap_script(("bash", "-c", "true"), python, wrap=True)
     assert plan_script(("bash", "-c", "true")) == ("bash", "-c", "true")
     with pytest.raises(CpuftError, match=r"there is no script other\.py"):
         plan_script(("other.py",))
@@ -217,7 +217,7 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert LEAST_FREE_BYTES < 1 << 30
 
 
-def find_rooms(cluster: Cluster, apart: bool = False, resumed: Resumed | None = None) -> Rooms | None:
+def find_rooms(cluster: Cluster, apart: bool = False, resumed: ResumedRun | None = None) -> Rooms | None:
     """What the plan of a training tells its preparation of these hosts."""
     plan = plan_training(cluster, LaunchConfig(np=2), TrainConfig(), "/runs/one", "lines", {}, apart, resumed)
     ((prepare,),) = plan.prepare
@@ -234,6 +234,6 @@ def test_the_preparation_learns_what_memory_ranks_have() -> None:
     told = Rooms((first, Room("node2", 1, 2 << 30, "boot-1", 8 << 30)), "fp32")
     assert find_rooms(cluster) == told
     assert find_rooms(cluster, apart=True) == dataclasses.replace(told, apart=True)
-    assert find_rooms(cluster, resumed=Resumed("/runs/one")) == told
+    assert find_rooms(cluster, resumed=ResumedRun("/runs/one")) == told
     # What is left of the ranks that were lost may still be on its way out.
-    assert find_rooms(cluster, resumed=Resumed("/runs/one", because="rank 1 was lost")) is None
+    assert find_rooms(cluster, resumed=ResumedRun("/runs/one", because="rank 1 was lost")) is None

@@ -13,7 +13,7 @@ import pytest
 
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.flavours import Flavour
-from cpuft.launch.inputs import pack
+from cpuft.launch.inputs import make_bundle
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
 pytestmark = needs_root
@@ -168,7 +168,7 @@ def own_disks(cluster: Simulated) -> Iterator[tuple[str, ...]]:
 
 
 def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_disks: tuple[str, ...]) -> None:
-    place = pack((cluster.folder / "alone" / "script.py",), "/var/tmp/cpuft-0/inputs").there
+    place = make_bundle((cluster.folder / "alone" / "script.py",), "/var/tmp/cpuft-0/inputs").there
     plant = f"mkdir -p {place}; echo \"print('planted')\" >{place}/script.py; chown -R 65534 /var/tmp/cpuft-0"
     cluster.on(2, plant)
     done = cluster.cpuft(*own_disks)

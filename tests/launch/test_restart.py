@@ -18,24 +18,24 @@ from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
 from cpuft.launch.plan import Job, Launch, plan_run
-from cpuft.launch.remote import MasterLost
+from cpuft.launch.remote import HeadHostLostError
 from cpuft.launch.restart import (
-    Course,
-    Ended,
-    Verdict,
+    AttemptResult,
+    RestartDecision,
+    RestartHistory,
     choose_hosts,
+    clean_up_lost_hosts,
+    complete_resumed_run,
     count_restarts,
     describe_limit,
     describe_restart,
     find_limit,
-    find_resumed,
     judge,
-    patiently,
-    run_attempts,
-    take_away,
+    retry_connections,
+    run_with_restarts,
 )
-from cpuft.launch.results import NotStored
-from cpuft.launch.resume import Kept, Resumed, find_update
+from cpuft.launch.results import NotStoredError
+from cpuft.launch.resume import HostCopy, ResumedRun, find_newest_checkpoint
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.measured import list_measured
 from cpuft.rank.process import FOREIGN, OUT_OF_MEMORY, format_failure
@@ -65,7 +65,7 @@ def run(job: Job, cluster: Cluster, *ends: Callable[[Path], int]) -> tuple[int, 
         return ends[len(plans) - 1](folder / "logs" / "rank-0.err")
 
     plan = plan_run(job, cluster, str(folder), {})
-    return run_attempts(Launch(job, str(folder), {}), plan, cluster, start, said.append), plans, said, left
+    return run_with_restarts(Launch(job, str(folder), {}), plan, cluster, start, said.append), plans, said, left
 
 
 def fails(code: int, text: str = "") -> Callable[[Path], int]:
@@ -77,7 +77,7 @@ def fails(code: int, text: str = "") -> Callable[[Path], int]:
 
 
 def lost(log: Path) -> int:
-    raise MasterLost("the master does not answer: look at it")
+    raise HeadHostLostError("the master does not answer: look at it")
 
 
 def refused(log: Path) -> int:
@@ -85,7 +85,7 @@ def refused(log: Path) -> int:
 
 
 def not_stored(log: Path) -> int:
-    raise NotStored("the results could not be stored: make room here")
+    raise NotStoredError("the results could not be stored: make room here")
 
 
 def unreached(log: Path) -> int:
@@ -137,7 +137,7 @@ def test_hosts_are_asked_again_where_the_way_to_one_failed(
         raise error
 
     with suppress(CpuftError):
-        assert patiently(plan, pause=0.0) == 7
+        assert retry_connections(plan, pause=0.0) == 7
     assert (len(asked), len(asked) > fails) == (tries, ends_well)
 
 
@@ -151,7 +151,7 @@ def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Clu
         Path(run_dir, "logs").mkdir(parents=True)
         return 1
 
-    assert run_attempts(Launch(script(0), str(Path("run").absolute()), {}), plan, cluster, start, said.append) == 1
+    assert run_with_restarts(Launch(script(0), str(Path("run").absolute()), {}), plan, cluster, start, said.append) == 1
     assert [plan.stays for plan in starts] == [True]
     assert [line.partition(":")[0] for line in said] == ["cpuft"]
     assert "checkpoints up to update 8 are kept on localhost" in said[0]
@@ -172,14 +172,16 @@ def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_a
     last = replace(cluster, away=True, uid=7, access=replace(cluster.access, transport=Transport()))
     used = {name: Host(name) for name in ("localhost", "b", "c")}
     said = list[str]()
-    take_away(Course(last, used=used), last, "/runs/mrpc", said.append)
+    clean_up_lost_hosts(RestartHistory(last, used=used), last, "/runs/mrpc", said.append)
     work = last.work_dir("/runs/mrpc")
     sent = os.path.dirname(last.sent_file(work, 0))
     assert asked == [("b", FROM_STDIN, work), ("b", sent, os.path.dirname(work))]
     assert [line.partition(" did not")[0] for line in said] == ["cpuft: c"]
     asked.clear()
-    take_away(Course(last, used={"b": Host("b")}), replace(last, away=False), "/runs/mrpc", said.append)
-    take_away(Course(last), last, "/runs/mrpc", said.append)
+    clean_up_lost_hosts(
+        RestartHistory(last, used={"b": Host("b")}), replace(last, away=False), "/runs/mrpc", said.append
+    )
+    clean_up_lost_hosts(RestartHistory(last), last, "/runs/mrpc", said.append)
     assert (asked, len(said)) == ([], 1)
 
 
@@ -198,12 +200,12 @@ def test_a_run_that_had_ended_when_its_head_host_was_cut_off_is_only_fetched(
     away = replace(cluster, away=True, access=replace(cluster.access, transport=Transport()))
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
-        error = MasterLost("the connection was lost: look at it")
+        error = HeadHostLostError("the connection was lost: look at it")
         error.unfetched = "localhost"
         raise error
 
     said = list[str]()
-    assert run_attempts(Launch(script(3), "/runs/mrpc", {}), RunPlan(), away, start, said.append) == 0
+    assert run_with_restarts(Launch(script(3), "/runs/mrpc", {}), RunPlan(), away, start, said.append) == 0
     assert (fetched, said) == (["/runs/mrpc"], [])
 
 
@@ -222,7 +224,7 @@ def test_a_host_that_was_told_to_go_is_left_out(cluster: Cluster) -> None:
 def test_after_the_last_restart_the_run_ends_as_that_did(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(1), cluster, KILLED, KILLED)
     assert (code, len(plans), said[1]) == (137, 2, "cpuft: not started again: that was restart 1 of 1")
-    with pytest.raises(MasterLost):
+    with pytest.raises(HeadHostLostError):
         run(script(1), cluster, KILLED, lost)
 
 
@@ -247,8 +249,8 @@ def test_results_that_cannot_be_stored_start_nothing_again_and_stay_on_the_hosts
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleaned = list[object]()
-    monkeypatch.setattr("cpuft.launch.restart.say_kept", lambda *given: cleaned.append(given))
-    with pytest.raises(NotStored, match=r"^the results could not be stored: make room here$"):
+    monkeypatch.setattr("cpuft.launch.restart.report_partial_cleanup", lambda *given: cleaned.append(given))
+    with pytest.raises(NotStoredError, match=r"^the results could not be stored: make room here$"):
         run(script(3), cluster, KILLED, not_stored)
     assert cleaned == []
 
@@ -270,11 +272,11 @@ def test_the_dry_run_tells_how_often(cluster: Cluster) -> None:
 
 
 def test_the_update_of_the_newest_checkpoint_anywhere(tmp_path: Path) -> None:
-    assert find_update(str(tmp_path), ()) == 0
+    assert find_newest_checkpoint(str(tmp_path), ()) == 0
     for name in ("000000012.0", "000000020.0.new", "000000007.1"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert find_update(str(tmp_path), ()) == 12
-    assert find_update(str(tmp_path), (Kept(Host("node2"), update=15), Kept(Host("node3")))) == 15
+    assert find_newest_checkpoint(str(tmp_path), ()) == 12
+    assert find_newest_checkpoint(str(tmp_path), (HostCopy(Host("node2"), update=15), HostCopy(Host("node3")))) == 15
 
 
 @pytest.mark.parametrize("recorded, updates", [(15, 15), (0, 0), (-1, 14)])
@@ -283,12 +285,12 @@ def test_what_was_made_is_known_by_the_record_or_where_that_is_lost_by_the_hosts
 ) -> None:
     """The record that is here may be of a start before that one."""
     write_run(tmp_path / "run", HEADER, *make_steps(20, [0.1]))
-    kept = (Kept(Host("b"), update=12, steps=14), Kept(Host("c"), update=-1))
-    lost = Resumed(str(tmp_path / "run"), updates=recorded, kept=kept, since=5.0, because="so", fetched="a")
-    found = find_resumed(Job(LaunchConfig(np=4), TrainConfig()), lost)
+    kept = (HostCopy(Host("b"), update=12, steps=14), HostCopy(Host("c"), update=-1))
+    lost = ResumedRun(str(tmp_path / "run"), updates=recorded, kept=kept, since=5.0, because="so", fetched="a")
+    found = complete_resumed_run(Job(LaunchConfig(np=4), TrainConfig()), lost)
     assert (found.updates, found.since, found.because, found.fetched) == (updates, 5.0, "so", "a")
     assert (found.np, found.train, found.measured) == (2, TRAIN, list_measured(HEADER))
-    nothing = find_resumed(Job(LaunchConfig(np=4), TRAIN), replace(lost, run_dir="nowhere"))
+    nothing = complete_resumed_run(Job(LaunchConfig(np=4), TRAIN), replace(lost, run_dir="nowhere"))
     assert (nothing.np, nothing.global_batch, nothing.measured) == (4, 64, None)
 
 
@@ -304,42 +306,61 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
 @pytest.mark.parametrize(
     "ended, verdict",
     [
-        (Ended(75, silent=frozenset({"node2"})), Verdict(True, "host node2 was lost")),
-        (Ended(75, failed(2), frozenset({"node3", "node2"})), Verdict(True, "hosts node2, node3 were lost")),
-        (Ended(75, failed(75), leaving=frozenset({"node3"})), Verdict(True, "host node3 was told to go")),
-        (Ended(75, cut=True), Verdict(True, "the connection to the master was lost")),
-        (Ended(137, failed(137)), Verdict(True, "rank 2 on node3 was killed by SIGKILL")),
-        (Ended(143, failed(143)), Verdict(True, "rank 2 on node3 was killed by signal 15")),
-        (Ended(75, failed(75)), Verdict(False, "rank 2 on node3 was interrupted")),
-        (Ended(1, failed(1, LOST_PEER)), Verdict(True, "rank 2 on node3 lost another rank")),
-        (Ended(1, failed(1, f"cpuft: error: {FOREIGN}: wait")), Verdict(True, "rank 2 on node3 lost another rank")),
-        (Ended(2), Verdict(False, "its options or data were refused")),
-        (Ended(74), Verdict(False, "a disk was full")),
-        (Ended(74, failed(74)), Verdict(False, "rank 2 on node3 found a full disk")),
-        (Ended(2, failed(2)), Verdict(False, "rank 2 on node3 refused its options or data")),
+        (AttemptResult(75, silent=frozenset({"node2"})), RestartDecision(True, "host node2 was lost")),
+        (
+            AttemptResult(75, failed(2), frozenset({"node3", "node2"})),
+            RestartDecision(True, "hosts node2, node3 were lost"),
+        ),
+        (
+            AttemptResult(75, failed(75), leaving=frozenset({"node3"})),
+            RestartDecision(True, "host node3 was told to go"),
+        ),
+        (AttemptResult(75, cut=True), RestartDecision(True, "the connection to the master was lost")),
+        (AttemptResult(137, failed(137)), RestartDecision(True, "rank 2 on node3 was killed by SIGKILL")),
+        (AttemptResult(143, failed(143)), RestartDecision(True, "rank 2 on node3 was killed by signal 15")),
+        (AttemptResult(75, failed(75)), RestartDecision(False, "rank 2 on node3 was interrupted")),
+        (AttemptResult(1, failed(1, LOST_PEER)), RestartDecision(True, "rank 2 on node3 lost another rank")),
+        (
+            AttemptResult(1, failed(1, f"cpuft: error: {FOREIGN}: wait")),
+            RestartDecision(True, "rank 2 on node3 lost another rank"),
+        ),
+        (AttemptResult(2), RestartDecision(False, "its options or data were refused")),
+        (AttemptResult(74), RestartDecision(False, "a disk was full")),
+        (AttemptResult(74, failed(74)), RestartDecision(False, "rank 2 on node3 found a full disk")),
+        (AttemptResult(2, failed(2)), RestartDecision(False, "rank 2 on node3 refused its options or data")),
     ],
 )
-def test_what_was_lost_comes_again_and_what_was_refused_does_not(ended: Ended, verdict: Verdict) -> None:
+def test_what_was_lost_comes_again_and_what_was_refused_does_not(
+    ended: AttemptResult, verdict: RestartDecision
+) -> None:
     assert judge(ended, {""}) == verdict
 
 
 @pytest.mark.parametrize(
     "first, again, why",
     [
-        (Ended(1, failed(1, RAISED.format("7f01")), update=5), RAISED.format("7f02"), "node3 failed (exit code 1)"),
-        (Ended(139, failed(139), update=5), "", "node3 failed (killed by signal 11)"),
-        (Ended(75, failed(75, WAITED, 1), update=5, hosts=("a", "b")), WAITED, "rank 1 on b did not answer the others"),
-        (Ended(255, update=5), "", "mpirun failed"),
+        (
+            AttemptResult(1, failed(1, RAISED.format("7f01")), update=5),
+            RAISED.format("7f02"),
+            "node3 failed (exit code 1)",
+        ),
+        (AttemptResult(139, failed(139), update=5), "", "node3 failed (killed by signal 11)"),
+        (
+            AttemptResult(75, failed(75, WAITED, 1), update=5, hosts=("a", "b")),
+            WAITED,
+            "rank 1 on b did not answer the others",
+        ),
+        (AttemptResult(255, update=5), "", "mpirun failed"),
     ],
 )
-def test_the_same_error_at_the_same_update_comes_once(first: Ended, again: str, why: str) -> None:
+def test_the_same_error_at_the_same_update_comes_once(first: AttemptResult, again: str, why: str) -> None:
     verdict = judge(first, ())
     assert verdict.again
     failures = tuple(Failure(one.rank, one.host, one.code, again, one.missed) for one in first.failures)
-    second = judge(Ended(first.code, failures, update=5, hosts=first.hosts), {verdict.mark})
+    second = judge(AttemptResult(first.code, failures, update=5, hosts=first.hosts), {verdict.mark})
     assert not second.again
     assert second.why.endswith(f"{why}, as it had before at update 5")
-    assert judge(Ended(first.code, failures, update=6), {verdict.mark}).again
+    assert judge(AttemptResult(first.code, failures, update=6), {verdict.mark}).again
 
 
 def test_out_of_memory_at_the_same_update_is_tried_once_more_only() -> None:
@@ -347,16 +368,16 @@ def test_out_of_memory_at_the_same_update_is_tried_once_more_only() -> None:
     python = 'Traceback (most recent call last):\n  File "train.py", line 5\nMemoryError\n'
     torch = "Traceback (most recent call last):\nRuntimeError: DefaultCPUAllocator: can't allocate memory\n"
     for code, text in ((137, f"{OUT_OF_MEMORY}\n"), (1, python), (1, torch)):
-        first = judge(Ended(code, failed(code, text), update=5), ())
+        first = judge(AttemptResult(code, failed(code, text), update=5), ())
         assert (first.again, first.why) == (True, "rank 2 on node3 ran out of memory")
-        second = judge(Ended(code, failed(code, text), update=5), {first.mark})
+        second = judge(AttemptResult(code, failed(code, text), update=5), {first.mark})
         assert (second.again, second.why) == (False, "rank 2 on node3 ran out of memory, as it had before at update 5")
-        assert judge(Ended(code, failed(code, text), update=6), {first.mark}).again
+        assert judge(AttemptResult(code, failed(code, text), update=6), {first.mark}).again
 
 
 def test_another_error_at_the_same_update_is_tried_again() -> None:
-    verdict = judge(Ended(1, failed(1, RAISED)), ())
-    assert judge(Ended(1, failed(1, RAISED.replace("ValueError", "KeyError"))), {verdict.mark}).again
+    verdict = judge(AttemptResult(1, failed(1, RAISED)), ())
+    assert judge(AttemptResult(1, failed(1, RAISED.replace("ValueError", "KeyError"))), {verdict.mark}).again
 
 
 @pytest.mark.parametrize("asked, hosts, count", [(-1, 1, 0), (-1, 2, 3), (0, 4, 0), (2, 1, 2)])

@@ -19,7 +19,7 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.launch import results
 from cpuft.launch.inputs import plan_results
 from cpuft.launch.remote import fetch_results
-from cpuft.launch.results import NotStored
+from cpuft.launch.results import NotStoredError
 from cpuft.plan import RunPlan
 from tests.launch.test_inputs import AWAY
 
@@ -85,7 +85,7 @@ def test_links_of_a_host_lead_nowhere(tmp_path: Path, run: Path, merge: bool) ->
 
 @pytest.mark.parametrize("name", ["/tmp/planted", "../planted", "logs/../../planted"])
 def test_a_name_that_leads_out_is_refused(tmp_path: Path, run: Path, name: str) -> None:
-    with pytest.raises(NotStored, match="leads out of the run's folder"):
+    with pytest.raises(NotStoredError, match="leads out of the run's folder"):
         results.fetch(run, send(tmp_path, member("record.jsonl"), member(name, "theirs")), False)
     assert list(run.parent.iterdir()) == []
 
@@ -105,7 +105,7 @@ def test_a_broken_archive_changes_nothing(tmp_path: Path, run: Path, case: str) 
     run.mkdir(parents=True)
     (run / "a").write_text("older")
     members, end = BROKEN[case]
-    with pytest.raises(NotStored):
+    with pytest.raises(NotStoredError):
         results.fetch(run, send(tmp_path, *members, end=end), True)
     assert tree(run.parent) == {"run/a": "older"}
 
@@ -114,7 +114,7 @@ def test_a_broken_archive_changes_nothing(tmp_path: Path, run: Path, case: str) 
 def test_a_sender_that_fails_is_no_fault_of_this_disk(tmp_path: Path, run: Path, end: bytes) -> None:
     with pytest.raises(CpuftError, match="exit code 255") as raised:
         results.fetch(run, send(tmp_path, member("a", "x" * 600)[:-512], end=end, code=255), False)
-    assert not isinstance(raised.value, NotStored)
+    assert not isinstance(raised.value, NotStoredError)
     assert not run.exists()
 
 
@@ -188,7 +188,7 @@ def test_a_fetch_that_takes_long_says_so(tmp_path: Path, run: Path, monkeypatch:
 def test_results_that_cannot_be_stored_stay_on_the_host(tmp_path: Path, run: Path) -> None:
     cluster, plan, work = planned(tmp_path, run, resumed=False)
     run.parent.write_text("a file where the folder is to be")
-    with pytest.raises(NotStored) as raised:
+    with pytest.raises(NotStoredError) as raised:
         fetch_results(plan, str(run), cluster, os.environ, lambda line: None)
     assert raised.value.exit_code == NOT_STORED == 74
     assert str(raised.value).startswith(

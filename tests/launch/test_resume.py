@@ -15,10 +15,18 @@ from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, name_work
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.inputs import Parcel, plan_inputs, plan_results, plan_travel
-from cpuft.launch.plan import find_rows, plan_training
-from cpuft.launch.resume import Kept, Resumed, check_kept, keep_checkpoints, parse_kept, plan_kept, read_resumed
-from cpuft.launch.supervise import run_plan
+from cpuft.launch.inputs import Bundle, add_transfers, plan_results, plan_sending
+from cpuft.launch.plan import find_prepared_hosts, plan_training
+from cpuft.launch.resume import (
+    HostCopy,
+    ResumedRun,
+    check_newest_checkpoint,
+    parse_host_copy,
+    plan_partial_cleanup,
+    read_resumed_run,
+    remove_all_but_checkpoints,
+)
+from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.measured import list_measured
 from cpuft.record import Line, RecordedRank, ResumedLine, format_line
@@ -39,8 +47,8 @@ def write_run(run: Path, *lines: Line) -> Path:
 
 
 def test_options_ranks_and_batch_are_the_runs_own(tmp_path: Path) -> None:
-    resumed = read_resumed(str(write_run(tmp_path / "run", HEADER, *make_steps(3, [0.1]))))
-    assert resumed == Resumed(str(tmp_path / "run"), TRAIN, 2, 3, 64)
+    resumed = read_resumed_run(str(write_run(tmp_path / "run", HEADER, *make_steps(3, [0.1]))))
+    assert resumed == ResumedRun(str(tmp_path / "run"), TRAIN, 2, 3, 64)
     assert resumed.take_over(LaunchConfig(), TrainConfig(), {}) == (LaunchConfig(np=2), TRAIN)
     given = replace(TrainConfig(), backend="mpi", seed=7)
     config, train = resumed.take_over(LaunchConfig(np=5), given, {"np", "seed", "backend"})
@@ -58,7 +66,7 @@ def test_options_ranks_and_batch_are_the_runs_own(tmp_path: Path) -> None:
 def test_runs_with_nothing_to_go_on_with(tmp_path: Path, lines: tuple[Line, ...], message: str) -> None:
     run = write_run(tmp_path / "run", *lines)
     with pytest.raises(CpuftError, match=message):
-        read_resumed(str(run))
+        read_resumed_run(str(run))
 
 
 def test_a_run_that_is_still_going_on(tmp_path: Path) -> None:
@@ -66,23 +74,23 @@ def test_a_run_that_is_still_going_on(tmp_path: Path) -> None:
     with (run / "record.jsonl").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(CpuftError, match="is still going on: wait for its end, or stop it first"):
-            read_resumed(str(run))
-    assert read_resumed(str(run)).updates == 0
+            read_resumed_run(str(run))
+    assert read_resumed_run(str(run)).updates == 0
 
 
 def test_a_scripts_run_and_trainings_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "script/logs").mkdir(parents=True)
-    assert read_resumed(str(tmp_path / "script"), is_script=True) == Resumed(str(tmp_path / "script"))
+    assert read_resumed_run(str(tmp_path / "script"), is_script=True) == ResumedRun(str(tmp_path / "script"))
     with pytest.raises(CpuftError, match=r"holds no record.jsonl"):
-        read_resumed(str(tmp_path / "script"))
+        read_resumed_run(str(tmp_path / "script"))
     with pytest.raises(CpuftError, match="is cpuft's own training, and no script's: leave the script out"):
-        read_resumed(str(write_run(tmp_path / "run", HEADER)), is_script=True)
+        read_resumed_run(str(write_run(tmp_path / "run", HEADER)), is_script=True)
 
 
 def test_options_that_nobody_can_have_given(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", replace(HEADER, options=dict(vars(TRAIN)) | {"batch_size": "many"}))
     with pytest.raises(CpuftError, match=r"cannot go on, because the record.batch_size is 'many', and must be a whole"):
-        read_resumed(str(run))
+        read_resumed_run(str(run))
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
@@ -96,7 +104,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 
 def test_the_plan_goes_on_in_the_runs_folder_and_keeps_its_logs(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEADER)
-    resumed = Resumed(str(run), TRAIN, 2, 3, 64)
+    resumed = ResumedRun(str(run), TRAIN, 2, 3, 64)
     plan = plan_training(make_cluster((2,)), LaunchConfig(np=2), TRAIN, str(run), "lines", {}, resumed=resumed)
     ((ranks,),), ((make,),) = plan.ranks, plan.make
     assert {"--resume=3", "--global-batch=64"} <= set(ranks.command)
@@ -114,7 +122,7 @@ def test_what_was_measured_holds_between_hosts_that_the_run_had(
 ) -> None:
     """One of the third start's was new: node3."""
     again = ResumedLine(3, 0, 1, [RecordedRank(0, "node2", [0])], "gloo", "fp32", "", "2026")
-    resumed = read_resumed(str(write_run(tmp_path / "run", HEADER, again)))
+    resumed = read_resumed_run(str(write_run(tmp_path / "run", HEADER, again)))
     plan = plan_training(make_cluster(ranks), LaunchConfig(np=sum(ranks)), TRAIN, "r", "lines", {}, resumed=resumed)
     words = {word for stage in plan.ranks for step in stage for word in step.command if "--measured=" in word}
     measured = json.dumps(asdict(list_measured(HEADER))) if told else ""
@@ -126,7 +134,7 @@ def test_a_refusal_before_ranks_start_leaves_the_run_alone(tmp_path: Path) -> No
     refused = Step("prepare", ("sh", "-c", "echo 'cpuft: error: no such rows' >&2; exit 2"))
     plan = RunPlan(prepare=((refused,),), ranks=((Step("ranks", ("true",)),),), resumed=True)
     with pytest.raises(CpuftError, match="no such rows"):
-        run_plan(plan, str(run), ("localhost",), {}, 0.0, make_cluster((1,)).access.transport)
+        run_on_this_machine(plan, str(run), ("localhost",), {}, 0.0, make_cluster((1,)).access.transport)
     assert (run / "record.jsonl").exists()
 
 
@@ -152,7 +160,7 @@ def write_work(folder: Path, *updates: str) -> Path:
 
 def keep(folder: Path, work: Path, part: str = "master") -> subprocess.CompletedProcess[str]:
     """The step of a host, here."""
-    ((step, *_),) = plan_kept(HERE, str(work))
+    ((step, *_),) = plan_partial_cleanup(HERE, str(work))
     words = [*step.command[:4], str(folder), str(folder / "mark.sent"), str(work), part]
     return subprocess.run(words, capture_output=True, text=True, check=True)
 
@@ -185,38 +193,40 @@ def test_the_line_names_hosts_and_the_note_is_read_at_the_next_start(tmp_path: P
     said = {"a": "echo 000000008.0", "b": "echo Warning: b >&2; echo 000000010.1", "c": "exit 255", "d": "true"}
     plan = RunPlan(kept=(tuple(Step("keep", ("sh", "-c", script), host=host) for host, script in said.items()),))
     run = tmp_path / "run"
-    line = keep_checkpoints(plan, str(run), os.environ, without="a")
+    line = remove_all_but_checkpoints(plan, str(run), os.environ, without="a")
     told = f"checkpoints up to update 10 are kept on b: cpuft launch --resume {run} goes on, with --cluster or "
     assert line == f"{told}--hostfile as before"
     with pytest.raises(CpuftError, match=f"none of these hosts has a checkpoint of {run}, but b had: take that back"):
-        check_kept([Kept(Host("a"))], AWAY, str(run))
-    check_kept([Kept(Host("a"), update=3)], AWAY, str(run))
-    assert keep_checkpoints(replace(plan, kept=((plan.kept[0][3],),)), str(tmp_path / "none"), os.environ) == ""
+        check_newest_checkpoint([HostCopy(Host("a"))], AWAY, str(run))
+    check_newest_checkpoint([HostCopy(Host("a"), update=3)], AWAY, str(run))
+    assert (
+        remove_all_but_checkpoints(replace(plan, kept=((plan.kept[0][3],),)), str(tmp_path / "none"), os.environ) == ""
+    )
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("cluster, updates", [(AWAY, (4, 9)), (replace(AWAY, away=False), (9, 4))])
 def test_the_newest_checkpoint_is_never_left_out(cluster: Cluster, updates: tuple[int, int]) -> None:
     """Where the run works in its folder here, no host's disk is looked at."""
-    kept = [Kept(Host("a"), update=updates[0]), Kept(Host("z"), update=updates[1])]
+    kept = [HostCopy(Host("a"), update=updates[0]), HostCopy(Host("z"), update=updates[1])]
     with pytest.raises(
         CpuftError, match=r"the newest checkpoint of run, of update 9, is on [az], which would be left out"
     ):
-        check_kept(kept, cluster, "run")
-    check_kept(kept[:1], AWAY, "run")
-    check_kept([Kept(Host("a"), there=True)], AWAY, "run")
+        check_newest_checkpoint(kept, cluster, "run")
+    check_newest_checkpoint(kept[:1], AWAY, "run")
+    check_newest_checkpoint([HostCopy(Host("a"), there=True)], AWAY, "run")
 
 
-def look(place: Path) -> Kept:
+def look(place: Path) -> HostCopy:
     script = LOOK.replace("/var/tmp/cpuft-$(id -u)", str(place))
     done = subprocess.run(["sh", "-c", script, "look", "mark/a 0"], capture_output=True, text=True, check=True)
-    return parse_kept(done.stdout, Host("a"))
+    return parse_host_copy(done.stdout, Host("a"))
 
 
 def test_a_host_says_what_it_has(tmp_path: Path) -> None:
-    assert look(tmp_path) == Kept(Host("a"))
+    assert look(tmp_path) == HostCopy(Host("a"))
     work = write_work(tmp_path, "000000008.0", "000000010.1", "000000012.0.new")
-    found = Kept(Host("a"), True, False, 10, 3, format_line(HEADER), rows=True)
+    found = HostCopy(Host("a"), True, False, 10, 3, format_line(HEADER), rows=True)
     assert look(tmp_path) == found
     with (tmp_path / "mark/a 0.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -235,48 +245,48 @@ def test_a_run_that_came_to_its_end_and_was_not_fetched_is_known(tmp_path: Path)
     (work / "logs/exit-code").write_text("137\n")
     assert not look(tmp_path).finished
     run = str(tmp_path / "run")
-    assert read_resumed(run, kept=[found]) == Resumed(run, finished_on="a")
-    assert read_resumed(run, is_script=True, kept=[found]).finished_on == "a"
+    assert read_resumed_run(run, kept=[found]) == ResumedRun(run, finished_on="a")
+    assert read_resumed_run(run, is_script=True, kept=[found]).finished_on == "a"
     with pytest.raises(CpuftError, match="is still going on: wait"):
-        read_resumed(run, kept=[replace(found, going=True)])
+        read_resumed_run(run, kept=[replace(found, going=True)])
 
 
 def test_a_run_is_known_by_what_hosts_have_of_it(tmp_path: Path) -> None:
     """Where the master was lost there is nothing of it here."""
     run = str(tmp_path / "run")
-    kept = [Kept(Host("a"), True), Kept(Host("b"), True, False, 10, 9, format_line(HEADER))]
-    assert read_resumed(run, kept=kept) == Resumed(run, TRAIN, 2, 10, 64)
-    assert read_resumed(run, is_script=True, kept=kept[:1]) == Resumed(run)
+    kept = [HostCopy(Host("a"), True), HostCopy(Host("b"), True, False, 10, 9, format_line(HEADER))]
+    assert read_resumed_run(run, kept=kept) == ResumedRun(run, TRAIN, 2, 10, 64)
+    assert read_resumed_run(run, is_script=True, kept=kept[:1]) == ResumedRun(run)
     with pytest.raises(CpuftError, match="is still going on: wait"):
-        read_resumed(run, kept=[replace(kept[1], going=True)])
+        read_resumed_run(run, kept=[replace(kept[1], going=True)])
     with pytest.raises(CpuftError, match="is cpuft's own training, and no script's"):
-        read_resumed(run, is_script=True, kept=kept)
+        read_resumed_run(run, is_script=True, kept=kept)
     with pytest.raises(CpuftError, match=r"there is no .*: give the folder of an earlier run"):
-        read_resumed(run, kept=kept[:1])
+        read_resumed_run(run, kept=kept[:1])
     write_run(tmp_path / "run", HEADER, *make_steps(12, [0.1]))
-    assert read_resumed(run, kept=kept).updates == 12
+    assert read_resumed_run(run, kept=kept).updates == 12
 
 
 def test_where_inputs_were_sent_to_nobody_needs_to_know() -> None:
     sent = replace(TRAIN, data_dir=f"{AWAY.inputs}/feed/MRPC")
-    taken = Resumed("run", sent, 2).take_over(LaunchConfig(), TrainConfig(data_dir="here", seed=7), {"data_dir"})[1]
+    taken = ResumedRun("run", sent, 2).take_over(LaunchConfig(), TrainConfig(data_dir="here", seed=7), {"data_dir"})[1]
     assert taken == replace(TRAIN, data_dir="here")
-    assert Resumed("run", sent, 2).take_over(LaunchConfig(), TrainConfig(), {})[1] == sent
-    parcel = Parcel((), f"{AWAY.inputs}/feed")
-    assert plan_inputs((parcel,), {"a": set(), "b": set()}, AWAY) == ()
+    assert ResumedRun("run", sent, 2).take_over(LaunchConfig(), TrainConfig(), {})[1] == sent
+    bundle = Bundle((), f"{AWAY.inputs}/feed")
+    assert plan_sending((bundle,), {"a": set(), "b": set()}, AWAY) == ()
     with pytest.raises(CpuftError, match=r"^b lacks .*/feed, which the run was started with: name --model, --data-dir"):
-        plan_inputs((parcel,), {"a": set(), "b": {parcel.there}}, AWAY)
+        plan_sending((bundle,), {"a": set(), "b": {bundle.there}}, AWAY)
 
 
 def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
     """The master may be another one; what the old one still has goes at a good end."""
     cluster = replace(make_cluster((2, 1)), away=True, ways={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")})
-    kept = (Kept(Host("node0"), True), Kept(Host("node1"), True, update=9), Kept(Host("node3")))
-    resumed = Resumed("/runs/one", TRAIN, 4, 9, 64, kept)
+    kept = (HostCopy(Host("node0"), True), HostCopy(Host("node1"), True, update=9), HostCopy(Host("node3")))
+    resumed = ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept)
     work = cluster.work_dir("/runs/one")
     assert work.endswith(f"/{name_work('/runs/one')}")
     plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
-    plan = plan_travel(plan, (), {}, cluster, "/runs/one", kept)
+    plan = add_transfers(plan, (), {}, cluster, "/runs/one", kept)
     ((make,),), ((ranks,),) = plan.make, plan.ranks
     assert make.host == ranks.host == "node1"
     assert {"--resume=9", "--global-batch=64", "--checkpoint-every=-1.0"} <= set(ranks.command)
@@ -289,12 +299,12 @@ def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
     assert plan.kept[0][0] not in [step for stage in plan.whole.stages for step in stage]
 
 
-def plan_sequel(work: str, resumed: Resumed) -> RunPlan:
+def plan_sequel(work: str, resumed: ResumedRun) -> RunPlan:
     """Of a run on three hosts with disks of their own."""
     ways: dict[str, tuple[str, ...]] = {name: ("ssh", name) for name in ("node1", "node2", "node3")}
     cluster = replace(make_cluster((1, 1, 1)), away=True, ways=ways)
     plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
-    return plan_travel(plan, (), {}, cluster, resumed.run_dir, resumed.kept, find_rows(resumed, cluster))
+    return add_transfers(plan, (), {}, cluster, resumed.run_dir, resumed.kept, find_prepared_hosts(resumed, cluster))
 
 
 @pytest.mark.parametrize(
@@ -310,17 +320,17 @@ def plan_sequel(work: str, resumed: Resumed) -> RunPlan:
 )
 def test_rows_are_prepared_once_in_a_launch(because: str, prepares: list[str]) -> None:
     """Whoever resumes a run later may have other ones."""
-    kept = (Kept(Host("node1"), rows=True), Kept(Host("node2")), Kept(Host("node3"), rows=True))
-    plan = plan_sequel("/work/one", Resumed("/runs/one", TRAIN, 4, 9, 64, kept, because=because))
+    kept = (HostCopy(Host("node1"), rows=True), HostCopy(Host("node2")), HostCopy(Host("node3"), rows=True))
+    plan = plan_sequel("/work/one", ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept, because=because))
     assert [step.why for stage in plan.prepare for step in stage] == prepares
 
 
 def test_where_a_run_is_here_its_rows_are_too(tmp_path: Path) -> None:
-    resumed = Resumed(str(tmp_path), because="rank 1 was killed")
-    assert find_rows(resumed, make_cluster((2,))) == set()
+    resumed = ResumedRun(str(tmp_path), because="rank 1 was killed")
+    assert find_prepared_hosts(resumed, make_cluster((2,))) == set()
     (tmp_path / "data.npz").touch()
-    assert find_rows(resumed, make_cluster((2,))) == {"node1"}
-    assert find_rows(replace(resumed, because=""), make_cluster((2,))) == set()
+    assert find_prepared_hosts(resumed, make_cluster((2,))) == {"node1"}
+    assert find_prepared_hosts(replace(resumed, because=""), make_cluster((2,))) == set()
 
 
 @pytest.mark.parametrize("fetched, logs", [("node1", ["logs"]), ("node2", ALL_LOGS), ("", ALL_LOGS)])
@@ -328,7 +338,7 @@ def test_logs_that_are_here_are_not_fetched_again(tmp_path: Path, fetched: str, 
     work = write_work(tmp_path)
     (work / "logs-1").mkdir()
     (work / "logs" / "old").touch()
-    ((make,),) = plan_sequel(str(work), Resumed("/runs/one", TRAIN, fetched=fetched)).make
+    ((make,),) = plan_sequel(str(work), ResumedRun("/runs/one", TRAIN, fetched=fetched)).make
     script = make.command[2].replace(make_cluster(()).folder, str(tmp_path))
     subprocess.run(["sh", "-c", script, *make.command[3:]], check=True)
     assert sorted(path.name for path in work.glob("logs*")) == logs

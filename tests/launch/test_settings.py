@@ -15,13 +15,13 @@ from cpuft.launch.settings import (
     export_settings,
     forwarded_settings,
     host_settings,
-    keep_users_values,
-    kept_names,
+    keep_user_values,
     may_be_secret,
     secrets_for_ranks,
     shared_settings,
-    unspeakable_names,
-    users_variables,
+    unexportable_names,
+    user_set_names,
+    user_variables,
 )
 from cpuft.plan import Setting
 from tests.conftest import make_facts
@@ -50,9 +50,9 @@ def test_the_users_values_are_kept_and_said() -> None:
         Setting("FI_PROVIDER", "tcp", "why"),
         Setting("CPUFT_PIN", "rank", "why"),
     )
-    kept = keep_users_values(ours, {"OMP_NUM_THREADS": "7", "FI_PROVIDER": "tcp", "CPUFT_PIN": "x"})
+    kept = keep_user_values(ours, {"OMP_NUM_THREADS": "7", "FI_PROVIDER": "tcp", "CPUFT_PIN": "x"})
     assert kept == (Setting("OMP_NUM_THREADS", "7", "kept as you set it; cpuft would say 14", kept=True), *ours[1:])
-    assert kept_names(kept) == ["OMP_NUM_THREADS"]
+    assert user_set_names(kept) == ["OMP_NUM_THREADS"]
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_what_env_exported_is_the_users_only_once_changed() -> None:
     settings = (Setting("OMP_NUM_THREADS", "2", ""), Setting("FI_PROVIDER", "tcp", ""), Setting("CPUFT_CORES", "0", ""))
     shell = {setting.name: setting.value for setting in export_settings(settings)} | {"FI_PROVIDER": "efa"}
     assert "CPUFT_CORES" not in shell
-    users = users_variables(shell | {"HOME": "/root"})
+    users = user_variables(shell | {"HOME": "/root"})
     assert {name: users.get(name) for name in ("OMP_NUM_THREADS", "FI_PROVIDER", "HOME")} == {
         "OMP_NUM_THREADS": None,
         "FI_PROVIDER": "efa",
         "HOME": "/root",
     }
-    assert users_variables({"CPUFT_EXPORTED": "no json", "OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
+    assert user_variables({"CPUFT_EXPORTED": "no json", "OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
 
 
 def test_families_of_variables_travel_but_secrets_do_not() -> None:
@@ -98,7 +98,7 @@ def test_families_of_variables_travel_but_secrets_do_not() -> None:
     assert [setting.name for setting in found] == ["CCL_LOG_LEVEL", "HF_HOME"]
     odd = {"OMP_X;id #": "1", "OMP_A\nB": "1", "OMP_Ä": "1", "HF_API_KEY": "x", "HF_ENDPOINT": "https://me:pass@hub"}
     assert forwarded_settings(odd, ()) == ()
-    assert unspeakable_names(odd | environ) == ["'OMP_A\\nB'", "'OMP_X;id #'", "'OMP_\\xc4'"]
+    assert unexportable_names(odd | environ) == ["'OMP_A\\nB'", "'OMP_X;id #'", "'OMP_\\xc4'"]
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.cli.stacks import format_sights
+from cpuft.cli.stacks import format_dumps
 from cpuft.launch.stack_dumps import (
     GONE,
     SILENT,
     Frame,
-    Sight,
-    Wait,
+    PendingOperation,
+    RankDump,
+    complete_dumps,
     describe_state,
-    fill_gaps,
-    format_sight,
-    judge,
+    diagnose,
+    format_rank_dump,
     parse_dump,
-    parse_sight,
+    parse_rank_dump,
 )
 from tests.conftest import Golden
 
@@ -86,56 +86,56 @@ def test_the_main_thread_got_the_signal_or_is_the_last(text: str, innermost: int
 )
 def test_a_rank_stands_on_a_line_of_the_users_or_of_our_training(files: list[str], place: str) -> None:
     frames = tuple(Frame(file, line, "f") for line, file in enumerate(files, 1))
-    assert Sight(0, "node1", "R", frames=frames).place == (f"{place} in f" if place else "")
+    assert RankDump(0, "node1", "R", frames=frames).place == (f"{place} in f" if place else "")
 
 
 def test_a_path_below_the_working_folder_is_short(tmp_path: Path) -> None:
     """Tests run in a folder of their own."""
-    assert Sight(0, "node1", "R", frames=(Frame(f"{tmp_path}/a/train.py", 3, "f"),)).place == "a/train.py:3 in f"
+    assert RankDump(0, "node1", "R", frames=(Frame(f"{tmp_path}/a/train.py", 3, "f"),)).place == "a/train.py:3 in f"
 
 
 def test_a_sight_has_the_longest_wait_first() -> None:
-    sight = parse_sight(found(), "node1")
-    assert [wait.text for wait in sight.waits] == ["barrier #2 of group 1", "all_reduce #7 of the world"]
-    assert sight.is_in_collective
-    assert sight.last == "all_reduce #7 of the world, barrier #2 of group 1"
+    dump = parse_rank_dump(found(), "node1")
+    assert [wait.text for wait in dump.waits] == ["barrier #2 of group 1", "all_reduce #7 of the world"]
+    assert dump.is_in_collective
+    assert dump.last == "all_reduce #7 of the world, barrier #2 of group 1"
 
 
 def test_a_rank_that_was_thrown_out_of_an_operation_had_waited_in_it() -> None:
     report = {"pending": [], "progress": {"the world": [3, "all_reduce"]}, "raised": [["/a.py", 5, "step"]]}
-    sight = parse_sight(found(report=json.dumps(report)), "node1")
-    assert sight.waits == (Wait("the world", 3, "all_reduce", 0.0),)
-    assert sight.place == "/a.py:5 in step"
+    dump = parse_rank_dump(found(report=json.dumps(report)), "node1")
+    assert dump.waits == (PendingOperation("the world", 3, "all_reduce", 0.0),)
+    assert dump.place == "/a.py:5 in step"
 
 
 def test_of_a_rank_whose_threads_get_no_turn_old_waits_count_for_nothing() -> None:
-    stuck = parse_sight(found(state="R", age=9.0), "node1")
+    stuck = parse_rank_dump(found(state="R", age=9.0), "node1")
     assert (stuck.holds_gil, stuck.waits) == (True, ())
     assert describe_state(stuck) == "running in C code that keeps the GIL"
-    assert not parse_sight(found(state="R", age=1.0), "node1").holds_gil
-    assert len(parse_sight(found(state="S", age=9.0), "node1").waits) == 2
+    assert not parse_rank_dump(found(state="R", age=1.0), "node1").holds_gil
+    assert len(parse_rank_dump(found(state="S", age=9.0), "node1").waits) == 2
 
 
 def test_a_stopped_rank_stands_where_it_was_last() -> None:
-    assert parse_sight(found(state="T", stack=""), "node1").place == "/home/me/train.py:3 in load"
+    assert parse_rank_dump(found(state="T", stack=""), "node1").place == "/home/me/train.py:3 in load"
 
 
 @pytest.mark.parametrize("report", ["", '{"pending": [{"cha', "{}"])
 def test_half_a_report_is_none(report: str) -> None:
-    sight = parse_sight(found(report=report), "node1")
-    assert (sight.waits, sight.last) == ((), "")
+    dump = parse_rank_dump(found(report=report), "node1")
+    assert (dump.waits, dump.last) == ((), "")
 
 
 SEEN = (
-    parse_sight(found(), "node1"),
-    Sight(2, "node2", "T", 14, progress={"the world": (6, "all_reduce")}),
+    parse_rank_dump(found(), "node1"),
+    RankDump(2, "node2", "T", 14, progress={"the world": (6, "all_reduce")}),
 )
 
 
 def test_a_file_and_a_table_of_sights(golden: Golden) -> None:
-    all_ranks = fill_gaps(SEEN, ("node1", "node1", "node2", "node3"), ["node3"])
-    assert [sight.state for sight in all_ranks] == ["S", GONE, "T", SILENT]
-    texts = [format_sights(all_ranks), *(format_sight(sight) for sight in all_ranks)]
+    all_ranks = complete_dumps(SEEN, ("node1", "node1", "node2", "node3"), ["node3"])
+    assert [dump.state for dump in all_ranks] == ["S", GONE, "T", SILENT]
+    texts = [format_dumps(all_ranks), *(format_rank_dump(dump) for dump in all_ranks)]
     golden("stacks.txt", "\n".join(texts))
 
 
@@ -151,13 +151,13 @@ def rank(
     seconds: float = 30.0,
     reached: Mapping[str, tuple[int, str]] | None = None,
     ranks: tuple[int, ...] = (),
-) -> Sight:
+) -> RankDump:
     """A rank that waits in "NAME N CHANNEL", or in nothing; it stands at train.py:LINE, in torch when that is 0."""
     name, sequence, channel = (*operation.split(" ", 2), "", "")[:3] if operation else ("", "0", "")
-    waits = (Wait(channel, int(sequence), name, seconds, ranks),) if operation else ()
+    waits = (PendingOperation(channel, int(sequence), name, seconds, ranks),) if operation else ()
     progress = {channel: (int(sequence), name)} if operation else {}
     frames = (Frame("/home/me/train.py", line, "step"),) if line else (TORCH, Frame("/home/me/train.py", 7, "step"))
-    return Sight(number, "node1", state, 100 + number, "", frames, waits, {**progress, **(reached or {})})
+    return RankDump(number, "node1", state, 100 + number, "", frames, waits, {**progress, **(reached or {})})
 
 
 SUM = f"all_reduce 6 {WORLD}"
@@ -166,7 +166,7 @@ IN_SUM = f"(rank 0, 2 wait in all_reduce #6 of {WORLD})"
 
 
 @pytest.mark.parametrize(
-    "sights, culprits, words",
+    "dumps, culprits, words",
     [
         ([rank(0, SUM), rank(1, line=4, reached=BEFORE), rank(2, SUM)], (1,), f"{IN_SUM}: it stands at"),
         ([rank(0, SUM), rank(1, line=4, state="R", reached=BEFORE), rank(2, SUM)], (1,), "train.py:4 in step, running"),
@@ -177,8 +177,8 @@ IN_SUM = f"(rank 0, 2 wait in all_reduce #6 of {WORLD})"
             "kill -CONT 101 there lets it go on",
         ),
         ([rank(0, SUM), rank(1, SUM, state="T"), rank(2, SUM)], (1,), "it is stopped (T)"),
-        ([rank(0, SUM), Sight(1, "node2", GONE), rank(2, SUM)], (1,), "rank 1 on node2 holds up the others"),
-        ([rank(0, SUM), Sight(1, "node2", SILENT), rank(2, SUM)], (1,), "its host does not answer"),
+        ([rank(0, SUM), RankDump(1, "node2", GONE), rank(2, SUM)], (1,), "rank 1 on node2 holds up the others"),
+        ([rank(0, SUM), RankDump(1, "node2", SILENT), rank(2, SUM)], (1,), "its host does not answer"),
         ([rank(0, SUM), rank(1, f"barrier 6 {WORLD}"), rank(2, SUM)], (1,), f"it is in barrier #6 of {WORLD}, at "),
         # Rank 2 waits for rank 3 among the two of them, and keeps the others waiting without fault of its own.
         (
@@ -208,11 +208,15 @@ IN_SUM = f"(rank 0, 2 wait in all_reduce #6 of {WORLD})"
         ([rank(0), rank(1)], (), "the run goes on, or all do the same"),
         ([rank(0, line=4), rank(1, line=4)], (), "the run goes on, or all do the same"),
         ([rank(0, line=4)], (), "the run goes on, or all do the same"),
-        ([Sight(0, "a", SILENT), Sight(1, "b", SILENT)], (0, 1), "rank 0 on a: its host does not answer; rank 1 on b"),
+        (
+            [RankDump(0, "a", SILENT), RankDump(1, "b", SILENT)],
+            (0, 1),
+            "rank 0 on a: its host does not answer; rank 1 on b",
+        ),
     ],
 )
-def test_who_holds_up_the_others(sights: list[Sight], culprits: tuple[int, ...], words: str) -> None:
-    verdict = judge(sights)
+def test_who_holds_up_the_others(dumps: list[RankDump], culprits: tuple[int, ...], words: str) -> None:
+    verdict = diagnose(dumps)
     assert verdict.culprits == culprits
     assert words in verdict.text
     assert "\n" not in verdict.text
@@ -220,24 +224,24 @@ def test_who_holds_up_the_others(sights: list[Sight], culprits: tuple[int, ...],
 
 def test_of_a_group_whose_ranks_nobody_tells_only_those_are_blamed_that_know_it() -> None:
     group = f"all_reduce 6 {PAIR}"
-    sights = [rank(0, group), rank(1, line=4, reached={PAIR: (5, "all_reduce")}), rank(2, line=5)]
-    assert judge(sights).culprits == (1,)
+    dumps = [rank(0, group), rank(1, line=4, reached={PAIR: (5, "all_reduce")}), rank(2, line=5)]
+    assert diagnose(dumps).culprits == (1,)
 
 
 def test_of_a_rank_that_keeps_the_gil_too_little_is_known_to_leave_it_out() -> None:
     stuck = replace(rank(1, state="R", line=4), holds_gil=True)
-    assert judge([rank(0, f"all_reduce 6 {PAIR}"), stuck]).culprits == (1,)
+    assert diagnose([rank(0, f"all_reduce 6 {PAIR}"), stuck]).culprits == (1,)
 
 
 def test_in_a_run_that_goes_on_nobody_is_blamed_by_operations() -> None:
     """Operations that have just begun say nothing, but at a deadline they all count."""
-    sights = [rank(0, SUM, seconds=0.5), rank(1, line=4, reached=BEFORE), rank(2, SUM, seconds=0.5)]
-    assert judge(sights).text == "no rank has waited for long in an operation: the run goes on"
-    assert judge(sights, 0.0).culprits == (1,)
+    dumps = [rank(0, SUM, seconds=0.5), rank(1, line=4, reached=BEFORE), rank(2, SUM, seconds=0.5)]
+    assert diagnose(dumps).text == "no rank has waited for long in an operation: the run goes on"
+    assert diagnose(dumps, 0.0).culprits == (1,)
 
 
 def test_many_culprits_are_counted() -> None:
-    sights = [rank(0, SUM), *(rank(number, line=4, reached=BEFORE) for number in range(1, 8))]
-    verdict = judge(sights)
+    dumps = [rank(0, SUM), *(rank(number, line=4, reached=BEFORE) for number in range(1, 8))]
+    verdict = diagnose(dumps)
     assert verdict.culprits == tuple(range(1, 8))
     assert verdict.text.endswith("; and 4 more")

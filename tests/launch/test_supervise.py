@@ -25,25 +25,25 @@ from cpuft.hosts.transport import Transport
 from cpuft.launch import supervise
 from cpuft.launch.failures import (
     Failure,
+    describe_absent,
     describe_exit,
     describe_failures,
     find_failures,
-    name_absent,
     worst_exit_code,
 )
 from cpuft.launch.plan import plan_launch
-from cpuft.launch.resume import remove_empty_run, silent_at_the_end
-from cpuft.launch.stack_dumps import Verdict
+from cpuft.launch.resume import read_lost_hosts, remove_empty_run
+from cpuft.launch.stack_dumps import Diagnosis
 from cpuft.launch.supervise import (
+    LeaseRenewal,
+    LogTail,
     NotStartedError,
-    Renewal,
     Run,
     StopRequest,
     StuckError,
-    Tail,
     Watchdog,
-    describe_renewal,
-    run_plan,
+    describe_lease_renewal,
+    run_on_this_machine,
 )
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.notice import SIGN
@@ -98,7 +98,7 @@ def test_places_in_the_source_text_of_mpirun_are_not_shown(mpirun: str, absent: 
 def test_warnings_that_nothing_follows_from_are_in_the_log_only(tmp_path: Path) -> None:
     (tmp_path / "rank-0.err").write_text(f"{C10D}step 1\n[rank0]:{C10D}step 2\n")
     shown = io.StringIO()
-    Tail(tmp_path / "rank-0.err", shown).copy()
+    LogTail(tmp_path / "rank-0.err", shown).copy()
     assert shown.getvalue() == "step 1\nstep 2\n"
     failures = find_failures([ended(f"{RAISED}{C10D}", 0, 1)], ("localhost",))
     assert "c10d" not in describe_failures(failures, "")
@@ -119,7 +119,7 @@ def test_warnings_that_nothing_follows_from_are_in_the_log_only(tmp_path: Path) 
 def test_the_first_cause_is_shown(name: str, errors: list[str], golden: Golden) -> None:
     hosts = ("node1", "node2", "node3")
     failures = find_failures(errors, hosts)
-    absent = name_absent(failures, hosts, set())
+    absent = describe_absent(failures, hosts, set())
     golden(f"failure-{name}.txt", describe_failures(failures, "ssh: connection refused\n", absent))
 
 
@@ -127,7 +127,7 @@ def test_the_first_cause_is_shown(name: str, errors: list[str], golden: Golden) 
 def test_a_lost_host_is_named_last(name: str, errors: list[str], golden: Golden) -> None:
     hosts = ("node1", "node2", "node3")
     failures = find_failures(errors, hosts)
-    text = describe_failures(failures, "ssh: closed\n", name_absent(failures, hosts, {"node2"}))
+    text = describe_failures(failures, "ssh: closed\n", describe_absent(failures, hosts, {"node2"}))
     golden(f"failure-{name}.txt", text)
 
 
@@ -183,16 +183,16 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
     make = Step("make the run's directory", ("mkdir", "-p", f"{run}/logs"))
     give = Step("give the rows to b", ("sh", "-c", "echo Connection timed out; exit 255"))
     plan = RunPlan(((make,),), prepare=((give,),), ranks=((Step("train", ("true",)),),))
-    assert run_plan(plan, str(run), ("a", "b"), os.environ, 0.0, Lost()) == 75
+    assert run_on_this_machine(plan, str(run), ("a", "b"), os.environ, 0.0, Lost()) == 75
     assert capfd.readouterr().err.splitlines() == [
         "cpuft: give the rows to b: exit code 255",
         "cpuft: host b does not answer, rank 1 was lost with it: look at it with cpuft doctor",
     ]
-    assert silent_at_the_end(str(run)) == {"b"}
+    assert read_lost_hosts(str(run)) == {"b"}
     remove_empty_run(str(run))
     assert not run.exists()
     with pytest.raises(RuntimeError, match="give the rows to b: exit code 255"):
-        run_plan(plan, str(run), ("a", "c"), os.environ, 0.0, Lost())
+        run_on_this_machine(plan, str(run), ("a", "c"), os.environ, 0.0, Lost())
 
 
 def test_of_two_launches_into_one_directory_the_second_is_refused(
@@ -202,16 +202,16 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     monkeypatch.chdir(tmp_path)
     make = Step("make the run's directory", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
-    assert run_plan(plan, "run", (), os.environ, 0.0, Transport()) == 0
+    assert run_on_this_machine(plan, "run", (), os.environ, 0.0, Transport()) == 0
     with pytest.raises(CpuftError, match=r"File exists.*name a new one with --run-dir"):
-        run_plan(plan, "run", (), os.environ, 0.0, Transport())
+        run_on_this_machine(plan, "run", (), os.environ, 0.0, Transport())
     assert (tmp_path / "run" / "logs").is_dir()
 
 
 def test_what_is_not_the_users_affair_stays_in_the_log(tmp_path: Path) -> None:
     log, shown = tmp_path / "rank-0.err", io.StringIO()
     warning = "2026:11:21-11:00:00:(123) |CCL_WARN| value of CCL_LOG_LEVEL changed to be error (default:warn)\n"
-    tail = Tail(log, shown)
+    tail = LogTail(log, shown)
     tail.copy()
     log.write_text(f"step 1\n{warning}{format_failure(World(0, 2, 0, 2), 'node1', 1)}\n", encoding="utf-8")
     tail.copy()
@@ -245,7 +245,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         Path("config").write_text(f"Host frozen\n  HostName 127.0.0.1\n  Port {frozen.getsockname()[1]}\n")
-        assert run_plan(plan, "run", ("localhost", host), os.environ, 0.0, Transport("config")) == 75
+        assert run_on_this_machine(plan, "run", ("localhost", host), os.environ, 0.0, Transport("config")) == 75
     assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
     assert re.search(r"mpirun did not end within \d s of a rank's failure", errors)
@@ -255,9 +255,9 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
 def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answers(tmp_path: Path) -> None:
     (tmp_path / "rank-1.err").write_text(f"{ended('', 1, 75)}{HANGS}\n", encoding="utf-8")
     asked: list[str] = []
-    verdict = Verdict((0,), "rank 0 on node1 holds up the others")
+    verdict = Diagnosis((0,), "rank 0 on node1 holds up the others")
 
-    def look() -> tuple[Verdict, set[str]]:
+    def look() -> tuple[Diagnosis, set[str]]:
         asked.append("stacks")
         return verdict, {"node1"}
 
@@ -286,7 +286,7 @@ def test_mpirun_that_has_lost_a_host_is_as_good_as_a_rank_that_failed(said: str,
     """In a job of Slurm's it would wait until that misses the host."""
     (tmp_path / "logs").mkdir()
     (tmp_path / SIGN).write_text(said, encoding="utf-8")
-    ending = Watchdog(tmp_path / "logs", set, lambda: (Verdict((), ""), set()))
+    ending = Watchdog(tmp_path / "logs", set, lambda: (Diagnosis((), ""), set()))
     ending.check()
     assert bool(ending.failed_at) == ends
 
@@ -301,7 +301,7 @@ def test_hosts_are_asked_when_no_rank_gives_a_sign_of_life(tmp_path: Path) -> No
         asked.append("hosts")
         return set()
 
-    ending = Watchdog(logs, find_silent, lambda: (Verdict((), ""), set()))
+    ending = Watchdog(logs, find_silent, lambda: (Diagnosis((), ""), set()))
 
     def look(quiet: float) -> None:
         ending.looked_at, ending.signed_at = 0.0, time.monotonic() - quiet
@@ -332,7 +332,7 @@ def make_watchdog(logs: Path, silent: set[str], asked: list[str]) -> Watchdog:
         asked.append("hosts")
         return silent
 
-    return Watchdog(logs, find_silent, lambda: (Verdict((), ""), set()), 2, True, 45.0)
+    return Watchdog(logs, find_silent, lambda: (Diagnosis((), ""), set()), 2, True, 45.0)
 
 
 def check_after(watchdog: Watchdog, seconds: float) -> None:
@@ -403,7 +403,7 @@ def test_mpirun_is_started_again_where_no_rank_starts(
     run = tmp_path / "run"
     make = Step("make the run's directory", ("mkdir", "-p", f"{run}/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
-    assert run_plan(plan, str(run), ("localhost", "127.0.0.1"), os.environ, 0.0, Transport()) == code
+    assert run_on_this_machine(plan, str(run), ("localhost", "127.0.0.1"), os.environ, 0.0, Transport()) == code
     assert len((run / "starts").read_text().split()) == starts
 
 
@@ -417,7 +417,7 @@ def test_a_host_that_is_lost_while_rows_are_prepared_is_noticed(
     prepare = Step("check and tokenise the rows", ("sleep", "60"))
     plan = RunPlan(((make,),), prepare=((prepare,),), ranks=((Step("train", ("true",)),),))
     begun = time.monotonic()
-    assert run_plan(plan, str(run), ("a", "b"), os.environ, 0.0, Lost()) == 75
+    assert run_on_this_machine(plan, str(run), ("a", "b"), os.environ, 0.0, Lost()) == 75
     assert time.monotonic() - begun < 30
     named = "cpuft: host b does not answer, rank 1 was lost with it: look at it with cpuft doctor"
     assert capfd.readouterr().err.splitlines() == [named]
@@ -432,7 +432,7 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
         told.wait(30)
         return next(answers)
 
-    def look() -> tuple[Verdict, set[str]]:
+    def look() -> tuple[Diagnosis, set[str]]:
         raise AssertionError("no rank hangs")
 
     ending = Watchdog(tmp_path, find_silent, look)
@@ -550,7 +550,7 @@ def test_hosts_of_ones_own_have_neither() -> None:
     plan = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", {})
     assert plan.renewal == ()
     assert [note for note in plan.notes if "CPUFT_NOTICE" in note or "lease" in note] == []
-    assert describe_renewal(()) == ()
+    assert describe_lease_renewal(()) == ()
 
 
 def test_each_host_is_asked_every_five_minutes_and_the_limit_is_said_once() -> None:
@@ -563,7 +563,7 @@ def test_each_host_is_asked_every_five_minutes_and_the_limit_is_said_once() -> N
         done.release()
         return Answer(0, f"{LIMIT - 60} {LIMIT}\n", "Shutdown scheduled\n")
 
-    renewal = Renewal(WORDS, ("a", "b"), run, said.append, lambda: clock[0])
+    renewal = LeaseRenewal(WORDS, ("a", "b"), run, said.append, lambda: clock[0])
     for clock[0] in (0.0, 1.0, 299.0, 301.0):
         renewal.check()
     for _ in range(4):
@@ -589,7 +589,7 @@ def be_off(host: str, words: tuple[str, ...], seconds: float) -> Answer:
 def test_a_host_that_does_not_renew_is_named_and_ends_nothing(run: Run, why: str) -> None:
     said = f"the lease of a cannot be renewed ({why}): look at it with cpuft provision status"
     told: list[str] = []
-    renewal = Renewal(WORDS, ("a",), run, told.append)
+    renewal = LeaseRenewal(WORDS, ("a",), run, told.append)
     renewal.renew()
     renewal.renew()
     assert told == [said]
@@ -602,5 +602,5 @@ def test_whoever_supervises_ranks_renews(tmp_path: Path, capfd: pytest.CaptureFi
     ranks = Step("train", ("sh", "-c", f"until [ -e {tmp_path}/renewed ]; do sleep 0.1; done; sleep 1"))
     renewal = ("sh", "-c", f"touch {tmp_path}/renewed; echo 1 {LIMIT}")
     plan = RunPlan(((make,),), ranks=((ranks,),), renewal=renewal)
-    assert run_plan(plan, str(run_dir), ("localhost",), os.environ, 120.0, Transport()) == 0
+    assert run_on_this_machine(plan, str(run_dir), ("localhost",), os.environ, 120.0, Transport()) == 0
     assert "cpuft: the lease of the hosts goes on while the run does, to 2027-01-15 08:00 UTC" in capfd.readouterr().err
