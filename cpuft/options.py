@@ -20,19 +20,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import click
 from click.core import ParameterSource
 
-from cpuft.config import BACKENDS, ONE_OF, SECTIONS, BenchConfig, is_count, option_names
+from cpuft.config import (
+    OLD_NAMES,
+    ONE_OF,
+    SECTIONS,
+    describe_unknown_value,
+    find_new_name,
+    format_flag,
+    option_names,
+    rename_old_options,
+)
 from cpuft.errors import CpuftError, near_names
 from cpuft.serialization import find_control, load, parse_yaml
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
-
-_NO_GPU = "works on GPUs only, and cpuft trains on CPUs"
-_NO_FP16 = (
-    "is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU"
-)
-_VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP16, "half": _NO_FP16}
-"""What to say of names that other trainers take and cpuft does not."""
 
 TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq")
 
@@ -102,16 +104,6 @@ def translate(words: Sequence[str], flags: Collection[str], script: bool = False
     return "; ".join(parts)
 
 
-def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
-    """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
-    known = _VALUES.get(value.lower(), "")
-    if known == _NO_GPU:
-        return f"{option} {value} {known}: choose one of {', '.join(choices)}"
-    if known and {"bf16", "fp32"} <= set(choices):
-        return f"{option} {value} {known}"
-    return f"{value!r} is not a value of {option}: {near_names(value, choices)}"
-
-
 _RUN_FILES = ("record.jsonl", "plan.sh")
 """A folder that holds one of them is a run's."""
 _COLUMN = 24
@@ -127,7 +119,7 @@ class CheckedCommand(click.Command):
         Raises click.UsageError when a value contains a control character. Arguments of type UNPROCESSED, which are the
         user's own command, are passed on as they are.
         """
-        rest = super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, self.rename_old_flags(ctx, args))
         for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
             value = ctx.params.get(str(param.name))
             for text in value if isinstance(value, tuple) else (value,):
@@ -137,6 +129,43 @@ class CheckedCommand(click.Command):
                     said = f"{name} {text[:80]!r} contains the control character {odd!r}: write the value without it"
                     raise click.UsageError(said, ctx)
         return rest
+
+    def rename_old_flags(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Return the arguments with today's flags in place of those of earlier versions (`cpuft.config.OLD_NAMES`).
+
+        One line on standard error names the new flags, unless a shell completes the command line.
+        """
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        names = {str(option.name) for option in options}
+        with_value = {flag for option in options if not option.is_flag for flag in option.opts}
+        renamed: list[str] = []
+        changes: dict[str, None] = {}
+        rest = iter(args)
+        for arg in rest:
+            if arg == "--":
+                renamed += [arg, *rest]
+                break
+            flag, equals, value = arg.partition("=")
+            new = _find_new_flag(flag, names) if arg.startswith("--") else flag
+            if new != flag:
+                changes[f"{new} instead of {flag}"] = None
+            renamed.append(new + equals + value)
+            if new in with_value and not equals:
+                renamed += itertools.islice(rest, 1)
+        if changes and not ctx.resilient_parsing:
+            click.echo(f"cpuft: write {', '.join(changes)}: {_OLD_NAMES_END}", err=True)
+        return renamed
+
+
+_OLD_NAMES_END = "the old name still works, and will be removed in a later version"
+
+
+def _find_new_flag(flag: str, names: Collection[str]) -> str:
+    """Return today's flag for one of an earlier version, where an option of these names has it; else the same flag."""
+    is_off = flag.startswith("--no-")
+    name = flag.removeprefix("--no-" if is_off else "--").replace("-", "_")
+    new, is_negated = find_new_name(name, names)
+    return flag if new == name else format_flag(new, is_off == is_negated)
 
 
 class FieldOption(click.Option):
@@ -215,6 +244,7 @@ class Verb(Sectioned):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click, with the file's values for what the words do not say; other launchers' options are answered."""
+        args = self.rename_old_flags(ctx, args)
         words = args[: args.index("--")] if "--" in args else args
         if ctx.resilient_parsing:  # A shell completes the line: nothing is refused, and no file read.
             return super().parse_args(ctx, args)
@@ -336,28 +366,6 @@ def refuse_options(config: type, why: str) -> None:
             raise CpuftError(f"--{name.replace('_', '-')} {why}")
 
 
-def parse_arguments(config: type[C], words: Sequence[str]) -> C:
-    """What `cpuft.config.format_arguments` wrote. Raises CpuftError for anything else."""
-    command = click.Command("worker", params=list(_value_options(config)))
-    try:
-        with command.make_context("worker", list(words)) as context:
-            return pick(config, context.params)
-    except click.ClickException as error:
-        raise CpuftError(f"worker arguments: {error.format_message()}") from None
-
-
-def _value_options(config: type) -> list[click.Option]:
-    """The same options, where a boolean takes a value as `format_arguments` writes it."""
-    options: list[click.Option] = []
-    option: click.Option
-    for option in make_options(config):
-        if option.is_flag:
-            flag = "--" + str(option.name).replace("_", "-")
-            option = click.Option([flag, str(option.name)], type=bool, default=option.default)
-        options.append(option)
-    return options
-
-
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
     """Option values from a YAML file, for click's default_map. Dashes and underscores are one in its keys.
 
@@ -374,13 +382,19 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
         raise CpuftError(f"--config {path} is no YAML ({error}): write `option: value`") from None
     if not isinstance(values or {}, dict):
         raise CpuftError(f"--config {path} holds no mapping: write `option: value` lines")
-    flags = {f"--{name}" for name in known} | {f"--{name.replace('_', '-')}" for name in known}
-    answer = translate([f"--{key}" for key in values or {}], flags).replace("--", "")
+    flags = {f"--{name}" for name in known} | {format_flag(name) for name in known}
+    old = {name: find_new_name(name.replace("-", "_"), known)[0] for name in values or {}}
+    answer = translate([f"--{name}" for name, key in old.items() if key == name.replace("-", "_")], flags)
     if answer:
-        raise CpuftError(f"--config {path}: {answer}")
+        raise CpuftError(f"--config {path}: {answer.replace('--', '')}")
     options: dict[str, str] = {}
+    changes: list[str] = []
     for name, value in (values or {}).items():
-        key = name.replace("-", "_")
+        key = old[name]
+        if key != name.replace("-", "_") and value is not None:
+            ((key, value),) = rename_old_options({name.replace("-", "_"): value}, known).items()
+            value_too = f": {value}" if OLD_NAMES[name.replace("-", "_")] != key else ""
+            changes.append(f"{key.replace('_', '-')}{value_too} instead of {name}")
         if key not in known:
             raise CpuftError(f"--config {path}: no option {key!r}: {near_names(key, known)}")
         if value is None:
@@ -388,6 +402,8 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
         if key in options:
             raise CpuftError(f"--config {path}: {key!r} is there twice: keep one of the lines")
         options[key] = _as_option(value, f"--config {path}: {key!r}")
+    if changes:
+        click.echo(f"cpuft: --config {path}: write {', '.join(changes)}: {_OLD_NAMES_END}", err=True)
     return options
 
 
@@ -400,31 +416,3 @@ def _as_option(value: Any, where: str) -> str:
         return text
     except ValueError as error:
         raise CpuftError(f"{error}: write what its flag takes, or a list of that") from None
-
-
-TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-Turn = tuple[str, str, str, int]
-"""Backend (or auto), operation, type and bytes of one measurement."""
-
-
-def plan_turns(config: BenchConfig) -> list[Turn]:
-    """Backend, operation, type and bytes of each measurement, in turn.
-
-    Raises CpuftError: an unknown name, or a size that is no number, or no whole number of a type's elements.
-    """
-    lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
-    known = {"backends": BACKENDS, "operations": OPERATIONS, "dtypes": tuple(TYPE_BYTES)}
-    for kind, names in known.items():
-        for name in lists[kind]:
-            if name not in names:
-                raise CpuftError(describe_unknown_value(f"--{kind}", name, names))
-    if not all(map(is_count, lists["sizes"])):
-        raise CpuftError(f"--sizes {config.sizes[:60]} is no list of bytes: write e.g. 1024,26214400")
-    for size, dtype in itertools.product(lists["sizes"], lists["dtypes"]):
-        if int(size) % TYPE_BYTES[dtype]:
-            raise CpuftError(
-                f"--sizes: {size} bytes hold no whole number of {dtype}: take a multiple of {TYPE_BYTES[dtype]}"
-            )
-    turns = itertools.product(range(config.rounds), *(lists[name] for name in lists))
-    return [(backend, operation, dtype, int(size)) for _, backend, operation, dtype, size in turns]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from cpuft.config import TrainConfig, option_names, rename_old_options
 from cpuft.errors import CpuftError
 from cpuft.measurement import FORMAT, Link, MeasuredHeader, Measurement, Travels
 from cpuft.serialization import load, parse_json
@@ -294,6 +295,8 @@ def _parse_line(text: str) -> Line:
         raise ValueError(f"format {values.get('format')!r:.60}, this version reads {FORMAT}")
     if kind not in _KINDS:
         raise ValueError(f"kind {kind[:60]!r} is unknown")
+    if kind == "header" and isinstance(options := values.get("options"), dict):
+        values["options"] = rename_old_options(options, option_names(TrainConfig))
     return load(_KINDS[kind], values)
 
 

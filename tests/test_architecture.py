@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": PURE,
     "options": PURE | {"config"},
     "plan": PURE,
-    "record": PURE,
+    "record": PURE | {"config"},
     "execute": PURE | {"plan"},
     "hosts": HOSTS,
     # Supervising a run is reading what its ranks wrote when they failed.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import COMPRESSIONS, ENGINES, SHARDED, TrainConfig, refuse_conflicts, refuse_engine
+from cpuft.config import COMPRESSIONS, ENGINES, SHARDED, TrainConfig, format_flag, refuse_conflicts, refuse_engine
 from cpuft.errors import CpuftError
 
 LAYERS = "because it trains with layers of its own: leave one of them out"
@@ -15,9 +15,9 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ({"engine": "ipex", "plain": True}, f"--engine ipex excludes --plain, {LAYERS}"),
+        ({"engine": "ipex", "fast_path": False}, f"--engine ipex excludes --no-fast-path, {LAYERS}"),
         ({"engine": "deepspeed", "compile": True}, f"--engine deepspeed excludes --compile, {LAYERS}"),
-        ({"engine": "ipex", "lora": 16}, f"--engine ipex excludes --lora, {LAYERS}"),
+        ({"engine": "ipex", "lora_rank": 16}, f"--engine ipex excludes --lora-rank, {LAYERS}"),
         (
             {"engine": "ipex", "sync_every": 2},
             "--engine ipex excludes --sync-every, because it keeps the fp32 weights to itself: leave one of them out",
@@ -60,9 +60,9 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
         *(
             (
                 {"precision": "int8", name: value},
-                f"--precision int8 is the fast path's own, and --{name} goes without: leave one out",
+                f"--precision int8 is the fast path's own, and {format_flag(name, value)} goes without: leave one out",
             )
-            for name, value in {"engine": "ipex", "plain": True, "compile": True, "lora": 16}.items()
+            for name, value in {"engine": "ipex", "fast_path": False, "compile": True, "lora_rank": 16}.items()
         ),
         (
             {"task": "mrpc", "label_type": "number"},
@@ -70,7 +70,7 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
         ),
         (
             {"lora_merge": True},
-            "--lora-merge says how adapters are kept, and there are none: add --lora 16, or leave it out",
+            "--lora-merge says how adapters are kept, and there are none: add --lora-rank 16, or leave it out",
         ),
     ],
 )
@@ -84,14 +84,14 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
     "options",
     [
         {},
-        {"plain": True, "sync_every": 2},
+        {"fast_path": False, "sync_every": 2},
         {"task": "files", "label_type": "number"},
-        {"lora": 16, "lora_merge": True, "plain": True, "sync_every": 4},
-        *({"shard": "optimizer", "grad_compression": way, "accumulation": 2} for way in ("auto", *SHARDED)),
+        {"lora_rank": 16, "lora_merge": True, "fast_path": False, "sync_every": 4},
+        *({"shard": "optimizer", "grad_compression": way, "gradient_accumulation": 2} for way in ("auto", *SHARDED)),
         {"shard": "optimizer", "compile": True},
-        {"precision": "int8", "recompute": True, "sync_every": 2},
+        {"precision": "int8", "gradient_checkpointing": True, "sync_every": 2},
         {"engine": "ipex", "grad_compression": "int8"},
-        {"engine": "deepspeed", "accumulation": 2},
+        {"engine": "deepspeed", "gradient_accumulation": 2},
         {"engine": "ort", "precision": "fp32", "backend": "gloo", "sync_every": 2},
     ],
 )
@@ -105,7 +105,9 @@ def test_every_way_to_send_gradients_is_decided() -> None:
 
 def test_engines_of_others_make_no_checkpoints() -> None:
     for engine in ENGINES[1:]:
-        with pytest.raises(CpuftError, match=f"--notice wants a checkpoint, and --engine {engine} makes none: leave"):
+        with pytest.raises(
+            CpuftError, match=f"--interruption-notice wants a checkpoint, and --engine {engine} makes none: leave"
+        ):
             refuse_engine(engine, notice=True, apart=False)
     refuse_engine("torch", notice=True, apart=True)
     with pytest.raises(CpuftError, match="--ideal trains ranks apart, and --engine deepspeed together only: leave"):

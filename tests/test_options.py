@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.cli import main
-from cpuft.config import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names
+from cpuft.config import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names, parse_arguments
 from cpuft.errors import CpuftError
-from cpuft.options import CONFIG_FILE, Verb, make_options, parse_arguments, read_config
+from cpuft.options import CONFIG_FILE, Verb, make_options, read_config
 from cpuft.provision.options import LocalConfig
 from cpuft.train.__main__ import parse_worker
 
@@ -49,9 +49,9 @@ def test_workers_read_what_launchers_write(train: TrainConfig, worker: WorkerCon
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--tsk=mrpc"], "Did you mean '--task'"),
+        (["--tsk=mrpc"], "'--tsk' is no option here: did you mean --task"),
         (["--task=mprc"], "did you mean mrpc?"),
-        (["--batch-size=0"], "0 is not in the range"),
+        (["--batch-size=0"], "--batch-size 0 is out of range: give 1 or more"),
     ],
 )
 def test_what_no_launcher_writes(words: list[str], message: str) -> None:
@@ -214,7 +214,7 @@ def test_every_number_option_takes_plain_digits_only() -> None:
 
 
 def test_the_demo_has_a_learning_rate_of_its_own_that_a_flag_overrides() -> None:
-    asked = ((), ("--task=demo",), ("--task=demo", "--learning-rate=2e-5"), ("--task=mrpc",), ("--lora=4",))
+    asked = ((), ("--task=demo",), ("--task=demo", "--learning-rate=2e-5"), ("--task=mrpc",), ("--lora-rank=4",))
     rates = [parse_arguments(TrainConfig, list(words)).learning_rate for words in asked]
     assert rates == [1e-4, 1e-4, 2e-5, 2e-5, 2e-4]
     assert "--learning-rate=0.0001" in format_arguments(TrainConfig())  # as the plan and the record show it

@@ -165,7 +165,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
         _print_plans([replace(plan, notes=(*describe_limit(job, cluster), *plan.notes))])
         return
     _check_hosts(cluster, config)
-    grace = config.grace if train.engine == "torch" else None
+    grace = config.grace_period if train.engine == "torch" else None
     if not script:
         save_allowed_paths(run_dir, named, os.environ)
     patience = SCRIPT_SECONDS * (command[0] == sys.executable) if command else TRAINING_SECONDS

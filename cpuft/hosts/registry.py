@@ -55,7 +55,7 @@ class Entry:
     shares_files: bool = False
     """Whether the hosts see this machine's files under the same paths."""
     notice: str = ""
-    """Where a host learns that it is about to go: what --notice of a launch is by itself."""
+    """Where a host learns that it is about to go: what --interruption-notice of a launch is by itself."""
     renewal: str = ""
     """A command by which a host's lease goes on while a run does."""
     until: int = 0

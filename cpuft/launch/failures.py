@@ -17,7 +17,7 @@ from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 _NO_MEMORY = re.compile(r"^(MemoryError\b|RuntimeError: .*can't allocate memory|.*std::bad_alloc)", re.MULTILINE)
 """What Python, torch and C++ say of an allocation that was refused, at the end of a traceback."""
-_LESS_MEMORY = "lower --batch-size or --max-length, add --recompute, or start fewer ranks on this host"
+_LESS_MEMORY = "lower --batch-size or --max-length, add --gradient-checkpointing, or start fewer ranks on this host"
 _TRACE_LINES = 15
 _LIKELY = {
     135: "SIGBUS (is /dev/shm full? look with cpuft doctor)",

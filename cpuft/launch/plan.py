@@ -21,6 +21,7 @@ from cpuft.config import (
     WorkerConfig,
     format_arguments,
     format_rooms,
+    plan_turns,
     refuse_conflicts,
     refuse_engine,
 )
@@ -36,7 +37,6 @@ from cpuft.launch.inputs import add_transfers, gather_missing, pack_script, pack
 from cpuft.launch.resume import ROWS, ResumedRun
 from cpuft.launch.settings import script_settings
 from cpuft.launch.supervise import describe_lease_renewal
-from cpuft.options import plan_turns
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.notice import NOTICE
 from cpuft.words import own_module, pack_words
@@ -116,7 +116,7 @@ def plan_training(
 ) -> RunPlan:
     """Prepare the data once, then train: the run directory holds all that the ranks read and write."""
     train = check_training(cluster, train, environ)
-    refuse_engine(train.engine, bool(config.notice), apart)
+    refuse_engine(train.engine, bool(config.interruption_notice), apart)
     prepared = f"{run_dir}/{ROWS}"
     worker = WorkerConfig(run_dir, prepared, progress, apart, cluster.facts[0].cpu_quota)
     # Until the launcher has fetched the results, the checkpoints are their only copy on a second host.
@@ -242,7 +242,7 @@ def plan_launch(
     )
     shared += environment.keep_user_values(extra, environment.user_variables(environ))
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
-    if notice := find_notice(config.notice) if config.notice else cluster.access.notice:
+    if notice := find_notice(config.interruption_notice) if config.interruption_notice else cluster.access.notice:
         shared += (Setting(NOTICE, notice, "each host's first rank looks there every 5 s"),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run goes on, from what $CPUFT_RUN_DIR has"),) if resumed else ()
     logs = f"{run_dir}/logs"
@@ -269,7 +269,7 @@ def find_notice(place: str) -> str:
     if not colons:
         return os.path.abspath(place)
     if scheme not in ("http", "https"):
-        raise CpuftError(f"--notice asks http and https, not {scheme}: name such an address, or a file")
+        raise CpuftError(f"--interruption-notice asks http and https, not {scheme}: name such an address, or a file")
     return place
 
 
@@ -325,7 +325,7 @@ def plan_notes(
 
 def refuse_unread_rows(train: TrainConfig) -> None:
     """Raises CpuftError when rows are named that `train.task` does not read: it would train on others."""
-    default, text = TrainConfig(), ("held_out", "mask_share", "whole_words")
+    default, text = TrainConfig(), ("validation_split", "mlm_probability", "whole_word_mask")
     own = {"files": (), "text": ()}.get(train.task, ("train_file", "validation_file", "text_columns"))
     task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
     for name in (*own, *(text if train.task != "text" else ())):

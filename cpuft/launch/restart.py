@@ -47,7 +47,7 @@ def find_limit(job: Job, cluster: Cluster) -> int:
     if job.config.min_np > job.config.np:
         raise CpuftError(f"--min-np {job.config.min_np} is more than --np {job.config.np}: lower it")
     no_checkpoints = not job.script and job.train.engine != "torch"
-    return 0 if no_checkpoints else count_restarts(job.config.restarts, len(cluster.assignments))
+    return 0 if no_checkpoints else count_restarts(job.config.max_restarts, len(cluster.assignments))
 
 
 def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
@@ -315,7 +315,7 @@ def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
     `resumed` has below 0 updates where the record of the last start is lost: hosts may know of some.
     """
     train, kept = job.train, resumed.kept
-    batch = train.batch_size * train.accumulation * job.config.np
+    batch = train.batch_size * train.gradient_accumulation * job.config.np
     try:
         known = read_resumed_run(resumed.run_dir, bool(job.script), kept)
     except CpuftError:

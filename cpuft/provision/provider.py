@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from cpuft.config import parse_arguments
 from cpuft.hosts.registry import (
     HOSTFILES,
     Entry,
@@ -17,7 +18,6 @@ from cpuft.hosts.registry import (
     refuse_untrusted,
     state_root,
 )
-from cpuft.options import parse_arguments
 from cpuft.plan import Plan
 from cpuft.provision.options import AwsConfig, HostsConfig, LocalConfig
 from cpuft.provision.ownership import check_places

@@ -19,13 +19,13 @@ _EQUAL_OPTIONS = (
     "max_length",
     "padding",
     "learning_rate",
-    "lora",
-    "accumulation",
+    "lora_rank",
+    "gradient_accumulation",
     "seed",
     "dropout",
     "engine",
-    "mask_share",
-    "whole_words",
+    "mlm_probability",
+    "whole_word_mask",
 )
 
 MOST_EFFICIENCY = 1.1

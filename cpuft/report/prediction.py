@@ -168,7 +168,7 @@ def count_gathered(record: Record) -> float:
     header, options = record.header, record.header.options
     if options.get("shard", "none") == "none":
         return 0.0
-    is_fast = not (options.get("plain") or options.get("compile"))
+    is_fast = options.get("fast_path", True) and not options.get("compile")
     words = header.parameters - header.travels.parameters if header.travels.row else 0
     return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.travels.parameters + 4.0 * words
 

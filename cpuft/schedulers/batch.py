@@ -12,7 +12,7 @@ ENTRY = ("python", "-m", "cpuft.schedulers.aws_batch", "/work")
 """What every node starts, to work in that folder; the main node runs the words behind it, once all have met there."""
 _TOKEN = "CPUFT_BATCH_TOKEN"
 """What it reads the job's secret from."""
-_FIRST = ("--grace", "20")
+_FIRST = ("--grace-period", "20")
 """Batch sends SIGKILL 30 s after SIGTERM."""
 
 

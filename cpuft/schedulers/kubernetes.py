@@ -11,7 +11,7 @@ from cpuft.schedulers.work import HERE, Work, fill
 
 _LABEL = re.compile("[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _ONCE = (HERE / "once.sh").read_text(encoding="utf-8")
-_FIRST = ("--grace", "110")
+_FIRST = ("--grace-period", "110")
 """A little less than the pod's own."""
 
 

@@ -7,9 +7,8 @@ import time
 import traceback
 from typing import NoReturn
 
-from cpuft.config import TrainConfig, WorkerConfig, option_names
+from cpuft.config import TrainConfig, WorkerConfig, option_names, parse_arguments
 from cpuft.errors import AGAIN, CpuftError, describe_disk, find_full_disk
-from cpuft.options import parse_arguments
 from cpuft.rank.reporting import start_reporting
 from cpuft.terminal import keep_streams
 from cpuft.train.startup import hurry

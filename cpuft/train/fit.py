@@ -73,14 +73,14 @@ def foretell_rank(
     evaluation = Largest(len(looked), int(looked[0]), int(looked.sum()))
     if prepared.kind == "masked":
         train, evaluation = (
-            replace(batch, guessed=round(config.mask_share * batch.tokens)) for batch in (train, evaluation)
+            replace(batch, guessed=round(config.mlm_probability * batch.tokens)) for batch in (train, evaluation)
         )
     return foretell(shape, config, precision, train, evaluation, ranks, keeps)
 
 
 def find_largest(tokens: Tokens, config: TrainConfig, ranks: int, reads_all: bool = False) -> Largest:
     """The largest batch of the first of so many ranks in the first epoch."""
-    lengths, size = tokens.lengths, config.batch_size * config.accumulation * ranks
+    lengths, size = tokens.lengths, config.batch_size * config.gradient_accumulation * ranks
     updates = count_updates(len(lengths), size, config.epochs, config.max_steps)
     orders = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
     batches = [lengths[deal(rows, 0, ranks)[: config.batch_size]] for rows in orders]
@@ -142,10 +142,13 @@ def _may_share(config: TrainConfig, ranks: int) -> bool:
 def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
     """Other options for the same updates, those that cost the least time first."""
     halvings = [2**power for power in range(config.batch_size.bit_length()) if config.batch_size % 2**power == 0]
-    smaller = [{"batch_size": config.batch_size // n, "accumulation": config.accumulation * n} for n in halvings[1:]]
+    smaller = [
+        {"batch_size": config.batch_size // n, "gradient_accumulation": config.gradient_accumulation * n}
+        for n in halvings[1:]
+    ]
     # A share of a step's time; of checkpoints, what their lack may cost.
     shared = [(0.05, {"shard": "optimizer"})] * _may_share(config, ranks)
-    again = [(0.3, {"recompute": True})] * (config.engine == "torch" and not config.recompute)
+    again = [(0.3, {"gradient_checkpointing": True})] * (config.engine == "torch" and not config.gradient_checkpointing)
     unkept = [(0.5, {"checkpoint_every": 0})] * bool(config.checkpoint_every)
     choices = [shared, [(0.08 * number, one) for number, one in enumerate(smaller, 1)], again, unkept]
     nothing: list[tuple[float, dict[str, Any]]] = [(0.0, {})]

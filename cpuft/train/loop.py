@@ -72,7 +72,7 @@ class Loop:
         """`known`: what gradients were found to be sent as, when the run began."""
         self.model, self.objective, self.config, self.prepared = model, objective, config, prepared
         self.precision, self.world, self.apart = precision, world, apart
-        self.global_batch = global_batch or config.batch_size * config.accumulation * world.size
+        self.global_batch = global_batch or config.batch_size * config.gradient_accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         try_model(model, objective, config, prepared, precision)
         self.optimizer = make_optimizer(model, config, precision)

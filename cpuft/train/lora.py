@@ -1,4 +1,4 @@
-"""`--lora N`: adapters of rank N, by peft, are trained in a model's place; they alone travel and are kept.
+"""`--lora-rank N`: adapters of rank N, by peft, are trained in a model's place; they alone travel and are kept.
 
 Their learning rate is ten times that of whole models: the best one for LoRA is, whatever the rank (Schulman and others,
 LoRA Without Regret, 2025). They are scaled by 2: alpha is twice the rank, as in peft's example for MRPC. Of attention
@@ -24,8 +24,8 @@ _TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOK
 
 def check_lora(config: TrainConfig, package: str = "peft") -> None:
     """Raises CpuftError when adapters are asked for, and what makes them is not installed."""
-    if config.lora:
-        check_peft("--lora", package)
+    if config.lora_rank:
+        check_peft("--lora-rank", package)
 
 
 def check_peft(wanted_by: str, package: str = "peft") -> None:
@@ -49,7 +49,7 @@ def adapt(model: Any, rank: int, source: str, fresh: Collection[str]) -> Any:
     whole, kind = find_whole(model, fresh), type(model).__name__
     targets = [name for name in find_targets(model) if name not in whole]
     if not targets:
-        raise CpuftError(f"--lora finds no linear layers in the attention of {source} ({kind}): leave it out")
+        raise CpuftError(f"--lora-rank finds no linear layers in the attention of {source} ({kind}): leave it out")
     task = next((task for end, task in _TASKS.items() if kind.endswith(end)), None)
     settings = LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=targets, modules_to_save=whole or None, task_type=task

@@ -87,14 +87,14 @@ def foretell(
     shape: Shape, config: TrainConfig, precision: str, train: Largest, evaluation: Largest, ranks: int, keeps: bool
 ) -> dict[str, int]:
     """Bytes that a rank of so many holds at its peak, by part; it may be one that `keeps` checkpoints."""
-    size, fast = 2 if precision == "bf16" else 4, config.engine == "torch" and not (config.plain or config.compile)
+    size, fast = 2 if precision == "bf16" else 4, config.engine == "torch" and config.fast_path and not config.compile
     low, share = size if fast else 4, ranks if config.shard == "optimizer" else 1
-    # --lora trains two factors for each of attention's linear layers, and the head's product.
-    adapters = 8 * config.lora * shape.layers * shape.hidden + (shape.hidden + 1) * shape.hidden
-    linears, others = (0, adapters) if config.lora else (shape.linears, shape.others)
+    # --lora-rank trains two factors for each of attention's linear layers, and the head's product.
+    adapters = 8 * config.lora_rank * shape.layers * shape.hidden + (shape.hidden + 1) * shape.hidden
+    linears, others = (0, adapters) if config.lora_rank else (shape.linears, shape.others)
     every = linears + others
     passing = passing_bytes(shape, fast, size, train)
-    steps = kept_bytes(shape, fast, config.recompute, size, train)[1]
+    steps = kept_bytes(shape, fast, config.gradient_checkpointing, size, train)[1]
     steps += max(passing, guessing_bytes(shape, size, train.guessed))
     steps += shape.linears * (precision == "int8")  # the weights in 8 bits, which backward takes, too
     looked = looking_bytes(shape, fast, size, evaluation) + guessing_bytes(shape, size, evaluation.guessed)
@@ -111,7 +111,7 @@ def foretell(
         "buffers": _BUCKETS + unsent if ranks > 1 else 0,
     }
     pieces = _PIECES * (parts["moments"] + parts["gradients"] + parts["activations"])
-    if config.recompute and shape.layers:
+    if config.gradient_checkpointing and shape.layers:
         # Of what forward layers pass through the heap, small things that stay keep the pieces apart: backward, which
         # computes them again between its own, finds no room there.
         pieces += 2 * _again(shape, fast, size, train) + passing
@@ -119,8 +119,8 @@ def foretell(
 
 
 def kept_bytes(shape: Shape, fast: bool, recompute: bool, size: int, batch: Largest) -> tuple[int, int]:
-    """Bytes that the forward pass keeps for backward, and what is there at most of that in backward: with `--recompute`
-    a layer that is computed again is more. `size`: bytes of a number in products."""
+    """Bytes that the forward pass keeps for backward, and what is there at most of that in backward: with
+    `--gradient-checkpointing` a layer that is computed again is more. `size`: bytes of a number in products."""
     if not shape.layers:
         return 0, 0
     layer = _layer(shape, fast, size, batch)

@@ -196,7 +196,7 @@ def choose_pad_id(config: TrainConfig, tokenizer: Any, words: int = 0) -> int:
 
 
 def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: int = 0, pad_id: int = -1) -> Any:
-    """The encoder with a fresh head, fp32, on the CPU; untrained with `--from-config`, held by peft with `--lora`.
+    """The encoder with a fresh head, fp32, on the CPU; untrained with `--from-config`, held by peft with `--lora-rank`.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: i
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise classes of their own
         raise CpuftError(_cannot_load(name_model(config), error)) from None
-    return adapt(model, config.lora, source, fresh) if config.lora else model
+    return adapt(model, config.lora_rank, source, fresh) if config.lora_rank else model
 
 
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:

@@ -20,7 +20,7 @@ from cpuft.train.fast.encoder import describe_layers
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
     """AdamW for a model, which gets the layers of the engine asked for, in place."""
-    if config.recompute:
+    if config.gradient_checkpointing:
         recompute_layers(model)
     if config.compile:
         # Else torch loads from a folder of /tmp that anybody may make first. The first optimizer settles it.
@@ -36,14 +36,18 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     elif config.compile:
         # The fast layers call kernels of their own, which a graph cannot hold. Lengths differ from step to step.
         model.compile(dynamic=True)
-    elif not config.plain:
-        accelerate(model, optimizer, precision=precision, adapters=config.lora > 0)
+    elif config.fast_path:
+        accelerate(model, optimizer, precision=precision, adapters=config.lora_rank > 0)
     return optimizer
 
 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
     """How many layers of a model the fast path has replaced in `make_optimizer`, or why it has not."""
-    off = {"--plain": config.plain, "--compile": config.compile, f"--engine {config.engine}": config.engine != "torch"}
+    off = {
+        "--no-fast-path": not config.fast_path,
+        "--compile": config.compile,
+        f"--engine {config.engine}": config.engine != "torch",
+    }
     given = next((option for option, is_given in off.items() if is_given), "")
     return f"not used, because of {given}" if given else describe_layers(model)
 
@@ -61,7 +65,9 @@ def recompute_layers(model: torch.nn.Module) -> None:
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise CpuftError(f"--recompute finds no layers in {type(model).__name__} that can compute again: leave it out")
+        raise CpuftError(
+            f"--gradient-checkpointing finds no layers in {type(model).__name__} that can compute again: leave it out"
+        )
     for layer in layers[:-1]:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)

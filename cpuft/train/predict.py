@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from cpuft.config import PredictConfig, TrainConfig, option_names
+from cpuft.config import PredictConfig, TrainConfig, option_names, parse_arguments
 from cpuft.errors import CpuftError, counted, describe_disk, find_full_disk
 from cpuft.hardware import choose_precision
-from cpuft.options import parse_arguments
 from cpuft.record import read_record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import keep_streams
@@ -147,8 +146,8 @@ def answer(
     # 8 bits are for training only.
     precision = choose_precision("fp32" if wanted == "int8" else wanted, True, read_cpu().flags)
     objective, train = make_objective(run.train, prepared), run.train
-    model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora=0)).eval()
-    if not train.plain and not train.compile and train.engine == "torch":
+    model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)).eval()
+    if train.fast_path and not train.compile and train.engine == "torch":
         quicken(model, precision.name)
     settle()
     start, outputs, found = time.perf_counter(), dict[str, Outputs](), dict[str, float]()

@@ -260,7 +260,7 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank]) -> tuple[str, s
     tuple[str, str]
         `Header.kernels`, and a line for the user: which hosts have no kernels, why, and what to do; empty if all have.
     """
-    if config.plain or config.compile or config.engine != "torch":
+    if not config.fast_path or config.compile or config.engine != "torch":
         return "", ""
     return describe_kernels(gather(kernel_status()), [rank.host for rank in ranks])
 
@@ -298,7 +298,7 @@ def make_header(
         cpu_model=cpu.model,
         cpu_flags=[flag for flag in DECIDING_FLAGS if flag in cpu.flags],
         versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
-        global_batch=config.batch_size * config.accumulation * len(ranks),
+        global_batch=config.batch_size * config.gradient_accumulation * len(ranks),
         parameters=parameters,
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )

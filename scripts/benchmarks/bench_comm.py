@@ -110,7 +110,7 @@ def _overlap(folder: Path, place: str, backend: str, *where: str) -> float:
         "launch",
         "--np",
         "2",
-        "--restarts",
+        "--max-restarts",
         "0",
         "--run-dir",
         str(run_dir),
@@ -129,7 +129,7 @@ def check_compression(folder: Path, data: str) -> bool:
     """MRPC's metric with gradients as bf16 within 0.01 of fp32's, and half the bytes."""
     runs = {}
     for compression in ("none", "bf16"):
-        job = ["launch", "--np", "2", "--task", "mrpc", "--data-dir", data, "--learning-rate", "1e-4", "--plain"]
+        job = ["launch", "--np", "2", "--task", "mrpc", "--data-dir", data, "--learning-rate", "1e-4", "--no-fast-path"]
         cpuft(folder, *job, "--grad-compression", compression, "--no-save-model", "--run-dir", f"mrpc-{compression}")
         record = read_record(str(folder / f"mrpc-{compression}"))
         assert record.footer is not None

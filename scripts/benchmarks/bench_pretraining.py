@@ -58,7 +58,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=48, help="that it has in truth [48]")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence [128]")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences of a micro-batch of a rank [4]")
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of an update [4]")
+    parser.add_argument("--gradient-accumulation", type=int, default=4, help="micro-batches of an update [4]")
     parser.add_argument("--steps", type=int, default=5, help="updates of each training [5]")
     known, others = parser.parse_known_args(words)
     known.options = others
@@ -70,8 +70,8 @@ def plan_launch(asked: argparse.Namespace, model: str, texts: tuple[str, str], r
     what = ["--task", "text", "--train-file", texts[0], "--validation-file", texts[1]]
     what += ["--from-config", model, "--tokenizer", "minilm"]
     size = ["--max-length", str(asked.length), "--batch-size", str(asked.batch_size)]
-    size += ["--accumulation", str(asked.accumulation), "--max-steps", str(asked.steps)]
-    own = ["--shard", "optimizer", "--no-save-model", "--checkpoint-every", "0", "--no-check", "--restarts", "0"]
+    size += ["--gradient-accumulation", str(asked.gradient_accumulation), "--max-steps", str(asked.steps)]
+    own = ["--shard", "optimizer", "--no-save-model", "--checkpoint-every", "0", "--no-check", "--max-restarts", "0"]
     return ["launch", *what, *size, *own, "--time-limit", str(_SECONDS), "--run-dir", str(run_dir), *asked.options]
 
 
@@ -158,7 +158,10 @@ def write_text(path: Path, lines: int) -> str:
 def main() -> None:
     """Both tables."""
     asked = parse()
-    print(f"{asked.batch_size} x {asked.accumulation} sequences of {asked.length} tokens a rank and update", flush=True)
+    print(
+        f"{asked.batch_size} x {asked.gradient_accumulation} sequences of {asked.length} tokens a rank and update",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         own = str(Path(asked.text).absolute()) if asked.text else write_text(folder / "text.txt", 40_000)

@@ -34,7 +34,7 @@ def check_rate(folder: Path, rate: str, hosts: list[str], options: argparse.Name
         chosen = ("--grad-compression", options.compression, "--backend", options.backend)
         for number in hosts:
             where = ("--cluster", cluster.name, "--np", number, "--run-dir", f"np-{number}", "--no-check")
-            run(cluster, "launch", *where, *job, *chosen, "--no-save-model", "--restarts", "0")
+            run(cluster, "launch", *where, *job, *chosen, "--no-save-model", "--max-restarts", "0")
         link = ("--bandwidth", rate, "--latency", str(options.latency), "--hosts", ",".join(hosts))
         told = json.loads(run(cluster, "estimate", "np-1", *link, "--json"))
         rows = []

@@ -1,6 +1,6 @@
 """Run by scripts/check-seeds: the metric over seeds, of one path against others, paired by seed.
 
-By default the fast path against --plain; `--np 4 --paths exact,bf16,int8,powersgd,local8` compares what travels between
+By default the fast path against --no-fast-path; `--np 4 --paths exact,bf16,int8,powersgd,local8` compares what travels between
 ranks: each path is compared with the first.
 """
 
@@ -24,7 +24,7 @@ TASKS = {
     "sst2": (("--learning-rate", "1e-4", "--max-train-samples", "6000"), "accuracy"),
 }
 PATHS: dict[str, tuple[str, ...]] = {
-    "plain": ("--plain",),
+    "plain": ("--no-fast-path",),
     "fp32": ("--precision", "fp32"),
     "int8p": ("--precision", "int8"),
     "fast": (),
@@ -37,8 +37,8 @@ PATHS: dict[str, tuple[str, ...]] = {
     "local4": ("--sync-every", "4"),
     "local8": ("--sync-every", "8"),
     "local16": ("--sync-every", "16"),
-    "lora8": ("--lora", "8", "--learning-rate", "1e-3"),
-    "lora16": ("--lora", "16", "--learning-rate", "1e-3"),
+    "lora8": ("--lora-rank", "8", "--learning-rate", "1e-3"),
+    "lora16": ("--lora-rank", "16", "--learning-rate", "1e-3"),
     "diloco4": ("--sync-every", "4", "--outer-momentum", "0.9"),
     "diloco8": ("--sync-every", "8", "--outer-momentum", "0.9"),
 }
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("records", type=Path, help="folder for the runs' records; those there are not made again")
     parser.add_argument("--seeds", default="1,2,3,4,5", help="comma between")
     parser.add_argument(
-        "--held-out",
+        "--validation-split",
         type=int,
         default=0,
         help="training rows to evaluate on, too; their records need a folder of their own",

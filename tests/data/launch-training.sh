@@ -34,12 +34,12 @@ echo 'cpuft: make the run'"'"'s directory' >&2
 sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"' /runs /runs/one </dev/null
 echo 'cpuft: check and tokenise the rows once, before any rank starts' >&2
 python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
-    --task=mrpc --model=minilm --from-config= --tokenizer= --vocabulary=30522 --data-dir= \
+    --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 --data-dir= \
     --train-file= --validation-file= --text-columns= --label-column=label --label-type=auto \
-    --max-length=128 --held-out=0.1 --mask-share=0.15 --whole-words=False --epochs=3.0 --max-steps=0 \
-    --max-train-samples=0 --batch-size=32 --accumulation=1 --lora=0 --learning-rate=2e-05 \
-    --warmup-ratio=0.0 --weight-decay=0.0 --clip-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
-    --padding=dynamic --engine=torch --plain=False --compile=False --recompute=False \
+    --max-length=128 --validation-split=0.1 --mlm-probability=0.15 --whole-word-mask=False --epochs=3.0 --max-steps=0 \
+    --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=0 --learning-rate=2e-05 \
+    --warmup-ratio=0.0 --weight-decay=0.0 --max-grad-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
+    --padding=dynamic --engine=torch --fast-path=True --compile=False --gradient-checkpointing=False \
     --emulate-bf16=False --eval-batch-size=32 --backend=auto --grad-compression=auto --sync-every=1 \
     --outer-momentum=0.0 --shard=none --comm-timeout=300.0 --save-model=True --lora-merge=False \
     --checkpoint-every=-1.0 </dev/null
@@ -54,13 +54,13 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -env OMP_NUM_THREADS 14 -env I_MPI_PIN_DOMAIN '[0xfffc,0xfffc0000]' -env CCL_WORKER_COUNT 2 -env CCL_WORKER_AFFINITY 0,1,16,17 \
     -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env THP_MEM_ALLOC_ENABLE 1 \
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank \
-    -m cpuft.train --task=mrpc --model=minilm --from-config= --tokenizer= --vocabulary=30522 \
+    -m cpuft.train --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 \
     --data-dir= --train-file= --validation-file= --text-columns= --label-column=label \
-    --label-type=auto --max-length=128 --held-out=0.1 --mask-share=0.15 --whole-words=False \
-    --epochs=3.0 --max-steps=0 --max-train-samples=0 --batch-size=32 --accumulation=1 --lora=0 \
-    --learning-rate=2e-05 --warmup-ratio=0.0 --weight-decay=0.0 --clip-norm=1.0 --dropout=-1.0 \
-    --seed=42 --precision=auto --padding=dynamic --engine=torch --plain=False --compile=False \
-    --recompute=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
+    --label-type=auto --max-length=128 --validation-split=0.1 --mlm-probability=0.15 --whole-word-mask=False \
+    --epochs=3.0 --max-steps=0 --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=0 \
+    --learning-rate=2e-05 --warmup-ratio=0.0 --weight-decay=0.0 --max-grad-norm=1.0 --dropout=-1.0 \
+    --seed=42 --precision=auto --padding=dynamic --engine=torch --fast-path=True --compile=False \
+    --gradient-checkpointing=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
     --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --shard=none --comm-timeout=300.0 \
     --save-model=True --lora-merge=False --checkpoint-every=-1.0 --run-dir=/runs/one \
     --prepared=/runs/one/data.npz --progress=lines --apart=False --cores-allowed=0.0 --resume=-1 \

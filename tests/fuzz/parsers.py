@@ -18,7 +18,16 @@ from cpuft import hardware, plan, serialization, words
 from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.stacks import format_dumps
 from cpuft.comm.choice.choosing import read_choice
-from cpuft.config import BenchConfig, PredictConfig, TrainConfig, format_arguments, option_names, parse_bits
+from cpuft.config import (
+    BenchConfig,
+    PredictConfig,
+    TrainConfig,
+    format_arguments,
+    option_names,
+    parse_arguments,
+    parse_bits,
+    plan_turns,
+)
 from cpuft.errors import CpuftError
 from cpuft.hosts import registry, topology, transport
 from cpuft.hosts.flavours import parse_flavour
@@ -28,7 +37,7 @@ from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.settings import user_variables
 from cpuft.launch.stack_dumps import parse_dump, parse_rank_dump
 from cpuft.measurement import MeasuredHeader, Measurement
-from cpuft.options import parse_arguments, plan_turns, read_config
+from cpuft.options import read_config
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.preflight import parse_ssh_from

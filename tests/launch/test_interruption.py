@@ -78,7 +78,7 @@ def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], stop: s
 def test_a_script_is_told_of_a_notice_and_its_75_is_the_launch_s(tmp_path: Path) -> None:
     Path("script.py").write_text(SCRIPT)
     with serve_metadata(404, 200) as metadata:
-        words = ("--run-dir", "run", "--notice", metadata.url, "--", "script.py")
+        words = ("--run-dir", "run", "--interruption-notice", metadata.url, "--", "script.py")
         done = run_cpuft("launch", "--np", "2", *words, seconds=200)
     assert done.returncode == 75
     said = f"cpuft: ranks ended with 75: go on with cpuft launch --resume {tmp_path}/run -- script.py"

@@ -28,7 +28,7 @@ def launch(
     script: str, *words: str, options: tuple[str, ...] = (), **settings: str
 ) -> subprocess.CompletedProcess[str]:
     quiet = {"PL_TRAINER_LOGGER": "False", "PL_TRAINER_ENABLE_PROGRESS_BAR": "False"}
-    options = ("--np", "2", "--restarts", "0", "--run-dir", "run", *options)
+    options = ("--np", "2", "--max-restarts", "0", "--run-dir", "run", *options)
     return run_cpuft("launch", *options, "--", script, *words, seconds=200, settings=quiet | settings)
 
 

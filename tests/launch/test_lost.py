@@ -124,7 +124,18 @@ def start(cluster: Simulated, run: str, case: Case) -> subprocess.Popen[str]:
     hostfile = cluster.folder / f"{run}-hosts"
     hostfile.write_text("".join(hosts[index - 1] for index in case.hosts), encoding="utf-8")
     where = ["--hostfile", str(hostfile), "--ssh-config", cluster.ssh_config]
-    words = ["launch", "--np", str(len(case.hosts)), "--restarts", "0", "--no-check", *where, "--run-dir", run, "--"]
+    words = [
+        "launch",
+        "--np",
+        str(len(case.hosts)),
+        "--max-restarts",
+        "0",
+        "--no-check",
+        *where,
+        "--run-dir",
+        run,
+        "--",
+    ]
     command = [sys.executable, "-m", "cpuft", *words, str(cluster.folder / "sums.py"), case.backend, str(case.deadline)]
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
     pipe = subprocess.PIPE

@@ -27,7 +27,7 @@ TRAINING = (
     "--max-length",
     "32",
 )
-QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
+QUIET = ("--backend", "gloo", "--no-save-model", "--no-fast-path")
 WAITS = """import os, pathlib, sys, time, torch, torch.distributed as dist
 from cpuft.rank.notice import came
 dist.init_process_group("gloo")

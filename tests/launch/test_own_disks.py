@@ -24,7 +24,7 @@ from tests.provision.simulated import Simulated, needs_root, own_root, simulate
 pytestmark = needs_root
 TRAINING = ("--np", "2", "--task", "demo", "--max-train-samples", "64", "--max-steps", "2", "--precision", "fp32")
 TEXTS = ("--task", "text", "--train-file", "book.txt", "--max-length", "32")
-QUIET = ("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check", "--plain")
+QUIET = ("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check", "--no-fast-path")
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def repair(cluster: Simulated) -> None:
 def break_off(cluster: Simulated, run: str) -> tuple[int, list[str]]:
     """Start a training on all hosts and kill the master's; exit code, and the lines of the launch."""
     words = ["--np", "3", *TRAINING[2:], *QUIET, "--max-steps", "20", "--batch-size", "4", "--checkpoint-every", "0.1"]
-    words += ["--restarts", "0"]
+    words += ["--max-restarts", "0"]
     command = [sys.executable, "-m", "cpuft", "launch", "--cluster", cluster.name, *words, "--run-dir", run]
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
     with subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=subprocess.PIPE, text=True) as process:
@@ -251,7 +251,7 @@ def test_a_host_that_is_told_to_go_is_left_before_it_does(cluster: Simulated) ->
     """With a checkpoint, and the others go on by themselves: here it is the master."""
     job = [*TRAINING[2:], *QUIET, "--max-steps", "16", "--checkpoint-every", "0", "--batch-size", "4"]
     cluster.on(1, "touch /notice")
-    where = ("--cluster", cluster.name, "--np", "2", "--run-dir", "leaving", "--notice", "/notice")
+    where = ("--cluster", cluster.name, "--np", "2", "--run-dir", "leaving", "--interruption-notice", "/notice")
     done = cluster.cpuft("launch", *where, *job)
     cluster.on(1, "rm /notice")
     assert done.returncode == 0, done.stderr

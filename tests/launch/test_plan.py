@@ -65,7 +65,7 @@ def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
 @pytest.mark.parametrize(("asked", "notice"), [("", "http://there/it"), ("/mine", "/mine")])
 def test_a_cluster_that_tells_of_its_hosts_end_is_asked_unless_somebody_else_is(asked: str, notice: str) -> None:
     cluster = dataclasses.replace(make_cluster((1, 1)), access=Access(python="python", notice="http://there/it"))
-    plan = plan_launch(cluster, LaunchConfig(np=2, notice=asked), "/runs/one", ("true",), "gloo", {})
+    plan = plan_launch(cluster, LaunchConfig(np=2, interruption_notice=asked), "/runs/one", ("true",), "gloo", {})
     ((ranks,),) = plan.ranks
     assert [words for words in zip(ranks.command, ranks.command[1:]) if "CPUFT_NOTICE" in words[0]] == [
         ("CPUFT_NOTICE", notice)

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli.predict import check_request, compute_settings, plan_prediction
-from cpuft.config import PredictConfig, option_names
+from cpuft.config import PredictConfig, option_names, parse_arguments
 from cpuft.errors import CpuftError
-from cpuft.options import parse_arguments
 from cpuft.record import read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 from tests.records import make_record

@@ -195,7 +195,7 @@ def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
         "--np",
         "2",
         "--independent",
-        "--restarts",
+        "--max-restarts",
         "0",
         "--cluster",
         cluster.name,
@@ -252,7 +252,7 @@ def test_a_host_that_freezes_ends_the_run(cluster: Simulated) -> None:
         "print('here', flush=True)\n"
         "while True: dist.all_reduce(torch.ones(1))\n"
     )
-    words = ["launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "frozen", "--restarts", "0", "--"]
+    words = ["launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "frozen", "--max-restarts", "0", "--"]
     command = [sys.executable, "-m", "cpuft", *words, str(script)]
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
     with subprocess.Popen(

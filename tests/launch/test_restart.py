@@ -51,7 +51,7 @@ def cluster() -> Cluster:
 
 
 def script(restarts: int, **options: float) -> Job:
-    return Job(LaunchConfig(restarts=restarts, **options), TrainConfig(), ("true",))  # type: ignore[arg-type]
+    return Job(LaunchConfig(max_restarts=restarts, **options), TrainConfig(), ("true",))  # type: ignore[arg-type]
 
 
 def run(job: Job, cluster: Cluster, *ends: Callable[[Path], int]) -> tuple[int, list[RunPlan], list[str], list[float]]:
@@ -266,7 +266,7 @@ def test_the_dry_run_tells_how_often(cluster: Cluster) -> None:
     assert describe_limit(script(2), cluster) == (told,)
     assert describe_limit(script(-1), cluster) == ()
     assert describe_limit(script(2, np=3, min_np=2), cluster) == (f"{told}, 2 ranks at least",)
-    assert find_limit(Job(LaunchConfig(restarts=3), TrainConfig(engine="ipex")), cluster) == 0
+    assert find_limit(Job(LaunchConfig(max_restarts=3), TrainConfig(engine="ipex")), cluster) == 0
     with pytest.raises(CpuftError, match="--min-np 2 is more than --np 1: lower it"):
         describe_limit(script(2, min_np=2), cluster)
 

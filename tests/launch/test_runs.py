@@ -74,7 +74,7 @@ def test_one_rank_and_two_have_the_same_losses_on_mrpc(tmp_path: Path) -> None:
     (tmp_path / "run").rename(tmp_path / "one")
     two = launch("--np", "2", "--batch-size", "16", *MRPC, *exact)
     (tmp_path / "run").rename(tmp_path / "two")
-    micro = launch("--np", "2", "--batch-size", "8", "--accumulation", "2", *MRPC, *exact)
+    micro = launch("--np", "2", "--batch-size", "8", "--gradient-accumulation", "2", *MRPC, *exact)
     losses = [[line.loss for line in record.steps] for record in (one, two, micro)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-4)
     assert losses[2] == pytest.approx(losses[0], abs=1e-4)
@@ -97,7 +97,7 @@ def test_every_backend_has_the_losses_of_gloo(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_compressed_gradients_are_half_the_bytes(tmp_path: Path) -> None:
     # Plain, because the fast path's gradients are bf16 to begin with.
-    words = ("--np", "2", *DEMO, "--plain", "--no-save-model", "--backend", "gloo", "--grad-compression")
+    words = ("--np", "2", *DEMO, "--no-fast-path", "--no-save-model", "--backend", "gloo", "--grad-compression")
     whole = launch(*words, "none")
     (tmp_path / "run").rename(tmp_path / "whole")
     half = launch(*words, "bf16")
@@ -114,20 +114,20 @@ def test_compressed_gradients_are_half_the_bytes(tmp_path: Path) -> None:
 def test_adapters_alone_travel_and_their_folder_is_a_model(tmp_path: Path) -> None:
     whole = launch("--np", "2", *DEMO, "--no-save-model", "--backend", "gloo")
     (tmp_path / "run").rename(tmp_path / "whole")
-    adapted = launch("--np", "2", *DEMO, "--lora", "16", "--backend", "gloo")
+    adapted = launch("--np", "2", *DEMO, "--lora-rank", "16", "--backend", "gloo")
     assert all(b.bytes_sent < 0.03 * a.bytes_sent for a, b in zip(whole.steps, adapted.steps, strict=True))
     (tmp_path / "run").rename(tmp_path / "adapted")
     kept = {path.name for path in (tmp_path / "adapted/model").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= kept
     assert "model.safetensors" not in kept
-    again = launch("--np", "1", *DEMO, "--model", "adapted/model", "--lora", "8", "--lora-merge")
+    again = launch("--np", "1", *DEMO, "--model", "adapted/model", "--lora-rank", "8", "--lora-merge")
     assert again.footer is not None
     assert {path.name for path in (tmp_path / "run/model").iterdir()} >= {"model.safetensors", "config.json"}
 
 
 @pytest.mark.proof
 def test_adapters_of_a_compiled_model_are_trained_on_two_ranks() -> None:
-    record = launch("--np", "2", *DEMO, "--no-save-model", "--lora", "8", "--compile", "--backend", "gloo")
+    record = launch("--np", "2", *DEMO, "--no-save-model", "--lora-rank", "8", "--compile", "--backend", "gloo")
     assert record.footer is not None
     assert len(record.steps) == 4
 

@@ -108,7 +108,7 @@ if sys.argv[1] == "killed" and "CPUFT_RESUMED" not in os.environ: os.kill(os.get
     ],
 )
 def test_what_a_script_did_not_do_itself_is_tried_again(fault: str, code: int, starts: list[str], line: str) -> None:
-    done = run_cpuft("launch", "--restarts", "3", "--run-dir", "run", "--", write_script(AGAIN), fault, seconds=60)
+    done = run_cpuft("launch", "--max-restarts", "3", "--run-dir", "run", "--", write_script(AGAIN), fault, seconds=60)
     assert done.returncode == code, done.stderr
     assert [path.read_text() for path in sorted(Path("run").glob("logs*/rank-0.out"), reverse=True)] == starts
     assert f"cpuft: {line}" in done.stderr
@@ -208,7 +208,7 @@ def test_a_rank_that_runs_out_of_memory_is_named_with_the_cause(small_group: Pat
     assert done.returncode == 137
     assert done.stderr.rstrip().splitlines()[-3:] == [
         "cpuft: rank 0 on localhost failed, killed by the kernel because it was out of memory (lower "
-        "--batch-size or --max-length, add --recompute, or start fewer ranks on this host):",
+        "--batch-size or --max-length, add --gradient-checkpointing, or start fewer ranks on this host):",
         "cpuft: the kernel killed this rank because memory ran out",
         "cpuft: rank 0 on localhost failed",
     ]

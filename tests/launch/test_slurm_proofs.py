@@ -26,7 +26,7 @@ BY_SRUN = ("--mpirun", "srun")
 TRAINING = ("--task", "demo", "--max-train-samples", "64", "--max-steps", "4", "--precision", "fp32", "--dropout", "0")
 DEMO = ("--task", "demo", "--epochs", "4", "--batch-size", "8", "--precision", "fp32", "--dropout", "0")
 LONG, SHORTER = (*DEMO, "--max-steps", "150"), (*DEMO, "--max-steps", "60")
-QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
+QUIET = ("--backend", "gloo", "--no-save-model", "--no-fast-path")
 SUM = """import os, sys, torch, torch.distributed as dist
 from cpuft import comm
 comm.start(sys.argv[1])

@@ -152,8 +152,8 @@ def test_a_failures_mark_reads_back() -> None:
         (135, "killed by SIGBUS (is /dev/shm full? look with cpuft doctor)"),
         (
             137,
-            "killed by SIGKILL (was memory short? If so, lower --batch-size or --max-length, add --recompute, "
-            "or start fewer ranks on this host)",
+            "killed by SIGKILL (was memory short? If so, lower --batch-size or --max-length, add "
+            "--gradient-checkpointing, or start fewer ranks on this host)",
         ),
         (139, "killed by signal 11"),
     ],
@@ -542,7 +542,7 @@ def test_the_plan_of_a_run_on_rented_hosts_says_who_renews_and_where_notice_come
         plan.notes
     )
     assert f"  CPUFT_NOTICE={SOURCE}  each host's first rank looks there every 5 s" in plan.notes
-    own = plan_launch(rented, LaunchConfig(np=2, notice="/run/end"), "/runs/one", ("true",), "gloo", {})
+    own = plan_launch(rented, LaunchConfig(np=2, interruption_notice="/run/end"), "/runs/one", ("true",), "gloo", {})
     assert "  CPUFT_NOTICE=/run/end  each host's first rank looks there every 5 s" in own.notes
 
 

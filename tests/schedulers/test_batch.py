@@ -92,7 +92,7 @@ def test_every_word_arrives_as_it_is(value: str) -> None:
     add_program("cpuft", SAY)
     done = run_script("sh", script_of(replace(SITE, name="x"), make_work(value)), AWS_BATCH_JOB_ATTEMPT="1")
     assert (done.returncode, done.stderr) == (0, "")
-    assert words_said() == told_of(value, "--grace", "20")
+    assert words_said() == told_of(value, "--grace-period", "20")
 
 
 @pytest.mark.parametrize("attempt, told", [("1", ["--run-dir", "runs/mrpc-np8"]), ("2", ["--resume", "runs/mrpc-np8"])])

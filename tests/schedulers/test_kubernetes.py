@@ -32,7 +32,7 @@ SITE = JobConfig(
     seconds=3600,
 )
 WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
-FIRST = ("--grace", "110")
+FIRST = ("--grace-period", "110")
 
 QUANTITY = re.compile("[1-9][0-9]*(Mi|Gi)?")
 SHARE = {"cpu": QUANTITY, "memory": QUANTITY}

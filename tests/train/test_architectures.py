@@ -45,7 +45,7 @@ NAMES = ("bert", "gpt2", "llama", "qwen3", "bart", "xlnet", "deberta", "deberta-
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_trains_under_the_exchange_of_gradients(tmp_path: Path, name: str) -> None:
-    config = replace(make_config(tmp_path, "class"), model=save_architecture(tmp_path / name, name), plain=True)
+    config = replace(make_config(tmp_path, "class"), model=save_architecture(tmp_path / name, name), fast_path=False)
     prepared = read_prepared(str(prepare(config)))
     objective = make_objective(config, prepared)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

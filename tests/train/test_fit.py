@@ -46,17 +46,17 @@ PARTS = "(checkpoint's copy 1.3 GB, activations 1.2 GB, process 0.9 GB)"
             rooms(3.0),
             {},
             f"n1 has 3.0 GB free, and its rank needs 5.1 GB {PARTS}: "
-            "add --batch-size 8 --accumulation 4 --checkpoint-every 0",
+            "add --batch-size 8 --gradient-accumulation 4 --checkpoint-every 0",
         ),
         (
             rooms(3.0, 3.0),
             {},
             f"n1 has 3.0 GB free, and its rank needs 5.2 GB {PARTS}: "
-            "add --shard optimizer --batch-size 16 --accumulation 2 --checkpoint-every 0",
+            "add --shard optimizer --batch-size 16 --gradient-accumulation 2 --checkpoint-every 0",
         ),
         (
             rooms(4.0, ranks=2),
-            {"checkpoint_every": 0.0, "recompute": True, "batch_size": 1},
+            {"checkpoint_every": 0.0, "gradient_checkpointing": True, "batch_size": 1},
             "n1 has 4.0 GB free, and its 2 ranks need 4.9 GB (moments 1.8 GB, process 1.5 GB, masters 0.7 GB): "
             "take 2 hosts like n1, a rank each: --np 2 --batch-size 1",
         ),
@@ -81,7 +81,7 @@ def test_bert_base_fits_where_it_has_run(tmp_path: Path) -> None:
 
 def of_a_gigabyte(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
     """What a rank holds here: 1 GB of anything, of activations as many as rows, and a copy where it keeps some."""
-    rows = config.batch_size / 32 * (0.1 if config.recompute else 1.0)
+    rows = config.batch_size / 32 * (0.1 if config.gradient_checkpointing else 1.0)
     return {"process": GB, "activations": int(rows * GB), "copy": GB * (keeps and bool(config.checkpoint_every))}
 
 
@@ -121,11 +121,11 @@ def test_ranks_apart_keep_nothing_and_are_alone() -> None:
 @pytest.mark.parametrize(
     ("free", "way"),
     [
-        (2.6, "add --batch-size 16 --accumulation 2"),
-        (2.3, "add --batch-size 8 --accumulation 4"),
-        (2.11, "add --recompute"),
-        (2.06, "add --batch-size 16 --accumulation 2 --recompute"),
-        (1.5, "add --batch-size 16 --accumulation 2 --checkpoint-every 0"),
+        (2.6, "add --batch-size 16 --gradient-accumulation 2"),
+        (2.3, "add --batch-size 8 --gradient-accumulation 4"),
+        (2.11, "add --gradient-checkpointing"),
+        (2.06, "add --batch-size 16 --gradient-accumulation 2 --gradient-checkpointing"),
+        (1.5, "add --batch-size 16 --gradient-accumulation 2 --checkpoint-every 0"),
         (0.9, "take a smaller model, or hosts with more memory"),
     ],
 )
@@ -135,16 +135,16 @@ def test_what_costs_least_is_told_first(free: float, way: str) -> None:
 
 def test_more_hosts_share_the_batch() -> None:
     def only_rows_count(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
-        return {"activations": config.batch_size * config.accumulation * GB}
+        return {"activations": config.batch_size * config.gradient_accumulation * GB}
 
     way = find_way(TrainConfig(), rooms(9.0, ranks=2), only_rows_count)
     assert way == "take 8 hosts like n1, a rank each: --np 8 --batch-size 8"
 
 
 def test_changes_leave_the_updates_as_they_are() -> None:
-    config = TrainConfig(batch_size=12, accumulation=3, recompute=True)
+    config = TrainConfig(batch_size=12, gradient_accumulation=3, gradient_checkpointing=True)
     found = [dataclasses.replace(config, **changes) for changes in list_changes(config, 1)]
-    assert {one.batch_size * one.accumulation for one in found} == {36}
+    assert {one.batch_size * one.gradient_accumulation for one in found} == {36}
     assert {one.batch_size for one in found} == {12, 6, 3}
     assert config not in found
 

@@ -26,7 +26,7 @@ from cpuft.train.objective.base import Answers, Batch, Objective
 from cpuft.train.reporter import Progress
 from tests.train.tokens import make_tokens
 
-CONFIG = TrainConfig(plain=True, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)
+CONFIG = TrainConfig(fast_path=False, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)
 
 ALONE = World(0, 1, 0, 1)
 
@@ -134,9 +134,9 @@ def test_ranks_are_compared_after_the_first_updates_and_the_last(monkeypatch: py
     assert found == ["after update 2", last, "after update 3", last, last, last]
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, 1e-8])
-def test_updates_are_those_of_the_recipe_by_hand(clip_norm: float) -> None:
-    loop, model = make_loop(replace(CONFIG, clip_norm=clip_norm)), Weights()
+@pytest.mark.parametrize("max_grad_norm", [1.0, 1e-8])
+def test_updates_are_those_of_the_recipe_by_hand(max_grad_norm: float) -> None:
+    loop, model = make_loop(replace(CONFIG, max_grad_norm=max_grad_norm)), Weights()
     tokens = loop.prepared.train
     optimizer = torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.0)
     wanted = []
@@ -145,7 +145,7 @@ def test_updates_are_those_of_the_recipe_by_hand(clip_norm: float) -> None:
         optimizer.param_groups[0]["lr"] = 0.1 * (6 - number) / 6
         optimizer.zero_grad()
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
         wanted.append(float(loss.detach()))
     lines = list(train(loop))
@@ -158,15 +158,15 @@ def test_updates_are_those_of_the_recipe_by_hand(clip_norm: float) -> None:
 
 def test_an_update_is_the_same_in_one_pass_and_in_two() -> None:
     whole = losses(list(train(make_loop(CONFIG))))
-    parts = losses(list(train(make_loop(replace(CONFIG, batch_size=2, accumulation=2)))))
+    parts = losses(list(train(make_loop(replace(CONFIG, batch_size=2, gradient_accumulation=2)))))
     assert parts == pytest.approx(whole, abs=1e-6)
 
 
-@pytest.mark.parametrize("parts", [{}, {"batch_size": 2, "accumulation": 2}])
+@pytest.mark.parametrize("parts", [{}, {"batch_size": 2, "gradient_accumulation": 2}])
 def test_an_update_s_loss_is_the_mean_over_all_its_terms(parts: dict[str, Any]) -> None:
     found = []
     for objective in (Weighing, ByWord):
-        loop = make_loop(replace(CONFIG, max_steps=1, clip_norm=0.0, **parts), objective=objective)
+        loop = make_loop(replace(CONFIG, max_steps=1, max_grad_norm=0.0, **parts), objective=objective)
         (line,) = train(loop)
         (state,) = loop.optimizer.state.values()
         found.append((line, state["exp_avg"]))

@@ -27,7 +27,7 @@ from cpuft.train.model import find_model, load_weights
 from cpuft.train.objective.labels import Classification
 from tests.train.fast.encoders import SIZES, make_batch, make_model, relative_error
 
-LORA = TrainConfig(lora=4)
+LORA = TrainConfig(lora_rank=4)
 TWO = Classification(("no", "yes"), (), 0, 0)
 HEADS = {
     "bert": ["classifier"],
@@ -70,7 +70,7 @@ def test_a_model_without_linear_layers_in_its_attention_is_refused() -> None:
 
 
 def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
-    options: list[dict[str, Any]] = [{}, {"lora": 16}, {"lora": 16, "learning_rate": 1e-3}]
+    options: list[dict[str, Any]] = [{}, {"lora_rank": 16}, {"lora_rank": 16, "learning_rate": 1e-3}]
     rates = [TrainConfig(task="mrpc", **given).learning_rate for given in options]
     assert rates == [2e-5, 2e-4, 1e-3]
     assert replace(TrainConfig(learning_rate=0.0), seed=1).learning_rate == 0.0
@@ -79,7 +79,7 @@ def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
 def test_adapters_without_peft_are_refused() -> None:
     with pytest.raises(CpuftError) as refused:
         check_lora(LORA, "no_such_package")
-    assert str(refused.value) == f"--lora needs peft, which is not installed: {install_command('train')}"
+    assert str(refused.value) == f"--lora-rank needs peft, which is not installed: {install_command('train')}"
     check_lora(LORA)
     check_lora(TrainConfig(), "no_such_package")
 
@@ -136,7 +136,7 @@ def test_their_folder_is_a_model_with_them_merged(trained: tuple[Any, Path]) -> 
     assert type(found).__name__ == "BertForSequenceClassification"
     torch.testing.assert_close(answers(found), wanted, atol=1e-5, rtol=1e-4)
     # For another task there is another head, and the encoder is what was trained.
-    other = Classification(("a", "b", "c"), (), 0, 0).load_model(TrainConfig(model=str(folder), lora=2))
+    other = Classification(("a", "b", "c"), (), 0, 0).load_model(TrainConfig(model=str(folder), lora_rank=2))
     weight = "bert.encoder.layer.0.attention.self.query.weight"
     named = dict(other.get_base_model().named_parameters())
     assert named["classifier.modules_to_save.default.weight"].shape == (3, 384)

@@ -14,9 +14,9 @@ from tests.train.kept import SIZES, count_kept, make_encoder, make_full_batch
 
 ENGINES: dict[str, dict[str, Any]] = {
     "fast": {},
-    "plain": {"plain": True},
-    "again": {"recompute": True},
-    "plain again": {"plain": True, "recompute": True},
+    "plain": {"fast_path": False},
+    "again": {"gradient_checkpointing": True},
+    "plain again": {"fast_path": False, "gradient_checkpointing": True},
 }
 """Options by what they are called here."""
 
@@ -32,9 +32,11 @@ def test_activations_are_those_that_autograd_keeps(
     shape = find_shape(model.config.to_dict(), dropout)
     assert shape
     batch = Largest(4, length, 4 * length)
-    kept, most = kept_bytes(shape, not config.plain, config.recompute, 2 if precision == "bf16" else 4, batch)
+    kept, most = kept_bytes(
+        shape, config.fast_path, config.gradient_checkpointing, 2 if precision == "bf16" else 4, batch
+    )
     assert kept == pytest.approx(count_kept(model, make_full_batch(4, length), config), rel=0.02, abs=20_000)
-    assert (most > kept) == (config.recompute and not config.plain)
+    assert (most > kept) == (config.gradient_checkpointing and config.fast_path)
 
 
 def shape_of(layers: int) -> Shape:
@@ -72,7 +74,7 @@ def test_a_kind_that_is_not_known_has_no_shape() -> None:
 
 
 def test_of_a_model_of_no_known_shape_the_rest_is_told() -> None:
-    config = TrainConfig(precision="bf16", plain=True, recompute=True)
+    config = TrainConfig(precision="bf16", fast_path=False, gradient_checkpointing=True)
     told = foretell(Shape(1000, 10), config, "bf16", BATCH, BATCH, 1, False)
     assert (told["weights"], told["moments"], told["activations"]) == (4040, 8080, 0)
 
@@ -87,7 +89,7 @@ BATCH = Largest(8, 128, 1024)
         ({}, 1, True, {"weights": 267.8, "masters": 340.2, "moments": 875.9, "gradients": 267.8}),
         ({}, 2, False, {"weights": 267.8, "masters": 340.2, "gradients": 267.8, "checkpoint's copy": 0, "buffers": 64}),
         ({"precision": "fp32"}, 2, False, {"weights": 437.9, "masters": 0, "moments": 875.9, "gradients": 437.9}),
-        ({"plain": True}, 2, False, {"weights": 437.9, "masters": 0, "gradients": 437.9}),
+        ({"fast_path": False}, 2, False, {"weights": 437.9, "masters": 0, "gradients": 437.9}),
         ({}, 1, True, {"checkpoint's copy": 1313.8}),
         ({"checkpoint_every": 0.0}, 1, True, {"checkpoint's copy": 0}),
         ({"grad_compression": "int8"}, 2, False, {"buffers": 501.9}),
@@ -95,7 +97,7 @@ BATCH = Largest(8, 128, 1024)
         ({"shard": "optimizer"}, 1, True, {"masters": 340.2, "moments": 875.9, "gradients": 267.8}),
         ({"shard": "optimizer"}, 4, False, {"weights": 267.8, "masters": 85.1, "moments": 219.0, "gradients": 377.3}),
         ({"shard": "optimizer"}, 4, True, {"checkpoint's copy": 1313.8}),
-        ({"lora": 16}, 1, True, {"weights": 267.8, "masters": 0, "moments": 14.2, "checkpoint's copy": 21.2}),
+        ({"lora_rank": 16}, 1, True, {"weights": 267.8, "masters": 0, "moments": 14.2, "checkpoint's copy": 21.2}),
     ],
 )
 def test_parts(options: dict[str, Any], ranks: int, keeps: bool, parts: dict[str, float]) -> None:
@@ -112,7 +114,7 @@ def test_logits_of_all_words_count_where_some_are_guessed() -> None:
 
     words = dataclasses.replace(BERT, words=30522)
     assert told(2000) - told(1000) == 12 * 1000 * 30522
-    assert told(1000, recompute=True) > 12 * 1000 * 30522
+    assert told(1000, gradient_checkpointing=True) > 12 * 1000 * 30522
 
 
 def test_layers_that_compute_again_leave_pieces() -> None:
@@ -122,7 +124,9 @@ def test_layers_that_compute_again_leave_pieces() -> None:
         return parts["process"] - 0.15 * (parts["moments"] + parts["gradients"] + parts["activations"])
 
     inner = 2 * (2 * 1024 * 768 + 2 * 1024 * 3072) + 8 * 1024
-    assert told(recompute=True) - told() == pytest.approx(2 * inner + 2 * 1024 * (3072 + 3 * 768), rel=0.01)
+    assert told(gradient_checkpointing=True) - told() == pytest.approx(
+        2 * inner + 2 * 1024 * (3072 + 3 * 768), rel=0.01
+    )
 
 
 def test_what_grows_and_what_does_not() -> None:
@@ -132,7 +136,7 @@ def test_what_grows_and_what_does_not() -> None:
         return foretell(BERT, config, "bf16", batch, Largest(1, 8, 8), 2, False)["activations"]
 
     assert told(16) == pytest.approx(2 * told(8), rel=0.01)
-    assert told(8, recompute=True) < 0.5 * told(8)
+    assert told(8, gradient_checkpointing=True) < 0.5 * told(8)
     eight, whole = (foretell(BERT, TrainConfig(), name, BATCH, BATCH, 1, False) for name in ("int8", "fp32"))
     assert eight["activations"] - whole["activations"] == BERT.linears
     assert foretell(Shape(0, 1000), TrainConfig(), "bf16", BATCH, BATCH, 2, False)["activations"] == 0

@@ -74,7 +74,7 @@ def test_a_kind_is_learned_and_its_metric_foretold(
 
 @pytest.mark.parametrize("kind", ["class", "tags"])
 def test_adapters_are_asked_like_whole_models(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, evaluation = learn(make_config(tmp_path, kind, lora=4, max_steps=20), "fp32", tmp_path / "run")
+    _, evaluation = learn(make_config(tmp_path, kind, lora_rank=4, max_steps=20), "fp32", tmp_path / "run")
     assert (tmp_path / "run/model/adapter_config.json").exists()
     predict(PredictConfig(run="run", split="validation"))
     assert capsys.readouterr().out.startswith(f"{format_metrics(evaluation.metrics)}\n")

@@ -31,8 +31,8 @@ def one_thread() -> Iterator[None]:
 def find_gradients(kind: str, config: TrainConfig) -> dict[str, torch.Tensor]:
     """Of an update with dropout."""
     model = make_model(kind, dropout=0.1)
-    if config.lora:
-        model = adapt(model, config.lora, "", ()).train()
+    if config.lora_rank:
+        model = adapt(model, config.lora_rank, "", ()).train()
         for _, factor in filter(lambda named: "lora_B" in named[0], model.named_parameters()):
             nn.init.ones_(factor)
     make_optimizer(model, config, config.precision)
@@ -44,7 +44,7 @@ def find_gradients(kind: str, config: TrainConfig) -> dict[str, torch.Tensor]:
 
 
 EVERY = [
-    (kind, TrainConfig(precision=precision, plain=plain))
+    (kind, TrainConfig(precision=precision, fast_path=not plain))
     for kind in KINDS
     for precision in ("bf16", "fp32")
     for plain in (True, False)
@@ -52,17 +52,17 @@ EVERY = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"), [*EVERY, ("bert", TrainConfig(precision="int8")), ("bert", TrainConfig(lora=4))]
+    ("kind", "config"), [*EVERY, ("bert", TrainConfig(precision="int8")), ("bert", TrainConfig(lora_rank=4))]
 )
 def test_gradients_are_the_same_to_the_bit(kind: str, config: TrainConfig, one_thread: None) -> None:
-    wanted, found = (find_gradients(kind, replace(config, recompute=again)) for again in (False, True))
+    wanted, found = (find_gradients(kind, replace(config, gradient_checkpointing=again)) for again in (False, True))
     assert found.keys() == wanted.keys()
     assert [name for name, gradient in wanted.items() if not torch.equal(found[name], gradient)] == []
 
 
 def test_masks_differ_from_one_forward_pass_to_the_next(one_thread: None) -> None:
     model = make_model("bert", dropout=0.1)
-    make_optimizer(model, TrainConfig(recompute=True), "fp32")
+    make_optimizer(model, TrainConfig(gradient_checkpointing=True), "fp32")
     losses = [float(model(**make_batch()).loss.detach()) for _ in range(2)]
     assert losses[0] != losses[1]
 
@@ -71,7 +71,7 @@ def test_masks_differ_from_one_forward_pass_to_the_next(one_thread: None) -> Non
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "fast"])
 def test_activations_at_their_peak_are_at_most_half(precision: str, plain: bool) -> None:
     def keep(recompute: bool, layers: int) -> int:
-        config = TrainConfig(recompute=recompute, plain=plain, precision=precision)
+        config = TrainConfig(gradient_checkpointing=recompute, fast_path=not plain, precision=precision)
         return count_kept(make_encoder(layers), make_full_batch(2, 512), config)
 
     one_layer = keep(False, 6) - keep(False, 5)
@@ -83,7 +83,7 @@ def test_products_whose_results_no_gradient_needs_are_not_computed_again() -> No
 
     def count(recompute: bool) -> int:
         model, batch = make_encoder(8), make_full_batch(2, 43)
-        make_optimizer(model, TrainConfig(recompute=recompute), "fp32")
+        make_optimizer(model, TrainConfig(gradient_checkpointing=recompute), "fp32")
         with FlopCounterMode(display=False) as counter:
             model(**batch, labels=torch.zeros(2, dtype=torch.int64)).loss.backward()
         return int(counter.get_total_flops())
@@ -92,5 +92,5 @@ def test_products_whose_results_no_gradient_needs_are_not_computed_again() -> No
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    with pytest.raises(CpuftError, match="--recompute finds no layers in Linear that can compute again"):
+    with pytest.raises(CpuftError, match="--gradient-checkpointing finds no layers in Linear that can compute again"):
         recompute_layers(nn.Linear(2, 2))

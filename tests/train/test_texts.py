@@ -79,7 +79,7 @@ def launch(run: str, *words: str, seconds: float = 300) -> Record:
 
 def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: None) -> None:
     path = prepare(CONFIG)
-    assert prepare(replace(CONFIG, mask_share=0.3, whole_words=True, seed=1)) == path
+    assert prepare(replace(CONFIG, mlm_probability=0.3, whole_word_mask=True, seed=1)) == path
     prepared = read_prepared(str(path))
     assert (len(prepared.word_kinds), prepared.mask_id, prepared.kind) == (30522, 103, "masked")
     assert {*prepared.word_kinds.tolist()} == {BEGINS, GOES_ON, NEVER}
@@ -87,7 +87,10 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
     assert set(prepared.train.lengths[:-1]) == {32}
     sizes = [len(tokens.ids) for tokens in (prepared.train, prepared.validation[""])]
     assert sizes[1] / sum(sizes) == pytest.approx(0.1, abs=0.01)
-    others = [replace(CONFIG, **change) for change in ({"max_length": 16}, {"held_out": 0.2}, {"max_train_samples": 9})]
+    others = [
+        replace(CONFIG, **change)
+        for change in ({"max_length": 16}, {"validation_split": 0.2}, {"max_train_samples": 9})
+    ]
     paths = [prepare(other) for other in others]
     assert len({path, *paths}) == 4
     assert len(read_prepared(str(paths[2])).train) == 9
@@ -132,11 +135,11 @@ def test_a_model_that_does_not_fit_is_refused_where_its_rows_are_there_already(o
 
 
 def test_an_untrained_model_embeds_the_words_of_a_tokenizer_made_for_it(own_cache: None) -> None:
-    config = replace(CONFIG, from_config="bert-base", vocabulary=80)
+    config = replace(CONFIG, from_config="bert-base", vocab_size=80)
     prepared = read_prepared(str(prepare(config)))
     assert int(prepared.train.ids.max()) < prepared.words == len(prepared.word_kinds) <= 80
     assert json.loads(prepared.tokenizer)["model"]["type"] == "WordPiece"
-    assert prepare(config) != prepare(replace(config, vocabulary=90))
+    assert prepare(config) != prepare(replace(config, vocab_size=90))
     model = make_objective(config, prepared).load_model(config)
     assert model.get_input_embeddings().weight.shape == (prepared.words, 768)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -160,7 +163,7 @@ def losses_of_both(config: TrainConfig) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_the_trainer_has_the_same_losses(plain: bool, alone: None) -> None:
-    ours, theirs = losses_of_both(replace(CONFIG, max_steps=5, plain=plain, learning_rate=3e-3))
+    ours, theirs = losses_of_both(replace(CONFIG, max_steps=5, fast_path=not plain, learning_rate=3e-3))
     assert len(ours) == len(theirs) == 5
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert ours[-1] < ours[0] - 0.2
@@ -191,7 +194,7 @@ def test_a_model_made_of_nothing_on_two_ranks_learns_and_then_learns_another_tas
 
 @pytest.mark.proof
 def test_adapters_learn_words_on_ranks_that_are_compared_and_foretold() -> None:
-    words = ("--task", "text", "--train-file", "a.txt", "--model", "tiny", "--max-length", "32", "--lora", "4")
+    words = ("--task", "text", "--train-file", "a.txt", "--model", "tiny", "--max-length", "32", "--lora-rank", "4")
     compared = run_cpuft("compare", "--np", "1,2", *words, "--max-steps", "4", "--no-check", "--run-dir", "both")
     assert compared.returncode == 0, compared.stderr
     assert "perplexity" in compared.stdout

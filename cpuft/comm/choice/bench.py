@@ -17,11 +17,10 @@ from torch.distributed.rendezvous import rendezvous
 from cpuft import terminal
 from cpuft.comm.choice.measure import choose, measure_turns
 from cpuft.comm.group.session import leave
-from cpuft.config import BenchConfig
+from cpuft.config import BenchConfig, parse_arguments, plan_turns
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.measurement import MeasuredHeader, Measurement
-from cpuft.options import parse_arguments, plan_turns
 from cpuft.record import format_line
 from cpuft.terminal import keep_streams
 

@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cpuft.comm.choice.choosing import MESSAGE_BYTES, Choice, choose_backend
 from cpuft.comm.group.registration import BACKENDS, start
+from cpuft.config import Turn
 from cpuft.errors import CpuftError
 from cpuft.measurement import Measurement
-from cpuft.options import Turn
 
 _TURN_SECONDS = 3.0
 _CHOICE_ROUNDS = 3

@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig, take_rooms
+from cpuft.config import TrainConfig, parse_arguments, take_rooms
 from cpuft.errors import CpuftError, counted, describe_disk
 from cpuft.files import cache_folder, take_sent, written_beside
-from cpuft.options import parse_arguments
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.rows import read_data
 from cpuft.train.data.tasks import TASKS, Data, Rows, Task, first_rows
@@ -202,13 +201,13 @@ def _prepare_texts(config: TrainConfig) -> Path:
     corpus, other = survey(config.train_file, config.text_columns, "--train-file"), config.validation_file
     held_out = survey(other, config.text_columns, "--validation-file") if other else None
     check_positions(config)
-    key = f"{corpus.checksum} {held_out.checksum if held_out else config.held_out}"
+    key = f"{corpus.checksum} {held_out.checksum if held_out else config.validation_split}"
     told = repr((FORMAT, key, config.max_length, config.max_train_samples)).encode()
     checksum = hashlib.sha256(told + digest_tokenizer(config)).hexdigest()[:16]
     path = cache_folder(os.environ) / f"text-{checksum}.npz"
     if path.exists():
         return _check_fit(config, path)
-    pieces = partial(divide, corpus, config.held_out, held_out)
+    pieces = partial(divide, corpus, config.validation_split, held_out)
     tokenizer, made = choose_tokenizer(config, lambda: (text for held, text, _ in pieces() if not held), key)
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
         raise CpuftError(f"{name_tokenizer(config)} has no [CLS], [SEP] or [MASK], as encoders have: name another")

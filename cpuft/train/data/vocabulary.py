@@ -50,7 +50,7 @@ def digest_tokenizer(config: TrainConfig) -> bytes:
     """All that decides which tokenizer it is, but for texts that one is made of, and what batches are padded with."""
     name = name_tokenizer(config)
     if not name:
-        return repr((config.from_config, config.vocabulary)).encode()
+        return repr((config.from_config, config.vocab_size)).encode()
     folder = Path(find_model(name))
     files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in _FILES]
     return b"".join([name.encode() if not folder.is_dir() else b"", *files, _digest_settings(config)])
@@ -79,7 +79,7 @@ def choose_tokenizer(
     if name:
         tokenizer = load_tokenizer(name, words)
     else:
-        most = min(config.vocabulary, load_settings(config, {}, config.vocabulary).vocab_size)
+        most = min(config.vocab_size, load_settings(config, {}, config.vocab_size).vocab_size)
         path = cache_folder(os.environ) / f"tokenizer-{hash_text(f'{most} {key}', 16)}.json"
         if not path.exists():
             write_text(path, make_tokenizer(list_texts, most))

@@ -57,8 +57,8 @@ class Exchange:
 
     def clip(self) -> None:
         """Scale all gradients down to the norm asked for; 0 asks for none."""
-        if self.config.clip_norm:
-            clip_gradients(self.optimizer, self.own.parameters(), self.config.clip_norm)
+        if self.config.max_grad_norm:
+            clip_gradients(self.optimizer, self.own.parameters(), self.config.max_grad_norm)
 
     def clear(self) -> None:
         """Forget gradients that the optimizer has used."""

@@ -113,7 +113,7 @@ def _measure_compute(
         torch.autograd.backward(losses.sum())
         seconds = time.perf_counter() - start
         model.zero_grad()
-    return seconds * config.accumulation
+    return seconds * config.gradient_accumulation
 
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -135,7 +135,7 @@ def count_travels(model: torch.nn.Module, objective: Objective, config: TrainCon
 
 def count_words(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
     """Different words that an update of so many ranks names, on average."""
-    rows, batch = prepared.train, config.batch_size * config.accumulation * ranks
+    rows, batch = prepared.train, config.batch_size * config.gradient_accumulation * ranks
     updates: Any = plan_updates(rows, batch, config.seed, _UPDATES, config.padding == "dynamic")
     named = [len(torch.unique(objective.name_tokens(rows, order))) for _, order in islice(updates, _UPDATES)]
     return sum(named) / len(named)

@@ -33,7 +33,7 @@ class ZeroExchange(Exchange):
         settings = {
             "train_micro_batch_size_per_gpu": config.batch_size,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": config.clip_norm,
+            "gradient_clipping": config.max_grad_norm,
             "bf16": {"enabled": precision == "bf16"},
             "zero_optimization": {"stage": 1},
         }

@@ -122,9 +122,9 @@ class ShardExchange(Exchange):
 
     def clip(self) -> None:
         """The norm is that of all parts together."""
-        if self.config.clip_norm:
+        if self.config.max_grad_norm:
             parts = [bucket.part for bucket in self._parts.buckets]
-            clip_gradients(self.optimizer, parts, self.config.clip_norm, dist.all_reduce)
+            clip_gradients(self.optimizer, parts, self.config.max_grad_norm, dist.all_reduce)
 
     def clear(self) -> None:
         """Gradients are views of the buckets, and must stay where they are."""

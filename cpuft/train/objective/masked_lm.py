@@ -78,8 +78,8 @@ class Masking(Tagging):
         """
         kinds = self.kinds[ids]
         places = np.flatnonzero(kinds != NEVER)
-        count = max(1, round(self.config.mask_share * len(places)))
-        if self.config.whole_words and len(places):
+        count = max(1, round(self.config.mlm_probability * len(places)))
+        if self.config.whole_word_mask and len(places):
             words = np.cumsum(kinds[places] == BEGINS)  # their numbers, one after another
             order = generator.permutation(np.unique(words))
             fit = (np.cumsum(np.bincount(words)[order]) <= count).sum()

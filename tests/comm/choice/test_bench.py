@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from cpuft.comm.choice.bench import format_table, merge
-from cpuft.config import BenchConfig
+from cpuft.config import BenchConfig, plan_turns
 from cpuft.errors import CpuftError
 from cpuft.measurement import Measurement
-from cpuft.options import plan_turns
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:

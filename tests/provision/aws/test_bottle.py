@@ -23,7 +23,7 @@ pytestmark = needs_root
 LAB = ("provision", "aws", "--name", "lab", *WORDS, "--wheels", "wheels")
 LAUNCH = ("launch", "--cluster", "lab", "--no-check")
 JOB = ("--task", "demo", "--max-train-samples", "64", "--precision", "fp32", "--batch-size", "4", "--dropout", "0")
-QUIET = ("--backend", "gloo", "--no-save-model", "--plain")
+QUIET = ("--backend", "gloo", "--no-save-model", "--no-fast-path")
 SCRIPT = """
 import os, socket, urllib.request
 from urllib.error import HTTPError
@@ -163,7 +163,7 @@ def until(start: str, stream: IO[str]) -> list[str]:
 
 @pytest.mark.proof
 def test_a_spot_instance_that_is_taken_back_is_left_before_and_replaced(bottle: Bottle) -> None:
-    """It is the master; and nobody says --notice."""
+    """It is the master; and nobody says --interruption-notice."""
     rent = (*LAB, "--nodes", "3", "--spot")
     check(bottle.cpuft(*rent))
     master, *others = bottle.live()

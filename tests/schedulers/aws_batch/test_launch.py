@@ -21,7 +21,7 @@ from tests.schedulers.aws_batch.job import Job, command_of, open_job, wait_until
 pytestmark = needs_root
 TRAINING = (
     *("--task", "demo", "--batch-size", "2", "--max-length", "16", "--precision", "fp32", "--dropout", "0"),
-    *("--backend", "gloo", "--no-save-model", "--plain"),
+    *("--backend", "gloo", "--no-save-model", "--no-fast-path"),
 )
 HELLO = """import os, socket
 print(os.environ["RANK"], os.environ["WORLD_SIZE"], socket.gethostname())

@@ -36,7 +36,11 @@ def test_all_end_as_the_command_of_the_jobs_definition_does(code: int, tmp_path:
     command = command_of(Work(("--np", "3"), np=3), str(program), work)
     with open_job(make_job(tmp_path, command)) as job:
         assert job.end() == [code] * 3
-    assert (work / "said").read_text().split("\n")[:-1] == ["launch --grace 20 --np 3 --run-dir runs/x", "3", "0"]
+    assert (work / "said").read_text().split("\n")[:-1] == [
+        "launch --grace-period 20 --np 3 --run-dir runs/x",
+        "3",
+        "0",
+    ]
     assert [path.name for path in work.iterdir()] == ["said"]
     assert "".join(map(job.said, range(3))) == ""
 

@@ -32,7 +32,7 @@ def take(state: State) -> torch.Tensor:
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "fast"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_updates_after_it_are_the_same_to_the_bit(plain: bool, precision: str, tmp_path: Path) -> None:
-    config = TrainConfig(plain=plain, learning_rate=1e-3, weight_decay=0.1)
+    config = TrainConfig(fast_path=not plain, learning_rate=1e-3, weight_decay=0.1)
     model, other = make_model("bert"), make_model("bert")
     optimizer, others = (make_optimizer(one, config, precision) for one in (model, other))
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_updates_after_it_are_the_same_to_the_bit(plain: bool, precision: str, t
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_of_a_model_with_adapters_what_is_trained_alone_is_kept(precision: str) -> None:
-    config = TrainConfig(lora=4, learning_rate=1e-2)
+    config = TrainConfig(lora_rank=4, learning_rate=1e-2)
     model, other, whole = (adapt(make_model("bert"), 4, "", ()) for _ in range(3))
     optimizer, others = (make_optimizer(one, config, precision) for one in (model, other))
     for _ in range(2):

@@ -32,7 +32,7 @@ from tests.comm.ranks import become_rank
 from tests.records import make_record
 from tests.train.tokens import make_tokens
 
-CONFIG = TrainConfig(plain=True, learning_rate=0.05, max_steps=8, batch_size=6, warmup_ratio=0.3, weight_decay=0.1)
+CONFIG = TrainConfig(fast_path=False, learning_rate=0.05, max_steps=8, batch_size=6, warmup_ratio=0.3, weight_decay=0.1)
 GLOBAL_BATCH = 6
 HEADER = replace(make_record(2).header, options=dict(vars(CONFIG)), ranks=[RecordedRank(0, "a", [0])])
 

@@ -53,7 +53,7 @@ def test_it_is_saved_and_read_as_any_models(tmp_path: Path) -> None:
 
 
 def test_one_is_made_once_for_the_same_texts(own_cache: None) -> None:
-    config = TrainConfig(from_config="bert-base", vocabulary=60)
+    config = TrainConfig(from_config="bert-base", vocab_size=60)
     _, made = choose_tokenizer(config, list_texts, "texts")
     assert choose_tokenizer(config, list_none, "texts")[1] == made
     _, other = choose_tokenizer(config, lambda: iter(["Something else."]), "others")

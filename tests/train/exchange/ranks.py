@@ -47,7 +47,7 @@ class Reader(torch.nn.Module):
 def make(model: Reader, **options: Any) -> tuple[Exchange, torch.optim.Optimizer]:
     """The exchange that these options ask for."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config = TrainConfig(clip_norm=0.01, **options)
+    config = TrainConfig(max_grad_norm=0.01, **options)
     return choose_exchange(config, 2)(model, optimizer, config, "fp32"), optimizer
 
 

@@ -38,7 +38,7 @@ from tests.records import make_record
 from tests.train.fast.encoders import make_batch, make_model
 from tests.train.tokens import make_tokens
 
-CONFIG = TrainConfig(learning_rate=1e-4, warmup_ratio=0.2, batch_size=4, weight_decay=0.1, clip_norm=0.5)
+CONFIG = TrainConfig(learning_rate=1e-4, warmup_ratio=0.2, batch_size=4, weight_decay=0.1, max_grad_norm=0.5)
 GLOBAL_BATCH = 24
 """Several forward passes a rank, of which the last may be a short one."""
 KEPT_AFTER = 5

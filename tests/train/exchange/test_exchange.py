@@ -17,16 +17,16 @@ from cpuft.train.exchange.compression import make_rungs
 from tests.comm.ranks import mpirun
 
 
-def _alone(model: torch.nn.Module, clip_norm: float) -> Exchange:
+def _alone(model: torch.nn.Module, max_grad_norm: float) -> Exchange:
     """Asked for everything, with nobody to meet; there is no process group here."""
-    config = TrainConfig(clip_norm=clip_norm, sync_every=2, grad_compression="powersgd")
+    config = TrainConfig(max_grad_norm=max_grad_norm, sync_every=2, grad_compression="powersgd")
     return choose_exchange(config, 1)(model, torch.optim.SGD(model.parameters(), lr=1.0), config, "bf16")
 
 
-@pytest.mark.parametrize("clip_norm, norm", [(0.0, 5.0), (1.0, 1.0), (9.0, 5.0)])
-def test_a_rank_alone_clips_and_clears(clip_norm: float, norm: float) -> None:
+@pytest.mark.parametrize("max_grad_norm, norm", [(0.0, 5.0), (1.0, 1.0), (9.0, 5.0)])
+def test_a_rank_alone_clips_and_clears(max_grad_norm: float, norm: float) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
-    exchange = _alone(model, clip_norm)
+    exchange = _alone(model, max_grad_norm)
     assert exchange.model is model
     with exchange.micro_batch(last=False):
         torch.autograd.backward(exchange.model(torch.tensor([3.0, 4.0])).sum())

@@ -44,7 +44,7 @@ def test_adapters_are_under_three_hundredths_of_what_a_small_encoder_sends() -> 
     objective = Classification(("no", "yes"), (), 0, 0)
     whole, adapted = (
         count_travels(objective.load_model(config), objective, config, PREPARED)
-        for config in (TrainConfig(), TrainConfig(lora=16))
+        for config in (TrainConfig(), TrainConfig(lora_rank=16))
     )
     assert (whole.row, adapted.row) == (384, 0)
     # Without the words' rows, which only whole models send.

@@ -51,7 +51,7 @@ def test_how_many_layers_are_replaced(config: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"plain": True}, "not used, because of --plain"),
+        ({"fast_path": False}, "not used, because of --no-fast-path"),
         ({"compile": True}, "not used, because of --compile"),
         ({"engine": "deepspeed"}, "not used, because of --engine deepspeed"),
         ({}, "0 of 0 layers replaced, because it does not know Linear " + UNKNOWN),

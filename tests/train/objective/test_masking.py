@@ -37,7 +37,7 @@ def make_rows(lengths: list[int], seed: int = 0) -> Tokens:
 
 
 def make_masking(share: float = 0.15, whole: bool = False, seed: int = 42) -> Masking:
-    config = TrainConfig(mask_share=share, whole_words=whole, seed=seed)
+    config = TrainConfig(mlm_probability=share, whole_word_mask=whole, seed=seed)
     return Masking((), (), PAD, 0, kinds=KINDS, mask_id=MASK, config=config)
 
 
@@ -206,7 +206,7 @@ def test_rows_without_a_word_have_no_loss() -> None:
 def test_texts_are_masked_as_asked_for() -> None:
     rows = make_rows([8, 8])
     prepared = Prepared((), ("perplexity",), "", PAD, rows, {"": rows}, "masked", MASK, KINDS)
-    found = make_objective(TrainConfig(task="text", mask_share=0.5, whole_words=True, seed=7), prepared)
+    found = make_objective(TrainConfig(task="text", mlm_probability=0.5, whole_word_mask=True, seed=7), prepared)
     assert isinstance(found, Masking)
-    assert (found.config.mask_share, found.mask_id, found.kinds.tolist()) == (0.5, MASK, KINDS.tolist())
+    assert (found.config.mlm_probability, found.mask_id, found.kinds.tolist()) == (0.5, MASK, KINDS.tolist())
     assert found.name_tokens(rows, np.asarray([0])).tolist() == list(range(WORDS))

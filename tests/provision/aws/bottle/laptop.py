@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from cpuft.options import parse_arguments
+from cpuft.config import parse_arguments
 from cpuft.provision.aws.doing import Aws, Edge
 from cpuft.provision.options import AwsConfig
 from tests.provision.aws.region import refuse
