@@ -355,9 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="check-faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="another seed draws other faults and moments")
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, help="as of cpuft launch; 0: each run is resumed by hand"
-    )
+    parser.add_argument("--restarts", type=int, default=0, help="as of cpuft launch; 0: each run is resumed by hand")
     parser.add_argument("--steps", type=int, default=30, help="updates of each run")
     parser.add_argument("--only", default="", help="kinds whose name holds this text")
     parser.add_argument("--stages", default=",".join(STAGES), help="in which stages of a run")

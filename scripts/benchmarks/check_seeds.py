@@ -1,7 +1,7 @@
 """Run by scripts/check-seeds: the metric over seeds, of one path against others, paired by seed.
 
-By default the fast path against --no-fast-path; `--np 4 --paths exact,bf16,int8,powersgd,local8` compares what travels between
-ranks: each path is compared with the first.
+By default the fast path against --no-fast-path; `--np 4 --paths exact,bf16,int8,powersgd,local8` compares what is sent
+between ranks: each path is compared with the first.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("records", type=Path, help="folder for the runs' records; those there are not made again")
     parser.add_argument("--seeds", default="1,2,3,4,5", help="comma between")
     parser.add_argument(
-        "--validation-split",
+        "--held-out",
         type=int,
         default=0,
         help="training rows to evaluate on, too; their records need a folder of their own",
