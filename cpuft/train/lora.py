@@ -15,9 +15,8 @@ from typing import Any
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command
+from cpuft.train.fast.architectures import ATTENTION_MODULE_NAMES
 
-_ATTENTION = ("attention", "attn")
-"""What modules of attention have in their names, in the encoders and decoders of transformers."""
 _TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 """By the end of a class's name: what peft calls its task, so that AutoPeftModelForSequenceClassification loads it."""
 
@@ -67,7 +66,7 @@ def find_targets(model: Any) -> list[str]:
 
     inside = f"{model.base_model_prefix}."
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name.startswith(inside)]
-    return [name for name in linears if any(word in name.lower() for word in _ATTENTION)]
+    return [name for name in linears if any(word in name.lower() for word in ATTENTION_MODULE_NAMES)]
 
 
 def find_whole(model: Any, fresh: Collection[str]) -> list[str]:

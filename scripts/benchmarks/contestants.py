@@ -24,7 +24,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.prepare import Tokens
 from cpuft.train.data.rows import parse_tsv
 from cpuft.train.data.tasks import TASKS, first_rows
-from cpuft.train.fast.acceleration import accelerate, has_bf16_products, quicken
+from cpuft.train.fast.acceleration import accelerate, has_bf16_products, patch_model
 from cpuft.train.fast.adamw import clip_gradients
 from cpuft.train.precision import autocast
 
@@ -231,7 +231,7 @@ def _predictor(workload: Workload) -> tuple[Any, Turn]:
     from cpuft.train.objective.labels import Classification
 
     model, rows = load(workload)
-    quicken(model)
+    patch_model(model)
     tokens, precision = make_tokens(rows), "bf16" if has_bf16_products() else "fp32"
     objective = Classification(("0", "1"), (), 0, 0)
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from cpuft.errors import CpuftError
 from cpuft.train.exchange.optimizer_shards import MOMENTS, WEIGHTS, Parts
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 _NAMES = {
     torch.float64: "F64",
@@ -72,7 +72,7 @@ class State:
         """Of a block."""
 
     def _list_tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        masters: Masters | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
+        masters: MasterWeights | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
         wide = masters.parameters if masters else {}
         found = [
             (f"{WEIGHTS}.{name}", torch.float32 if name in wide else tensor.dtype, tuple(tensor.shape))
@@ -87,7 +87,7 @@ class State:
 
     def _masters(self) -> dict[str, Tensor]:
         """The fp32 masters of bf16 parameters, by name, as far as this rank has them whole."""
-        masters: Masters | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
+        masters: MasterWeights | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
         if masters is None:
             return {}
         return {name: value for name, p in masters.parameters.items() if (value := masters.get(p)) is not None}

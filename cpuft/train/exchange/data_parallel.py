@@ -17,7 +17,7 @@ from cpuft.comm.gradients.compression import choose_compression, make_reduce
 from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.fast.adamw import note_rows
+from cpuft.train.fast.adamw import set_gradient_rows
 
 UNUSED_ATTRIBUTE = "_cpuft_unused"
 """Attribute of a model: names of trained parameters that a first forward pass did not use (XLNet has some)."""
@@ -84,7 +84,7 @@ class GradientExchange(Exchange):
         """What backward has left to do are the words' gradients."""
         waited, self._within = self._within + time.perf_counter() - self._ready, 0.0
         if self._rows:
-            note_rows(self.own, self._rows.average(name_tokens()))
+            set_gradient_rows(self.own, self._rows.average(name_tokens()))
         return waited
 
     def clear(self) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.choice.choosing import BUCKET_NUMBERS
 from cpuft.comm.gradients.blocks import all_gather
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 ALIGNED = 16
 """A part has a whole multiple of so many numbers: a cache line of fp32."""
@@ -133,7 +133,7 @@ class Parts:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, alone: Tensor | None) -> None:
         self._optimizer = optimizer
-        self._masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
+        self._masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
         groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.parameters = [parameter for parameter in model.parameters() if parameter in groups]
         members = [

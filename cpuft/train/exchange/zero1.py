@@ -26,7 +26,7 @@ from cpuft.comm.gradients.embedding_rows import exchange_rows
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.optimizer_shards import Bucket, Parts
-from cpuft.train.fast.adamw import clip_gradients, note_rows
+from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
 _AHEAD = 8
 """Buckets that may be on their way before backward waits for the first: they are beside the gradients in memory."""
@@ -113,7 +113,7 @@ class ShardExchange(Exchange):
             self._send()
         if self._rows and self._words:
             rows = self._rows.average(name_tokens())
-            note_rows(self.own, rows)
+            set_gradient_rows(self.own, rows)
             self._parts.note(rows)
             self._words.part.grad = _cut(self._rows.weight, self._words)
         while self._messages:

@@ -1,6 +1,9 @@
-"""fp32 master weights beside bf16 compute weights: what is trained, saved and loaded is the fp32 one.
+"""fp32 master weights beside bf16 compute weights, and optimizers that update the masters.
 
-Why: bf16 keeps 8 bits. A step of relative size below 1/256 rounds away, and with a learning rate of 2e-5 most do.
+bf16 keeps 8 bits: an update of less than 1/256 of a weight rounds away, and with a learning rate of 2e-5 most updates
+are that small. So fp32 masters are what is trained, saved and loaded. AdamW updates them by one C++ kernel that also
+rounds them into the compute weights; any other optimizer gets the masters in place of the compute weights for the time
+of its step.
 """
 
 from __future__ import annotations
@@ -14,58 +17,61 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from cpuft.train.fast.embedding import Words
-from cpuft.train.fast.kernels import Kernels, addresses, kernels_for, numbers
+from cpuft.train.fast.embedding import EmbeddingGradient
+from cpuft.train.fast.kernels import Kernels, address_array, int64_array, kernels_for
 
 MASTERS_ATTRIBUTE = "_cpuft_masters"
+"""Attribute of an accelerated model that holds its `MasterWeights`."""
 
 
-class Masters:
+class MasterWeights:
     """The fp32 masters of a model's bf16 parameters.
 
-    `state_dict` of the model (and so `save_pretrained`, and DistributedDataParallel's `state_dict`) gives masters
-    under the parameters' own names; `load_state_dict` takes fp32 values into them. A parameter that something else
-    writes to (a copy, an initialiser) overrules its master: the next step or save sees the difference.
+    The model's `state_dict` (and so `save_pretrained`, and `state_dict` of DistributedDataParallel) returns masters
+    under the parameters' own names; `load_state_dict` copies fp32 values into them. If something else writes to a
+    parameter (a copy, an initialiser), the next step or save notices and takes the new value for the master.
     """
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+        """Make masters of the fp32 `parameters` of `model`, which become bf16, and install the hooks."""
         wanted = {id(p) for p in parameters}
         self.parameters = {name: p for name, p in model.named_parameters() if id(p) in wanted}
         self._masters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
-        self.words: Words | None = None
-        """The model's word embedding, where its gradient is by rows."""
+        """The version that torch counts for a parameter, when it was its master's rounded value."""
+        self.embedding: EmbeddingGradient | None = None
+        """The gradient of the model's token embedding, if the embedding is patched."""
         for parameter in self.parameters.values():
             self._masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
             parameter.grad = None
-            self.mark(parameter)
+            self.mark_rounded(parameter)
         model.register_state_dict_post_hook(_SaveHook(self))  # type: ignore[no-untyped-call]
         model.register_load_state_dict_pre_hook(self._load)  # type: ignore[no-untyped-call]
         setattr(model, MASTERS_ATTRIBUTE, self)
 
     def get(self, parameter: Tensor) -> Tensor | None:
-        """The master of a parameter, brought up to date if the parameter was written to; None for an fp32 one."""
+        """Return a parameter's master, updated if something wrote to the parameter; None for an fp32 parameter."""
         master = self._masters.get(parameter)
         if master is not None and parameter._version != self._versions[parameter]:
             self._follow(parameter)
         return master
 
     def hand_over(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Give away the masters that these parameters have: whoever asks for them is in charge of both from now on.
+        """Remove and return the masters of these parameters: the caller updates both from now on.
 
-        Meanwhile the model cannot be saved, and what is loaded is rounded.
+        Until `take_back` the model cannot be saved, and values that are loaded into it are rounded to bf16.
         """
         return {parameter: self._masters.pop(parameter) for parameter in parameters if parameter in self._masters}
 
     def take_back(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Have masters again, of which the parameters are the rounded values."""
+        """Hold these masters again, by parameter. The parameters must be their rounded values."""
         self._masters.update(masters)
         for parameter in masters:
-            self.mark(parameter)
+            self.mark_rounded(parameter)
 
-    def mark(self, parameter: Tensor) -> None:
-        """Remember that a parameter's value now is its master, rounded."""
+    def mark_rounded(self, parameter: Tensor) -> None:
+        """Record that a parameter's present value is its master, rounded."""
         self._versions[parameter] = parameter._version
 
     @torch.no_grad()
@@ -75,10 +81,10 @@ class Masters:
         rounded = master.to(value.dtype)
         if not torch.equal(value, rounded):
             master.copy_(torch.where(value == rounded, master, value.float()))
-        self.mark(parameter)
+        self.mark_rounded(parameter)
 
     def save(self, state: dict[str, Any], prefix: str) -> None:
-        """Put the masters into a state dict of the model, made with `prefix`."""
+        """Put the masters into a state dict of the model whose names begin with `prefix`."""
         for name, parameter in self.parameters.items():
             if prefix + name in state:
                 self._follow(parameter)
@@ -92,10 +98,10 @@ class Masters:
                 self._masters[parameter].copy_(value)
 
     @contextmanager
-    def in_place(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Inside, the bf16 ones of `parameters` are their masters, with fp32 gradients: what any optimizer can step.
+    def in_parameters(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Inside, the bf16 ones of `parameters` are their masters, with fp32 gradients, as any optimizer can step them.
 
-        On the way out the masters are rounded into the compute weights, and the bf16 gradients are back.
+        On leaving, the masters are rounded into the compute weights, and the bf16 gradients are back.
         """
         mine = [p for p in parameters if p in self._masters]
         compute = [(p, p.data, p.grad) for p in mine]
@@ -116,89 +122,92 @@ class Masters:
                 with torch.no_grad():
                     parameter.copy_(self._masters[parameter])
                 parameter.grad = grad
-                self.mark(parameter)
+                self.mark_rounded(parameter)
 
     @contextmanager
-    def standing_in(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, `optimizer` holds the masters themselves, with fp32 gradients, in the place of bf16 parameters.
+    def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, `optimizer` holds the masters, with fp32 gradients, in place of bf16 parameters.
 
-        Those keep their dtype all the while: a parameter that is given data of another one loses the hook by which
-        DistributedDataParallel learns of its gradient (torch then makes it a new gradient accumulator).
+        The parameters keep their dtype: a parameter that gets data of another dtype loses the hook by which
+        DistributedDataParallel learns of its gradient, because torch then makes it a new gradient accumulator.
         """
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._masters]
         masters = {p: nn.Parameter(master) for p in mine if (master := self.get(p)) is not None}
         for parameter, master in masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        _exchange(optimizer, masters)
+        _replace_parameters(optimizer, masters)
         try:
             yield
         finally:
-            _exchange(optimizer, {master: parameter for parameter, master in masters.items()})
+            _replace_parameters(optimizer, {master: parameter for parameter, master in masters.items()})
             for parameter, master in masters.items():
                 with torch.no_grad():
                     parameter.copy_(master)
-                self.mark(parameter)
-
-
-def _exchange(optimizer: Optimizer, others: Mapping[Any, nn.Parameter]) -> None:
-    """Put others in the place of parameters, their state with them."""
-    for group in optimizer.param_groups:
-        group["params"][:] = [others.get(p, p) for p in group["params"]]
-    state = list(optimizer.state.items())
-    optimizer.state.clear()
-    for parameter, values in state:
-        optimizer.state[others.get(parameter, parameter)] = values
-
-
-@contextmanager
-def fp32_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of an accelerated model are their fp32 masters; on the way out they are rounded.
-
-    For whoever reads or writes weights between steps and wants all their bits: averaging over ranks, moving averages.
-    No forward pass inside. A model that is not accelerated is left alone.
-    """
-    masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
-    if masters is None:
-        yield
-        return
-    with masters.in_place(list(masters.parameters.values())):
-        yield
-
-
-def note_rows(model: nn.Module, rows: Tensor) -> None:
-    """Tell an accelerated model that of its word embedding's gradient all but these rows is zero, see `Words.note`."""
-    masters: Masters | None = getattr(model, MASTERS_ATTRIBUTE, None)
-    if masters and masters.words:
-        masters.words.note(rows)
+                self.mark_rounded(parameter)
 
 
 class _SaveHook:
-    """An object, because torch sets an attribute on this hook, and with a method's meaning, so that deepcopy works."""
+    """A callable object: torch sets an attribute on this hook, which a method refuses, and deepcopy must copy it."""
 
-    def __init__(self, masters: Masters) -> None:
+    def __init__(self, masters: MasterWeights) -> None:
         self.masters = masters
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         self.masters.save(state, prefix)
 
 
-def _group_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Parameter]) -> None:
+    """Put other parameters into an optimizer's groups, together with the state of those that they replace."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [replacements.get(p, p) for p in group["params"]]
+    state = list(optimizer.state.items())
+    optimizer.state.clear()
+    for parameter, values in state:
+        optimizer.state[replacements.get(parameter, parameter)] = values
+
+
+@contextmanager
+def fp32_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of an accelerated model are its fp32 masters; on leaving they are rounded to bf16.
+
+    For code that reads or writes weights between steps in full precision, such as averages over ranks or moving
+    averages. No forward pass may run inside. A model that is not accelerated is left alone.
+    """
+    masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
+    if masters is None:
+        yield
+        return
+    with masters.in_parameters(list(masters.parameters.values())):
+        yield
+
+
+def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:
+    """State that an accelerated model's token embedding has a zero gradient outside of `rows`.
+
+    See `EmbeddingGradient.set_rows`. Does nothing if the model is not accelerated or its embedding is not patched.
+    """
+    masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
+    if masters and masters.embedding:
+        masters.embedding.set_rows(rows)
+
+
+def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class _Swap:
-    """Puts masters in the place of compute weights while an optimizer steps or loads its state."""
+class _SwapHooks:
+    """Hooks that put masters in the place of compute weights while an optimizer steps or loads its state."""
 
-    def __init__(self, masters: Masters) -> None:
+    def __init__(self, masters: MasterWeights) -> None:
         self.masters = masters
         self.open: Any = None
 
     def enter(self, optimizer: Optimizer, *rest: Any) -> None:
-        # A closure computes gradients of the parameters themselves. Else they are left as they are: whoever prepares
-        # an optimizer loads its state when DistributedDataParallel has the model already.
-        parameters = _group_parameters(optimizer)
-        in_place = _has_closure(rest)
-        self.open = self.masters.in_place(parameters) if in_place else self.masters.standing_in(optimizer)
+        # A closure computes gradients of the parameters themselves, so these become the masters. In any other case
+        # they stay: trainers load an optimizer's state when DistributedDataParallel already holds the model.
+        in_parameters = _has_closure(rest)
+        parameters = _list_parameters(optimizer)
+        self.open = self.masters.in_parameters(parameters) if in_parameters else self.masters.in_optimizer(optimizer)
         self.open.__enter__()
 
     def leave(self, optimizer: Optimizer, *rest: Any) -> None:
@@ -207,57 +216,57 @@ class _Swap:
             self.open = None
 
 
-def _has_closure(words: tuple[Any, ...]) -> bool:
-    """Whether a closure is among what a hook is given: the arguments of `step`, or a state dict."""
-    given, named = words if len(words) == 2 else ((), {})
-    return any(map(callable, (*given, *named.values())))
+def _has_closure(hook_arguments: tuple[Any, ...]) -> bool:
+    """Whether the arguments of a hook, which are those of `step` or a state dict, contain a closure."""
+    positional, named = hook_arguments if len(hook_arguments) == 2 else ((), {})
+    return any(map(callable, (*positional, *named.values())))
 
 
 @dataclass(frozen=True)
-class Update:
-    """What one parameter's update reads and writes, all contiguous."""
+class ParameterUpdate:
+    """The tensors that one parameter's update reads and writes, all contiguous."""
 
     weights: Tensor
     """fp32: the master, or the parameter itself."""
     compute: Tensor | None
-    """bf16, written from the weights; None where they are the parameter."""
+    """bf16, rounded from the weights; None where the parameter is fp32."""
     grad: Tensor
     state: dict[str, Any]
-    awake: Tensor | None = None
-    """(rows,) uint8, zero for rows of the weights whose gradient and moments are zero. None: nothing is known."""
+    touched: Tensor | None = None
+    """(rows,) uint8, zero for rows of the weights whose gradient and moments are zero; None if that is unknown."""
 
 
 class FusedStep(Optimizer):
-    """Mixed in before Adam or AdamW: `step` runs the kernel. State keeps torch's names, so checkpoints are the same."""
+    """Mixed in before Adam or AdamW: `step` runs the C++ kernel. The state has torch's names, as in checkpoints."""
 
-    masters: Masters
+    masters: MasterWeights
     gradient_factor: float = 1.0
-    """What the next step multiplies gradients by: see `clip_gradients`."""
+    """The next step multiplies gradients by this, see `clip_gradients`."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One update; like torch's, it returns what `closure` returned."""
+        """Make one update and return what `closure` returned, as torch's own optimizers do."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         kernels = kernels_for(torch.empty(0))
-        if kernels is None or any(p.grad is not None and p.grad.is_sparse for p in _group_parameters(self)):
-            with self.masters.standing_in(self):
+        if kernels is None or any(p.grad is not None and p.grad.is_sparse for p in _list_parameters(self)):
+            with self.masters.in_optimizer(self):
                 super().step()
             return loss
         for group in self.param_groups:
-            alike: dict[tuple[float, torch.dtype], list[Update]] = {}
+            alike: dict[tuple[float, torch.dtype], list[ParameterUpdate]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    update = self._update(parameter)
+                    update = self._make_update(parameter)
                     alike.setdefault((float(update.state["step"]), update.grad.dtype), []).append(update)
             for (count, _), updates in alike.items():
                 run_adamw(kernels, updates, count, group, self.gradient_factor)
         self.gradient_factor = 1.0
         return loss
 
-    def _update(self, parameter: nn.Parameter) -> Update:
-        """A parameter's update with its state, which counts this step already."""
+    def _make_update(self, parameter: nn.Parameter) -> ParameterUpdate:
+        """Return a parameter's update, and count this step in its state, which is made if there is none yet."""
         master = self.masters.get(parameter)
         state = self.state[parameter]
         weights, compute = (parameter.detach(), None) if master is None else (master, parameter.detach())
@@ -267,29 +276,33 @@ class FusedStep(Optimizer):
         state["step"] += 1
         torch.autograd.graph.increment_version(parameter)
         if master is not None:
-            self.masters.mark(parameter)
+            self.masters.mark_rounded(parameter)
         assert parameter.grad is not None
-        words = self.masters.words
-        awake = words.awake(state) if words and words.weight is parameter else None
-        return Update(weights, compute, parameter.grad.contiguous(), state, awake)
+        embedding = self.masters.embedding
+        touched = embedding.touched_rows(state) if embedding and embedding.weight is parameter else None
+        return ParameterUpdate(weights, compute, parameter.grad.contiguous(), state, touched)
 
 
 def run_adamw(
-    kernels: Kernels, updates: list[Update], count: float, group: dict[str, Any], factor: float = 1.0
+    kernels: Kernels, updates: list[ParameterUpdate], count: float, group: dict[str, Any], factor: float = 1.0
 ) -> None:
-    """AdamW's step number `count` by the kernel; formula and option names as in torch.optim.AdamW.
+    """Make step number `count` of AdamW, or of Adam, by the kernel; the formula is that of torch.optim.AdamW.
 
-    `updates` have gradients of one dtype, which are multiplied by `factor` on the way.
+    Parameters
+    ----------
+    updates: parameters of one group, with gradients of one dtype.
+    group: the parameter group, with the options of torch.optim.AdamW.
+    factor: gradients are multiplied by this.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     rate, decay = float(group["lr"]), float(group["weight_decay"])
     shrink, pull = (1.0 - rate * decay, 0.0) if group.get("decoupled_weight_decay") else (1.0, decay)
-    columns = [addresses([u.weights for u in updates]), addresses([u.compute for u in updates])]
-    columns.append(addresses([u.grad for u in updates]))
-    columns += [addresses([u.state[name] for u in updates]) for name in ("exp_avg", "exp_avg_sq")]
-    columns.append(addresses([u.awake for u in updates]))
-    sizes = numbers([u.weights.numel() for u in updates])
-    widths = numbers([1 if u.awake is None else u.weights.shape[1] for u in updates])
+    columns = [address_array([u.weights for u in updates]), address_array([u.compute for u in updates])]
+    columns.append(address_array([u.grad for u in updates]))
+    columns += [address_array([u.state[name] for u in updates]) for name in ("exp_avg", "exp_avg_sq")]
+    columns.append(address_array([u.touched for u in updates]))
+    sizes = int64_array([u.weights.numel() for u in updates])
+    widths = int64_array([1 if u.touched is None else u.weights.shape[1] for u in updates])
     step, root = rate / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
     scalars = (beta1, beta2, float(group["eps"]), shrink, pull, step, root, factor)
     kernels.run("adamw", updates[0].grad.dtype, *columns, sizes, widths, len(updates), *scalars)
@@ -298,71 +311,80 @@ def run_adamw(
 def clip_gradients(
     optimizer: Optimizer,
     parameters: Iterable[nn.Parameter],
-    most: float,
-    add_up: Callable[[Tensor], object] | None = None,
+    max_norm: float,
+    sum_over_ranks: Callable[[Tensor], object] | None = None,
 ) -> float:
-    """Scale gradients down to norm `most` for the optimizer's next step; their norm, over all `parameters`.
+    """Clip the gradients of `parameters` to the norm `max_norm` for the optimizer's next step; return their norm.
 
-    As torch.nn.utils.clip_grad_norm_, of which a fused optimizer saves the second pass: it scales while it steps, so
-    that gradients themselves stay as they are. Where the gradients are a part of what the norm is of, `add_up` makes
-    the sum of their squares, fp64, that of all parts, in place.
+    Like torch.nn.utils.clip_grad_norm_. With a fused optimizer and the kernels, the gradients themselves stay as they
+    are and the next step scales them, which saves a pass over memory. A norm that is NaN or infinite is passed on.
+
+    Parameters
+    ----------
+    sum_over_ranks: where this rank holds only a shard of the gradients, sums the squared norm, an fp64 scalar, over the
+        ranks in place.
     """
     found = [(p, p.grad) for p in parameters if p.grad is not None]
     parameters = [p for p, _ in found]
     grads = [grad for _, grad in found]
     kernels = kernels_for(torch.empty(0))
     plain = any(g.is_sparse or not g.is_contiguous() or kernels_for(g) is None for g in grads)
-    mine = {id(p) for p in _group_parameters(optimizer)}
+    mine = {id(p) for p in _list_parameters(optimizer)}
     others = any(id(p) not in mine for p in parameters)
     if kernels is None or plain or others or not isinstance(optimizer, FusedStep):
-        if not add_up:
-            return float(torch.nn.utils.clip_grad_norm_(parameters, most))
-        whole = torch.nn.utils.get_total_norm(grads)
-        add_up(squares := whole.double().square())
-        whole = squares.sqrt().to(whole.dtype)
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, whole)
-        return float(whole)
-    total, words = torch.zeros((), dtype=torch.float64), optimizer.masters.words
+        if not sum_over_ranks:
+            return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+        total_norm = torch.nn.utils.get_total_norm(grads)
+        sum_over_ranks(squares := total_norm.double().square())
+        total_norm = squares.sqrt().to(total_norm.dtype)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+        return float(total_norm)
+    total, embedding = torch.zeros((), dtype=torch.float64), optimizer.masters.embedding
     for dtype in {g.dtype for g in grads}:
-        some = [g if words is None or p is not words.weight else words.part(g) for p, g in found if g.dtype == dtype]
-        kernels.run("square_sum", dtype, addresses(some), numbers([g.numel() for g in some]), total, len(some))
-    if add_up:
-        add_up(total)
+        some = [
+            g if embedding is None or p is not embedding.weight else embedding.nonzero_part(g)
+            for p, g in found
+            if g.dtype == dtype
+        ]
+        sizes = int64_array([g.numel() for g in some])
+        kernels.run("square_sum", dtype, address_array(some), sizes, total, len(some))
+    if sum_over_ranks:
+        sum_over_ranks(total)
     norm: float = float(total) ** 0.5
-    # The formula of torch.nn.utils.clip_grads_with_norm_; a norm that is no number is passed on.
-    factor = most / (norm + 1e-6)
+    # The formula of torch.nn.utils.clip_grads_with_norm_.
+    factor = max_norm / (norm + 1e-6)
     optimizer.gradient_factor = 1.0 if factor > 1.0 else factor
     return norm
 
 
-def _fuses(optimizer: Optimizer) -> bool:
-    """Whether the kernel computes what this optimizer would: Adam or AdamW itself, in its plain form."""
+def _can_fuse(optimizer: Optimizer) -> bool:
+    """Return whether the kernel computes what this optimizer would: Adam or AdamW itself, without special options."""
     special = ("amsgrad", "maximize", "capturable", "differentiable")
     return (
         type(optimizer) in (Adam, AdamW)
-        # A scheduler made earlier has wrapped the old class's step on the instance.
+        # A scheduler that was made earlier has wrapped the old class's step on the instance.
         and "step" not in vars(optimizer)
         and not any(group.get(name) for group in optimizer.param_groups for name in special)
-        and all(p.is_contiguous() and p.dtype in (torch.float32, torch.bfloat16) for p in _group_parameters(optimizer))
+        and all(p.is_contiguous() and p.dtype in (torch.float32, torch.bfloat16) for p in _list_parameters(optimizer))
     )
 
 
-def put_on_masters(optimizer: Optimizer, masters: Masters) -> None:
-    """Make `optimizer` update the masters of the bf16 parameters among its own, and round into those parameters.
+def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
+    """Make `optimizer` update the masters of its bf16 parameters and round them into these parameters.
 
-    The same object with the same state, groups and hooks, so whoever holds it (a learning rate scheduler, a trainer)
-    goes on as before. Moments are fp32.
+    It stays the same object with the same state, groups and hooks, so that a learning rate scheduler or a trainer that
+    holds it goes on as before. Moments are fp32.
     """
     if getattr(optimizer, "masters", None) is masters:
         return
     optimizer.masters = masters  # type: ignore[attr-defined]
-    swap = _Swap(masters)
+    swap = _SwapHooks(masters)
     optimizer.register_load_state_dict_pre_hook(swap.enter)
     optimizer.register_load_state_dict_post_hook(swap.leave)
-    if _fuses(optimizer):
+    if _can_fuse(optimizer):
         own = type(optimizer)
         optimizer.__class__ = type(f"Fused{own.__name__}", (FusedStep, own), {"__module__": __name__})
-        # Hooks around `step` are put on a class when its first instance is made, and this class had none.
+        # torch puts hooks around `step` of a class when its first instance is made, and this class had none.
         optimizer._patch_step_function()
         return
     optimizer.register_step_pre_hook(swap.enter)

@@ -1,4 +1,11 @@
-"""Passes over activations between matrix products: dropout, GELU with a bias, and the end of half a layer."""
+"""Passes over activations between matrix products: dropout, GELU with a bias, and dropout + residual + layer norm.
+
+Each runs as one C++ kernel forward and one backward, or as plain torch where there are no kernels.
+
+The dropout mask is a function of a seed and an element's index, so it is computed twice and never stored: element `e`
+takes 16 bits of word `e // 4` of the random stream SplitMix64 and is kept if they are at least `threshold`.
+`torch.bernoulli_` on the CPU is serial and costs as much as a matrix product; this costs one pass over memory.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +23,30 @@ from cpuft.train.fast.kernels import Kernels, kernels_for
 LEVELS = 1 << 16
 _INT64 = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
-"""What SplitMix64 counts by."""
+"""The increment of SplitMix64."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """One dropout mask: which stream, how much of it is dropped, and what makes up for it."""
+    """One dropout mask: its random stream and the share that it drops."""
 
     seed: int
     """Number of the stream, 0 to 2**64 - 1."""
     threshold: int
-    """Of the 65536 values of an element's 16 bits, the first `threshold` drop it."""
+    """An element is dropped if its 16 random bits are below this: the dropout probability times 65536."""
 
     @property
     def scale(self) -> float:
-        """What kept values are multiplied by: one over the probability, to 16 bits, of being kept."""
+        """The factor of elements that are kept: one over the probability, in 1/65536, of being kept."""
         return LEVELS / (LEVELS - self.threshold)
 
     def after(self, elements: int) -> Mask:
-        """The mask of what comes after so many elements, a multiple of four."""
+        """Return the mask that continues this one after `elements` elements, a multiple of four."""
         return Mask((self.seed + elements // 4 * _GOLDEN) % _INT64, self.threshold)
 
     @property
     def kernel_arguments(self) -> tuple[int, int, float]:
-        """Seed, threshold and scale, in the order that every kernel takes them."""
+        """Seed, threshold and scale, in the order in which every kernel takes them."""
         return self.seed, self.threshold, self.scale
 
 
@@ -47,10 +54,10 @@ NO_MASK = Mask(seed=0, threshold=0)
 
 
 def draw_mask(p: float, training: bool) -> Mask:
-    """A fresh mask for dropout probability `p`, to 1 / 65536; its seed comes from torch's generator.
+    """Return a new mask for dropout probability `p`, rounded to 1/65536; without `training`, one that drops nothing.
 
-    So `torch.manual_seed` repeats a run, and gradient checkpointing, which restores the generator, repeats a mask.
-    p = 1, which drops everything, is not representable and rounds to 65535 / 65536.
+    The seed comes from torch's generator: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores
+    the generator, repeats a mask. p = 1 cannot be represented and becomes 65535/65536.
     """
     threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
     if threshold == 0:
@@ -60,30 +67,33 @@ def draw_mask(p: float, training: bool) -> Mask:
     return Mask(seed % _INT64, threshold)
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return (value + 2**63) % _INT64 - 2**63
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's is arithmetic."""
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """Shift int64 numbers as unsigned ones: torch's operator repeats the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """True where `mask` keeps an element of a contiguous tensor of `shape`. Plain torch; SplitMix64's constants."""
+    """Return a bool tensor of `shape`, true where `mask` keeps the element of a contiguous tensor.
+
+    Plain torch. The constants are those of SplitMix64 (Steele, Lea, Flood 2014).
+    """
     count = torch.Size(shape).numel()
     z = torch.arange(1, (count + 3) // 4 + 1, dtype=torch.int64)
-    z = z * _signed(_GOLDEN) + _signed(mask.seed)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    lanes = (z ^ _shifted(z, 31)).view(torch.int16)[:count].view(shape)
-    # The kernels read lanes as unsigned: value and threshold move down together by half the range where the sign
-    # bit is flipped instead.
+    z = z * _to_signed(_GOLDEN) + _to_signed(mask.seed)
+    z = (z ^ _shift_right(z, 30)) * _to_signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _to_signed(0x94D049BB133111EB)
+    lanes = (z ^ _shift_right(z, 31)).view(torch.int16)[:count].view(shape)
+    # The kernels compare unsigned 16-bit numbers, torch has signed ones: flipping the sign bit of the number and
+    # subtracting half the range from the threshold gives the same order.
     return (lanes ^ -(1 << 15)) >= mask.threshold - (1 << 15)
 
 
 def masked(x: Tensor, mask: Mask) -> Tensor:
-    """`x` with dropped elements zero and kept ones scaled. No autograd: forward and backward are this function."""
+    """Return `x` with dropped elements zero and the others scaled. Without autograd: backward is the same function."""
     if mask.threshold == 0:
         return x
     x = x.contiguous()
@@ -110,10 +120,10 @@ _dropout: Callable[..., Tensor] = _Dropout.apply
 
 
 class FastDropout(nn.Dropout):
-    """`torch.nn.Dropout` with a cheap mask: same probability (to 1 / 65536), same scale, other random numbers."""
+    """`torch.nn.Dropout` with a cheap mask: the same probability (to 1/65536) and scale, other random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Dropout of `x`, any shape; `x` itself when not training or p is 0."""
+        """Return dropout of `x`, any shape; `x` itself when not training or p is 0."""
         if not self.training or self.p == 0.0 or self.inplace or x.device.type != "cpu" or self.p == 1.0:
             return super().forward(x)
         return _dropout(x, draw_mask(self.p, True))
@@ -123,6 +133,7 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
         x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+        # Forward has the exponential at hand that the slope needs, too.
         slope = torch.empty_like(y) if any(ctx.needs_input_grad) else None
         kernels.run("gelu_forward", x.dtype, x, bias, y, slope, *x.shape)
         ctx.save_for_backward(slope)
@@ -142,10 +153,14 @@ _gelu: Callable[..., Tensor] = _Gelu.apply
 
 
 def gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """x + bias times the standard normal distribution's cdf there, (rows, columns), as torch's exact GELU (absolute
-    error 2e-7); one dtype. `bias`: (columns,).
+    """Return torch's exact GELU of `x + bias`, to an absolute error of 2e-7.
 
-    With the kernels, the slope that is kept for backward has that dtype: for bf16 it is rounded once.
+    The kernels keep the slope for backward in the dtype of `x`: bf16 rounds it once.
+
+    Parameters
+    ----------
+    x: (rows, columns), fp32 or bf16.
+    bias: (columns,), the same dtype.
     """
     if kernels := kernels_for(x, bias):
         return _gelu(x, bias, kernels)
@@ -179,9 +194,9 @@ class _DropoutAddNorm(torch.autograd.Function):
             x, residual = x.contiguous(), residual.contiguous()
             total, y = torch.empty_like(x), torch.empty_like(x)
             mean, rstd = torch.empty(2, x.shape[:-1].numel(), dtype=torch.float32)
-            rows, cols, mask_arguments = mean.numel(), x.shape[-1], mask.kernel_arguments
+            rows, columns, mask_arguments = mean.numel(), x.shape[-1], mask.kernel_arguments
             arrays = (x, shift, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd)
-            kernels.run("norm_forward", x.dtype, *arrays, rows, cols, *mask_arguments, eps)
+            kernels.run("norm_forward", x.dtype, *arrays, rows, columns, *mask_arguments, eps)
         else:
             total, y, mean, rstd = _plain_norm_forward(x + shift, residual, (weight, bias, eps), mask)
         ctx.save_for_backward(total, weight, bias, mean, rstd)
@@ -191,15 +206,15 @@ class _DropoutAddNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, _, mean, rstd = saved = ctx.saved_tensors
-        # The kernel leaves mean and rstd flat, torch leaves them shaped: each backward reads its own forward's.
+        # The kernel's mean and rstd are flat, torch's are not: each backward must read its own forward's.
         if (kernels := kernels_for(dy, total)) and mean.dim() == 1:
             dy = dy.contiguous()
             dresidual = torch.empty_like(total)
             dx = torch.empty_like(total) if ctx.mask.threshold else dresidual
             dweight, dbias, dshift = torch.zeros(3, weight.numel(), dtype=torch.float32)
             arrays = (dy, total, mean, rstd, weight.contiguous(), dx, dresidual, dweight, dbias, dshift)
-            rows, cols = mean.numel(), total.shape[-1]
-            kernels.run("norm_backward", total.dtype, *arrays, rows, cols, *ctx.mask.kernel_arguments)
+            rows, columns = mean.numel(), total.shape[-1]
+            kernels.run("norm_backward", total.dtype, *arrays, rows, columns, *ctx.mask.kernel_arguments)
         else:
             dx, dresidual, dweight, dbias = _plain_norm_backward(dy, saved, ctx.mask)
             dshift = dx.flatten(0, -2).sum(0)
@@ -210,12 +225,13 @@ _dropout_add_norm: Callable[..., Tensor] = _DropoutAddNorm.apply
 
 
 def dropout_add_norm(x: Tensor, shift: Tensor, residual: Tensor, norm: nn.LayerNorm, mask: Mask) -> Tensor:
-    """`norm(residual + dropout(x + shift))`.
+    """Return `norm(residual + dropout(x + shift))`, in the shape and dtype of `x`: the end of both halves of a layer.
 
     Parameters
     ----------
-    x, residual: (..., hidden), one dtype, bf16 or fp32. The result has their shape and dtype.
-    shift: (hidden,).
-    norm: over the last dimension, with fp32 weight and bias. Statistics are fp32 whatever the dtype.
+    x, residual: (..., hidden), one dtype, fp32 or bf16.
+    shift: (hidden,), the bias of the linear layer before. Adding it here is cheaper than in the product, and backward
+        computes its gradient in the same pass.
+    norm: layer norm over the last dimension, with fp32 weight and bias. Its statistics are fp32 for any dtype.
     """
     return _dropout_add_norm(x, shift, residual, norm.weight, norm.bias, norm.eps, mask)

@@ -1,8 +1,8 @@
-"""Word embeddings whose gradient costs what an update's tokens do, not what the vocabulary does.
+"""A token embedding whose gradient costs what the tokens of an update do, not what the vocabulary does.
 
-A word embedding is half of a small encoder's numbers, and an update names a fiftieth of its rows. Its gradient is kept
-in memory, of which only rows that were named are written and cleared; its norm is taken of those; and of its rows AdamW
-passes over those that were never named: their moments are zero.
+The token embedding is half of a small encoder's parameters, and an update reads a fiftieth of its rows. Its gradient is
+kept in one buffer, of which only the rows of the update's tokens are written and cleared; the gradient's norm is taken
+from these rows; and AdamW skips rows that no update has touched yet, whose moments are zero.
 """
 
 from __future__ import annotations
@@ -19,69 +19,78 @@ from cpuft.comm.gradients.embedding_rows import find_embedding
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Words:
-    """An embedding's gradient, and which of its rows may be other than zero.
+class EmbeddingGradient:
+    """The gradient of one embedding, and which of its rows may be other than zero.
 
-    Whoever writes to the gradient by torch's operators is noticed, by the version that torch counts for it: nothing is
-    known of its rows then.
+    If anything writes to the gradient by torch's operators, the version that torch counts for it changes, and the rows
+    are unknown until the next gradient.
     """
 
     def __init__(self, embedding: nn.Embedding) -> None:
         self._embedding = embedding
-        self._memory: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._rows: Tensor | None = None
-        """Of the memory, all that may not be zero: rising, int64, each once."""
+        """The rows of the buffer that may not be zero: ascending, int64, each once."""
         self._version = 0
-        """Of the memory, when those were all."""
-        self._awake: Tensor | None = None
+        """Version of the buffer for which `_rows` holds."""
+        self._touched: Tensor | None = None
         self._moments: tuple[object, ...] = ()
-        """What moments `_awake` is of."""
+        """Addresses and versions of the moments for which `_touched` holds."""
 
     @property
     def weight(self) -> Tensor:
-        """(vocabulary, width), as it is now."""
+        """The embedding's current weight, (vocabulary, width)."""
         return self._embedding.weight
 
     @property
     def rows(self) -> Tensor | None:
-        """The rows of the weight's gradient outside of which it is zero; None where that is not known."""
+        """Rows of the weight's gradient outside of which it is zero, int64, ascending; None if they are unknown."""
         grad = self.weight.grad
-        ours = grad is not None and self._memory is not None and grad.data_ptr() == self._memory.data_ptr()
-        return self._known() if ours else None
+        is_ours = grad is not None and self._buffer is not None and grad.data_ptr() == self._buffer.data_ptr()
+        return self._known_rows() if is_ours else None
 
-    def note(self, rows: Tensor) -> None:
-        """Rows, int64, rising, each once: all that were written to, among them those that were known before."""
-        if self._memory is not None:
-            self._rows, self._version = rows, self._memory._version
+    def set_rows(self, rows: Tensor) -> None:
+        """State that the gradient is zero outside of `rows`, after the caller has written to it.
 
-    def part(self, grad: Tensor) -> Tensor:
-        """All of the weight's gradient that is not zero: so many rows of it, or the whole."""
+        `rows`: int64, ascending, each once. Rows that were known before must be among them.
+        """
+        if self._buffer is not None:
+            self._rows, self._version = rows, self._buffer._version
+
+    def nonzero_part(self, grad: Tensor) -> Tensor:
+        """Return the rows of the weight's gradient that may not be zero, or all of it if they are unknown."""
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
-    def awake(self, state: dict[str, Any]) -> Tensor | None:
-        """(vocabulary,) uint8, zero for rows whose gradient and moments, those in `state`, are zero. None: unknown."""
+    def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
+        """Return (vocabulary,) uint8, zero for rows whose gradient and moments are zero; None if that is unknown.
+
+        `state`: the optimizer's state of the weight, with both moments of Adam.
+        """
         if (rows := self.rows) is None:
-            self._awake = None
+            self._touched = None
             return None
-        # The kernel writes moments out of torch's sight: their version is that of whoever else did.
+        # The kernel writes moments without raising their version: a new version means that something else wrote.
         moments = tuple((state[name].data_ptr(), state[name]._version) for name in _MOMENTS)
-        if self._awake is None or moments != self._moments:
-            self._awake = torch.stack([(state[name] != 0).any(1) for name in _MOMENTS]).any(0).to(torch.uint8)
+        if self._touched is None or moments != self._moments:
+            self._touched = torch.stack([(state[name] != 0).any(1) for name in _MOMENTS]).any(0).to(torch.uint8)
             self._moments = moments
-        self._awake[rows] = 1
-        return self._awake
+        self._touched[rows] = 1
+        return self._touched
 
     def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
-        """What backward has to give for `values`, the gradient of these rows: memory that becomes the gradient, or
-        what is added to the one that is there."""
+        """Return what backward has to return for the weight, given the gradient `values` of `rows`.
+
+        That is the buffer, which becomes the gradient, or a sparse tensor that autograd adds to a gradient that is
+        there already.
+        """
         if self.weight.grad is None:
-            memory = self._memory = self._cleared()
-            memory.index_copy_(0, rows, values)
-            self.note(rows)
-            return memory.detach()  # Another tensor, or autograd would copy what somebody else has, too.
-        if (known := self.rows) is not None and self._memory is not None:
+            buffer = self._buffer = self._cleared_buffer()
+            buffer.index_copy_(0, rows, values)
+            self.set_rows(rows)
+            return buffer.detach()  # a new tensor object: autograd would copy one that is referenced elsewhere
+        if (known := self.rows) is not None and self._buffer is not None:
             both = torch.cat([known, rows])
-            self._rows, self._version = torch.unique(both), self._memory._version + 1
+            self._rows, self._version = torch.unique(both), self._buffer._version + 1
         return torch.sparse_coo_tensor(rows[None], values, self.weight.shape, is_coalesced=True, check_invariants=False)
 
     def look_up(self, tokens: Tensor) -> Tensor:
@@ -91,29 +100,29 @@ class Words:
             return nn.functional.embedding(tokens, own.weight)
         return _look_up(tokens, own.weight, self, own.padding_idx)
 
-    def _known(self) -> Tensor | None:
-        return self._rows if self._memory is not None and self._memory._version == self._version else None
+    def _known_rows(self) -> Tensor | None:
+        return self._rows if self._buffer is not None and self._buffer._version == self._version else None
 
-    def _cleared(self) -> Tensor:
-        """Zeros: the memory, unless somebody still has it, as backward does that goes through two look-ups."""
-        if self._memory is None or _holders(self._memory) > 1:
+    def _cleared_buffer(self) -> Tensor:
+        """Return zeros: the buffer, or new memory if another tensor uses it, as in a second look-up's backward."""
+        if self._buffer is None or _count_users(self._buffer) > 1:
             return torch.zeros_like(self.weight)
-        if (known := self._known()) is None:
-            return self._memory.zero_()
-        return self._memory.index_fill_(0, known, 0.0)
+        if (known := self._known_rows()) is None:
+            return self._buffer.zero_()
+        return self._buffer.index_fill_(0, known, 0.0)
 
 
-def _holders(tensor: Tensor) -> int:
-    """How many tensors have this memory."""
+def _count_users(tensor: Tensor) -> int:
+    """Return how many tensors share this one's memory."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the storage that we look through
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # `storage` itself
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, words: Words, padding: int | None) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, gradient: EmbeddingGradient, padding: int | None) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.words, ctx.padding = words, padding
+        ctx.gradient, ctx.padding = gradient, padding
         return nn.functional.embedding(tokens, weight)
 
     @staticmethod
@@ -125,20 +134,22 @@ class _LookUp(torch.autograd.Function):
         if ctx.padding is not None:
             kept = rows != ctx.padding
             rows, values = rows[kept], values[kept]
-        return None, ctx.words.accumulate(rows, values), None, None
+        return None, ctx.gradient.accumulate(rows, values), None, None
 
 
 _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
-def quicken_words(model: nn.Module) -> Words | None:
-    """Make a model's word embedding a fast one, where nothing else reads its weight; None: it has no such.
+def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
+    """Give a model's token embedding the fast look-up; return its gradient, or None if there is no such embedding.
 
-    The module stays what it is, with another `forward`: a method, so that a deep copy of the model copies it along.
+    There is none where something else reads the weight (see `find_embedding`) or where the module has options that the
+    fast look-up lacks. The module keeps its class and gets another `forward`, a bound method, so that a deep copy of
+    the model copies it along.
     """
     embedding = find_embedding(model)
     if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
         return None
-    words = Words(embedding)
-    vars(embedding)["forward"] = words.look_up
-    return words
+    gradient = EmbeddingGradient(embedding)
+    vars(embedding)["forward"] = gradient.look_up
+    return gradient

@@ -1,7 +1,7 @@
-"""Parts of a layer that are run once more in backward, and keep nothing for it until then but what they are given.
+"""Gradient checkpointing of parts of a fast layer: backward runs a part again instead of keeping its activations.
 
-torch's checkpoint runs all of a part again. Here a part knows in which turn it is, and leaves out what no gradient
-needs: its last product, which is a third of what a layer multiplies.
+torch's checkpoint repeats all of a part. Here a part knows that it is being recomputed and leaves out what no gradient
+needs: its last product, which is a third of a layer's multiplications.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 
-class Turn(Enum):
-    """In which turn a part runs, and so what it has to do."""
+class ForwardPass(Enum):
+    """Which forward pass of a part is running, and so what it has to compute."""
 
-    ONLY = "the only one: the result, and what backward needs is kept"
-    FIRST = "the first of two: the result"
-    AGAIN = "the second: what backward needs. Of the result the shape is enough"
-
-
-def in_one_turn(part: Callable[..., Any], *tensors: Any) -> Any:
-    """What `part(turn, *tensors)` returns."""
-    return part(Turn.ONLY, *tensors)
+    ONLY = "the only one: compute the result and keep what backward needs"
+    FIRST = "the first of two: compute the result"
+    RECOMPUTE = "the second, during backward: keep what backward needs; of the result only the shape matters"
 
 
-def in_two_turns(part: Callable[..., Any], *tensors: Any) -> Any:
-    """The same, of which only `tensors` are kept until backward runs the part again. It must draw no random numbers.
+def run_once(part: Callable[..., Any], *tensors: Any) -> Any:
+    """Return `part(ForwardPass.ONLY, *tensors)`."""
+    return part(ForwardPass.ONLY, *tensors)
 
-    Not re-entrant, as DistributedDataParallel needs it.
+
+def run_with_recompute(part: Callable[..., Any], *tensors: Any) -> Any:
+    """Return what `run_once` does, but keep only `tensors` until backward, which runs the part a second time.
+
+    The part must draw no random numbers. The checkpoint is not re-entrant, as DistributedDataParallel requires.
     """
-    turns = itertools.chain([Turn.FIRST], itertools.repeat(Turn.AGAIN))
-    return checkpoint(lambda *given: part(next(turns), *given), *tensors, use_reentrant=False, preserve_rng_state=False)
+    passes = itertools.chain([ForwardPass.FIRST], itertools.repeat(ForwardPass.RECOMPUTE))
+    return checkpoint(
+        lambda *given: part(next(passes), *given), *tensors, use_reentrant=False, preserve_rng_state=False
+    )

@@ -1,8 +1,8 @@
-"""Products of 8-bit numbers in place of fp32 ones.
+"""Matrix products of 8-bit integers in place of fp32 ones.
 
-As in SwitchBack (Wortsman and others 2023, arXiv 2304.13013), each row of what is multiplied has its own scale. So has
-each output of a weight: the output's gradient takes these in before it is rounded itself, and the weight that was
-rounded for the output serves the input's gradient, too.
+As in SwitchBack (Wortsman and others 2023, arXiv 2304.13013), each row of the left operand has its own scale. Each
+output of a weight has one, too: the output's gradient is multiplied by these scales before it is quantised itself, so
+that the weight as it was quantised for the output also serves for the input's gradient.
 """
 
 from __future__ import annotations
@@ -12,15 +12,24 @@ from torch import Tensor
 
 from cpuft.train.fast.kernels import kernels_for
 
-LEAST_ROWS = 128
-"""With fewer, rounding the weights takes what their product saves: the last layer's, where first tokens are enough."""
+MIN_ROWS = 128
+"""With fewer rows, quantising the weights takes as long as the product saves. The last layer has fewer where only first
+tokens are needed."""
 
 
 def quantise_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`x * factors`, fp32, in 8 bits: (rows, columns) -> int8 of that shape, and (rows,) scales that it counts times.
+    """Quantise `x * factors` to 8 bits, one scale for each row.
 
-    The error is at most half a scale, which is 1/127 of the row's largest magnitude. A row with a number that is none,
-    or infinite, has a scale that is none, or infinite. `factors`: (columns,).
+    Parameters
+    ----------
+    x: (rows, columns), fp32 or bf16.
+    factors: (columns,), fp32; None for ones.
+
+    Returns
+    -------
+    The int8 values, (rows, columns), and the scales, (rows,), fp32: a value times its row's scale is the number that it
+    stands for, with an error of at most half a scale. A scale is 1/127 of the row's largest magnitude; it is NaN or
+    infinite if the row has such a number.
     """
     if kernels := kernels_for(x):
         x = x.contiguous()
@@ -28,24 +37,30 @@ def quantise_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Ten
         kernels.run("quantise_rows", x.dtype, x, factors, rounded, scales, *x.shape)
         return rounded, scales
     x = x if factors is None else x * factors
-    most = x.abs().amax(1)
-    inverse = torch.where(most > 0, 127 / most, 0)
-    return (x * inverse[:, None]).round().nan_to_num().to(torch.int8), most / 127
+    largest = x.abs().amax(1)
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    return (x * inverse[:, None]).round().nan_to_num().to(torch.int8), largest / 127
 
 
 def multiply(
-    x: tuple[Tensor, Tensor], right: Tensor, columns: Tensor | None = None, bias: Tensor | None = None
+    x: tuple[Tensor, Tensor], right: Tensor, column_scales: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """The fp32 product of rows from `quantise_rows`, (rows, inner), and int8 (inner, outputs), plus a bias (outputs,).
+    """Return the fp32 product of quantised rows and an int8 matrix, (rows, outputs).
 
-    `columns`: scales of the outputs. Sums are exact, as whole numbers of 32 bits.
+    Sums are exact 32-bit integers before they are scaled.
+
+    Parameters
+    ----------
+    x: values (rows, inner) and scales (rows,) from `quantise_rows`.
+    right: (inner, outputs), int8.
+    column_scales, bias: (outputs,), fp32; None for ones and zeros.
     """
     rounded, scales = x
     y = torch.empty(len(rounded), right.shape[1])
     torch._int_mm(rounded, right, out=y.view(torch.int32))
     if kernels := kernels_for(y):
-        kernels.run("dequantise", y.dtype, y, scales, columns, bias, y, *y.shape)
+        kernels.run("dequantise", y.dtype, y, scales, column_scales, bias, y, *y.shape)
         return y
     result = y.view(torch.int32) * scales[:, None]
-    result = result if columns is None else result * columns
+    result = result if column_scales is None else result * column_scales
     return result if bias is None else result + bias

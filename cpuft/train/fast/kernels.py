@@ -1,8 +1,8 @@
-"""The optional C++ kernels: built with the host's compiler on first use, kept in the user's cache, loaded by ctypes.
+"""The optional C++ kernels: compiled on first use, stored in the user's cache folder, loaded by ctypes.
 
-A host without a compiler uses kernels that `cpuft provision` compiled elsewhere and installed (cpuft.compiler).
-Without those, or with CPUFT_KERNELS=0, every caller runs its plain torch twin: the same results (the same
-dropout masks too, within rounding), more slowly. `kernel_status` says which, for the record.
+A host without a compiler uses kernels that `cpuft provision` compiled on another host and installed (cpuft.compiler).
+Without those, or with CPUFT_KERNELS=0, every caller runs the same computation in plain torch: the same results within
+rounding, with the same dropout masks, more slowly. `kernel_status` tells which, for the record.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.hardware import compiler_target, effective_flags, parse_cpuinfo
 
-# p pointer (or an array of pointers), q int64, Q uint64, I uint32, f float, i int: in the order of the C++ functions.
 _SIGNATURES = {
     "dropout": "ppqQIfi",
     "norm_forward": "pppppppppqqQIffi",
@@ -40,6 +39,8 @@ _SIGNATURES = {
     "square_sum": "pppqi",
     "adamw": "ppppppppqffffffffi",
 }
+"""Types of each C++ function's parameters in their order: p pointer (or array of pointers), q int64, Q uint64,
+I uint32, f float, i int."""
 _C_TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "q": ctypes.c_int64,
@@ -49,25 +50,25 @@ _C_TYPES: dict[str, Any] = {
     "i": ctypes.c_int,
 }
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-_instead: tuple[Kernels | None, str] | None = None  # of the host's own kernels
+_override: tuple[Kernels | None, str] | None = None
+"""What `use_kernels` has put in place of the host's own kernels, and its status."""
 
-Addresses = Any
-"""A ctypes array of addresses or numbers, from `addresses` or `numbers`; None stands for no tensor."""
+CArray = Any
+"""A ctypes array, from `address_array` or `int64_array`."""
 
 
-def addresses(tensors: Sequence[torch.Tensor | None]) -> Addresses:
-    """Where these tensors' elements are, one after another, for a kernel that takes many."""
+def address_array(tensors: Sequence[torch.Tensor | None]) -> CArray:
+    """Return an array of the addresses of these tensors' data, null for None, for a kernel that takes many tensors."""
     return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
 
 
-def numbers(values: Sequence[int]) -> Addresses:
-    """An array of int64."""
+def int64_array(values: Sequence[int]) -> CArray:
+    """Return a C array of int64."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
 class Kernels:
-    """The loaded library. Tensors passed to `run` have to be on the CPU, alive until it returns, and contiguous
-    where no strides are passed."""
+    """A loaded library of kernels."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -79,27 +80,32 @@ class Kernels:
                 kind = ctypes.CFUNCTYPE(None, *(_C_TYPES[letter] for letter in letters))
                 self._functions[name, dtype] = kind(address)
 
-    def run(self, name: str, dtype: torch.dtype, *arguments: torch.Tensor | Addresses | int | float | None) -> None:
-        """Call kernel `name` for elements of `dtype`; a tensor becomes its address, the thread count is added."""
+    def run(self, name: str, dtype: torch.dtype, *arguments: torch.Tensor | CArray | int | float | None) -> None:
+        """Call kernel `name` for elements of `dtype` with these arguments and torch's number of threads.
+
+        A tensor is passed as its address: it must be on the CPU, alive until this returns, and contiguous unless the
+        kernel takes its strides.
+        """
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         self._functions[name, dtype](*plain, torch.get_num_threads())
 
 
 @functools.cache
 def _load() -> tuple[Kernels | None, str]:
+    """Return this host's kernels, if any can be loaded, and what `kernel_status` returns."""
     if os.environ.get("CPUFT_KERNELS") == "0":
         return None, "off: CPUFT_KERNELS=0"
-    found, said = _load_own()
+    found, status = _load_own()
     if found is None and (installed := find_installed(_usable_flags())) is not None:
         try:
             return Kernels(installed), "on"
         except (OSError, AttributeError) as error:
-            return None, f"{said}; the installed {installed} cannot be loaded: {error}"
-    return found, said
+            return None, f"{status}; the installed {installed} cannot be loaded: {error}"
+    return found, status
 
 
 def _load_own() -> tuple[Kernels | None, str]:
-    """Load kernels that this host's compiler builds for this very CPU."""
+    """Build kernels with this host's compiler for its own CPU, and load them."""
     compiler = find_compiler(os.environ)
     if compiler is None:
         return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"
@@ -108,15 +114,21 @@ def _load_own() -> tuple[Kernels | None, str]:
     except CpuftError as error:
         return None, f"off: {error}"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        return None, f"off: {compiler} could not build the kernels: {str(said).strip().splitlines()[-1:]}"
+        output = getattr(error, "stderr", None) or str(error)
+        return None, f"off: {compiler} could not build the kernels: {str(output).strip().splitlines()[-1:]}"
 
 
 def build(compiler: str, processor: str = "native") -> Path:
-    """The library's path, built unless the cache has it. Ranks that race build twice and rename over each other.
+    """Return the path of the library, which is built unless the cache folder has it already.
 
-    `processor` is what the compiler's -march takes. Raises CpuftError: the cache may be another user's work, who could
-    run code as this one.
+    Ranks that build at the same time replace each other's file by the same content.
+
+    Parameters
+    ----------
+    compiler: path of the C++ compiler.
+    processor: the value of the compiler's option -march.
+
+    Raises CpuftError: another user can write to the cache folder, and could so run code as this user.
     """
     options = (f"-march={processor}",)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
@@ -131,7 +143,7 @@ def build(compiler: str, processor: str = "native") -> Path:
 
 
 def _usable_flags() -> tuple[str, ...]:
-    """This CPU's flags, without those that ONEDNN_MAX_CPU_ISA hides."""
+    """This CPU's flags without those that ONEDNN_MAX_CPU_ISA forbids."""
     try:
         cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     except OSError:
@@ -140,7 +152,7 @@ def _usable_flags() -> tuple[str, ...]:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a cache on a shared disk serves hosts of several kinds."""
+    """The CPU's flags, on which `-march=native` depends: a cache folder on a shared disk may serve different CPUs."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -149,27 +161,28 @@ def _processor() -> str:
 
 
 def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
-    """The kernels, if they are there and can take these tensors (CPU, bf16 or fp32, one dtype); else None."""
+    """Return the kernels if there are any and these tensors are on the CPU and all bf16 or all fp32; else None."""
     first = tensors[0]
     if first.dtype not in _SUFFIXES or any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
         return None
-    return (_instead or _load())[0]
+    return (_override or _load())[0]
 
 
 def kernel_status() -> str:
-    """`on`, or `off: ` with the reason."""
-    return (_instead or _load())[1]
+    """Return `on`, or `off: ` and the reason, if plain torch is used."""
+    return (_override or _load())[1]
 
 
 @contextlib.contextmanager
 def use_kernels(kernels: Kernels | None) -> Iterator[None]:
-    """Run these inside this block, those of another build; None: the plain torch twins."""
-    global _instead
-    before, _instead = _instead, (kernels, "on" if kernels else "off: switched off")
+    """Inside, use the kernels of another build, or plain torch if `kernels` is None."""
+    global _override
+    before, _override = _override, (kernels, "on" if kernels else "off: switched off")
     try:
         yield
     finally:
-        _instead = before
+        _override = before
 
 
-plain_torch = functools.partial(use_kernels, None)  # as on a host without a compiler
+plain_torch = functools.partial(use_kernels, None)
+"""Context manager: inside, use plain torch, as a host without a compiler does."""

@@ -1,7 +1,7 @@
-"""Linear layers: several of one input as one product (query, key and value), and a bias gradient that costs little.
+"""Linear layers: one product for several layers with the same input (query, key, value), and cheap bias gradients.
 
-Of layers with peft's LoRA only the two narrow factors beside the weight are trained: no product for a gradient of the
-weight, which is a third of all that a step multiplies.
+Of a layer with a LoRA adapter of peft only the two small factors are trained. The product for the weight's gradient, a
+third of a training step's multiplications, is left out.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cpuft.train.fast.gradient_checkpointing import Turn
-from cpuft.train.fast.int8 import LEAST_ROWS, multiply, quantise_rows
+from cpuft.train.fast.gradient_checkpointing import ForwardPass
+from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
 from cpuft.train.fast.kernels import kernels_for
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """The sum of all rows of `x`, (rows, columns) -> (columns,), in its dtype; added up in fp32."""
+    """Return the sum over the rows of `x`, (rows, columns) -> (columns,), in its dtype; added up in fp32."""
     if kernels := kernels_for(x):
         x = x.contiguous()
         sums = torch.zeros(x.shape[1], dtype=torch.float32)
@@ -30,17 +30,24 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 class _PackedLinear(torch.autograd.Function):
-    """x W^T and a bias, if any, with `int8` in 8 bits, as the input's gradient then is; the weight's never is."""
+    """x W^T + bias. With `int8`, this product and the one for the input's gradient have 8-bit operands; the one for the
+    weight's gradient never has."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turn: Turn, int8: bool, *parameters: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        forward_pass: ForwardPass,
+        int8: bool,
+        *parameters: Tensor,
     ) -> Tensor:
         ctx.count, ctx.biased = len(parameters) // (1 if bias is None else 2), bias is not None
         weight, scales = quantise_rows(weight) if int8 else (weight, None)
-        # A frozen layer's input is no longer needed.
+        # Backward of a frozen layer does not need the input.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
-        if turn is Turn.AGAIN:
+        if forward_pass is ForwardPass.RECOMPUTE:
             return x.new_empty(len(x), len(weight))
         return multiply(quantise_rows(x), weight.t(), scales, bias) if int8 else functional.linear(x, weight, bias)
 
@@ -59,15 +66,15 @@ class _PackedLinear(torch.autograd.Function):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x W^T + (x A^T) B^T and a bias, if any, of which A and B are trained."""
+    """x W^T + (x A^T) B^T + bias, of which only A and B are trained."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turn: Turn, down: Tensor, up: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, forward_pass: ForwardPass, down: Tensor, up: Tensor
     ) -> Tensor:
         narrow = functional.linear(x, down)
         ctx.save_for_backward(x, narrow, weight, down, up)
-        if turn is Turn.AGAIN:
+        if forward_pass is ForwardPass.RECOMPUTE:
             return x.new_empty(len(x), len(weight))
         return functional.linear(x, weight, bias).addmm_(narrow, up.t())
 
@@ -86,7 +93,7 @@ _block_diagonal: Callable[..., Tensor] = torch.block_diag
 
 
 def is_adapted(layer: Any) -> bool:
-    """Whether this is a linear layer with one of peft's LoRA adapters in its plain form, which alone is trained."""
+    """Return whether this is a frozen linear layer with one LoRA adapter of peft: no dropout, bias or variant."""
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
     names, base = layer.active_adapters, layer.base_layer
@@ -95,41 +102,49 @@ def is_adapted(layer: Any) -> bool:
     return plain and frozen and type(layer.lora_dropout[names[0]]) is nn.Identity and not layer.lora_bias[names[0]]
 
 
-def _factors(layer: Any) -> tuple[Tensor, Tensor]:
-    """An adapted layer's A, (rank, inputs), and B, (outputs, rank), with the adapter's scale in it."""
+def _lora_factors(layer: Any) -> tuple[Tensor, Tensor]:
+    """An adapted layer's A, (rank, inputs), and its B times the adapter's scale, (outputs, rank)."""
     (name,) = layer.active_adapters
     return layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
 
 
-def _project(x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor | None, turn: Turn, int8: bool) -> Tensor:
-    """What layers give for `x` side by side, whose weights and biases are these. All are adapted, or none is."""
+def _project(
+    x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor | None, forward_pass: ForwardPass, int8: bool
+) -> Tensor:
+    """Return the outputs of `layers` side by side, given all their weights and biases; all are adapted or none is."""
     if type(layers[0]) is nn.Linear:
-        int8 = int8 and layers[0].training and len(x) >= LEAST_ROWS
+        int8 = int8 and layers[0].training and len(x) >= MIN_ROWS
         parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers if bias is not None]
-        return _packed_linear(x, weight, bias, turn, int8, *parameters)
-    downs, ups = zip(*map(_factors, layers))
-    return _adapted_linear(x, weight, bias, turn, torch.cat(downs), _block_diagonal(*ups))
+        return _packed_linear(x, weight, bias, forward_pass, int8, *parameters)
+    downs, ups = zip(*map(_lora_factors, layers))
+    return _adapted_linear(x, weight, bias, forward_pass, torch.cat(downs), _block_diagonal(*ups))
 
 
 def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
-    """What `layer`, which has a bias, gives for `x`: (tokens, inputs) -> (tokens, outputs).
+    """Return the output of one layer that has a bias: (tokens, inputs) -> (tokens, outputs).
 
-    It is a torch.nn.Linear, or one of which `is_adapted` holds. `int8`: in 8 bits while a plain one is in training.
+    Parameters
+    ----------
+    layer: a torch.nn.Linear, or a layer for which `is_adapted` holds.
+    int8: multiply 8-bit numbers, if the layer is a torch.nn.Linear in training and there are `MIN_ROWS` tokens.
     """
-    return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), Turn.ONLY, int8)
+    return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), ForwardPass.ONLY, int8)
 
 
-def product(layer: Any, x: Tensor, int8: bool = False, turn: Turn = Turn.ONLY) -> Tensor:
-    """The same without the bias, for a next pass that adds it on its way, as the end of a `turn`."""
-    return _project(x, [layer], layer.weight.detach(), None, turn, int8)
+def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
+    """Return what `linear` does, without the bias, which the next pass over the activations adds.
+
+    `forward_pass`: which pass of a checkpointed part this is, which ends with this product.
+    """
+    return _project(x, [layer], layer.weight.detach(), None, forward_pass, int8)
 
 
 class PackedLinear:
-    """Linear layers of equal shape whose weights are made views of one tensor, so that one product serves all.
+    """Linear layers of equal shape whose weights become views of one tensor, so that one product serves all.
 
-    The layers stay where they are, with their parameters and names; an optimizer that writes to their weights writes
-    to the packed tensor. Weights may be moved, all together. If something gives one of them other storage, they are
-    concatenated at each call instead.
+    The layers stay in the model with their parameters and names. An optimizer that writes to their weights writes to
+    the packed tensor. Weights may be moved together; if one of them gets other storage, the weights are concatenated at
+    each call instead.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -146,18 +161,18 @@ class PackedLinear:
 
     @staticmethod
     def _current(parameters: Sequence[Tensor]) -> Tensor:
-        """All of them in one tensor: the one that they are views of, where they lie in it one after another."""
+        """All parameters as one tensor: a view of their memory if they lie there one after another, else a copy."""
         first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
-        places = range(first.data_ptr(), first.data_ptr() + len(parameters) * first.nbytes, first.nbytes)
+        addresses = range(first.data_ptr(), first.data_ptr() + len(parameters) * first.nbytes, first.nbytes)
         if all(
-            p.data_ptr() == place and p.untyped_storage().data_ptr() == block and p.dtype == first.dtype
-            for p, place in zip(parameters, places, strict=True)
+            p.data_ptr() == address and p.untyped_storage().data_ptr() == block and p.dtype == first.dtype
+            for p, address in zip(parameters, addresses, strict=True)
         ):
             return first.as_strided((len(parameters) * first.shape[0], *first.shape[1:]), first.stride())
         return torch.cat([p.detach() for p in parameters])
 
     def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
-        """(tokens, inputs) -> (tokens, layers * outputs): what the layers from number `first` give, side by side."""
+        """Return the outputs, side by side, of the layers from number `first` on: (tokens, layers * outputs)."""
         layers = self.layers[first:]
         weight, bias = self._current([layer.weight for layer in layers]), self._current([one.bias for one in layers])
-        return _project(x, layers, weight, bias, Turn.ONLY, int8)
+        return _project(x, layers, weight, bias, ForwardPass.ONLY, int8)

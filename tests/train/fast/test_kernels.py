@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from cpuft.errors import CpuftError
 from cpuft.hardware import compiler_target
-from cpuft.train.fast.adamw import Masters, clip_gradients, put_on_masters
-from cpuft.train.fast.attention import Grid, Heads, attention
+from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
+from cpuft.train.fast.architectures import Heads
+from cpuft.train.fast.attention import Grid, attention
 from cpuft.train.fast.elementwise import Mask, dropout_add_norm, gelu, masked
 from cpuft.train.fast.int8 import multiply, quantise_rows
 from cpuft.train.fast.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
@@ -80,7 +81,7 @@ def run_update(dtype: torch.dtype, cols: int) -> list[Tensor]:
     torch.manual_seed(2)
     module = nn.Linear(cols, ROWS)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
-    put_on_masters(optimizer, Masters(module, list(module.parameters()) if dtype == torch.bfloat16 else []))
+    use_masters(optimizer, MasterWeights(module, list(module.parameters()) if dtype == torch.bfloat16 else []))
     norms = []
     for _ in range(2):
         for parameter in module.parameters():

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cpuft.train.fast.attention import Grid, Heads, attention
+from cpuft.train.fast.architectures import Heads
+from cpuft.train.fast.attention import Grid, attention
 from cpuft.train.fast.elementwise import NO_MASK, Mask, dropout_add_norm, gelu, kept_elements
 from cpuft.train.fast.projection import PackedLinear, linear, product
 from tests.train.fast.encoders import relative_error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cpuft.train.fast.int8 import LEAST_ROWS, multiply, quantise_rows
+from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
 from cpuft.train.fast.projection import linear
 from tests.train.fast.encoders import relative_error
 
@@ -36,7 +36,7 @@ def int8_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 def test_int8_products_are_those_of_rounded_numbers() -> None:
     torch.manual_seed(0)
-    layer, x, grad = nn.Linear(37, 21), torch.randn(LEAST_ROWS, 37, requires_grad=True), torch.randn(LEAST_ROWS, 21)
+    layer, x, grad = nn.Linear(37, 21), torch.randn(MIN_ROWS, 37, requires_grad=True), torch.randn(MIN_ROWS, 21)
     weight, bias = (p.detach().double() for p in (layer.weight, layer.bias))
     y = linear(layer, x, int8=True)
     y.backward(grad)  # type: ignore[no-untyped-call]
@@ -63,8 +63,8 @@ def test_a_row_of_nothing_gives_nothing_and_one_that_is_no_number_says_so(odd: f
 
 def test_int8_is_for_training_and_for_many_rows() -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(32, 8), torch.randn(LEAST_ROWS, 32)
-    few = x[: LEAST_ROWS - 1]
+    layer, x = nn.Linear(32, 8), torch.randn(MIN_ROWS, 32)
+    few = x[: MIN_ROWS - 1]
     assert torch.equal(linear(layer, few, int8=True), layer(few))
     assert not torch.equal(linear(layer, x, int8=True), layer(x))
     assert torch.equal(linear(layer.eval(), x, int8=True), layer(x))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, clip_gradients, note_rows
-from cpuft.train.fast.embedding import Words
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, clip_gradients, set_gradient_rows
+from cpuft.train.fast.embedding import EmbeddingGradient
 from tests.train.fast.encoders import make_model
 
 KINDS = ("bert", "roberta", "distilbert", "electra")
@@ -90,7 +90,7 @@ def make(kind: str, by_rows: bool, decay: float = 0.0) -> tuple[Any, Any]:
     accelerate(model, optimizer)
     if not by_rows:
         del model.get_input_embeddings().forward
-        getattr(model, MASTERS_ATTRIBUTE).words = None
+        getattr(model, MASTERS_ATTRIBUTE).embedding = None
     return model, optimizer
 
 
@@ -118,13 +118,13 @@ def test_with_decay_all_rows_move(each_way: None) -> None:
     check_alike(model, plain)
 
 
-def words_of(model: Any) -> Words:
-    found: Words = getattr(model, MASTERS_ATTRIBUTE).words
+def embedding_gradient(model: Any) -> EmbeddingGradient:
+    found: EmbeddingGradient = getattr(model, MASTERS_ATTRIBUTE).embedding
     return found
 
 
 def check_rows(model: Any, grad: torch.Tensor) -> None:
-    rows = words_of(model).rows
+    rows = embedding_gradient(model).rows
     assert rows is not None
     assert torch.equal(rows, grad.any(1).nonzero()[:, 0])
 
@@ -138,7 +138,7 @@ def test_a_gradient_is_known_by_its_rows_and_stays_where_it_is() -> None:
         check_rows(model, weight.grad)
         backward(model, seed + 10)
         check_rows(model, weight.grad)
-        assert 0 < len(words_of(model).part(weight.grad)) < len(weight)
+        assert 0 < len(embedding_gradient(model).nonzero_part(weight.grad)) < len(weight)
         optimizer.zero_grad()
     assert len(places) == 1
 
@@ -148,7 +148,7 @@ def test_only_rows_that_ever_had_a_gradient_are_awake() -> None:
     backward(model, 1)
     optimizer.step()
     state = optimizer.state[model.get_input_embeddings().weight]
-    awake = words_of(model).awake(state)
+    awake = embedding_gradient(model).touched_rows(state)
     assert awake is not None
     assert torch.equal(awake.bool(), state["exp_avg"].any(1))
     assert not awake.all()
@@ -159,9 +159,9 @@ def test_rows_that_others_wrote_to_are_told() -> None:
     weight = model.get_input_embeddings().weight
     backward(model, 1)
     weight.grad[60] = 1.0
-    assert words_of(model).rows is None
-    note_rows(model, weight.grad.any(1).nonzero()[:, 0])
-    rows = words_of(model).rows
+    assert embedding_gradient(model).rows is None
+    set_gradient_rows(model, weight.grad.any(1).nonzero()[:, 0])
+    rows = embedding_gradient(model).rows
     assert rows is not None
     assert rows[-1] == 60
     optimizer.zero_grad()
@@ -174,7 +174,7 @@ def test_a_copy_has_a_gradient_of_its_own() -> None:
     backward(model, 1)
     other = copy.deepcopy(model)
     backward(other, 2)
-    assert words_of(other).weight is other.get_input_embeddings().weight
+    assert embedding_gradient(other).weight is other.get_input_embeddings().weight
     optimizer.zero_grad()
     plain, theirs = make("bert", False)
     backward(model, 3)
@@ -189,4 +189,4 @@ def test_a_weight_that_something_else_reads_stays_as_it_is() -> None:
 
     model = BertForMaskedLM(BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     accelerate(model, torch.optim.AdamW(model.parameters()))
-    assert getattr(model, MASTERS_ATTRIBUTE).words is None
+    assert getattr(model, MASTERS_ATTRIBUTE).embedding is None

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForSequenceClassification
 
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, Masters, clip_gradients, fp32_weights
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, clip_gradients, fp32_weights
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair
 
@@ -109,7 +109,7 @@ def test_the_norm_is_that_of_parts_elsewhere_too(kernels: bool) -> None:
 
 def test_masters_that_are_handed_over_are_gone_until_they_are_taken_back() -> None:
     model, _ = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
-    masters: Masters = getattr(model, MASTERS_ATTRIBUTE)
+    masters: MasterWeights = getattr(model, MASTERS_ATTRIBUTE)
     before, parameter = model.state_dict(), model.get_parameter(KEY)
     given = masters.hand_over([parameter, model.classifier.weight])
     assert list(given) == [parameter]
