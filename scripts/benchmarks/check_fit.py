@@ -16,7 +16,7 @@ from cpuft.record import Record, drop_warm_up, read_record
 from cpuft.serialization import load
 from cpuft.terminal import format_table
 from cpuft.train.data.prepare import prepare, read_prepared
-from cpuft.train.fit import foretell_rank, look_up_shape
+from cpuft.train.memory import foretell_rank, look_up_shape
 from cpuft.train.model import find_model
 
 MOST_WRONG = 0.10

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cpuft.config import TrainConfig
-from cpuft.train.memory import Largest, Shape, find_shape, foretell, kept_bytes
+from cpuft.config import Room, Rooms, TrainConfig, format_rooms, take_rooms
+from cpuft.errors import CpuftError
+from cpuft.train.data.prepare import Prepared
+from cpuft.train.memory import (
+    KNOWN_ERROR,
+    SHARED,
+    Largest,
+    Shape,
+    check_fit,
+    find_largest,
+    find_shape,
+    find_shortage,
+    find_way,
+    foretell,
+    kept_bytes,
+    list_changes,
+    look_up_shape,
+)
 from tests.train.fast.encoders import KINDS, make_model
 from tests.train.kept import SIZES, count_kept, make_encoder, make_full_batch
+from tests.train.tokens import make_tokens
 
 ENGINES: dict[str, dict[str, Any]] = {
     "fast": {},
@@ -140,3 +161,189 @@ def test_what_grows_and_what_does_not() -> None:
     eight, whole = (foretell(BERT, TrainConfig(), name, BATCH, BATCH, 1, False) for name in ("int8", "fp32"))
     assert eight["activations"] - whole["activations"] == BERT.linears
     assert foretell(Shape(0, 1000), TrainConfig(), "bf16", BATCH, BATCH, 2, False)["activations"] == 0
+
+
+GB = 10**9
+PREPARED = Prepared((), (), "", 0, make_tokens([128] * 512), {"": make_tokens([16] * 8)})
+
+
+def save_model(folder: Path, **sizes: int) -> TrainConfig:
+    """Options for a model of this size, of which only the settings are there."""
+    usual = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+    settings = {"model_type": "bert", "vocab_size": 30522, "max_position_embeddings": 512, **usual, **sizes}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return TrainConfig(model=str(folder))
+
+
+def rooms(*free: float, ranks: int = 1, machine: str = "") -> Rooms:
+    sizes = [round(one * GB) for one in free]
+    hosts = (Room(f"n{number}", ranks, size, machine, size) for number, size in enumerate(sizes, 1))
+    return Rooms(tuple(hosts), "bf16")
+
+
+PARTS = "(checkpoint's copy 1.3 GB, activations 1.2 GB, process 0.9 GB)"
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "said"),
+    [
+        (
+            rooms(3.0),
+            {},
+            f"n1 has 3.0 GB free, and its rank needs 5.1 GB {PARTS}: "
+            "add --batch-size 8 --gradient-accumulation 4 --checkpoint-every 0",
+        ),
+        (
+            rooms(3.0, 3.0),
+            {},
+            f"n1 has 3.0 GB free, and its rank needs 5.2 GB {PARTS}: "
+            "add --shard optimizer --batch-size 16 --gradient-accumulation 2 --checkpoint-every 0",
+        ),
+        (
+            rooms(4.0, ranks=2),
+            {"checkpoint_every": 0.0, "gradient_checkpointing": True, "batch_size": 1},
+            "n1 has 4.0 GB free, and its 2 ranks need 4.9 GB (moments 1.8 GB, process 1.5 GB, masters 0.7 GB): "
+            "take 2 hosts like n1, a rank each: --np 2 --batch-size 1",
+        ),
+        (
+            rooms(0.2),
+            {},
+            f"n1 has 0.2 GB free, and its rank needs 5.1 GB {PARTS}: take a smaller model, or hosts with more memory",
+        ),
+    ],
+)
+def test_refusals(free: Rooms, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(save_model(tmp_path), **options)
+    with pytest.raises(CpuftError) as refused:
+        check_fit(config, PREPARED, free)
+    assert str(refused.value) == said
+
+
+def test_bert_base_fits_where_it_has_run(tmp_path: Path) -> None:
+    check_fit(save_model(tmp_path), PREPARED, rooms(8.0))
+    check_fit(save_model(tmp_path), PREPARED, rooms(8.0, 8.0, 16.0, ranks=1))
+
+
+def of_a_gigabyte(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
+    """What a rank holds here: 1 GB of anything, of activations as many as rows, and a copy where it keeps some."""
+    rows = config.batch_size / 32 * (0.1 if config.gradient_checkpointing else 1.0)
+    return {"process": GB, "activations": int(rows * GB), "copy": GB * (keeps and bool(config.checkpoint_every))}
+
+
+def test_the_host_that_lacks_most_is_named() -> None:
+    short = find_shortage(TrainConfig(), rooms(2.5, 1.5, 1.9), of_a_gigabyte)
+    assert short
+    assert (short.room.host, short.needed, short.parts["copy"]) == ("n2", 3 * GB, GB)  # a third host keeps nothing
+    assert find_shortage(TrainConfig(), rooms(3.0, 3.0, 2.0), of_a_gigabyte) is None
+
+
+def test_what_libraries_share_counts_once_a_host() -> None:
+    needed = 3 * GB + 2 * (2 * GB - SHARED)
+    assert find_shortage(TrainConfig(), rooms(needed / GB, ranks=3), of_a_gigabyte) is None
+    short = find_shortage(TrainConfig(), rooms(needed / GB - 0.001, ranks=3), of_a_gigabyte)
+    assert short
+    assert short.needed == needed
+
+
+def test_hosts_of_one_machine_share_its_memory() -> None:
+    assert find_shortage(TrainConfig(), rooms(4.0, 4.0), of_a_gigabyte) is None
+    short = find_shortage(TrainConfig(), rooms(4.0, 4.0, machine="m"), of_a_gigabyte)
+    assert short
+    assert (short.room.host, short.room.ranks, short.needed) == ("the machine of n1, n2", 2, 6 * GB - SHARED)
+
+
+def test_ranks_apart_keep_nothing_and_are_alone() -> None:
+    seen = []
+
+    def note(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
+        seen.append((ranks, keeps))
+        return {"process": GB}
+
+    find_shortage(TrainConfig(), dataclasses.replace(rooms(4.0, 4.0), apart=True), note)
+    assert set(seen) == {(1, False)}
+
+
+@pytest.mark.parametrize(
+    ("free", "way"),
+    [
+        (2.6, "add --batch-size 16 --gradient-accumulation 2"),
+        (2.3, "add --batch-size 8 --gradient-accumulation 4"),
+        (2.11, "add --gradient-checkpointing"),
+        (2.06, "add --batch-size 16 --gradient-accumulation 2 --gradient-checkpointing"),
+        (1.5, "add --batch-size 16 --gradient-accumulation 2 --checkpoint-every 0"),
+        (0.9, "take a smaller model, or hosts with more memory"),
+    ],
+)
+def test_what_costs_least_is_told_first(free: float, way: str) -> None:
+    assert find_way(TrainConfig(), rooms(free), of_a_gigabyte) == way
+
+
+def test_more_hosts_share_the_batch() -> None:
+    def only_rows_count(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
+        return {"activations": config.batch_size * config.gradient_accumulation * GB}
+
+    way = find_way(TrainConfig(), rooms(9.0, ranks=2), only_rows_count)
+    assert way == "take 8 hosts like n1, a rank each: --np 8 --batch-size 8"
+
+
+def test_changes_leave_the_updates_as_they_are() -> None:
+    config = TrainConfig(batch_size=12, gradient_accumulation=3, gradient_checkpointing=True)
+    found = [dataclasses.replace(config, **changes) for changes in list_changes(config, 1)]
+    assert {one.batch_size * one.gradient_accumulation for one in found} == {36}
+    assert {one.batch_size for one in found} == {12, 6, 3}
+    assert config not in found
+
+
+def test_the_largest_batch_is_that_of_the_longest_rows() -> None:
+    tokens = make_tokens([5, 9, 2, 7, 3, 8, 1, 4])
+    config = TrainConfig(batch_size=2, epochs=1.0)
+    assert find_largest(tokens, config, 1) == Largest(2, 9, 17)
+    assert find_largest(tokens, config, 2) == Largest(2, 9, 16)  # neighbours in length go to different ranks
+    padded = dataclasses.replace(config, padding="max_length")
+    assert find_largest(tokens, padded, 4).length == 128
+    assert find_largest(tokens, dataclasses.replace(config, batch_size=100), 1) == Largest(8, 9, 39)
+
+
+@pytest.mark.parametrize("settings", ['{"model_type": "albert", "hidden_size": 64}', "{"])
+def test_a_model_of_another_kind_is_as_large_as_its_file(settings: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(settings)
+    (tmp_path / "model.safetensors").write_bytes(bytes(4000))
+    assert look_up_shape(TrainConfig(model=str(tmp_path)), 0) == Shape(0, 1000)
+
+
+def test_rooms_travel() -> None:
+    told = rooms(1.0, 2.0, machine="it's")
+    assert take_rooms([*format_rooms(told), "--task=demo"]) == (told, ["--task=demo"])
+    assert take_rooms(["--task=demo"]) == (None, ["--task=demo"])
+    assert format_rooms(rooms(1.0, 0.0)) == ()
+
+
+def run_prepare(output: Path, free: float) -> subprocess.CompletedProcess[str]:
+    words = [*format_rooms(rooms(free)), "--task=demo", "--max-train-samples=64"]
+    command = [sys.executable, "-m", "cpuft.train.data.prepare", str(output), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_the_preparation_ends_with_one_line(own_cache: None, tmp_path: Path) -> None:
+    done = run_prepare(tmp_path / "rows", 0.1)
+    assert done.returncode == 2
+    assert done.stderr.startswith("cpuft: error: n1 has 0.1 GB free, and its rank needs ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "rows").exists()
+    assert run_prepare(tmp_path / "rows", 64.0).returncode == 0
+    assert (tmp_path / "rows").exists()
+
+
+def test_what_may_fit_is_not_refused() -> None:
+    def needs(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
+        return {"process": GB}
+
+    assert find_shortage(TrainConfig(), rooms(0.95), needs) is not None
+    assert find_shortage(TrainConfig(), rooms(0.95), needs, 1 - KNOWN_ERROR) is None
+
+
+def test_an_untrained_model_is_as_large_as_its_configuration() -> None:
+    found = look_up_shape(TrainConfig(from_config="bert-large"), 30522)
+    assert (found.layers, found.hidden, found.inner) == (24, 1024, 4096)
+    # As published, without a head: 335 million.
+    assert found.linears + found.others == pytest.approx(335e6, rel=0.005)

@@ -18,7 +18,7 @@ from cpuft.train.exchange.compression import settle
 from cpuft.train.objective import make_objective
 from cpuft.train.recall import find_products, recall, recall_backend
 from tests.records import make_record
-from tests.train.exchange.test_travels import PREPARED
+from tests.train.exchange.test_compression import PREPARED
 
 PRODUCTS = {"kernel": "brg_matmul:avx512_core_amx", "teraflops": 9.0, "fp32_teraflops": 1.0}
 AUTO = {"backend": "auto", "grad_compression": "auto"}

@@ -410,7 +410,7 @@ def _map(path: str, archive: Any, name: str) -> Any:
 
 def main() -> None:
     """Prepare, see whether the training fits, and put a copy where the run wants it."""
-    from cpuft.train.fit import check_fit  # it reads what is prepared here
+    from cpuft.train.memory import check_fit  # it reads what is prepared here
 
     try:
         rooms, words = take_rooms(sys.argv[2:])
