@@ -297,7 +297,7 @@ def _print_plans(plans: Sequence[Any]) -> None:
 
 
 def _check_hosts(cluster: Any, config: LaunchConfig) -> None:
-    from cpuft.doctor.before import check_before_launch
+    from cpuft.doctor.examine import check_before_launch
 
     if config.check:
         check_before_launch(cluster, _say)

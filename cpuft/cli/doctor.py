@@ -12,14 +12,14 @@ from cpuft.options import Verb
 
 
 @click.command(cls=Verb)
-@click.option("--hostfile", default="", help="hosts to look at (default: this machine)")
-@click.option("--cluster", default="", help="cluster made by cpuft provision, by name")
+@click.option("--hostfile", default="", help="hostfile that names the hosts to examine (default: this machine)")
+@click.option("--cluster", default="", help="name of a cluster made by cpuft provision, to examine its hosts")
 @click.option("--ssh-config", default="", help="ssh client configuration for the hosts (default: your own)")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-@click.option("--full", is_flag=True, help="log in from every host to every other, not only from the master")
-@click.option("--bandwidth", is_flag=True, help="measure latency and rate between all pairs of hosts, too")
-@click.option("--fix", is_flag=True, help="put right what can be put right without harm, then look again")
-@click.option("--list", "list_checks", is_flag=True, help="print all codes and what they look for")
+@click.option("--json", "as_json", is_flag=True, help="print the findings as one JSON object")
+@click.option("--full", is_flag=True, help="test ssh from every host to every other host, not only from the head host")
+@click.option("--bandwidth", is_flag=True, help="also measure latency and bandwidth between all pairs of hosts")
+@click.option("--fix", is_flag=True, help="run those fixes that are safe without a decision of yours, then check again")
+@click.option("--list", "list_checks", is_flag=True, help="print the codes of all checks and what they look for")
 def doctor(
     hostfile: str,
     cluster: str,
@@ -30,12 +30,15 @@ def doctor(
     fix: bool,
     list_checks: bool,
 ) -> None:
-    """Look at all hosts of a cluster for what would stop, hang or slow a run; exit code 1 when a run would fail."""
+    """Check all hosts of a cluster for problems that would stop, hang or slow down a run.
+
+    The exit code is 1 if a run would fail or hang, and 0 otherwise, even if there are warnings.
+    """
     from cpuft.config import LaunchConfig
     from cpuft.doctor.checks import CHECKS, find_all
+    from cpuft.doctor.examine import examine_hosts, run_fixes
     from cpuft.doctor.finding import format_findings, to_json
     from cpuft.doctor.links import format_links, measure_links
-    from cpuft.doctor.visit import examine_hosts, run_fixes
     from cpuft.hosts.cluster import find_access, read_hosts
 
     if list_checks:
@@ -45,9 +48,9 @@ def doctor(
     config = LaunchConfig(hostfile=hostfile, cluster=cluster, ssh_config=ssh_config)
     hosts, access = read_hosts(config), find_access(config)
     state = examine_hosts(hosts, access, full=full, try_outside=True)
-    # Hosts that do not answer are told as such, and the others are not kept from measuring.
-    there = tuple(one.host for one, _, _ in state.answering)
-    links = measure_links(there, access) if bandwidth and len(there) > 1 else ()
+    # Hosts that do not answer have findings of their own; the links between the others can be measured.
+    reachable = tuple(one.host for one, _, _ in state.answering)
+    links = measure_links(reachable, access) if bandwidth and len(reachable) > 1 else ()
     findings = find_all(replace(state, links=links))
     if fix and any(finding.fix for finding in findings):
         for line in run_fixes(findings, state, access):

@@ -1,1 +1,1 @@
-"""Checks of a cluster with stable codes: each finding has its evidence, its cause and the next move."""
+"""Checks of a cluster's hosts with stable codes. Each finding has its evidence, its cause and the next step."""

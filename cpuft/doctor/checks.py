@@ -1,23 +1,771 @@
-"""All checks, in the order of their codes."""
+"""The doctor's checks: what is known of a cluster's hosts, and pure functions that turn it into findings.
+
+Each check has a stable code, CPUFT-001 and so on. A code is never given to another check.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from typing import TypeVar
 
-from cpuft.doctor import capacity, network, sameness
-from cpuft.doctor.finding import DECLARED, Finding
-from cpuft.doctor.state import ClusterState
+from cpuft.doctor.finding import Finding, warning
+from cpuft.doctor.probe import GOVERNORS, RUN_FOLDER
+from cpuft.errors import CpuftError, counted, install_command
+from cpuft.hardware import bf16_hardware
+from cpuft.hosts import transport
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.interfaces import choose_interface
+from cpuft.hosts.topology import HostFacts
+from cpuft.measurement import Link
 
-MODULES = (network, sameness, capacity)
-"""They declare the checks."""
+V = TypeVar("V")
+_MIB = 1 << 20
+_MIN_MTU = 1280
+"""Every IPv6 network carries packets of this size (RFC 8200). A smaller MTU is a mistake."""
+_MAX_CLOCK_SKEW_SECONDS = 2.0
+_MIN_MEMORY_PER_RANK = 2048 * _MIB
+"""Memory of a rank with a small encoder, torch and its data. BERT-base needs about twice as much."""
+_MIN_SHM = 24 * _MIB
+"""Free bytes in /dev/shm for the ranks of one host.
 
-CHECKS = tuple(DECLARED[code] for code in sorted(DECLARED))
+Intel MPI 2021.18 takes 18.1 MB for two local ranks with messages of up to 134 MB, and less for three to eight ranks. If
+it cannot get them, a rank dies of SIGBUS. oneCCL uses 24 MB per rank if it can, and works without.
+"""
+_MIN_OPEN_FILES, _OPEN_FILES_PER_RANK = 320, 6
+"""Files that a rank must be allowed to open: the first number, and the second one for each rank of the run.
+
+oneCCL's key server polls 300 file descriptors at once (client_count_increase in its source), and poll(2) takes no more
+than the process may open. With all backends in use, a rank of two has 81 open files, and a rank of four has 91.
+"""
+_MIN_DISK = 1024 * _MIB
+"""Free bytes in /var/tmp for the directory of a run: a trained encoder, logs and prepared examples."""
+_MAX_STEAL = 0.05
+"""Largest share of CPU time taken by other guests of the hypervisor."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `cpuft.doctor.probe` found on a host."""
+
+    time: float
+    """The host's clock, in seconds since 1970."""
+    executable: str
+    """Path of the Python interpreter that ran the probe."""
+    packages: dict[str, str]
+    """Versions of the installed packages that training depends on."""
+    mpi: str
+    """First line of `mpirun --version`. Empty if there is no mpirun; it begins with "broken" if mpirun failed."""
+    kernels: str
+    """Path of a C++ compiler or of precompiled kernels. Empty if the host has neither."""
+    own_address: str
+    """Address to which the host resolves its own name."""
+    amx_usable: bool
+    """Whether the kernel lets a process use AMX."""
+    memory_available: int
+    """Bytes of memory that can be used without swapping."""
+    shm_free: int
+    """Free bytes in /dev/shm, or -1 if it does not exist."""
+    disk_free: int
+    """Free bytes in /var/tmp, or -1 if it does not exist."""
+    mtus: dict[str, int]
+    """MTU of each network interface."""
+    governors: list[str]
+    """Frequency governors of the cores, without duplicates."""
+    huge_pages: str
+    """Content of /sys/kernel/mm/transparent_hugepage/enabled."""
+    load: float
+    """Number of busy cores."""
+    memlock: int
+    """Bytes that a process may lock, or -1 for no limit."""
+    open_files: int
+    """Files that a process may open (hard limit), or -1 for no limit."""
+    leftovers: list[str]
+    """Processes and directories that earlier runs left behind, as `find_leftovers` of the probe describes them."""
+    listening: dict[str, str]
+    """Address on which each process of a run listens, by process and port. Loopback addresses are left out."""
+    steal: float
+    """Share of CPU time taken by other guests of the hypervisor, from 0 to 1."""
+    ssh: dict[str, str]
+    """Error message of an ssh login to each peer. Empty if the login worked."""
+    listens: bool
+    """Whether the probe could listen on the agreed port. Otherwise other hosts could not connect to it."""
+    connected: dict[str, float]
+    """Milliseconds that a TCP connection took, by address of the peer. Peers that were not reached are missing."""
+
+
+@dataclass(frozen=True)
+class HostState:
+    """A line of the hostfile and what was found out about its host."""
+
+    host: Host
+    address: str = ""
+    """Address of the host, or empty if its name cannot be resolved."""
+    facts: HostFacts | None = None
+    health: Health | None = None
+    failure: str = ""
+    """Why the host could not be examined. Empty if it could."""
+    kind: str = ""
+    """Kind of the ssh error (`HostError.kind`). Empty for other errors."""
+    outside_port: int = 0
+    """TCP port of the host that this machine reached from another network. 0 if it reached none or did not try."""
+    skew: float = 0.0
+    """Seconds by which the host's clock is ahead of (or, if negative, behind) this machine's clock, at least."""
+
+    @property
+    def name(self) -> str:
+        """Name of the host in messages: as in the hostfile, with its own hostname if that differs."""
+        if self.facts is None or self.facts.hostname == self.host.name:
+            return self.host.name
+        return f"{self.host.name} ({self.facts.hostname})"
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """Everything that the checks look at."""
+
+    hosts: tuple[HostState, ...]
+    python: str = ""
+    """Path where every host should have the Python of the training environment. Empty if any Python will do."""
+    ranks: dict[str, int] = field(default_factory=dict)
+    """Ranks planned on each host, by its name in the hostfile. Empty if no launch is planned."""
+    links: tuple[Link, ...] = ()
+    """Measured links between the hosts. Empty unless `cpuft doctor --bandwidth` measured them."""
+
+    @property
+    def answering(self) -> tuple[tuple[HostState, HostFacts, Health], ...]:
+        """The hosts that could be examined, each with its facts and its health."""
+        return tuple((h, h.facts, h.health) for h in self.hosts if h.facts and h.health)
+
+
+Find = Callable[[ClusterState], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A registered check. `cause` and `next_step` apply to its findings that have none of their own."""
+
+    code: str
+    title: str
+    cause: str
+    next_step: str
+    find: Find
+
+
+_REGISTERED: dict[str, Check] = {}
+
+
+def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[Find], Find]:
+    """Register the decorated function as a check."""
+
+    def register(find: Find) -> Find:
+        assert code not in _REGISTERED, f"two checks have the code {code}"
+        _REGISTERED[code] = Check(code, title, cause, next_step, find)
+        return find
+
+    return register
 
 
 def find_all(state: ClusterState) -> list[Finding]:
-    """What every check finds, in the order of codes."""
+    """Run all checks and return their findings in the order of the codes."""
     return [
-        replace(one, code=check.code, cause=one.cause or check.cause, next_move=one.next_move or check.next_move)
+        replace(one, code=check.code, cause=one.cause or check.cause, next_step=one.next_step or check.next_step)
         for check in CHECKS
         for one in check.find(state)
     ]
+
+
+# Names, ssh and the network
+
+
+@check(
+    "CPUFT-001",
+    "A name in the hostfile has no address.",
+    "The name is misspelt, or neither DNS nor /etc/hosts on this machine knows it.",
+    "Correct the name in the hostfile, or write the address of the host there.",
+)
+def _check_names(state: ClusterState) -> Iterator[Finding]:
+    for one in state.hosts:
+        if not one.address:
+            yield Finding(one.host.name, f"The name cannot be resolved to an address ({one.failure}).")
+
+
+@check(
+    "CPUFT-002",
+    "No ssh server answers on a host.",
+    "The host is off, disconnected or overloaded, its sshd does not run, or a firewall drops packets to its ssh port.",
+)
+def _check_reachable(state: ClusterState) -> Iterator[Finding]:
+    for one in _list_failed(state, "", transport.UNREACHABLE, transport.TIMED_OUT):
+        next_step = f"Start the host, or find out why it does not answer with: ssh -v {one.host.name}"
+        yield Finding(one.host.name, one.failure, next_step=next_step)
+
+
+@check(
+    "CPUFT-003",
+    "The ssh host key of a host is unknown or has changed.",
+    "The host was installed again, or another machine answers at its address.",
+    "Compare the key with the output of ssh-keygen -lf on the host, then replace its line in known_hosts.",
+)
+def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
+    for one in _list_failed(state, transport.KEY_CHANGED):
+        yield Finding(one.host.name, one.failure)
+    for one in _list_failed(state, transport.KEY_UNKNOWN):
+        yield Finding(
+            one.host.name,
+            one.failure,
+            "This machine has never connected to the host, so no known_hosts file has its key.",
+            "Compare the key with the output of ssh-keygen -lf on the host, then run "
+            f"ssh {one.host.name} once and answer yes.",
+        )
+
+
+@check(
+    "CPUFT-004",
+    "A host refuses the ssh login.",
+    "Your public key is not in authorized_keys on the host, or the user name is wrong.",
+    "Run cpuft provision hosts, which installs the key, or name the user in the hostfile with user=NAME.",
+)
+def _check_login(state: ClusterState) -> Iterator[Finding]:
+    for one in _list_failed(state, transport.LOGIN_REFUSED):
+        yield Finding(one.host.name, one.failure)
+
+
+def _list_failed(state: ClusterState, *kinds: str) -> list[HostState]:
+    """Return the hosts with an address that could not be examined because of an error of one of these kinds."""
+    return [one for one in state.hosts if one.address and one.failure and one.facts is None and one.kind in kinds]
+
+
+@check(
+    "CPUFT-005",
+    "A host cannot log in to another host by ssh, which mpirun needs to start ranks.",
+    "mpirun starts ranks by ssh from the head host. That host has no key for the login, or the other host refuses it.",
+    "Run cpuft provision hosts, which sets up ssh from the head host to all others.",
+)
+def _check_ssh_between(state: ClusterState) -> Iterator[Finding]:
+    unreachable = {one.host.name for one in state.hosts if one.failure}
+    for one, _, health in state.answering:
+        for peer, message in health.ssh.items():
+            if message and peer not in unreachable:
+                yield Finding(one.name, f"ssh from this host to {peer} fails ({message[:160]}).")
+
+
+@check(
+    "CPUFT-006",
+    "A host resolves its own name to a loopback address.",
+    "The installers of Debian and Ubuntu write a line with 127.0.1.1 into /etc/hosts. Libraries that look up their own "
+    "host name then listen where no other host can connect.",
+)
+def _check_own_name(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, health in state.answering:
+        if health.own_address.startswith("127.") and len(state.hosts) > 1:
+            yield warning(
+                one.name,
+                f"The host resolves its own name {facts.hostname} to {health.own_address}.",
+                next_step=f"Write the network address of the host before {facts.hostname} in its /etc/hosts.",
+            )
+
+
+@check(
+    "CPUFT-007",
+    "Hosts cannot connect to each other's TCP ports.",
+    "A firewall or security group between the hosts blocks ports, or there is no route.",
+    "Open all TCP ports between the hosts of the cluster, and only between them.",
+)
+def _check_ports(state: ClusterState) -> Iterator[Finding]:
+    listening = {one.address: one for one, _, health in state.answering if health.listens}
+    for one, _, health in state.answering:
+        missed = [peer for peer in listening if peer != one.address and peer not in health.connected]
+        if missed and health.listens:
+            yield Finding(
+                one.name, f"TCP connections to {', '.join(listening[peer].name for peer in missed)} are not possible."
+            )
+
+
+@check(
+    "CPUFT-008",
+    "The hosts communicate over public addresses.",
+    "Gradients and the rendezvous are neither encrypted nor protected by a password.",
+    "Write private addresses into the hostfile, and close all ports but ssh to the internet.",
+)
+def _check_public_addresses(state: ClusterState) -> Iterator[Finding]:
+    for one in state.hosts:
+        if one.address and ip_address(one.address).is_global:
+            yield warning(one.name, f"The address of the host, {one.address}, is a public address.")
+
+
+@check(
+    "CPUFT-009",
+    "The route to the other hosts uses loopback, a container bridge or a VPN.",
+    "The addresses in the hostfile do not belong to the network that connects the hosts.",
+    "Write addresses of the cluster's own network into the hostfile, or name the interface with --iface.",
+)
+def _check_interfaces(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, _ in state.answering:
+        if len(state.answering) < 2:
+            return
+        try:
+            choose_interface(facts, next(iter(facts.routes), ""))
+        except CpuftError as error:
+            yield Finding(one.name, str(error).split(": ")[0])
+
+
+@check(
+    "CPUFT-010",
+    "The MTU differs between hosts or is too small.",
+    "Jumbo frames are enabled on some hosts only: small messages arrive, and large ones hang.",
+    "Set the same MTU on all hosts: ip link set dev NAME mtu NUMBER",
+)
+def _check_mtu(state: ClusterState) -> Iterator[Finding]:
+    sizes = {one.name: _find_mtu(facts, health.mtus) for one, facts, health in state.answering}
+    common = max(sizes.values(), key=list(sizes.values()).count, default=0)
+    for name, size in sizes.items():
+        if len(sizes) > 1 and size and (size != common or size < _MIN_MTU):
+            yield Finding(name, f"The MTU of the interface to the other hosts is {size}; most hosts have {common}.")
+
+
+def _find_mtu(facts: HostFacts, mtus: dict[str, int]) -> int:
+    """Return the MTU of the interface that leads to the other hosts, or 0 if it is unknown."""
+    source = next(iter(facts.routes.values()), "")
+    name = next((name for name, address in facts.interfaces.items() if address == source), "")
+    return mtus.get(name, 0)
+
+
+@check(
+    "CPUFT-033",
+    "A link carries less than half of what most links carry.",
+    "The host is an instance of another size or in another placement group, or a cable or switch port is faulty. In "
+    "every step, all ranks wait for the slowest link.",
+    "Use another host instead, or remove one of the two from the hostfile.",
+)
+def _check_links(state: ClusterState) -> Iterator[Finding]:
+    rates = [link.bits_per_second for link in state.links if not link.error]
+    median = statistics.median(rates) if rates else 0.0
+    names = {one.host.name: one.name for one in state.hosts}
+    for link in state.links:
+        if not link.error and link.bits_per_second < median / 2:
+            yield warning(
+                names[link.source],
+                f"The link to {link.target} carries {link.bits_per_second / 1e9:.2f} Gbit/s; "
+                f"the median of all links is {median / 1e9:.2f} Gbit/s.",
+            )
+
+
+@check(
+    "CPUFT-035",
+    "A process of a run listens on more than the cluster's own addresses.",
+    "mpirun's proxies listen on all interfaces and trust whoever connects to them. Any other process is one that your "
+    "training script started.",
+    "Use a firewall that admits only the hosts of the cluster to all ports but ssh.",
+)
+def _check_listening(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, health in state.answering:
+        own = {one.address, *facts.routes.values()}
+        for process, address in health.listening.items():
+            if address not in own:
+                where = "all interfaces" if address in ("0.0.0.0", "::") else address
+                yield warning(one.name, f"{process} accepts connections on {where}.")
+
+
+@check(
+    "CPUFT-036",
+    "Ports that ranks use can be reached from outside the cluster's network.",
+    "No firewall or security group protects the hosts. Ranks send gradients and keys without encryption.",
+    "Allow only ssh from outside, and all TCP ports only between the hosts of the cluster.",
+)
+def _check_outside(state: ClusterState) -> Iterator[Finding]:
+    for one, _, _ in state.answering:
+        if one.outside_port:
+            yield warning(one.name, f"This machine is on another network and connected to port {one.outside_port}.")
+
+
+# Consistency: the slowest host, and the one that differs, decide for all
+
+
+def _find_different(state: ClusterState, value: Callable[[HostFacts, Health], V]) -> Iterator[tuple[HostState, V, V]]:
+    """Yield each host whose value is not the most common one, with its value and the most common value.
+
+    If several values are equally common, the one that comes first in the hostfile counts as the most common.
+    """
+    values = [value(facts, health) for _, facts, health in state.answering]
+    if not values:
+        return
+    common = max(values, key=values.count)
+    for (one, _, _), own in zip(state.answering, values):
+        if own != common:
+            yield one, own, common
+
+
+@check(
+    "CPUFT-011",
+    "Two lines of the hostfile are the same host.",
+    "Two names or addresses lead to one machine. Its ranks would share cores that the plan counts twice.",
+    "Keep one line in the hostfile, and write slots=N there for several ranks.",
+)
+def _check_same_host(state: ClusterState) -> Iterator[Finding]:
+    seen: dict[tuple[object, ...], HostState] = {}
+    for one, facts, _ in state.answering:
+        identity = (facts.boot_id, facts.hostname, tuple(sorted(facts.interfaces.items())))
+        if identity in seen:
+            yield Finding(one.name, f"This is the same host as {seen[identity].name}.")
+        seen.setdefault(identity, one)
+
+
+@check(
+    "CPUFT-012",
+    "The clock of a host is wrong.",
+    "No time service runs on the host. Logs cannot be compared, and certificates and time limits fail.",
+    "Start a time service: timedatectl set-ntp true",
+)
+def _check_clocks(state: ClusterState) -> Iterator[Finding]:
+    for one, _, _ in state.answering:
+        if abs(one.skew) > _MAX_CLOCK_SKEW_SECONDS:
+            direction = "ahead of" if one.skew > 0 else "behind"
+            yield warning(one.name, f"The clock of the host is {abs(one.skew):.0f} s {direction} this machine's clock.")
+
+
+@check(
+    "CPUFT-013",
+    "The Python of the training environment is missing, too old or of another version than on most hosts.",
+    "The training environment is not at the same path on every host, or was made with an old Python.",
+    "Run cpuft provision hosts, which installs the environment. cpuft needs Python 3.10 or newer.",
+)
+def _check_python(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, health in state.answering:
+        version = tuple(int(part) for part in facts.python.split(".")[:2])
+        is_missing = bool(state.python) and health.executable != state.python
+        if is_missing or version < (3, 10):
+            instead = f" instead of {state.python}" if is_missing else ""
+            yield Finding(one.name, f"Python on the host is {health.executable} {facts.python}{instead}.")
+    for one, own, common in _find_different(state, lambda facts, _: facts.python.rsplit(".", 1)[0]):
+        yield Finding(
+            one.name,
+            f"The host has Python {own}; most hosts have {common}.",
+            "The environments of the hosts were made independently.",
+            "Install the same versions on all hosts: cpuft provision hosts",
+        )
+
+
+@check(
+    "CPUFT-014",
+    "Package versions differ between hosts.",
+    "The hosts were updated independently. Ranks with different versions may compute or communicate differently.",
+    "Install the same versions on all hosts: cpuft provision hosts",
+)
+def _check_packages(state: ClusterState) -> Iterator[Finding]:
+    for one, own, common in _find_different(state, lambda _, health: health.packages):
+        names = sorted(name for name in {*own, *common} if own.get(name) != common.get(name))
+        versions = [f"{name} {own.get(name, 'missing')} (most hosts: {common.get(name, 'missing')})" for name in names]
+        yield Finding(one.name, f"The host has {', '.join(versions)}.")
+
+
+@check(
+    "CPUFT-015",
+    "mpirun is missing, does not work or is another one than on most hosts.",
+    "There is no MPI beside the Python of the training environment, and none in PATH.",
+)
+def _check_mpi(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        if not health.mpi or health.mpi.startswith("broken"):
+            yield Finding(
+                one.name,
+                f"mpirun is {health.mpi or 'missing'}.",
+                next_step="Install Intel MPI: on other hosts with cpuft provision hosts, on this machine with "
+                f"{install_command('train', 'mpi', 'demo')}",
+            )
+    for one, own, common in _find_different(state, lambda _, health: health.mpi):
+        if own and not own.startswith("broken") and common:
+            yield Finding(
+                one.name,
+                f"mpirun on the host is {own!r}; most hosts have {common!r}.",
+                "Different MPI implementations or versions cannot communicate with each other.",
+                "Use one MPI on all hosts: cpuft provision hosts",
+            )
+
+
+@check(
+    "CPUFT-016",
+    "A host has another CPU than most hosts.",
+    "In every step, synchronous training waits for the slowest rank.",
+    "Use hosts of one kind, or remove this host from the hostfile.",
+)
+def _check_cpu(state: ClusterState) -> Iterator[Finding]:
+    for one, own, common in _find_different(state, lambda facts, _: (facts.cpu_model, len(facts.seen_cores))):
+        yield warning(
+            one.name, f"The host has {own[0]} with {own[1]} cores; most hosts have {common[0]} with {common[1]}."
+        )
+
+
+@check(
+    "CPUFT-017",
+    "Some hosts support bf16 in hardware and some do not.",
+    "The hosts have CPUs of different generations, or a hypervisor hides CPU flags. All ranks then train in fp32.",
+    "Use hosts of one kind, or choose fp32 explicitly with --precision fp32.",
+)
+def _check_same_bf16(state: ClusterState) -> Iterator[Finding]:
+    for one, own, _ in _find_different(state, lambda facts, _: bool(bf16_hardware(facts.cpu_flags))):
+        text = (
+            "The host supports bf16 in hardware; most hosts do not."
+            if own
+            else "The host does not support bf16 in hardware; most hosts do."
+        )
+        yield warning(one.name, text)
+
+
+@check(
+    "CPUFT-018",
+    "A host has another kernel version than most hosts.",
+    "The hosts were updated or restarted at different times, which makes measurements on them hard to compare.",
+    "Update and restart all hosts in the same way.",
+)
+def _check_kernel(state: ClusterState) -> Iterator[Finding]:
+    for one, own, common in _find_different(state, lambda facts, _: facts.kernel):
+        yield warning(one.name, f"The kernel of the host is {own}; most hosts have {common}.")
+
+
+# Capacity: what a run needs on a host, and what slows it down
+
+
+@check(
+    "CPUFT-019",
+    "No host supports bf16 in hardware.",
+    "Intel CPUs have bf16 since Cooper Lake and AMX since Sapphire Rapids. Training on them is 3 to 8 times faster.",
+    "Use newer hosts (on AWS: m7i, c7i or later), or continue in fp32.",
+)
+def _check_bf16(state: ClusterState) -> Iterator[Finding]:
+    flags = [bf16_hardware(facts.cpu_flags) for _, facts, _ in state.answering]
+    if flags and not any(flags):
+        one, facts, _ = state.answering[0]
+        yield warning(one.name, f"The CPU, {facts.cpu_model}, has neither AMX nor AVX512_BF16.")
+
+
+@check(
+    "CPUFT-020",
+    "The CPU has AMX, but the kernel does not let a process use it.",
+    "AMX needs Linux 5.16 or newer. Some hypervisors and sandboxes refuse it as well.",
+    "Use a newer kernel, or another type of instance.",
+)
+def _check_amx(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, health in state.answering:
+        if "amx_tile" in facts.cpu_flags and not health.amx_usable:
+            yield warning(one.name, f"The CPU has AMX, but kernel {facts.kernel} refuses permission to use it.")
+
+
+@check(
+    "CPUFT-021",
+    "A host has too little memory for the planned ranks.",
+    "When memory runs out, the kernel kills a rank, and the other ranks would wait for it.",
+    "End other programs on the host, lower --ppn, or add memory.",
+)
+def _check_memory(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        ranks = max(1, state.ranks.get(one.host.name, 1))
+        if health.memory_available < ranks * _MIN_MEMORY_PER_RANK:
+            yield Finding(
+                one.name,
+                f"{health.memory_available // _MIB} MB of memory are free for {counted(ranks, 'rank')}; "
+                "each rank needs at least 2048 MB.",
+            )
+
+
+@check(
+    "CPUFT-022",
+    "/dev/shm is too small.",
+    "A container has a small /dev/shm unless docker run got --shm-size, or files of earlier runs fill it.",
+    "Enlarge it: mount -o remount,size=1g /dev/shm",
+)
+def _check_shared_memory(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        if health.shm_free < _MIN_SHM and state.ranks.get(one.host.name) != 1:
+            free = max(0, health.shm_free) // _MIB
+            yield Finding(one.name, f"{free} MB are free in /dev/shm; the ranks of one host need 24 MB.")
+
+
+@check(
+    "CPUFT-034",
+    "The limit of open files is too low.",
+    "Every rank has connections to all others. Some libraries wait forever when they cannot open one.",
+)
+def _check_open_files(state: ClusterState) -> Iterator[Finding]:
+    ranks = sum(state.ranks.values()) or sum(one.host.slots or len(facts.cores) for one, facts, _ in state.answering)
+    need = _MIN_OPEN_FILES + _OPEN_FILES_PER_RANK * ranks
+    for one, _, health in state.answering:
+        if ranks > 1 and 0 <= health.open_files < need:
+            yield Finding(
+                one.name,
+                f"A process may open {health.open_files} files; with {ranks} ranks, each rank needs {need}.",
+                next_step=f"Raise the limit for this shell with ulimit -n {need}, or permanently with nofile in "
+                "/etc/security/limits.conf.",
+            )
+
+
+@check(
+    "CPUFT-023",
+    "The disk is full.",
+    "Data, models and records of a run are stored in /var/tmp while it runs.",
+    "Free space in /var/tmp; this lists the largest directories: du -xh /var/tmp | sort -h | tail",
+)
+def _check_disk(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        if health.disk_free < _MIN_DISK:
+            yield Finding(one.name, f"{max(0, health.disk_free) // _MIB} MB are free in /var/tmp; a run needs 1024 MB.")
+
+
+@check(
+    "CPUFT-024",
+    "A host has more ranks than cores.",
+    "Ranks that share a core wait for each other, so that a run becomes several times slower, not only half as fast.",
+    "Lower slots=N in the hostfile, or --ppn.",
+)
+def _check_slots(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, _ in state.answering:
+        ranks = state.ranks.get(one.host.name, one.host.slots)
+        if ranks > len(facts.cores):
+            yield warning(one.name, f"{ranks} ranks are planned on {counted(len(facts.cores), 'core')}.")
+
+
+@check(
+    "CPUFT-025",
+    "A control group allows less CPU time than the visible cores have.",
+    "A container or cpuft provision local limits the CPU time. Ranks use only as many cores as the limit allows.",
+    "Raise the limit (docker run --cpus), or expect less speed.",
+)
+def _check_quota(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, _ in state.answering:
+        if 0 < facts.cpu_quota < len(facts.seen_cores):
+            yield warning(
+                one.name,
+                f"CPU time of {facts.cpu_quota:g} cores is allowed; {len(facts.seen_cores)} cores are visible.",
+            )
+
+
+@check(
+    "CPUFT-026",
+    "Other programs use the CPU of a host.",
+    "Another job is running, or an earlier run left ranks behind. Two jobs on the same cores each run at far less than "
+    "half their speed.",
+    "Look at the processes with top, and end them or wait for them.",
+)
+def _check_load(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, health in state.answering:
+        if health.load > max(1.0, 0.75 * len(facts.seen_cores)):
+            yield warning(
+                one.name, f"{health.load:.1f} of {len(facts.seen_cores)} cores are busy before the run starts."
+            )
+
+
+@check(
+    "CPUFT-027",
+    "The hypervisor gives CPU time of the host to other guests.",
+    "The hypervisor is overcommitted, or a burstable instance has used up its CPU credits.",
+    "Use instances with dedicated cores.",
+)
+def _check_steal(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        if health.steal > _MAX_STEAL:
+            yield warning(one.name, f"{health.steal:.0%} of the CPU time is stolen by the hypervisor.")
+
+
+@check(
+    "CPUFT-028",
+    "The frequency governor saves energy.",
+    "Cores lower their clock while they wait for the network, and raise it late.",
+    "Set the frequency governor to performance.",
+)
+def _check_governor(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        slow = [name for name in health.governors if name not in ("performance", "schedutil")]
+        if slow:
+            yield warning(
+                one.name,
+                f"The frequency governor is {', '.join(slow)}.",
+                fix=("sh", "-c", f"for f in {GOVERNORS}; do echo performance >$f; done"),
+            )
+
+
+@check(
+    "CPUFT-029",
+    "Transparent huge pages are off.",
+    "Without huge pages, large tensors cost many page faults and TLB misses.",
+    "Enable them: echo madvise >/sys/kernel/mm/transparent_hugepage/enabled",
+)
+def _check_huge_pages(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        if "[never]" in health.huge_pages:
+            yield warning(
+                one.name,
+                f"The setting for transparent huge pages is: {health.huge_pages}",
+                fix=("sh", "-c", "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"),
+            )
+
+
+@check(
+    "CPUFT-030",
+    "No fast memory allocator is installed.",
+    "glibc maps each block above 32 MB anew. Without the fast path, this costs about 6 % of the time of a step.",
+    "Install one: apt-get install libtcmalloc-minimal4",
+)
+def _check_allocator(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, _ in state.answering:
+        if not {"tcmalloc", "tcmalloc_minimal", "jemalloc"} & set(facts.libraries):
+            yield warning(one.name, "Neither tcmalloc nor jemalloc is installed.")
+
+
+@check(
+    "CPUFT-031",
+    "A host has a fast fabric, but processes may not lock enough memory for it.",
+    "The libfabric providers verbs, psm3 and efa register buffers, which locks them in memory.",
+    "Write '* - memlock unlimited' into /etc/security/limits.conf.",
+)
+def _check_memlock(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, health in state.answering:
+        fast = [name for name in facts.interfaces if name.startswith(("ib", "hsn", "efa"))]
+        if fast and 0 <= health.memlock < 64 * _MIB:
+            yield warning(
+                one.name,
+                f"A process may lock {health.memlock >> 10} kB, and the host has a fast fabric ({', '.join(fast)}).",
+            )
+
+
+@check(
+    "CPUFT-032",
+    "Ranks or files of earlier runs are left on a host.",
+    "A launch was killed, or lost its connection to the host.",
+)
+def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        if health.leftovers:
+            pids = [match[1] for text in health.leftovers if (match := re.match(r"pid (\d+): ", text))]
+            # The paths become part of a command, and anyone may make folders in /var/tmp: take the exact pattern only.
+            paths = [text for text in health.leftovers if re.fullmatch(f"/var/tmp{RUN_FOLDER}", text)]
+            kill = f"for pid in {' '.join(pids)}; do ! grep -qs cpuft /proc/$pid/cmdline || kill -KILL $pid; done"
+            remove = f"rm -rf --one-file-system {' '.join(paths)}"
+            script = "; ".join([kill] * bool(pids) + [remove] * bool(paths))
+            count = len(health.leftovers)
+            yield Finding(
+                one.name,
+                f"{counted(count, 'leftover')} of earlier runs {'was' if count == 1 else 'were'} found, "
+                f"the first is: {health.leftovers[0]}",
+                next_step=f"Run on that host: {script}",
+                severe=bool(pids),
+                fix=("sh", "-c", script),
+            )
+
+
+@check(
+    "CPUFT-037",
+    "A host has neither compiled kernels nor a C++ compiler to build them.",
+    "The fast path then runs in plain PyTorch, and training is 2 to 3 times slower. All ranks wait for this host.",
+    "Install a compiler (Debian: apt-get install g++), or provision again from a machine that has one.",
+)
+def _check_kernels(state: ClusterState) -> Iterator[Finding]:
+    for one, _, health in state.answering:
+        if not health.kernels:
+            yield warning(one.name, "There is neither a C++ compiler (g++ or c++) nor a folder cpuft_kernels.")
+
+
+CHECKS = tuple(_REGISTERED[code] for code in sorted(_REGISTERED))
+"""All checks in the order of their codes."""

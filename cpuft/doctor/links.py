@@ -1,14 +1,14 @@
-"""Latency and bandwidth between all pairs of hosts: who measures with whom and when, and the table of it."""
+"""Latency and bandwidth between all pairs of hosts: which pairs are measured when, and the table of the results."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cpuft.doctor import link
+from cpuft.doctor import probe
+from cpuft.doctor.examine import choose_port
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.hostfile import Host
@@ -19,20 +19,19 @@ from cpuft.terminal import format_table
 from cpuft.words import WITHOUT_FOLDER
 
 SECONDS = 0.5
-"""Of sending each way over each link: some 60 MB at 1 Gbit/s."""
-
-_ANSWER_SECONDS = 20.0
+"""How long each host sends over each link in each direction: about 60 MB at 1 Gbit/s."""
+_ROUND_SECONDS = 20.0
 _LOADER = (
     f"{WITHOUT_FOLDER}\nimport json\n"
     "order=json.load(sys.stdin)\n"
-    "link={'__name__':'link'}\n"
-    "exec(order['source'],link)\n"
-    "print(json.dumps(link['measure'](order)))\n"
+    "probe={'__name__':'probe'}\n"
+    "exec(order['source'],probe)\n"
+    "print(json.dumps(probe['measure_links'](order)))\n"
 )
 
 
 def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Rounds of pairs of 0 .. count - 1, such that all meet once and nobody is in two pairs of a round.
+    """Arrange all pairs of the numbers 0 to count - 1 in rounds, so that no number is in two pairs of a round.
 
     Source: the circle method of round-robin tournaments.
     """
@@ -46,44 +45,54 @@ def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
-    """Every link both ways; pairs that share no host are measured side by side.
+    """Measure the links between all pairs of hosts in both directions; pairs without a common host run side by side.
 
-    Raises CpuftError: naming every host that could not be asked.
+    Raises
+    ------
+    CpuftError
+        Hosts failed to measure. The message names all of them.
     """
     addresses = [access.transport.address(host) for host in hosts]
     rounds = plan_pairs(len(hosts))
-    port = random.SystemRandom().randrange(20000, 32000)  # below the range that the kernel gives to clients
-    source = Path(link.__file__).read_text(encoding="utf-8")
-    orders = []
-    for own in range(len(hosts)):
-        met = [pair for pairs in rounds for pair in pairs if own in pair]
-        peers = [[addresses[sum(pair) - own], pair[0] == own] for pair in met]
-        orders.append({"source": source, "port": port, "peers": peers, "seconds": SECONDS})
-    seconds = _ANSWER_SECONDS * len(rounds)
-    order_of = {host.name: json.dumps(order) for host, order in zip(hosts, orders)}
-    answers = side_by_side(lambda host: _ask(host, order_of[host.name], access, seconds), hosts)
+    common = {"source": Path(probe.__file__).read_text(encoding="utf-8"), "port": choose_port(), "seconds": SECONDS}
+    orders = {}
+    for own, host in enumerate(hosts):
+        pairs = [pair for pairs in rounds for pair in pairs if own in pair]
+        peers = [[addresses[sum(pair) - own], pair[0] == own] for pair in pairs]
+        orders[host.name] = json.dumps(common | {"peers": peers})
+    seconds = _ROUND_SECONDS * len(rounds)
+    results = side_by_side(lambda host: _measure_on(host, orders[host.name], access, seconds), hosts)
     names = {address: host.name for address, host in zip(addresses, hosts)}
-    return read_links([host.name for host in hosts], names, answers)
+    return read_links([host.name for host in hosts], names, results)
 
 
-def _ask(host: Host, order: str, access: Access, seconds: float) -> list[Any]:
+def _measure_on(host: Host, order: str, access: Access, seconds: float) -> list[Any]:
+    """Run one host's part of the measurement, and return its results (see `probe.measure_links`)."""
     answer = access.transport.run(host, access.any_python("-c", _LOADER), order, seconds)
     try:
         return load(list[dict[str, Any]], parse_json(answer.output))
     except ValueError:
         raise CpuftError(
-            f"host {host.name} measured nothing (it said {answer.said.strip()[-200:]!r}): is there a Python 3?"
+            f"host {host.name} could not measure its links ({answer.said.strip()[-200:]!r}): install Python 3 there"
         ) from None
 
 
-def read_links(hosts: Sequence[str], names: dict[str, str], answers: Sequence[list[Any]]) -> tuple[Link, ...]:
-    """Links from what each host measured: a rate is told by its receiver, a latency by the one that called."""
-    told = {(host, names[line["peer"]]): line for host, lines in zip(hosts, answers) for line in lines}
+def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[list[Any]]) -> tuple[Link, ...]:
+    """Combine the results of all hosts: the receiver measured the rate, and the host that connected the latency.
+
+    Parameters
+    ----------
+    names
+        Name of each host by its address.
+    results
+        Of each host in `hosts`, as from `probe.measure_links`.
+    """
+    found = {(host, names[line["peer"]]): line for host, lines in zip(hosts, results) for line in lines}
     links = []
     for source in hosts:
         for target in hosts:
             if source != target:
-                here, there = told.get((source, target), {}), told.get((target, source), {})
+                here, there = found.get((source, target), {}), found.get((target, source), {})
                 latency = here.get("latency_us", there.get("latency_us", 0.0))
                 error = there.get("error", here.get("error", ""))
                 links.append(Link(source, target, latency, there.get("bits_per_second", 0.0), error))
@@ -91,13 +100,12 @@ def read_links(hosts: Sequence[str], names: dict[str, str], answers: Sequence[li
 
 
 def format_links(links: Sequence[Link]) -> str:
-    """A table: from each host, a line, to each host, a column."""
+    """Format a table with a row for each sending host and a column for each receiving host."""
     hosts = list(dict.fromkeys(link.source for link in links))
-    cells = {(one.source, one.target): _cell(one) for one in links}
-    rows = [[a, *(cells.get((a, b), "-") for b in hosts)] for a in hosts]
-    head = "latency (half a round trip) and rate of one TCP connection between hosts"
-    return format_table(["from \\ to", *hosts], rows, head, left=1)
-
-
-def _cell(one: Link) -> str:
-    return one.error[:30] if one.error else f"{one.latency_us:.0f} us {one.bits_per_second / 1e9:.2f} Gbit/s"
+    cells = {
+        (one.source, one.target): one.error[:30] or f"{one.latency_us:.0f} us {one.bits_per_second / 1e9:.2f} Gbit/s"
+        for one in links
+    }
+    rows = [[source, *(cells.get((source, target), "-") for target in hosts)] for source in hosts]
+    title = "Latency (half a round trip) and bandwidth of one TCP connection between hosts"
+    return format_table(["from \\ to", *hosts], rows, title, left=1)

@@ -1,7 +1,7 @@
-"""What a host can tell of its health, as one JSON object; sent as it is to the Python of each host.
+"""What the doctor runs on each host: a look at its health, and measurements of its links to the other hosts.
 
-Only the standard library, and nothing of ours: the hosts may have no cpuft. All hosts run this at the same moment,
-listen on one agreed port, and try to connect to each other there.
+The source of this file is sent to the Python of each host, which may have no cpuft, so it imports only the standard
+library. All hosts run it at the same time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import resource
 import select
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -24,17 +25,71 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}(\.sent)?"
-"""A run's work folder below /var/tmp, or what was sent to its ranks; older versions had no users' folders."""
+"""Pattern of the work directories of runs below /var/tmp, and of the files that were sent to their ranks.
+
+Older versions had no directories of users (the part with digits).
+"""
 GOVERNORS = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
 PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
 _SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
-_WATCH_SECONDS = 0.25
-_MPIRUNS = ("hydra_", "mpiexec", "mpirun", "orted", "prted")
+_CPU_SAMPLE_SECONDS = 0.25
+_MPIRUN_PROCESSES = ("hydra_", "mpiexec", "mpirun", "orted", "prted")
+_BLOCK = 1 << 20
+_ROUND_TRIPS = 200
+_LINK_TIMEOUT_SECONDS = 8.0
+
+
+def examine(order: dict[str, Any]) -> dict[str, Any]:
+    """Examine this host.
+
+    Parameters
+    ----------
+    order
+        `port` (to listen on, the same on all hosts), `peers` (addresses to connect to), `seconds` (for these
+        connections), `greeting` (see `try_ports`), `ssh_options` and `ssh_peers` (see `try_ssh`).
+
+    Returns
+    -------
+    dict
+        The fields of `cpuft.doctor.checks.Health`.
+    """
+    now = time.time()
+    busy_cores, steal = sample_cpu()  # first, so that it does not measure the work of this probe itself
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        ssh = pool.submit(try_ssh, order["ssh_options"], order["ssh_peers"])
+        ports = try_ports(order["port"], order["peers"], order["seconds"], order.get("greeting", ""))
+        memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        governors = {_read(path) for path in glob.glob(GOVERNORS)}
+        return {
+            "time": now,
+            "executable": sys.executable,
+            "packages": read_packages(),
+            "mpi": read_mpi(),
+            "kernels": find_kernels(),
+            "own_address": resolve_own_name(),
+            "amx_usable": can_use_amx(),
+            "memory_available": int(_read_field("/proc/meminfo", "MemAvailable") or 0) << 10,
+            "shm_free": read_free_bytes("/dev/shm"),
+            "disk_free": read_free_bytes("/var/tmp"),
+            "mtus": read_mtus(),
+            "governors": sorted(governors - {""}),
+            "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+            # The load average alone would count a run that has just ended, and the sample alone a short burst.
+            "load": min(busy_cores, os.getloadavg()[0]),
+            "memlock": -1 if memlock == resource.RLIM_INFINITY else memlock,
+            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+            "leftovers": find_leftovers(),
+            "listening": find_listening(),
+            "steal": steal,
+            "ssh": ssh.result(),
+            **ports,
+        }
 
 
 def _read(path: str) -> str:
+    """Return the stripped text of a file, or nothing if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -42,30 +97,31 @@ def _read(path: str) -> str:
         return ""
 
 
-def _field(path: str, name: str) -> str:
-    """The first word that a file of the kernel's says of `name`."""
+def _read_field(path: str, name: str) -> str:
+    """Return the first word after `NAME:` in a file of /proc, or nothing."""
     return next((line.split()[1] for line in _read(path).splitlines() if line.startswith(f"{name}:")), "")
 
 
 def read_packages() -> dict[str, str]:
-    """Versions of the packages that training depends on, where installed."""
+    """Return the versions of those packages in `PACKAGES` that are installed."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
 def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
-    """The first line that this environment's mpirun, else in a job of Slurm's srun, says of itself; empty: none."""
+    """Return the first line of `mpirun --version`: of the mpirun in `folder`, else in PATH, else srun in a Slurm job.
+
+    Empty if there is none of them. Begins with "broken: " if the program failed.
+    """
     path = next((p for p in (f"{folder}/mpiexec.hydra", f"{folder}/mpirun") if os.access(p, os.X_OK)), "")
     path = path or shutil.which("mpirun") or ("SLURM_JOB_ID" in os.environ and shutil.which("srun")) or ""
     if not path:
         return ""
     try:
-        # A busy host takes its time.
+        # On a busy host, mpirun takes several seconds to start.
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=15)
     except (OSError, subprocess.SubprocessError) as error:
         return f"broken: {error}"
@@ -73,35 +129,30 @@ def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
 
 
 def find_kernels() -> str:
-    """The C++ compiler that builds the fast path's kernels, or a file of kernels from provisioning; empty: neither."""
+    """Return the path of a C++ compiler for the fast path's kernels, else of precompiled kernels, else nothing."""
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-    brought = glob.glob(f"{sysconfig.get_path('purelib')}/cpuft_kernels/*.so")
-    return compiler or (brought[0] if brought else "")
+    precompiled = glob.glob(f"{sysconfig.get_path('purelib')}/cpuft_kernels/*.so")
+    return compiler or (precompiled[0] if precompiled else "")
 
 
-def resolve_self() -> str:
-    """The address that this host's own name has here; empty when it has none."""
+def resolve_own_name() -> str:
+    """Return the address to which this host resolves its own name, or nothing."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return ""
 
 
-def may_use_amx() -> bool:
-    """Whether the kernel lets a process use AMX tiles."""
+def can_use_amx() -> bool:
+    """Return whether the kernel lets a process use AMX tiles."""
     try:
         return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
     except (AttributeError, OSError):
         return False
 
 
-def read_memory_available() -> int:
-    """Bytes that can be had without swapping."""
-    return int(_field("/proc/meminfo", "MemAvailable") or 0) << 10
-
-
-def read_free(path: str) -> int:
-    """Bytes that an ordinary user may still write at `path`; -1 when there is no such file system."""
+def read_free_bytes(path: str) -> int:
+    """Return the bytes that an unprivileged user can still write below `path`, or -1 if it does not exist."""
     try:
         state = os.statvfs(path)
     except OSError:
@@ -109,10 +160,16 @@ def read_free(path: str) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def watch_cpu() -> tuple[float, float]:
-    """Over a quarter of a second: cores that were at work, and the share of CPU time that other guests took."""
+def sample_cpu() -> tuple[float, float]:
+    """Watch the CPU for a quarter of a second.
+
+    Returns
+    -------
+    tuple
+        The number of busy cores, and the share of CPU time (0 to 1) that other guests of the hypervisor took.
+    """
     before = _read("/proc/stat").split("\n")[0].split()[1:]
-    time.sleep(_WATCH_SECONDS)
+    time.sleep(_CPU_SAMPLE_SECONDS)
     after = _read("/proc/stat").split("\n")[0].split()[1:]
     # proc_stat(5): user nice system idle iowait irq softirq steal, in ticks of all cores together.
     spent = [int(b) - int(a) for a, b in zip(before, after)][:8]
@@ -122,54 +179,59 @@ def watch_cpu() -> tuple[float, float]:
 
 
 def read_mtus() -> dict[str, int]:
-    """MTU of each interface."""
+    """Return the MTU of each network interface."""
     paths = glob.glob("/sys/class/net/*/mtu")
     return {path.split("/")[4]: int(_read(path)) for path in paths if _read(path).isdecimal()}
 
 
 def find_leftovers(root: str = "/var/tmp") -> list[str]:
-    """This user's ranks that outlived their run, and what runs left on the disk: "pid 12: cpuft.rank ..." or a path.
+    """Find what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a rank, or the path of a directory.
 
-    A rank whose mpirun lives is at work; one that has been handed to the first process is left over. So is a run's
-    folder that no process names.
+    A rank is left over when it has been handed to process 1, because its mpirun is gone. A run's directory is left over
+    when it is a day old and no process names it.
     """
-    found, said = [], ""
+    ranks, mentioned = [], ""
     for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
-        words, pid = _read(f"{path}/cmdline").split("\0"), path.split("/")[2]
-        said += f"{words} {_read(f'{path}/environ')}"
-        ours = any(word in ("cpuft.rank", "cpuft.train", "cpuft.launch.remote") for word in words)
-        if ours and _field(f"{path}/status", "PPid") == "1":
-            found.append(f"pid {pid}: {' '.join(words)[:80]}")
+        argv, pid = _read(f"{path}/cmdline").split("\0"), path.split("/")[2]
+        mentioned += f"{argv} {_read(f'{path}/environ')}"
+        is_rank = any(argument in ("cpuft.rank", "cpuft.train", "cpuft.launch.remote") for argument in argv)
+        if is_rank and _read_field(f"{path}/status", "PPid") == "1":
+            ranks.append(f"pid {pid}: {' '.join(argv)[:80]}")
     folders = [path for path in glob.glob(f"{root}/cpuft-*") + glob.glob(f"{root}/cpuft-*/*") if _is_own(path)]
-    runs = [path for path in folders if re.fullmatch(RUN_FOLDER, path.removeprefix(root)) and path not in said]
-    return found + [path for path in runs if os.lstat(path).st_mtime < time.time() - 24 * 3600]
+    runs = [path for path in folders if re.fullmatch(RUN_FOLDER, path.removeprefix(root)) and path not in mentioned]
+    return ranks + [path for path in runs if os.lstat(path).st_mtime < time.time() - 24 * 3600]
 
 
 def find_listening() -> dict[str, str]:
-    """What this user's runs listen at for others than this host: "hydra_pmi_proxy (pid 12), port 40000" -> address.
+    """Find the ports on which processes of this user's runs listen for other hosts.
 
-    A socket that several processes have is told of the first: ranks inherit those of mpirun.
+    Returns
+    -------
+    dict
+        Address by process and port: "hydra_pmi_proxy (pid 12), port 40000" -> "10.0.0.1". A socket that several
+        processes share is listed once, for the lowest process id: ranks inherit the sockets of mpirun.
     """
     found = {}
     sockets = [line.split() for line in (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()]
-    # proc_net_tcp of the kernel: sl local_address rem_address st (0A: listens) ... inode, at 9
-    open_ones = {f"socket:[{words[9]}]": words[1].split(":") for words in sockets if words[3:4] == ["0A"]}
+    # Columns of /proc/net/tcp: sl local_address rem_address st (0A is "listen") ... and the inode, at 9.
+    addresses = {f"socket:[{columns[9]}]": columns[1].split(":") for columns in sockets if columns[3:4] == ["0A"]}
     for pid in sorted(int(path.split("/")[2]) for path in glob.glob("/proc/[0-9]*") if _is_own(path)):
         name = _read(f"/proc/{pid}/comm")
-        if name.startswith(_MPIRUNS) or "CPUFT_WORLD_SIZE=" in _read(f"/proc/{pid}/environ"):
+        if name.startswith(_MPIRUN_PROCESSES) or "CPUFT_WORLD_SIZE=" in _read(f"/proc/{pid}/environ"):
             for link in glob.glob(f"/proc/{pid}/fd/*"):
-                address, port = open_ones.pop(os.path.realpath(link).rpartition("/")[2], ("", ""))
-                found[f"{name} (pid {pid}), port {int(port or '0', 16)}"] = _read_address(address)
-    return {what: address for what, address in found.items() if address not in ("", "::1", "127.0.0.1")}
+                address, port = addresses.pop(os.path.realpath(link).rpartition("/")[2], ("", ""))
+                found[f"{name} (pid {pid}), port {int(port or '0', 16)}"] = _parse_address(address)
+    return {process: address for process, address in found.items() if address not in ("", "::1", "127.0.0.1")}
 
 
-def _read_address(text: str) -> str:
-    """An address of /proc/net/tcp or tcp6: 32-bit words in hexadecimal, each in the host's byte order."""
-    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
-    return socket.inet_ntop(socket.AF_INET6 if words[1:] else socket.AF_INET, b"".join(words)) if words else ""
+def _parse_address(text: str) -> str:
+    """Parse an address of /proc/net/tcp or tcp6: 32-bit numbers in hexadecimal, each in the host's byte order."""
+    numbers = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
+    return socket.inet_ntop(socket.AF_INET6 if numbers[1:] else socket.AF_INET, b"".join(numbers)) if numbers else ""
 
 
 def _is_own(path: str) -> bool:
+    """Return whether a file exists and belongs to this user."""
     try:
         return os.lstat(path).st_uid == os.geteuid()
     except OSError:
@@ -177,16 +239,23 @@ def _is_own(path: str) -> bool:
 
 
 def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -> dict[str, Any]:
-    """Listen on `port` and connect to it on every peer until all is done or `seconds` have passed.
+    """Listen on `port`, and connect to the same port of every peer, for at most `seconds`.
 
-    With a `greeting`, somebody who is no peer is waited for, too. Everybody who connects is sent the greeting, by which
-    they know that they reached this port.
+    Parameters
+    ----------
+    greeting
+        If not empty, wait also for a connection from a machine that is no peer. Every connection is sent the greeting,
+        so that the other side knows that it reached this probe.
 
-    Returns `listens` (whether the port could be had) and `connected` (milliseconds to each peer reached).
+    Returns
+    -------
+    dict
+        `listens`: whether the port was free. `connected`: milliseconds that each connection took, by address of the
+        peer; peers that were not reached are missing.
     """
     end = time.monotonic() + seconds
     connected: dict[str, float] = {}
-    came: set[str] = set()
+    callers: set[str] = set()
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -195,21 +264,22 @@ def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -
             return {"listens": False, "connected": connected}
         server.listen(len(peers) + 8)
         with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
-            tries = [pool.submit(_try_connect, peer, port, end) for peer in peers]
-            awaited = len(peers) + bool(greeting)
+            tries = [pool.submit(_time_connection, peer, port, end) for peer in peers]
+            expected = len(peers) + bool(greeting)
             while time.monotonic() < end and not (
-                all(t.done() for t in tries) and came >= set(peers) and len(came) >= awaited
+                all(t.done() for t in tries) and callers >= set(peers) and len(callers) >= expected
             ):
                 if select.select([server], [], [], 0.05)[0]:
                     connection, (address, _) = server.accept()
-                    came.add(address)
+                    callers.add(address)
                     with connection, contextlib.suppress(OSError):
                         connection.send(greeting.encode())
         connected = {peer: ms for peer, ms in zip(peers, (t.result() for t in tries)) if ms >= 0}
     return {"listens": True, "connected": connected}
 
 
-def _try_connect(peer: str, port: int, end: float) -> float:
+def _time_connection(peer: str, port: int, end: float) -> float:
+    """Return the milliseconds that a connection took, or -1 if none was possible until `end`."""
     while time.monotonic() < end:
         start = time.monotonic()
         try:
@@ -221,7 +291,7 @@ def _try_connect(peer: str, port: int, end: float) -> float:
 
 
 def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
-    """What ssh from here to each peer complained of; empty for a login that worked."""
+    """Log in to each peer by ssh; return the error message for each, empty if the login worked."""
 
     def attempt(peer: str) -> str:
         command = ["ssh", *options, "-o", "BatchMode=yes", "-o", "ConnectTimeout=4", peer, "true"]
@@ -236,39 +306,96 @@ def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
         return dict(zip(peers, pool.map(attempt, peers)))
 
 
-def examine(order: dict[str, Any]) -> dict[str, Any]:
-    """All of it; the keys are the fields of `cpuft.doctor.state.Health`.
+def measure_links(order: dict[str, Any]) -> list[dict[str, Any]]:
+    """Measure the links to other hosts over one TCP connection each.
 
-    `order` holds: port, peers (addresses), seconds (for the ports), greeting, ssh_options, ssh_peers.
+    All hosts call this at once, each with its own list of peers in an order in which no host is busy with two peers.
+
+    Parameters
+    ----------
+    order
+        `port` (free on all hosts), `peers` (pairs of address and whether this host opens the connection, in turn),
+        `seconds` (for sending in each direction).
+
+    Returns
+    -------
+    list of dict
+        For each peer its address as `peer`, and either `error` or `bits_per_second` as received on this host. If this
+        host opened the connection, also `latency_us`: half a round trip of one byte, the median of 200.
     """
-    now = time.time()
-    working, steal = watch_cpu()  # before anything else, so that it does not see this probe itself at work
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        ssh = pool.submit(try_ssh, order["ssh_options"], order["ssh_peers"])
-        ports = try_ports(order["port"], order["peers"], order["seconds"], order.get("greeting", ""))
-        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        governors = {_read(path) for path in glob.glob(GOVERNORS)}
-        return {
-            "time": now,
-            "executable": sys.executable,
-            "packages": read_packages(),
-            "mpi": read_mpi(),
-            "kernels": find_kernels(),
-            "own_address": resolve_self(),
-            "amx_usable": may_use_amx(),
-            "memory_available": read_memory_available(),
-            "shm_free": read_free("/dev/shm"),
-            "disk_free": read_free("/var/tmp"),
-            "mtus": read_mtus(),
-            "governors": sorted(governors - {""}),
-            "huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
-            # The average alone remembers a run that has just ended; a moment alone sees what soon passes.
-            "load": min(working, os.getloadavg()[0]),
-            "memlock": -1 if soft == resource.RLIM_INFINITY else soft,
-            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-            "leftovers": find_leftovers(),
-            "listening": find_listening(),
-            "steal": steal,
-            "ssh": ssh.result(),
-            **ports,
-        }
+    results: list[dict[str, Any]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", order["port"]))
+        server.listen(64)
+        accepted: dict[str, socket.socket] = {}
+        for peer, opens in order["peers"]:
+            try:
+                end = time.monotonic() + _LINK_TIMEOUT_SECONDS
+                connection = _connect(peer, order["port"], end) if opens else _accept_from(server, peer, accepted, end)
+                with connection:
+                    connection.settimeout(_LINK_TIMEOUT_SECONDS)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    run = _measure_as_client if opens else _measure_as_server
+                    results.append({"peer": peer} | run(connection, order["seconds"]))
+            except OSError as error:
+                results.append({"peer": peer, "error": str(error) or type(error).__name__})
+        for connection in accepted.values():
+            connection.close()
+    return results
+
+
+def _connect(peer: str, port: int, end: float) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((peer, port), timeout=1.0)
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+def _accept_from(server: socket.socket, peer: str, accepted: dict[str, socket.socket], end: float) -> socket.socket:
+    """Return the connection that `peer` opens. Those of other peers wait in `accepted` for their turn."""
+    while peer not in accepted:
+        server.settimeout(max(0.01, end - time.monotonic()))
+        connection, (address, _) = server.accept()
+        accepted[address] = connection
+    return accepted.pop(peer)
+
+
+def _measure_as_client(connection: socket.socket, seconds: float) -> dict[str, Any]:
+    trips = []
+    for _ in range(_ROUND_TRIPS):
+        start = time.perf_counter()
+        connection.sendall(b"p")
+        if not connection.recv(1):
+            raise OSError("the peer closed the connection")
+        trips.append(time.perf_counter() - start)
+    _send(connection, seconds)
+    return {"latency_us": statistics.median(trips) / 2 * 1e6, "bits_per_second": _receive(connection)}
+
+
+def _measure_as_server(connection: socket.socket, seconds: float) -> dict[str, Any]:
+    for _ in range(_ROUND_TRIPS):
+        connection.sendall(connection.recv(1))
+    rate = _receive(connection)
+    _send(connection, seconds)
+    return {"bits_per_second": rate}
+
+
+def _send(connection: socket.socket, seconds: float) -> None:
+    block = bytes(_BLOCK)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        connection.sendall(block)
+    connection.shutdown(socket.SHUT_WR)
+
+
+def _receive(connection: socket.socket) -> float:
+    """Receive until the peer stops sending; return the bits per second from the first byte to the last."""
+    total, start, buffer = 0, 0.0, bytearray(_BLOCK)
+    while count := connection.recv_into(buffer):
+        start = start or time.perf_counter()
+        total += count
+    return total * 8 / max(1e-9, time.perf_counter() - start) if total else 0.0

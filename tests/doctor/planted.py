@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cpuft.doctor.state import ClusterState, Health, HostState
+from cpuft.doctor.checks import ClusterState, Health, HostState
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import HostFacts
 

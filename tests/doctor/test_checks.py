@@ -1,4 +1,4 @@
-"""Every check has its fault planted, as facts, and says its code and nothing else."""
+"""For every check, a fault is planted in the facts of a host; the doctor finds it, and nothing else."""
 
 import json
 from dataclasses import replace
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cpuft.doctor.checks import CHECKS, find_all
-from cpuft.doctor.finding import describe_stop, format_findings, to_json
-from cpuft.hosts import transport as transport_module
+from cpuft.doctor.finding import describe_errors, format_findings, to_json
+from cpuft.hosts import transport
 from cpuft.hosts.hostfile import Host
 from cpuft.measurement import Link
 from tests.doctor.planted import healthy, plant
@@ -18,11 +18,11 @@ GONE: dict[str, Any] = {"facts": None, "health": None}
 FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-001", GONE | {"address": "", "failure": "Name or service not known"}),
     ("CPUFT-002", GONE | {"failure": "host node3 cannot be used over ssh (no answer in 10 s)"}),
-    ("CPUFT-002", GONE | {"failure": "does not match", "kind": transport_module.UNREACHABLE}),
-    ("CPUFT-002", GONE | {"failure": "no answer in 10 s", "kind": transport_module.TIMED_OUT}),
-    ("CPUFT-003", GONE | {"failure": "Server not found", "kind": transport_module.KEY_UNKNOWN}),
-    ("CPUFT-003", GONE | {"failure": "got AAAA, expected BBBB", "kind": transport_module.KEY_CHANGED}),
-    ("CPUFT-004", GONE | {"failure": "no key of ours fits", "kind": transport_module.LOGIN_REFUSED}),
+    ("CPUFT-002", GONE | {"failure": "does not match", "kind": transport.UNREACHABLE}),
+    ("CPUFT-002", GONE | {"failure": "no answer in 10 s", "kind": transport.TIMED_OUT}),
+    ("CPUFT-003", GONE | {"failure": "Server not found", "kind": transport.KEY_UNKNOWN}),
+    ("CPUFT-003", GONE | {"failure": "got AAAA, expected BBBB", "kind": transport.KEY_CHANGED}),
+    ("CPUFT-004", GONE | {"failure": "no key of ours fits", "kind": transport.LOGIN_REFUSED}),
     ("CPUFT-005", {"ssh": {"10.0.0.1": "Permission denied (publickey)."}}),
     ("CPUFT-006", {"own_address": "127.0.1.1"}),
     ("CPUFT-007", {"connected": {"10.0.0.1": 0.2, "10.0.0.2": 0.2}}),
@@ -71,19 +71,16 @@ def test_a_fault_on_one_host_is_found_by_its_code(code: str, fault: dict[str, An
     findings = find_all(plant(healthy(), 3, **fault))
     assert {finding.code for finding in findings} == {code}
     assert all("node3" in finding.host for finding in findings)
-    assert all(finding.evidence and finding.cause and finding.next_move for finding in findings)
+    assert all(finding.evidence and finding.cause and finding.next_step for finding in findings)
 
 
 def test_a_host_that_was_never_seen_is_not_called_installed_anew() -> None:
     causes = {
         kind: find_all(plant(healthy(), 3, **GONE, failure="x", kind=kind))[0].cause
-        for kind in (transport_module.KEY_UNKNOWN, transport_module.KEY_CHANGED)
+        for kind in (transport.KEY_UNKNOWN, transport.KEY_CHANGED)
     }
-    assert (
-        causes[transport_module.KEY_UNKNOWN]
-        == "this machine has never connected to the host, so no known_hosts file has its key"
-    )
-    assert causes[transport_module.KEY_CHANGED].startswith("the host was installed anew")
+    assert causes[transport.KEY_UNKNOWN].startswith("This machine has never connected to the host")
+    assert causes[transport.KEY_CHANGED].startswith("The host was installed again")
 
 
 def test_what_a_host_says_of_leftovers_is_no_command() -> None:
@@ -108,12 +105,12 @@ def test_no_host_has_bf16() -> None:
     assert [f.code for f in find_all(state)] == ["CPUFT-019"]
 
 
-def test_a_slow_link_is_told_by_both_ends() -> None:
+def test_a_slow_link_is_found_at_both_ends() -> None:
     pairs = [(f"node{a}", f"node{b}") for a in range(1, 5) for b in range(1, 5) if a != b]
     links = tuple(Link(a, b, 40.0, 4e8 if {a, b} == {"node2", "node3"} else 1e9) for a, b in pairs)
     findings = find_all(replace(healthy(), links=links))
     assert [(f.code, f.host) for f in findings] == [("CPUFT-033", "node2"), ("CPUFT-033", "node3")]
-    assert findings[0].evidence == "0.40 Gbit/s to node3, most links carry 1.00"
+    assert findings[0].evidence == "The link to node3 carries 0.40 Gbit/s; the median of all links is 1.00 Gbit/s."
 
 
 def test_every_check_has_a_fault_above() -> None:
@@ -128,7 +125,7 @@ def test_nothing_is_found_on_healthy_hosts(hosts: int) -> None:
     state = replace(state, hosts=state.hosts[:hosts])
     findings = find_all(state)
     assert findings == []
-    assert "all is well" in format_findings(findings, hosts, len(CHECKS))
+    assert "no problems found" in format_findings(findings, hosts, len(CHECKS))
 
 
 def test_memory_is_counted_for_the_ranks_planned() -> None:
@@ -157,22 +154,22 @@ def test_a_host_that_is_off_does_not_make_its_peers_ill() -> None:
     assert [(f.code, f.host) for f in find_all(state)] == [("CPUFT-002", "node3")]
 
 
-def test_findings_alike_are_told_once_and_severe_ones_first() -> None:
+def test_equal_findings_share_an_entry_and_errors_come_first() -> None:
     state = plant(healthy(), 2, load=9.0)
     state = plant(plant(state, 3, load=9.0), 4, disk_free=0)
     text = format_findings(find_all(state), 4, len(CHECKS))
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
-    assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores" in text
+    assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores are busy" in text
     assert text.endswith("4 hosts, 37 checks: 1 error, 2 warnings\n")
 
 
 def test_a_launch_stops_for_severe_findings_only() -> None:
     findings = find_all(plant(healthy(), 2, disk_free=0, load=9.0))
-    assert describe_stop(findings).startswith("CPUFT-023 on node2: 0 MB are free in /var/tmp")
-    assert "CPUFT-026" not in describe_stop(findings)
+    assert describe_errors(findings).startswith("CPUFT-023 on node2: 0 MB are free in /var/tmp")
+    assert "CPUFT-026" not in describe_errors(findings)
 
 
 def test_json_has_every_field() -> None:
     findings = find_all(plant(healthy(), 2, huge_pages="[never]"))
     (told,) = json.loads(json.dumps(to_json(findings, ["node1"])))["findings"]
-    assert sorted(told) == ["cause", "code", "evidence", "fix", "host", "next_move", "severe"]
+    assert sorted(told) == ["cause", "code", "evidence", "fix", "host", "next_move", "next_step", "severe"]

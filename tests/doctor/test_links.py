@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cpuft.doctor import link
-from cpuft.doctor.link import measure
+from cpuft.doctor import probe
 from cpuft.doctor.links import format_links, plan_pairs, read_links
+from cpuft.doctor.probe import measure_links
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
@@ -39,11 +39,11 @@ def test_a_link_that_failed_says_why() -> None:
 def test_two_ends_on_loopback() -> None:
     order: dict[str, Any] = {"port": 23917, "seconds": 0.05}
     served: list[dict[str, Any]] = []
-    server = threading.Thread(target=lambda: served.extend(measure(order | {"peers": [["127.0.0.1", False]]})))
+    server = threading.Thread(target=lambda: served.extend(measure_links(order | {"peers": [["127.0.0.1", False]]})))
     server.start()
     # Two hosts of one address cannot both listen there: this end only calls.
-    with link._call("127.0.0.1", order["port"], time.monotonic() + 5) as line:
-        called = link._ask(line, order)
+    with probe._connect("127.0.0.1", order["port"], time.monotonic() + 5) as connection:
+        called = probe._measure_as_client(connection, order["seconds"])
     server.join(10)
     assert served[0]["bits_per_second"] > 1e8
     assert called["bits_per_second"] > 1e8
@@ -51,6 +51,6 @@ def test_two_ends_on_loopback() -> None:
 
 
 def test_a_peer_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_PATIENCE_SECONDS", 0.1)
-    (answer,) = measure({"port": 23918, "seconds": 0.05, "peers": [["127.0.0.1", False]]})
+    monkeypatch.setattr(probe, "_LINK_TIMEOUT_SECONDS", 0.1)
+    (answer,) = measure_links({"port": 23918, "seconds": 0.05, "peers": [["127.0.0.1", False]]})
     assert answer == {"peer": "127.0.0.1", "error": "timed out"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.doctor import probe
-from cpuft.doctor.probe import find_leftovers, read_mpi
+from cpuft.doctor.probe import find_leftovers, read_mpi, sample_cpu
 from tests.provision.simulated import needs_root
 
 RUNS = ("cpuft-0123456789ab", "cpuft-0/0123456789ab", "cpuft-0/0123456789ab.sent")
@@ -77,3 +78,13 @@ def test_srun_starts_ranks_where_there_is_no_mpirun(job: dict[str, str], found: 
         for name, value in {"PATH": str(tmp_path), **job}.items():
             patch.setenv(name, value)
         assert read_mpi("/nowhere") == found
+
+
+def test_busy_cores_are_seen_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        try:
+            busy, stolen = sample_cpu()
+        finally:
+            spinning.kill()
+    assert busy > 0.5
+    assert 0 <= stolen <= 1

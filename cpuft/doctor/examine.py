@@ -1,0 +1,244 @@
+"""Examine all hosts of a cluster at the same time, look at them briefly before a launch, and run fixes on them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cpuft.doctor import probe
+from cpuft.doctor.checks import ClusterState, Health, HostState, find_all
+from cpuft.doctor.finding import Finding, describe_errors
+from cpuft.errors import CpuftError
+from cpuft.hosts import facts
+from cpuft.hosts.cluster import Access, Cluster
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.topology import parse_facts
+from cpuft.hosts.transport import HostError, side_by_side
+from cpuft.serialization import load, parse_json
+from cpuft.words import WITHOUT_FOLDER
+
+PORT_SECONDS = 3.0
+"""How long hosts try to connect to each other's port. Their ssh logins begin within a shorter time of each other."""
+_PROBE_SECONDS = 30.0
+_CONNECT_SECONDS, _PAUSE_SECONDS = 1.0, 0.1
+"""Of one attempt to connect to a host from outside its network, and between two attempts."""
+_FATAL = ("CPUFT-022", "CPUFT-034")
+"""Checks (/dev/shm, open files) whose findings stop even a run on a single host: its ranks would die or hang."""
+_TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032")
+"""Checks whose findings can differ from run to run: also memory, disk, load, stolen CPU time, leftovers."""
+
+# The sources of both modules are sent, because a host may have neither cpuft nor a disk to write to.
+_LOADER = (
+    f"{WITHOUT_FOLDER}\nimport json\n"
+    "order=json.load(sys.stdin)\n"
+    "facts,probe={'__name__':'facts'},{'__name__':'probe'}\n"
+    "exec(order['facts_source'],facts)\n"
+    "exec(order['probe_source'],probe)\n"
+    "print(json.dumps({'facts':facts['gather'](order['targets']),'health':probe['examine'](order)}))\n"
+)
+
+
+def examine_hosts(
+    hosts: tuple[Host, ...],
+    access: Access,
+    ranks: dict[str, int] | None = None,
+    full: bool = False,
+    try_outside: bool = False,
+) -> ClusterState:
+    """Examine all hosts of a hostfile at the same time.
+
+    Parameters
+    ----------
+    ranks
+        Ranks planned on each host, by its name in the hostfile, if a launch is planned.
+    full
+        Whether every host logs in to every other by ssh, instead of only the head host.
+    try_outside
+        Whether this machine tries to connect to a port of each host, if it is outside the hosts' network.
+
+    Returns
+    -------
+    ClusterState
+        One state for each host. The state of a host that could not be examined has the reason as `failure`.
+    """
+    addresses = [_resolve(host, access) for host in hosts]
+    try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
+    routes = _read_routes() if try_outside else ""
+    outside = [bool(address) and is_outside(address, routes) for address, _ in addresses]
+    orders = dict(zip(hosts, _make_orders(hosts, [address for address, _ in addresses], access, full, outside)))
+    found = dict(zip(hosts, addresses))
+    states = side_by_side(lambda host: _examine_host(host, found[host], orders[host], access), hosts)
+    return ClusterState(tuple(states), access.python if len(hosts) > 1 else "", ranks or {})
+
+
+def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
+    """Examine the hosts of a run and pass each warning to `say`.
+
+    If the run has only one host, it warns only of what can differ from run to run, and only a problem that no run
+    survives is an error: no other host would have to wait for it.
+
+    Raises
+    ------
+    CpuftError
+        Something would make the run fail or hang. The message has the codes of the checks.
+    """
+    ranks = {one.host.name: one.ranks for one in cluster.assignments}
+    findings = find_all(examine_hosts(tuple(one.host for one in cluster.assignments), cluster.access, ranks))
+    is_single = len(cluster.assignments) < 2
+    if is_single:
+        findings = [finding for finding in findings if finding.code in _TRANSIENT]
+    if errors := describe_errors([finding for finding in findings if not is_single or finding.code in _FATAL]):
+        raise CpuftError(f"{errors} (details: cpuft doctor; to launch nevertheless: --no-check)")
+    for code in sorted({finding.code for finding in findings}):
+        same = [finding for finding in findings if finding.code == code]
+        say(f"{code} on {', '.join(one.host for one in same)}: {same[0].evidence} (details: cpuft doctor)")
+
+
+def _read_routes() -> str:
+    """Return this machine's IPv4 routes as in /proc/net/route, or nothing if that cannot be read."""
+    try:
+        return Path("/proc/net/route").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def is_outside(address: str, routes: str) -> bool:
+    """Return whether this machine reaches an IPv4 address through a gateway, so that it is on another network.
+
+    Parameters
+    ----------
+    address
+        If it is not an IPv4 address, such as a name behind a bastion, the result is False.
+    routes
+        Content of /proc/net/route.
+    """
+    try:
+        target = int.from_bytes(socket.inet_aton(address), sys.byteorder) if address.count(".") == 3 else None
+    except OSError:
+        target = None
+    found = []
+    for columns in (line.split() for line in routes.splitlines()[1:]):
+        with contextlib.suppress(ValueError, IndexError):
+            network, gateway, mask = (int(columns[index], 16) for index in (1, 2, 7))
+            if target is not None and target & mask == network:
+                found.append((mask.bit_count(), -int(columns[6]), bool(gateway)))
+    return max(found)[2] if found else False
+
+
+def _make_orders(
+    hosts: tuple[Host, ...], addresses: list[str], access: Access, full: bool, outside: list[bool]
+) -> list[dict[str, Any]]:
+    """Return what the probe on each host is told to do; see `probe.examine`."""
+    port = choose_port()
+    sources = {
+        "facts_source": Path(facts.__file__).read_text(encoding="utf-8"),
+        "probe_source": Path(probe.__file__).read_text(encoding="utf-8"),
+    }
+    options, by_ssh = list(access.mpirun_options), len(hosts) > 1 and not access.transport.bootstrap
+    orders = []
+    for index, address in enumerate(addresses):
+        peers = [other for other in dict.fromkeys(addresses) if other and other != address]
+        order = {
+            "port": port,
+            "peers": peers,
+            "targets": peers[:1] or [address],
+            "seconds": PORT_SECONDS,
+            "greeting": f"cpuft doctor {secrets.token_hex(16)}" if outside[index] else "",
+            "ssh_options": options,
+            # mpirun starts the proxy on its own host without ssh.
+            "ssh_peers": [h.name for h in hosts if (full or index == 0) and h is not hosts[index]] if by_ssh else [],
+        }
+        orders.append(sources | order)
+    return orders
+
+
+def choose_port() -> int:
+    """Return a random port that is probably free: it is below the range that the kernel assigns to clients."""
+    return random.SystemRandom().randrange(20000, 32000)
+
+
+def _resolve(host: Host, access: Access) -> tuple[str, str]:
+    """Return the address of a host and an empty string, or an empty string and the reason why it has no address."""
+    try:
+        return access.transport.address(host), ""
+    except CpuftError as error:
+        return "", str(error)
+
+
+def _examine_host(host: Host, resolved: tuple[str, str], order: dict[str, Any], access: Access) -> HostState:
+    address, failure = resolved
+    if not address:
+        return HostState(host, "", failure=failure)
+    before = time.time()
+    port, reached = order["port"], list[bool]()
+    ended = threading.Event()
+    trial = threading.Thread(
+        target=lambda: reached.append(_reach(address, port, order["greeting"], ended)), daemon=True
+    )
+    if order["greeting"]:
+        trial.start()
+    try:
+        text = _run_probe(host, json.dumps(order), access)
+        after = time.time()
+        ended.set()
+        if order["greeting"]:
+            trial.join(_CONNECT_SECONDS * 2)
+        values = load(dict[str, Any], parse_json(text))
+        health = load(Health, values.get("health"), "health")
+        # The host read its clock at some moment between these two, so only a difference beyond them is certain.
+        skew = max(0.0, health.time - after) + min(0.0, health.time - before)
+        host_facts = parse_facts(json.dumps(values.get("facts")), host.name)
+        return HostState(host, address, host_facts, health, outside_port=port if any(reached) else 0, skew=skew)
+    except CpuftError as error:
+        kind = error.kind if isinstance(error, HostError) else ""
+        return HostState(host, address, failure=str(error), kind=kind)
+    except ValueError as error:
+        return HostState(
+            host, address, failure=f"The answer of the host cannot be read ({error}). Is Python 3 installed there?"
+        )
+    finally:
+        ended.set()
+
+
+def _reach(address: str, port: int, greeting: str, ended: threading.Event) -> bool:
+    """Return whether this machine can connect to the probe that listens on a port of a host, before `ended` is set.
+
+    The greeting shows that it is the probe, and not another machine with the same private address.
+    """
+    while not ended.is_set():
+        with contextlib.suppress(OSError), socket.create_connection((address, port), _CONNECT_SECONDS) as connection:
+            connection.settimeout(_CONNECT_SECONDS)
+            if connection.recv(len(greeting), socket.MSG_WAITALL) == greeting.encode():
+                return True
+        ended.wait(_PAUSE_SECONDS)
+    return False
+
+
+def _run_probe(host: Host, order: str, access: Access) -> str:
+    """Run the probe on a host and return what it printed. Raise CpuftError if it failed."""
+    answer = access.transport.run(host, access.any_python("-c", _LOADER), order, _PROBE_SECONDS)
+    if answer.exit_code:
+        last_lines = " | ".join(answer.errors.strip().splitlines()[-3:])
+        raise CpuftError(f"The probe failed in the Python of host {host.name} ({last_lines}).")
+    return answer.output
+
+
+def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
+    """Run the fix of each finding that has one, on its host; return one line on the result of each."""
+    hosts = {one.name: one.host for one in state.hosts}
+    lines = []
+    for finding in findings:
+        if finding.fix:
+            answer = access.transport.run(hosts[finding.host], finding.fix)
+            result = f"the fix failed ({' '.join(answer.said.split())[-200:]})" if answer.exit_code else "fixed"
+            lines.append(f"{finding.code} on {finding.host}: {result}")
+    return lines

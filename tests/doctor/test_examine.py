@@ -1,0 +1,146 @@
+"""Looking at hosts before a launch, and from outside their network."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.config import LaunchConfig
+from cpuft.doctor import examine
+from cpuft.doctor.checks import find_all
+from cpuft.doctor.examine import examine_hosts, is_outside
+from cpuft.errors import CpuftError
+from cpuft.execute import Answer
+from cpuft.hosts.cluster import Access, Assignment, gather_cluster
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
+from tests.conftest import run_shell
+from tests.doctor.planted import healthy, plant
+from tests.provision.simulated import needs_root
+
+
+def check(monkeypatch: pytest.MonkeyPatch, hosts: int, **health: Any) -> list[str]:
+    """What is said before a launch on that many hosts, when the first has this health."""
+    state = plant(healthy(), 1, **health)
+    state = replace(state, hosts=state.hosts[:hosts])
+    monkeypatch.setattr(examine, "examine_hosts", lambda *_: state)
+    cluster = replace(gather_cluster(LaunchConfig(np=1)), assignments=tuple(Assignment(h.host, 1) for h in state.hosts))
+    said: list[str] = []
+    examine.check_before_launch(cluster, said.append)
+    return said
+
+
+def test_a_busy_host_is_pointed_out_even_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = check(monkeypatch, 1, load=7.5)
+    assert line == "CPUFT-026 on node1: 7.5 of 8 cores are busy before the run starts. (details: cpuft doctor)"
+
+
+def test_one_host_may_run_where_several_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [line[:9] for line in check(monkeypatch, 1, disk_free=0)] == ["CPUFT-023"]
+    with pytest.raises(CpuftError, match="CPUFT-023"):
+        check(monkeypatch, 2, disk_free=0)
+
+
+@pytest.mark.parametrize("code, health", [("CPUFT-022", {"shm_free": 1 << 20}), ("CPUFT-034", {"open_files": 64})])
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_no_run_survives_stops_it_on_one_host_too(
+    monkeypatch: pytest.MonkeyPatch, hosts: int, code: str, health: dict[str, int]
+) -> None:
+    with pytest.raises(CpuftError, match=rf"^{code} on node1: .*to launch nevertheless: --no-check\)$"):
+        check(monkeypatch, hosts, **health)
+
+
+SMALL = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize("verb", ["launch", "bench comm"])
+@pytest.mark.parametrize(
+    "limit, said",
+    [
+        (
+            "ulimit -n 64",
+            "CPUFT-034 on localhost.*: A process may open 64 files; with 2 ranks, each rank needs 332. Raise the lim",
+        ),
+        pytest.param(
+            SMALL, "CPUFT-022 on localhost.*: 1 MB are free in /dev/shm; the ranks of one host", marks=needs_root
+        ),
+    ],
+)
+def test_a_limit_is_named_before_ranks_start(limit: str, said: str, verb: str) -> None:
+    start = time.monotonic()
+    done = run_shell(f"{limit} && cpuft {verb} --np 2 --run-dir run")
+    assert done.returncode == 2
+    assert re.fullmatch(f"cpuft: error: {said}.*", done.stderr.splitlines()[-1]), done.stderr
+    assert not Path("run").exists()
+    assert time.monotonic() - start < 30
+
+
+def test_what_one_host_always_is_it_need_not_hear_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(monkeypatch, 1, huge_pages="always madvise [never]") == []
+
+
+ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+eth0 00000000 0101A8C0 0003 0 0 0 00000000 0 0 0
+eth0 0001A8C0 00000000 0001 0 0 0 00FFFFFF 0 0 0
+wg0 0000000A 00000000 0001 0 0 0 000000FF 0 0 0
+eth0 0005000A 0101A8C0 0003 0 0 0 00FFFFFF 0 0 0
+"""
+"""A laptop: everything through a gateway but its own network and what a tunnel leads to."""
+
+
+@pytest.mark.parametrize(
+    "address, outside",
+    [("52.1.2.3", True), ("192.168.1.7", False), ("10.1.2.3", False), ("10.0.5.1", True), ("bastion.host", False)],
+)
+def test_what_lies_behind_a_gateway_is_another_network(address: str, outside: bool) -> None:
+    assert is_outside(address, ROUTES) is outside
+    assert not is_outside(address, ROUTES.splitlines()[0])
+    assert not is_outside(address, "")
+
+
+class OtherTransport(Transport):
+    """This machine's address as if it were another machine's."""
+
+    def is_here(self, host: Host) -> bool:
+        return False
+
+    def address(self, host: Host) -> str:
+        return "127.0.0.1"
+
+    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=seconds)
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("asked, behind, reached", [(True, True, True), (True, False, False), (False, True, False)])
+def test_a_port_that_is_reached_from_another_network_is_told(
+    asked: bool, behind: bool, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "_read_routes", lambda: ROUTES)
+    monkeypatch.setattr(examine, "is_outside", lambda address, routes: behind and bool(routes))
+    state = examine_hosts((Host("node1"),), Access(OtherTransport(), sys.executable), try_outside=asked)
+    assert bool(state.hosts[0].outside_port) is reached
+    found = [(finding.code, finding.severe) for finding in find_all(state)]
+    assert (("CPUFT-036", False) in found) is reached
+
+
+def test_a_firewall_keeps_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection comes through: the doctor's look ends in time, and nothing is told."""
+    monkeypatch.setattr(examine, "_read_routes", lambda: ROUTES)
+    monkeypatch.setattr(examine, "is_outside", lambda address, routes: True)
+    monkeypatch.setattr(examine, "PORT_SECONDS", 0.5)
+    monkeypatch.setattr(examine, "_reach", lambda address, port, greeting, ended: not ended.wait(20))
+    state = examine_hosts((Host("node1"),), Access(OtherTransport(), sys.executable), try_outside=True)
+    assert state.hosts[0].failure == ""
+    assert find_all(replace(state, hosts=(replace(state.hosts[0], health=None),))) == []
+    assert "CPUFT-036" not in {finding.code for finding in find_all(state)}
