@@ -12,9 +12,8 @@ from typing import Any
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
 from cpuft.record import PHASES, Record, drop_warm_up
-from cpuft.report.comparison import Comparison, Row, compare, group_repeats, shares_cores
+from cpuft.report.comparison import PARTS, Comparison, Row, compare, group_repeats, shares_cores
 from cpuft.report.figures import COLOURS, Line, draw_bars, draw_lines, thin
-from cpuft.report.ideal import PARTS
 from cpuft.report.prediction import Prediction
 from cpuft.report.table import format_title, table_columns, table_rows
 from cpuft.serialization import load, parse_json

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
 from cpuft.record import Record, StepLine
-from cpuft.report.comparison import compare
-from cpuft.report.ideal import PARTS, count_common, measure_against
-from cpuft.report.intervals import half_width
+from cpuft.report.comparison import PARTS, compare, count_common, half_width, measure_against
 from cpuft.report.table import format_markdown, format_text, to_json
 from tests.records import make_record, make_steps, with_rate
 
