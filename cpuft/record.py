@@ -1,14 +1,11 @@
-"""The run record: one versioned JSON-lines format; writer and reader.
-
-The first line is the header, then a line a step, evaluation lines, and a footer when the run came to its end. Each
-line is an object with its `kind`. A last line cut short by a crash is forgiven.
-"""
+"""The run record, and the record of measurements: versioned JSON lines, with their writer and reader."""
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
 import json
+import statistics
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +13,90 @@ from typing import IO, Any
 
 from cpuft.config import TrainConfig, option_names, rename_old_options
 from cpuft.errors import CpuftError
-from cpuft.measurement import FORMAT, Link, MeasuredHeader, Measurement, Travels
 from cpuft.serialization import load, parse_json
+
+FORMAT = 1
+"""Of every record; its header says it."""
+
+
+@dataclass(frozen=True)
+class Travels:
+    """What gradients are made of, wherever they travel: `cpuft estimate` reads it."""
+
+    parameters: int = 0
+    """Numbers of all gradients but those of words; 0 in the record of an older version."""
+    row: int = 0
+    """Numbers of one word's gradient; 0 where words' are no rows of their own, and part of the parameters."""
+    factors: int = 0
+    """Numbers of powersgd's factors of all gradients but those of words; 0 in the record of an older version."""
+    words: dict[str, float] = field(default_factory=dict)
+    """Different words of an update, on average, by the number of ranks."""
+
+
+@dataclass(frozen=True)
+class MeasuredHeader:
+    """What a file of measurements begins with, where a run's has a header."""
+
+    what: str
+    """The verb that measured."""
+    versions: dict[str, str]
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One operation of a backend on one message, measured by `cpuft bench comm`.
+
+    Bandwidths are nccl-tests' (doc/PERFORMANCE.md): algorithm bandwidth is bytes a rank holds over time; bus bandwidth
+    multiplies it by 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter of n ranks, 1 for broadcast, so
+    that it compares with the link's own speed whatever n. Of all_gather and reduce_scatter the bytes are the whole's.
+    """
+
+    backend: str
+    operation: str
+    dtype: str
+    nbytes: int
+    """Of the whole message, as nccl-tests count it."""
+    ranks: int
+    seconds: tuple[float, ...]
+    """Each repetition; of the slowest rank; warm-up left out."""
+    busy: tuple[float, ...]
+    """Each repetition; the share of its cores that the busiest rank kept busy, its library's threads included."""
+
+    @property
+    def median_seconds(self) -> float:
+        """The middle repetition."""
+        return statistics.median(self.seconds)
+
+    @property
+    def algorithm_bytes_per_second(self) -> float:
+        """Message bytes over time."""
+        return self.nbytes / self.median_seconds
+
+    @property
+    def bus_bytes_per_second(self) -> float:
+        """What the busiest link carries."""
+        return self.algorithm_bytes_per_second * bus_factor(self.operation, self.ranks)
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """nccl-tests' factor from algorithm to bus bandwidth."""
+    shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+    return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one TCP connection carries from a host to another."""
+
+    source: str
+    """As the hostfile names it."""
+    target: str
+    latency_us: float
+    """Half a round trip of one byte, microseconds."""
+    bits_per_second: float
+    error: str = ""
+
 
 FILE_NAME = "record.jsonl"
 PHASES = ("data", "forward", "backward", "communication", "update")

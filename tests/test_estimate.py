@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.measurement import Travels
-from cpuft.record import Record, Writer
+from cpuft.record import Record, Travels, Writer
 from tests.conftest import run_cpuft
 from tests.records import make_record
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from cpuft.comm.choice.bench import format_record
 from cpuft.errors import CpuftError, describe_disk
-from cpuft.measurement import Measurement
 from cpuft.record import (
     EvaluationLine,
     Footer,
     Header,
     Line,
+    Measurement,
     StepLine,
     Writer,
     format_line,
@@ -25,7 +25,7 @@ from cpuft.record import (
     parse_record,
     read_record,
 )
-from cpuft.report.bandwidth import write_plot
+from cpuft.report.plots import write_plot
 from tests.records import make_record
 from tests.train.checkpoint.test_files import largest_file
 

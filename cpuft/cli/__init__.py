@@ -232,7 +232,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.inputs import add_transfers
     from cpuft.launch.plan import choose_run_dir, plan_bench
-    from cpuft.report.bandwidth import write_plot
+    from cpuft.report.plots import write_plot
 
     config = pick(LaunchConfig, values)
     run_dir = choose_run_dir(config.run_dir, f"comm-np{config.np}")
@@ -264,9 +264,8 @@ def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, est
     """Report on recorded runs: directories of runs, or of a comparison."""
     from cpuft.record import read_record
     from cpuft.report.comparison import compare
-    from cpuft.report.files import find_runs, page_path
-    from cpuft.report.page import read_predictions, write_page
-    from cpuft.report.table import format_markdown, format_text, to_json
+    from cpuft.report.page import find_runs, page_path, read_predictions, write_page
+    from cpuft.report.tables import format_markdown, format_text, to_json
 
     if estimate and not html:
         raise CpuftError("--estimate says what the page shows: add --html")
@@ -316,7 +315,7 @@ def _say(line: str) -> None:
 
 
 def _report(runs: list[str], run_dir: str) -> None:
-    from cpuft.report.files import write_all
+    from cpuft.report.page import write_all
 
     for said in write_all(runs, run_dir):
         click.echo(said)

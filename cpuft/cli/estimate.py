@@ -18,8 +18,7 @@ from cpuft.options import Verb, complete_runs, make_options, pick, refuse_option
 
 if TYPE_CHECKING:
     from cpuft.record import Record
-    from cpuft.report.instances import Instance
-    from cpuft.report.prediction import Job, Network
+    from cpuft.report.estimate import Instance, Job, Network
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
@@ -65,9 +64,15 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     RUN is the directory of a run on one rank; without it, --task is trained on this machine for half a minute.
     """
     from cpuft.record import read_record
-    from cpuft.report.instances import find_instance
-    from cpuft.report.outlook import describe, format_outlook, to_json
-    from cpuft.report.prediction import predict, read_job, scale_cores
+    from cpuft.report.estimate import (
+        describe_job,
+        estimates_to_json,
+        find_instance,
+        format_outlook,
+        predict,
+        read_job,
+        scale_cores,
+    )
 
     config = pick(EstimateConfig, values)
     hosts = parse_hosts(config.hosts)
@@ -86,18 +91,18 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     network = _find_network(config, job, bits, rented)
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
-    notes = describe(job, network, run or "a probe of this machine") + _warn(record, rented)
+    notes = describe_job(job, network, run or "a probe of this machine") + _warn(record, rented)
     found = [predict(scale_cores(job, cores), network, number, price) for number in hosts]
     title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"
     if as_json:
-        click.echo(json.dumps(to_json(found, notes), indent=2))
+        click.echo(json.dumps(estimates_to_json(found, notes), indent=2))
     else:
         click.echo(format_outlook(found, notes, title), nl=False)
 
 
 def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance | None) -> Network:
     from cpuft.record import parse_measurements
-    from cpuft.report.prediction import Network, find_network
+    from cpuft.report.estimate import Network, find_network
 
     if config.link:
         try:

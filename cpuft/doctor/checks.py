@@ -20,7 +20,7 @@ from cpuft.hosts import transport
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.interfaces import choose_interface
 from cpuft.hosts.topology import HostFacts
-from cpuft.measurement import Link
+from cpuft.record import Link
 
 V = TypeVar("V")
 _MIB = 1 << 20

@@ -13,7 +13,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import side_by_side
-from cpuft.measurement import Link
+from cpuft.record import Link
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 from cpuft.words import WITHOUT_FOLDER

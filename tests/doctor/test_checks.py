@@ -10,7 +10,7 @@ from cpuft.doctor.checks import CHECKS, find_all
 from cpuft.doctor.finding import describe_errors, format_findings, to_json
 from cpuft.hosts import transport
 from cpuft.hosts.hostfile import Host
-from cpuft.measurement import Link
+from cpuft.record import Link
 from tests.doctor.planted import healthy, plant
 
 GONE: dict[str, Any] = {"facts": None, "health": None}

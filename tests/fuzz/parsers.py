@@ -36,7 +36,6 @@ from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.settings import user_variables
 from cpuft.launch.stack_dumps import parse_dump, parse_rank_dump
-from cpuft.measurement import MeasuredHeader, Measurement
 from cpuft.options import read_config
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
@@ -45,10 +44,19 @@ from cpuft.provision.servers import parse_lock, parse_survey
 from cpuft.provision.wheels import parse_pins
 from cpuft.rank.process import FAILURE, parse_failure, parse_missed
 from cpuft.rank.world import parse_world
-from cpuft.record import Line, Record, format_line, parse_lines, parse_measurements, parse_record, read_record
-from cpuft.report.instances import COLUMNS, parse_instances
+from cpuft.record import (
+    Line,
+    MeasuredHeader,
+    Measurement,
+    Record,
+    format_line,
+    parse_lines,
+    parse_measurements,
+    parse_record,
+    read_record,
+)
+from cpuft.report.estimate import INSTANCE_COLUMNS, Prediction, parse_instances
 from cpuft.report.page import read_predictions
-from cpuft.report.prediction import Prediction
 from cpuft.schedulers.aws_batch.meeting import parse_meet
 from cpuft.schedulers.aws_batch.variables import parse_node
 from cpuft.schedulers.clients import parse_job
@@ -69,7 +77,7 @@ from tests.schedulers.aws_batch.test_variables import CHILD
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
 _PREDICTIONS = {"predictions": [dataclasses.asdict(Prediction(2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "bf16"))]}
-_INSTANCES = f"{','.join(COLUMNS)}\nm7i.8xlarge,16,yes,12.5,1.6128,2026-01\n"
+_INSTANCES = f"{','.join(INSTANCE_COLUMNS)}\nm7i.8xlarge,16,yes,12.5,1.6128,2026-01\n"
 _LSCPU = "# CPU,Core,Socket,Node\n0,0,0,0\n1,1,0,0\n2,0,1,1\n"
 _SURVEY = (
     "os Debian\nkernel 6.1\npython 3.11.2\nfree_kb 100\nwheel a.whl 00\nsum_hosts 11\nauthorized ssh-ed25519 A b\n"
@@ -166,7 +174,7 @@ def _make_archive() -> str:
 
 def _write_report(text: str) -> object:
     from cpuft.report.comparison import compare
-    from cpuft.report.table import format_markdown, format_text
+    from cpuft.report.tables import format_markdown, format_text
 
     record: Record = parse_record(text)
     compared = compare([record])

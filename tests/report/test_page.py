@@ -19,10 +19,9 @@ from cpuft.cli import main
 from cpuft.errors import CpuftError, install_command
 from cpuft.record import EvaluationLine
 from cpuft.report.comparison import compare
-from cpuft.report.figures import thin
-from cpuft.report.outlook import to_json
+from cpuft.report.estimate import Prediction, estimates_to_json
 from cpuft.report.page import format_verdict, label_runs, phases_of, read_predictions, write_page
-from cpuft.report.prediction import Prediction
+from cpuft.report.plots import thin
 from tests.conftest import run_cpuft
 from tests.records import make_record, with_rate
 from tests.report.page import make_runs
@@ -137,7 +136,7 @@ def test_older_records_and_runs_of_one_size() -> None:
 
 def test_predictions_are_those_of_estimate(tmp_path: Path) -> None:
     path = tmp_path / "estimate.json"
-    path.write_text(json.dumps(to_json(FORETOLD, [])))
+    path.write_text(json.dumps(estimates_to_json(FORETOLD, [])))
     assert read_predictions(str(path)) == FORETOLD
     for text in ("{}", "[", '{"predictions": [{"hosts": 1}]}'):
         path.write_text(text)

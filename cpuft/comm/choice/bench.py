@@ -20,8 +20,7 @@ from cpuft.comm.group.session import leave
 from cpuft.config import BenchConfig, parse_arguments, plan_turns
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.measurement import MeasuredHeader, Measurement
-from cpuft.record import format_line
+from cpuft.record import MeasuredHeader, Measurement, format_line
 from cpuft.terminal import keep_streams
 
 

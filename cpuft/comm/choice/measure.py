@@ -15,7 +15,7 @@ from cpuft.comm.choice.choosing import MESSAGE_BYTES, Choice, choose_backend
 from cpuft.comm.group.registration import BACKENDS, start
 from cpuft.config import Turn
 from cpuft.errors import CpuftError
-from cpuft.measurement import Measurement
+from cpuft.record import Measurement
 
 _TURN_SECONDS = 3.0
 _CHOICE_ROUNDS = 3

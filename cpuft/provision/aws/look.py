@@ -28,9 +28,9 @@ from cpuft.provision.aws.preflight import DEBIAN, QUOTAS, name_unknown
 from cpuft.provision.aws.price import Price, find_price
 from cpuft.provision.image import read_recipe
 from cpuft.provision.options import AwsConfig
-from cpuft.report.instances import TABLE
-from cpuft.report.instances import Instance as Kind
-from cpuft.report.instances import parse_instances as parse_table
+from cpuft.report.estimate import TABLE
+from cpuft.report.estimate import Instance as Kind
+from cpuft.report.estimate import parse_instances as parse_table
 
 _MIRROR = "https://checkip.amazonaws.com"
 _LIVE_FILTER = {"Name": "instance-state-name", "Values": ["pending", "running"]}

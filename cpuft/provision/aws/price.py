@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cpuft.provision.aws.facts import COSTS, Instance
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.options import AwsConfig
-from cpuft.report.instances import Instance as Kind
+from cpuft.report.estimate import Instance as Kind
 
 LISTED = "us-east-1"
 """The region whose prices our table has."""

@@ -17,8 +17,8 @@ from cpuft.comm.gradients.compression import choose_compression
 from cpuft.comm.gradients.embedding_rows import find_embedding
 from cpuft.comm.gradients.powersgd import count_bytes, count_numbers
 from cpuft.config import PROVEN, SHARDED, TrainConfig
-from cpuft.measurement import Travels
 from cpuft.rank.world import World
+from cpuft.record import Travels
 from cpuft.train.data.order import deal, plan_updates
 from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective.base import Objective

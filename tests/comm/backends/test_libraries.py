@@ -13,7 +13,7 @@ from cpuft.comm.backends import ccl
 from cpuft.comm.backends.mpi import half_handles
 from cpuft.comm.choice.measure import fit_repetitions, repetitions
 from cpuft.errors import CpuftError, install_command
-from cpuft.measurement import bus_factor
+from cpuft.record import bus_factor
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from cpuft.comm.choice.bench import format_table, merge
 from cpuft.config import BenchConfig, plan_turns
 from cpuft.errors import CpuftError
-from cpuft.measurement import Measurement
+from cpuft.record import Measurement
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:

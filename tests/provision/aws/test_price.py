@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cpuft.provision.aws.price import Price, describe_bill, describe_cost, describe_price, find_price
-from cpuft.report.instances import Instance as Kind
+from cpuft.report.estimate import Instance as Kind
 from tests.provision.aws.test_planning import CONFIG, NOW, make_instance
 
 

@@ -1,4 +1,4 @@
-"""Figures of a page (matplotlib), as SVG that takes its colours from the page: light, dark and print have their own."""
+"""Draw lines and bars as SVG for the HTML page, and the bandwidth plot of cpuft bench comm."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, install_command
+from cpuft.files import written_beside
+from cpuft.record import Measurement, parse_measurements
 
 COLOURS = 8
 """The page's stylesheet has so many, --c0 and on."""
@@ -130,3 +133,33 @@ def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list
         panel.grid(axis="y", visible=False)
         figure.legend(loc="outside upper left", ncols=3)
     return found[0]
+
+
+def write_plot(record: str) -> Path:
+    """Plot a record into an SVG beside it; its path.
+
+    Raises CpuftError: no such record, or matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CpuftError(f"a plot needs matplotlib: {install_command('plot')}") from None
+    rows = parse_measurements(Path(record).read_text(encoding="utf-8"), record)
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    time_axes, rate_axes = figure.subplots(1, 2)
+    for label in sorted({_label(row) for row in rows}):
+        own = sorted((row for row in rows if _label(row) == label), key=lambda row: row.nbytes)
+        sizes = [row.nbytes for row in own]
+        time_axes.plot(sizes, [1e3 * row.median_seconds for row in own], marker="o", label=label)
+        rate_axes.plot(sizes, [row.bus_bytes_per_second / 1e9 for row in own], marker="o", label=label)
+    time_axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds (median)")
+    rate_axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+    time_axes.legend(fontsize="small")
+    path = Path(record).with_suffix(".svg")
+    with written_beside(path) as beside:
+        figure.savefig(beside, format="svg")
+    return path
+
+
+def _label(row: Measurement) -> str:
+    return f"{row.backend} {row.operation} {row.dtype}"

@@ -1,4 +1,4 @@
-"""A comparison as text, Markdown and JSON."""
+"""Write a comparison as text, Markdown, JSON and files."""
 
 from __future__ import annotations
 

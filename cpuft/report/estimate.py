@@ -1,20 +1,81 @@
-"""A record and a link -> how fast so many hosts would be, and what they would cost: before they are rented.
-
-A step on N hosts is the recorded step of one, what communication adds after the last gradient, and what it takes from
-compute meanwhile. Gradients travel in buckets while backward goes on, one after another, each by a ring all-reduce.
-"""
+"""Estimate speed, efficiency and price of a job on N hosts, from a run on few ranks and a measured network."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from cpuft.config import PROVEN, SHARDED
-from cpuft.errors import CpuftError, counted
-from cpuft.measurement import Measurement
-from cpuft.record import Record
+from cpuft.errors import CpuftError, counted, near_names
+from cpuft.record import Measurement, Record
+from cpuft.terminal import format_table
+
+TABLE = Path(__file__).with_name("instances.csv")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One kind of host."""
+
+    name: str
+    cores: int
+    """Physical ones."""
+    amx: bool
+    gbits_per_second: float
+    """Of its network, as the seller tells it."""
+    dollars_per_hour: float
+    """Approximate list price, on demand."""
+    dated: str
+    """When the price was looked up."""
+
+
+INSTANCE_COLUMNS = tuple(Instance.__dataclass_fields__)
+
+
+def parse_instances(text: str, path: str) -> dict[str, Instance]:
+    """A table with a head line, commas between. Raises CpuftError naming the line that is none."""
+    lines = csv.reader(io.StringIO(text, newline=""))
+    found: dict[str, Instance] = {}
+    try:
+        if tuple(next(lines, ())) != INSTANCE_COLUMNS:
+            raise ValueError(f"its head is not {','.join(INSTANCE_COLUMNS)}")
+        for words in lines:
+            if words:
+                found[words[0]] = _parse_words(words)
+    except (ValueError, csv.Error) as error:
+        raise CpuftError(f"{path}, line {lines.line_num}: {error}: make it like {TABLE}") from None
+    return found
+
+
+def _parse_words(words: list[str]) -> Instance:
+    if len(words) != len(INSTANCE_COLUMNS):
+        raise ValueError(f"{len(words)} columns, not {len(INSTANCE_COLUMNS)}")
+    name, cores, amx, rate, price, dated = words
+    made = Instance(name, int(cores), amx == "yes", float(rate), float(price), dated)
+    if not (0 < made.cores < 10**6 and 0 < made.gbits_per_second < 10**6 and 0 <= made.dollars_per_hour < 10**6):
+        raise ValueError("cores, rate and price must be positive numbers")
+    return made
+
+
+def find_instance(name: str, path: str = "") -> Instance:
+    """The kind of this name in the table at `path`, or in ours. Raises CpuftError with the names most like it."""
+    table = Path(path) if path else TABLE
+    try:
+        found = parse_instances(table.read_text(encoding="utf-8"), str(table))
+    except FileNotFoundError:
+        raise CpuftError(f"there is no file {path}, which --instances names: name a table") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(f"--instances {path} cannot be read ({error}): name a table") from None
+    if name not in found:
+        raise CpuftError(f"--instance {name:.60} is not a known type of instance: {near_names(name, tuple(found))}")
+    return found[name]
+
 
 BUCKET_NUMBERS = 2**20
 """Gradients of so many parameters are sent at a time: `cpuft.comm.choice.choosing` has the same."""
@@ -297,3 +358,53 @@ def count_worth(predictions: Sequence[Prediction]) -> int:
             break
         best = one
     return best.hosts
+
+
+COLUMNS = ("hosts", "step ms", "samples/s", "from", "to", "efficiency", "waiting", "taken", "sent as", "hours", "price")
+
+
+def describe_job(job: Job, network: Network, source: str) -> list[str]:
+    """What predictions are made of, for a reader who wants to know how far to trust them."""
+    whole, words = job.sent_numbers(2)
+    return [
+        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; "
+        f"{whole / 1e6:.1f} million gradients and {words / 1e6:.1f} million of words' (two hosts) travel an update.",
+        f"link: {network.bits_per_second / 1e9:.3g} Gbit/s, {network.latency_seconds * 1e6:.0f} us one way; sending "
+        f"takes {network.cpu_seconds_per_byte * 1e9:.2g} ns of a core for a byte"
+        f"{', as measured' if network.measured else ''}; bars reach from nothing of that to twice.",
+        f"weak scaling: the batch a rank is fixed; hours and price are of {job.rows:,} rows, all epochs together.",
+    ]
+
+
+def format_outlook(predictions: Sequence[Prediction], notes: Sequence[str], title: str) -> str:
+    """For a terminal."""
+    worth = count_worth(predictions)
+    verdict = (
+        f"worth it: up to {counted(worth, 'host')}; those added last bring at least half of what they could alone."
+    )
+    return format_table(COLUMNS, [_format_row(one) for one in predictions], title, [verdict, *notes])
+
+
+def _format_row(one: Prediction) -> list[str]:
+    return [
+        str(one.hosts),
+        f"{one.step_seconds * 1e3:.0f}",
+        f"{one.samples_per_second:.1f}",
+        f"{one.least:.1f}",
+        f"{one.most:.1f}",
+        f"{one.efficiency:.0%}",
+        f"{one.waited_seconds / one.step_seconds:.0%}",
+        f"{one.taken_seconds / one.step_seconds:.0%}",
+        one.sent_as if one.hosts > 1 else "-",
+        f"{one.train_seconds / 3600:.3g}",
+        f"{one.price:.3g}" if one.price else "-",
+    ]
+
+
+def estimates_to_json(predictions: Sequence[Prediction], notes: Sequence[str]) -> dict[str, Any]:
+    """One object for programs."""
+    return {
+        "predictions": [asdict(one) for one in predictions],
+        "worth": count_worth(predictions),
+        "notes": list(notes),
+    }

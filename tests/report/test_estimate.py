@@ -1,8 +1,9 @@
-"""Predictions: what a step, a link and a number of hosts come to."""
+"""The table of hosts to rent."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,22 +12,64 @@ from hypothesis import strategies as st
 
 from cpuft.comm.choice import choosing
 from cpuft.errors import CpuftError
-from cpuft.measurement import Measurement, Travels
-from cpuft.record import Record
-from cpuft.report import prediction
-from cpuft.report.prediction import (
+from cpuft.record import Measurement, Record, Travels
+from cpuft.report import estimate
+from cpuft.report.estimate import (
     ETHERNET,
+    INSTANCE_COLUMNS,
+    TABLE,
     Job,
     Network,
     Prediction,
     count_worth,
+    find_instance,
     find_network,
     interpolate,
+    parse_instances,
     predict,
     read_job,
     scale_cores,
 )
 from tests.records import make_record
+
+HEAD = ",".join(INSTANCE_COLUMNS)
+
+
+def test_our_own_table_is_one() -> None:
+    found = parse_instances(TABLE.read_text(), "instances.csv")
+    assert found["c6i.16xlarge"].cores == 32
+    assert not found["c6i.16xlarge"].amx
+    assert found["c7i.8xlarge"].amx
+
+
+def test_a_table_of_the_users_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(f"{HEAD}\nidle server,24,yes,1,0,2026\n")
+    assert find_instance("idle server", str(path)).gbits_per_second == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "line 0: its head is not name,cores,"),
+        ("a,b\n", "line 1: its head is not name,cores,"),
+        (f"{HEAD}\nx,1,yes\n", "line 2: 3 columns, not 6"),
+        (f"{HEAD}\nx,many,yes,1,1,2026\n", "line 2: invalid literal"),
+        (f"{HEAD}\nx,0,yes,1,1,2026\n", "line 2: cores, rate and price must be positive"),
+        (f"{HEAD}\nx,1,yes,nan,1,2026\n", "line 2: cores, rate and price must be positive"),
+    ],
+)
+def test_a_broken_table_is_refused_by_line(text: str, said: str) -> None:
+    with pytest.raises(CpuftError, match=said):
+        parse_instances(text, "own.csv")
+
+
+def test_an_unknown_name_is_answered_with_the_next_ones() -> None:
+    with pytest.raises(CpuftError, match=r"--instance c6i.16xlrage is not a known type of instance: .*c6i.16xlarge"):
+        find_instance("c6i.16xlrage")
+    with pytest.raises(CpuftError, match="there is no file no/such, which --instances names"):
+        find_instance("c6i.16xlarge", "no/such")
+
 
 JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 800_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
 FREE = Network(1e15, 0.0, 0.0)
@@ -85,7 +128,7 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
 
 
 def test_buckets_are_those_that_ranks_send() -> None:
-    assert prediction.BUCKET_NUMBERS == choosing.BUCKET_NUMBERS
+    assert estimate.BUCKET_NUMBERS == choosing.BUCKET_NUMBERS
 
 
 def test_one_host_is_what_was_recorded() -> None:
