@@ -52,7 +52,7 @@ class Against:
     """Seconds that are missing in a step, by `PARTS`; empty when the record says nothing of its other ranks.
 
     They add up to step_seconds - ideal_seconds. waiting: of the slowest rank, for what others send; slowed: by how
-    much the ranks compute longer than in the ideal, on average_ideals; uneven: by how much the slowest does than the average_ideals.
+    much the ranks compute longer than in the ideal, on average; uneven: by how much the slowest does than the average.
     """
 
 
