@@ -1,4 +1,4 @@
-"""`cpuft provision`: one short function a verb. Imports neither torch nor paramiko."""
+"""`cpuft provision`: makes, describes and removes clusters. Imports neither torch nor paramiko."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
 from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.plan import Plan, Step, format_plan
-from cpuft.provision.options import AwsConfig, HostsConfig, ImageConfig, LocalConfig
+from cpuft.provision.aws.options import AwsConfig
+from cpuft.provision.base import PROVIDERS, describe_region, find_cluster, load_cluster, load_options, load_provider
+from cpuft.provision.options import ImageConfig, LocalConfig
 
 if TYPE_CHECKING:
     from cpuft.provision.aws.builder import Builder
-    from cpuft.provision.provider import Provider
+    from cpuft.provision.base import Provider
 
 _dry_run = click.option("--dry-run", is_flag=True, help=DRY_RUN.help)
 
 
 @click.group(cls=Verbs)
 def provision() -> None:
-    """Make machines into a cluster that trains: hosts over ssh, rented ones, or hosts simulated on this machine."""
+    """Make clusters from servers, from rented instances, or from simulated hosts on this machine; remove them."""
 
 
 def _say(text: str) -> None:
@@ -35,16 +37,16 @@ def _ask(question: str) -> bool:
     return sys.stdin.isatty() and click.confirm(question)
 
 
-def _do(dry_run: bool, plan: Callable[[], Plan], act: Callable[[], str]) -> None:
-    """Print a plan, or act and say what came of it."""
+def _print_or_execute(dry_run: bool, plan: Callable[[], Plan], execute: Callable[[], str]) -> None:
+    """With `dry_run` print the plan as a script; else execute it and print the sentence that is returned."""
     if dry_run:
         click.echo(format_plan(plan()), nl=False)
     else:
-        click.echo(act())
+        click.echo(execute())
 
 
 def _make(provider: Provider[Any, Any] | Builder, dry_run: bool) -> None:
-    _do(dry_run, provider.show, lambda: provider.make(_say, _ask))
+    _print_or_execute(dry_run, provider.show, lambda: provider.make(_say, _ask))
 
 
 _FAULT = (
@@ -55,53 +57,41 @@ _FAULT = (
 
 @provision.command(params=[*make_options(LocalConfig), DRY_RUN, *_FAULT])
 def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> None:
-    """Make a cluster of network namespaces on this machine (root), or a fault in it.
+    """Simulate a cluster on this machine with network namespaces (needs root), or inject a fault into one.
 
-    With a word and a host: `kill 2` crashes the second host, `pause` freezes it, `resume` lets it go on, `cut` pulls
-    its cable, `join` plugs it in. Running it without a word again repairs all of them.
+    FAULT and NODE inject a fault: `kill 2` crashes the second host, `pause` freezes it, `resume` lets it continue,
+    `cut` disconnects it from the network and `join` connects it again. Without them, the command makes the cluster, or
+    repairs every host of an existing one.
     """
-    from cpuft.provision.kinds import recall
     from cpuft.provision.reconcile import run_stages
-    from cpuft.provision.simulated import Local, Plain
+    from cpuft.provision.simulated import Local
 
     config = pick(LocalConfig, values)
     if not fault:
-        _make((Plain if config.without_root else Local)(config, os.environ), dry_run)
+        provider = load_provider("plain" if config.without_root else "local")
+        _make(provider(config, os.environ), dry_run)
         return
     if not node:
-        raise click.UsageError(f"{fault} which host? give its number, name or address")
-    provider = recall(config.name, os.environ)
-    if not isinstance(provider, Local):
-        raise CpuftError(f"{config.name} is a cluster of kind {provider.kind}: {fault} is for simulated hosts only")
-    plan = provider.plan_fault(fault, node)
+        raise click.UsageError(f"{fault}: which host? Give its number, name or address, such as `{fault} 2`")
+    cluster = load_cluster(config.name, os.environ)
+    if not isinstance(cluster, Local):
+        raise CpuftError(f"{config.name} is a cluster of kind {cluster.kind}: {fault} is for simulated hosts only")
+    plan = cluster.plan_fault(fault, node)
     if dry_run:
         click.echo(format_plan(plan), nl=False)
     else:
         run_stages(plan, _say)
 
 
-@provision.command(cls=Verb, params=[*make_options(HostsConfig), DRY_RUN, CONFIG_FILE])
-def hosts(dry_run: bool, **values: Any) -> None:
-    """Make servers a cluster over ssh: one environment from exact pins, passwordless ssh from the master to all.
-
-    Running it again repairs what is missing, and does nothing when nothing is.
-    """
-    from cpuft.provision.servers import Servers
-
-    _make(Servers(pick(HostsConfig, values), os.environ), dry_run)
-
-
-_POLICY = click.Option(["--policy"], is_flag=True, help="print the IAM policy that renting needs; do nothing")
-_region = click.option("--region", default="", help="region of AWS of a cluster that is not remembered here")
+_POLICY = click.Option(["--policy"], is_flag=True, help="Print the IAM policy that your AWS credentials need, and exit")
 
 
 @provision.command(cls=Verb, params=[*make_options(AwsConfig), _POLICY, DRY_RUN, CONFIG_FILE])
 def aws(dry_run: bool, policy: bool, **values: Any) -> None:
-    """Rent instances from AWS and make them a cluster; they end themselves with their lease.
+    """Rent instances from AWS and make them a cluster. They terminate themselves when their lease ends.
 
-    Running it again repairs what is missing, and does nothing when nothing is.
+    Run the command again to repair a cluster: it replaces what is missing, and does nothing when nothing is.
     """
-    from cpuft.provision.aws.doing import Aws
     from cpuft.provision.aws.policy import format_policy
 
     if policy and dry_run:
@@ -110,23 +100,37 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
     elif policy:
         click.echo(format_policy(), nl=False)
     else:
-        _make(Aws(pick(AwsConfig, values), os.environ), dry_run)
+        _make(load_provider("aws")(pick(AwsConfig, values), os.environ), dry_run)
+
+
+def _make_verb(kind: str) -> Verb:
+    """Return the verb that makes clusters of a kind, from the kind's options."""
+    options = load_options(kind)
+
+    def make(dry_run: bool, **values: Any) -> None:
+        _make(load_provider(kind)(pick(options, values), os.environ), dry_run)
+
+    return Verb(kind, callback=make, params=[*make_options(options), DRY_RUN, CONFIG_FILE], help=options.__doc__)
+
+
+for _kind, _place in PROVIDERS.items():
+    if _place.options and _kind not in provision.commands:
+        provision.add_command(_make_verb(_kind))
+
+_region = click.option(
+    "--region", default="", help="Region of a rented cluster that was made on another machine, such as us-east-1"
+)
 
 
 @provision.command()
 @click.argument("name")
-@click.option("--lease", default="4h", help="from now: 90m, 4h, 2d")
+@click.option("--lease", default="4h", help="How long the instances may run from now on: 90m, 4h or 2d [4h]")
 @_region
 @_dry_run
 def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
-    """Move the end of the lease of rented cluster NAME."""
-    from cpuft.provision.aws.doing import Aws
-    from cpuft.provision.kinds import recall_left
-
-    provider = recall_left(name, os.environ, region)
-    if not isinstance(provider, Aws):
-        raise CpuftError(f"{name} is a cluster of kind {provider.kind}: only rented ones have a lease")
-    _do(dry_run, lambda: provider.plan_extension(lease), lambda: provider.extend(lease, _say))
+    """Change when the lease of the rented cluster NAME ends."""
+    provider = find_cluster(name, os.environ, region)
+    _print_or_execute(dry_run, lambda: provider.plan_extension(lease), lambda: provider.extend(lease, _say))
 
 
 @provision.command()
@@ -134,45 +138,41 @@ def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
 @_region
 @_dry_run
 def down(name: str, region: str, dry_run: bool) -> None:
-    """Take away what cpuft put there for cluster NAME: processes, links, keys, environment, hostfile, instances."""
-    from cpuft.provision.kinds import recall_left
-
-    provider = recall_left(name, os.environ, region)
-    _do(dry_run, provider.show_down, lambda: provider.down(_say))
+    """Remove the cluster NAME: its instances or simulated hosts, and all that cpuft installed on servers."""
+    provider = find_cluster(name, os.environ, region)
+    _print_or_execute(dry_run, provider.show_down, lambda: provider.down(_say))
 
 
 @provision.command()
 @click.argument("name", required=False)
 @_region
 def status(name: str | None, region: str) -> None:
-    """What each host of cluster NAME is doing now; all clusters without NAME, or all that a region's tags tell of."""
-    from cpuft.provision.kinds import recall, recall_left
+    """Show what each host of the cluster NAME is doing now.
 
-    if region:
-        from cpuft.provision.aws.doing import describe_region
-
-        click.echo(recall_left(name, os.environ, region).describe() if name else describe_region(region), nl=False)
-        return
+    Without NAME, show all clusters that this machine has made, or with --region all that are rented in that region.
+    """
     if name:
-        click.echo(recall(name, os.environ).describe(), nl=False)
+        cluster = find_cluster(name, os.environ, region) if region else load_cluster(name, os.environ)
+        click.echo(cluster.describe(), nl=False)
+        return
+    if region:
+        click.echo(describe_region(region), nl=False)
         return
     names = list_names(state_root(os.environ))
     for one in names:
         try:
-            click.echo(recall(one, os.environ).describe(), nl=False)
+            click.echo(load_cluster(one, os.environ).describe(), nl=False)
         except CpuftError as error:
-            click.echo(f"cluster {one} cannot be asked: {error}")
+            click.echo(f"cluster {one} cannot be queried: {error}")
     if not names:
-        click.echo("no clusters: make one with cpuft provision local")
+        click.echo("There is no cluster. Make one with `cpuft provision local`, `hosts` or `aws`.")
 
 
 @provision.command()
 @click.argument("name")
 def diff(name: str) -> None:
-    """What has drifted in cluster NAME from what was asked for; exit code 1 when anything has."""
-    from cpuft.provision.kinds import recall
-
-    lines = recall(name, os.environ).drift()
+    """Show how the cluster NAME differs from what was asked for; the exit code is 1 when it differs."""
+    lines = load_cluster(name, os.environ).drift()
     for line in lines or [f"cluster {name} is as it was asked for"]:
         click.echo(line)
     sys.exit(1 if lines else 0)
@@ -180,10 +180,10 @@ def diff(name: str) -> None:
 
 @provision.command(cls=Verb, params=[*make_options(ImageConfig), DRY_RUN, CONFIG_FILE])
 def image(dry_run: bool, **values: Any) -> None:
-    """Build a golden image from a recipe, and prove that it trains; an image that is there already stays as it is.
+    """Build a golden image from a recipe and test that it can train. An image that exists already is left as it is.
 
-    With --output it is a root filesystem, for provision local --image (root, Debian). With --aws it is an AMI, and
-    provision aws starts its instances from that.
+    With --output, the image is a root filesystem for `cpuft provision local --image` (needs root and Debian). With
+    --aws, it is an AMI, from which `cpuft provision aws` starts its instances.
     """
     config = pick(ImageConfig, values)
     if config.aws or config.list or config.delete:
@@ -191,14 +191,14 @@ def image(dry_run: bool, **values: Any) -> None:
     elif config.output:
         _make_root(config, dry_run)
     else:
-        raise CpuftError("where to? name --output, a new directory of a root filesystem, or say --aws for an AMI")
+        raise CpuftError("give --output with a new directory to make a root filesystem, or --aws to make an AMI")
 
 
 def _make_root(config: ImageConfig, dry_run: bool) -> None:
     from cpuft.provision.image import gather_image, make_image, plan_image, read_recipe
 
     recipe, target = read_recipe(config.recipe), os.path.abspath(config.output)
-    _do(
+    _print_or_execute(
         dry_run,
         lambda: plan_image(recipe, target, gather_image(recipe, target, config.wheels, os.environ)),
         lambda: make_image(recipe, target, config.wheels, os.environ, os.geteuid() == 0, _say),
@@ -219,9 +219,9 @@ def _make_ami(config: ImageConfig, dry_run: bool) -> None:
 
 @provision.command("recipe")
 @click.argument("path", default="ami/recipe.yaml")
-@click.option("--container", is_flag=True, help="print the container file that it makes, for podman and docker")
+@click.option("--container", is_flag=True, help="Print a container file for podman and docker instead")
 def print_install(path: str, container: bool) -> None:
-    """Print the install script that a recipe makes."""
+    """Print the install script of a recipe."""
     from cpuft.provision.image import format_container, format_install, read_recipe
 
     click.echo((format_container if container else format_install)(read_recipe(path)), nl=False)

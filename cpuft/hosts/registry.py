@@ -25,11 +25,8 @@ HOSTFILES = "hostfiles"
 """Folder of the hostfiles that `cpuft provision` writes, in its working directory; each is called as its cluster."""
 _NAME = re.compile(r"[a-z][a-z0-9]{0,62}")
 _MARK = "made by cpuft provision"
-KINDS = {"local": HOSTFILES, "hosts": HOSTFILES, "plain": HOSTFILES, "aws": HOSTFILES, "inside": ""}
-"""Where a cluster of each kind has its hostfile, under its name; empty for `hostfile` beside its entry.
-
-`plain` is a hostfile and nothing else, `inside` a cluster as its own hosts know it.
-"""
+INSIDE = "inside"
+"""Kind of a record that a host has of its own cluster."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Entry:
     name: str
     """That of its directory."""
     kind: str
-    """One of `KINDS`."""
+    """One of `cpuft.provision.base.PROVIDERS`, or `INSIDE`."""
     hostfile: str
     """Absolute path."""
     ssh_config: str = ""
@@ -218,12 +215,12 @@ def _check_entry(entry: Entry, directory: Path) -> None:
     names = {entry.name, entry.options.get("name", directory.name)}
     if names != {directory.name}:
         raise ValueError(f"it is the entry of {reprlib.repr((names - {directory.name}).pop())}")
-    if entry.kind not in KINDS:
-        raise ValueError(f"there is no kind {reprlib.repr(entry.kind)}: {', '.join(KINDS)}")
+    if not _NAME.fullmatch(entry.kind):
+        raise ValueError(f"{reprlib.repr(entry.kind)} is no kind of cluster")
     hostfile = Path(entry.hostfile)
     beside = os.path.realpath(hostfile) == os.path.realpath(directory / "hostfile")
     named = hostfile.parts[-2:] == (HOSTFILES, directory.name) and hostfile.is_absolute() and ".." not in hostfile.parts
-    if not (named if KINDS[entry.kind] else beside):
+    if not (beside if entry.kind == INSIDE else named):
         raise ValueError(f"{reprlib.repr(entry.hostfile)} is no hostfile of a cluster of kind {entry.kind}")
     if entry.ssh_config and os.path.realpath(entry.ssh_config) != os.path.realpath(directory / "ssh_config"):
         raise ValueError(f"{reprlib.repr(entry.ssh_config)} is not its ssh configuration")

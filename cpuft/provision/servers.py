@@ -31,9 +31,9 @@ from cpuft.hosts.transport import (
     side_by_side,
 )
 from cpuft.plan import Plan, Step
+from cpuft.provision.base import Ask, Provider
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.ownership import check_prefix, is_ours, plan_removal, read_files, read_raw
-from cpuft.provision.provider import Ask, Provider
 from cpuft.provision.reconcile import plan_file, plan_files
 from cpuft.provision.wheels import INSTALL, Supply, add_own, gather_supply, list_pins, make_stamp, parse_pins
 from cpuft.serialization import load, parse_json
@@ -354,7 +354,7 @@ class Servers(Provider[HostsConfig, Facts]):
         if not names or len(set(names)) < len(names) or not all(map(NAME.fullmatch, names)):
             raise CpuftError(f"--hosts {config.hosts!r}: give different names or addresses, a comma between")
         self.members = tuple(Member(name, name, config.user, config.port) for name in names)
-        self.size = f"{len(names)} hosts"
+        self.summary = f"{len(names)} hosts"
         self.keys = self._read_keys()
         """Of the servers, by ssh's names for them."""
 
@@ -362,7 +362,7 @@ class Servers(Provider[HostsConfig, Facts]):
         lines = read_raw(self.directory / "known_hosts").splitlines()
         return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines if " " in line}
 
-    def learn(self, ask: Ask) -> None:
+    def confirm(self, ask: Ask) -> None:
         """The keys of servers never seen before, each after `ask` has agreed; known ones are never replaced."""
         unknown = [member for member in self.members if member.known_name not in self.keys]
         with self._door(self._find_bastions()) as transport:
@@ -409,7 +409,7 @@ class Servers(Provider[HostsConfig, Facts]):
         pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
         return replace(facts, supply=supply, pins=pins)
 
-    def gather_left(self) -> Facts:
+    def gather_remains(self) -> Facts:
         """What the servers have, by the way that is kept, as long as there is one."""
         if self.directory.exists():
             return self._look(self._kept_door())

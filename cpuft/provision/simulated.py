@@ -34,10 +34,10 @@ from cpuft.hosts.ssh_files import (
     format_sshd_config,
 )
 from cpuft.plan import Plan, Setting, Step
+from cpuft.provision.base import Provider
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
 from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal, read_files, read_raw
-from cpuft.provision.provider import Provider
 from cpuft.provision.reconcile import plan_files
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
@@ -478,7 +478,7 @@ class Local(Provider[LocalConfig, MachineFacts]):
         # What is remembered must hold wherever the next command is typed.
         config = replace(config, image=os.path.abspath(config.image)) if config.image else config
         super().__init__(config, environ, entry)
-        self.size = f"{config.nodes} hosts"
+        self.summary = f"{config.nodes} hosts"
         self.layout = self._lay_out()
         if entry:
             self.layout = replace(self.layout, python=entry.python or self.layout.python, settings=entry.settings)
@@ -496,6 +496,12 @@ class Local(Provider[LocalConfig, MachineFacts]):
         python = str(stamp.get("python", ""))
         there = f"{Path(python).parents[2]}/clusters/{self.name}" if python else ""
         return Layout(directory, hostfile, python or "python3", {}, there, str(stamp.get("contents", "")))
+
+    @classmethod
+    def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Local | None:
+        """Return a cluster of which something is left on this machine; None when nothing is, or with a region."""
+        found = None if region else cls(LocalConfig(name=name), environ)
+        return found if found and found.show_down().stages else None
 
     def check(self) -> None:
         """Also what this machine cannot do."""
@@ -548,7 +554,7 @@ class Plain(Provider[LocalConfig, Files]):
 
     def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
         super().__init__(config, environ, entry)
-        self.size = f"this machine with {config.nodes} slots"
+        self.summary = f"this machine with {config.nodes} slots"
 
     def check(self) -> None:
         """Also the wishes."""

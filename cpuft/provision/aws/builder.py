@@ -17,10 +17,11 @@ from cpuft.provision.aws.calls import parse_call
 from cpuft.provision.aws.doing import Aws, Edge
 from cpuft.provision.aws.images import describe_images, is_ready, name_image, plan_deletion, plan_imaging
 from cpuft.provision.aws.look import find_images, find_named
+from cpuft.provision.aws.options import AwsConfig
+from cpuft.provision.base import Ask
 from cpuft.provision.image import CHECK, PROVE, Recipe, environment_python, format_install, read_recipe
-from cpuft.provision.options import AwsConfig, ImageConfig
+from cpuft.provision.options import ImageConfig
 from cpuft.provision.ownership import is_ours
-from cpuft.provision.provider import Ask
 from cpuft.provision.reconcile import Say, lock, reconcile, run_stages
 from cpuft.provision.wheels import Supply, gather_supply, list_pins, make_stamp
 
@@ -86,7 +87,7 @@ class Builder:
 
     def _clear(self, say: Say, ready: bool = False) -> None:
         """Leave no instance. Raises CpuftError: another machine has one, at work unless the image is `ready`."""
-        facts = self.lab.gather_left().rental
+        facts = self.lab.gather_remains().rental
         if is_ours(facts.files, facts.directory):
             say(self.lab.down(say))
         elif (facts.found.group or facts.found.live) and not ready:
@@ -95,7 +96,7 @@ class Builder:
 
     def _build(self, name: str, stamp: str, say: Say, ask: Ask) -> None:
         self.lab.make(say, ask)
-        found = self.lab.gather_left().rental.found
+        found = self.lab.gather_remains().rental.found
         one = found.live[0]
         if self.edge.logs_in:
             way = Transport(str(self.lab.directory / "ssh_config"), elsewhere=True).way(Host(one.private))

@@ -22,12 +22,12 @@ from cpuft.provision.aws.launching import NoCapacityError
 from cpuft.provision.aws.lease import format_time, parse_lease, parse_limit
 from cpuft.provision.aws.look import find_clusters, find_costs, find_offer, find_own_address, find_tagged, read_table
 from cpuft.provision.aws.nodes import LeaseError, Nodes
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.planning import Facts, plan_rental
 from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
 from cpuft.provision.aws.price import describe_bill, describe_price, find_price
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.base import Ask, Provider
 from cpuft.provision.ownership import read_files
-from cpuft.provision.provider import Ask, Provider
 from cpuft.provision.reconcile import Say, run_stages
 from cpuft.provision.servers import Facts as ServersFacts
 
@@ -76,7 +76,7 @@ class Aws(Provider[AwsConfig, Everything]):
         wheels = str(Path(config.wheels).absolute()) if config.wheels else ""
         spot = config.spot or config.spot_or_demand
         self.config = replace(config, region=self.cloud.region, wheels=wheels, spot=spot)
-        self.size = f"{config.nodes} x {config.type}"
+        self.summary = f"{config.nodes} x {config.type}"
         self._refused: dict[str, str] = {}
         self._offer: Offer | None = None
         self._quote = ""
@@ -87,6 +87,20 @@ class Aws(Provider[AwsConfig, Everything]):
         self._say: Say = lambda text: None
         self._last: tuple[Instance, ...] = ()
         """What AWS told of the instances when the cluster was last looked at to be taken down."""
+
+    @classmethod
+    def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Aws | None:
+        """Return the cluster that tags in a region may tell of; None where no region is given."""
+        return cls(AwsConfig(name=name, region=region), environ) if region else None
+
+    @classmethod
+    def describe_region(cls, region: str, edge: Edge | None = None) -> list[str]:
+        """Return lines that describe all clusters in a region that this account rents, whoever made them."""
+        edge = edge or Edge()
+        cloud, lines = edge.open_cloud(region), list[str]()
+        for name, (group, instances) in find_clusters(cloud).items():
+            lines += describe_cluster(name, group, instances, edge.now(), find_costs(cloud, instances))
+        return lines
 
     @property
     def _wanted(self) -> AwsConfig:
@@ -137,7 +151,7 @@ class Aws(Provider[AwsConfig, Everything]):
             facts = replace(facts, found=find_tagged(self.cloud, self.name, self.edge.now()))
         return facts
 
-    def learn(self, ask: Ask) -> None:
+    def confirm(self, ask: Ask) -> None:
         """Whether the price is right, when something is to be rented; and before that, whether we would be let."""
         facts = self._look()
         missing = self.config.nodes - len(facts.found.live)
@@ -244,7 +258,7 @@ class Aws(Provider[AwsConfig, Everything]):
         bill = describe_bill(find_costs(self.cloud, self._last), self._last, self.edge.now()) if self._last else ""
         return "; ".join(filter(None, (gone, bill)))
 
-    def gather_left(self) -> Everything:
+    def gather_remains(self) -> Everything:
         """What there is, when nothing is about to end or to appear any more."""
         facts = self._facts()
         start = self.edge.now()
@@ -294,12 +308,3 @@ class Aws(Provider[AwsConfig, Everything]):
         found = self._facts().found
         price = find_costs(self.cloud, found.instances)
         return describe_instances(found.group, found.instances, found.now, price)
-
-
-def describe_region(region: str, edge: Edge | None = None) -> str:
-    """All clusters that are rented in a region by this account, whoever made them and wherever."""
-    edge = edge or Edge()
-    cloud, lines = edge.open_cloud(region), list[str]()
-    for name, (group, instances) in find_clusters(cloud).items():
-        lines += describe_cluster(name, group, instances, edge.now(), find_costs(cloud, instances))
-    return "".join(f"{line}\n" for line in lines or [f"nothing in {cloud.region} carries the tag of a cluster"])

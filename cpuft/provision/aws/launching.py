@@ -23,7 +23,7 @@ from cpuft.provision.aws.calls import (
 )
 from cpuft.provision.aws.facts import Found, Group, Offer, Zone
 from cpuft.provision.aws.lease import format_user_data, parse_lease, parse_limit
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.aws.options import AwsConfig
 
 STALE_SECONDS = 1800
 """After that nobody waits for the answer to a launch, and AWS still tells of what it started and has ended since."""

@@ -24,10 +24,10 @@ from cpuft.provision.aws.facts import (
     parse_instances,
 )
 from cpuft.provision.aws.images import Golden, Images, choose_image, parse_images, parse_snapshots
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.preflight import DEBIAN, QUOTAS, name_unknown
 from cpuft.provision.aws.price import Price, find_price
 from cpuft.provision.image import read_recipe
-from cpuft.provision.options import AwsConfig
 from cpuft.report.estimate import TABLE
 from cpuft.report.estimate import Instance as Kind
 from cpuft.report.estimate import parse_instances as parse_table

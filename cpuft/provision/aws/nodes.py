@@ -13,8 +13,9 @@ from cpuft.plan import Plan, Step
 from cpuft.provision.aws.facts import Group, Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
 from cpuft.provision.aws.lease import CHECK_TIMER, RENEWAL, Timer, make_arming, parse_timer
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.planning import find_notice, remember
-from cpuft.provision.options import AwsConfig, HostsConfig
+from cpuft.provision.options import HostsConfig
 from cpuft.provision.ownership import read_raw
 from cpuft.provision.servers import Facts, Servers
 

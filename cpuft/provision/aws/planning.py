@@ -21,7 +21,7 @@ from cpuft.provision.aws.launching import (
     resource_name,
 )
 from cpuft.provision.aws.lease import RENEWAL, format_time, make_extension
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.ownership import KEY_MARK, is_ours, plan_removal
 from cpuft.provision.reconcile import plan_files
 

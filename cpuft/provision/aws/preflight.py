@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from cpuft.errors import CpuftError, near_names
 from cpuft.provision.aws.facts import Found, Offer, is_standard
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.aws.options import AwsConfig
 
 QUOTAS = {False: "L-1216C47A", True: "L-34B43A08"}
 """Of service ec2: vCPUs of running standard instances, on demand and spot."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cpuft.provision.aws.facts import COSTS, Instance
 from cpuft.provision.aws.lease import format_span, format_time
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.report.estimate import Instance as Kind
 
 LISTED = "us-east-1"

@@ -16,7 +16,7 @@ import pytest
 from cpuft.provision.aws.calls import ACTIONS, LOOK
 from cpuft.provision.aws.client import Cloud
 from cpuft.provision.aws.doing import Aws, Edge
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.aws.options import AwsConfig
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"

@@ -219,7 +219,7 @@ def test_a_right_that_lacks_is_named(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "where to? name --output, a new directory of a root filesystem, or say --aws for an AMI"),
+        ((), "give --output with a new directory to make a root filesystem, or --aws to make an AMI"),
         (("--delete", "cpuft-x"), "cpuft has made no image 'cpuft-x' in us-east-1: there is nothing to take away"),
         (
             ("--aws", "--type", "m7i.9xlarge"),
@@ -272,6 +272,6 @@ def test_status_goes_on_past_an_account_that_cannot_be_asked(
         code, output, errors = run(capsys, "provision", "status")
         assert (code, errors) == (0, "")
         first, second, *_ = output.splitlines()
-        assert first.startswith("cluster lab cannot be asked: there are no AWS credentials")
+        assert first.startswith("cluster lab cannot be queried: there are no AWS credentials")
         assert second.startswith("cluster mine (plain)")
         assert run(capsys, "provision", "status", "lab")[0] == 2

@@ -18,7 +18,7 @@ from cpuft.provision.aws import hostkeys
 from cpuft.provision.aws.facts import Instance
 from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
 from cpuft.provision.aws.nodes import Nodes
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.servers import ServerFacts
 from tests.hosts.test_transport import free_port, wait_for
 

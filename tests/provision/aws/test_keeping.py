@@ -11,7 +11,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.provision.aws.builder import Builder, delete_image, list_images
 from cpuft.provision.aws.calls import ACTIONS, LOOK, TAG, UNTIL, read_tags
-from cpuft.provision.aws.doing import describe_region
+from cpuft.provision.aws.doing import Aws
 from cpuft.provision.aws.facts import parse_instances
 from cpuft.provision.aws.launching import NoCapacityError
 from cpuft.provision.options import ImageConfig
@@ -57,11 +57,11 @@ def test_another_machine_finds_it_by_its_tags(region: Region, tmp_path: Path) ->
 
 
 def test_all_clusters_of_a_region_are_told_of(region: Region, tmp_path: Path) -> None:
-    assert describe_region(REGION, region.edge()) == "nothing in us-east-1 carries the tag of a cluster\n"
+    assert Aws.describe_region(REGION, region.edge()) == []
     make(region, tmp_path)
     make(region, tmp_path, name="other", nodes=1, spot=True)
     region.seconds += 1800
-    said = describe_region(REGION, region.edge()).splitlines()
+    said = Aws.describe_region(REGION, region.edge())
     assert [line for line in said if line.startswith("cluster")] == [
         "cluster lab (aws), 4 nodes",
         "cluster other (aws), 1 node",

@@ -13,7 +13,7 @@ import pytest
 
 from cpuft.provision.aws.client import Cloud
 from cpuft.provision.aws.doing import Aws, Edge
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.aws.options import AwsConfig
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, Bottle, open_bottle
 from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say
 

@@ -14,10 +14,10 @@ from cpuft.provision.aws.calls import parse_call, plan_call
 from cpuft.provision.aws.describing import describe_instances
 from cpuft.provision.aws.facts import Found, Group, Image, Instance, Offer, Zone
 from cpuft.provision.aws.launching import NoCapacityError, choose_zone, make_request
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.planning import Facts, check_rental, plan_rental, plan_rental_down
 from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
 from cpuft.provision.aws.price import Price
-from cpuft.provision.options import AwsConfig
 
 NOW = 1_800_000_000
 ME = "arn:aws:iam::1:user/me"

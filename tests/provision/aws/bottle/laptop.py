@@ -8,7 +8,7 @@ import time
 
 from cpuft.config import parse_arguments
 from cpuft.provision.aws.doing import Aws, Edge
-from cpuft.provision.options import AwsConfig
+from cpuft.provision.aws.options import AwsConfig
 from tests.provision.aws.region import refuse
 
 

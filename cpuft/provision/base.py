@@ -1,0 +1,298 @@
+"""What every kind of cluster can do (`Provider`), and the table of all kinds (`PROVIDERS`).
+
+To add a kind of cluster, write a module with a subclass of `Provider`, a module with its options, and a line of the
+table. The options module is imported whenever `cpuft provision` lists its verbs, so it must not import anything heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from cpuft.config import parse_arguments
+from cpuft.errors import CpuftError
+from cpuft.hosts import registry
+from cpuft.hosts.registry import Entry
+from cpuft.plan import Plan
+from cpuft.provision.ownership import check_places
+from cpuft.provision.reconcile import Say, lock, reconcile, run_stages
+
+Ask = Callable[[str], bool]
+"""Asks the user a yes-or-no question. Returns False when nobody is there to answer."""
+
+
+class Options(Protocol):
+    """The options of a kind of cluster: a frozen dataclass whose fields are made by `cpuft.config.option`."""
+
+    @property
+    def name(self) -> str:
+        """Name of the cluster."""
+
+
+C = TypeVar("C", bound=Options)
+F = TypeVar("F")
+
+
+class Provider(ABC, Generic[C, F]):
+    """One cluster of one kind: makes it, describes it and removes it.
+
+    A subclass says what exists (`gather`), what is missing (`plan`) and what has to be removed (`plan_down`). The
+    methods that commands call (`make`, `show`, `describe`, `drift`, `down`, `show_down`) are built from these and are
+    the same for all kinds. They keep two promises:
+
+    - Calling `make` or `down` again is always safe: it continues where the last call stopped, and does nothing when
+      nothing is left to do.
+    - A process that is killed in the middle never loses track of what it made: whatever records a resource is created
+      before the resource and removed after it.
+
+    Parameters
+    ----------
+    config
+        The options that the user gave.
+    environ
+        Environment variables; they say where clusters are recorded (`cpuft.hosts.registry.state_root`).
+    entry
+        The cluster's record in the registry; None for a cluster that has no record yet.
+    """
+
+    kind: str
+    """Name of the kind: its key in `PROVIDERS`, and what the cluster's record says."""
+    options: type[C]
+    """Class of the options of this kind."""
+    summary: str
+    """What the cluster consists of, for messages: "4 x m7i.8xlarge"."""
+
+    def __init__(self, config: C, environ: Mapping[str, str], entry: Entry | None = None) -> None:
+        self.name = registry.check_name(entry.name if entry else config.name)
+        self.config: C = config
+        self.environ = environ
+        self.root = registry.state_root(environ)
+        self.directory = self.root / self.name
+        self.hostfile = entry.hostfile if entry else str(Path(registry.HOSTFILES, self.name).absolute())
+
+    @classmethod
+    def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
+        """Return the provider of a recorded cluster, with the options that it was made with.
+
+        Raises CpuftError when the recorded options are not valid.
+        """
+        argv = [f"--{key.replace('_', '-')}={value}" for key, value in entry.options.items()]
+        return cls(parse_arguments(cls.options, argv), environ, entry)
+
+    @classmethod
+    def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Provider[C, F] | None:
+        """Return a cluster of this kind that exists although this machine has no record of it; None without one.
+
+        Parameters
+        ----------
+        region
+            Region of the cloud to search, as the user gave it; empty when the user gave none. Kinds without regions
+            return None when it is given.
+        """
+        return None
+
+    @classmethod
+    def describe_region(cls, region: str) -> list[str]:
+        """Return lines that describe all clusters of this kind in a region of a cloud; none for kinds without regions.
+
+        Raises CpuftError when the cloud cannot be asked.
+        """
+        return []
+
+    @abstractmethod
+    def gather(self) -> F:
+        """Return the facts from which `plan` decides what is missing. Changes nothing anywhere.
+
+        Raises CpuftError when the cluster can never become what was asked for, or cannot be asked.
+        """
+
+    @abstractmethod
+    def plan(self, facts: F) -> Plan:
+        """Return the steps that make or repair the cluster; an empty plan when nothing is missing.
+
+        `make` gathers and plans again after each plan was executed, so a plan may hold the first steps only. Pure.
+
+        Raises CpuftError when the missing parts cannot be made.
+        """
+
+    @abstractmethod
+    def plan_down(self, facts: F) -> Plan:
+        """Return the steps that remove the cluster; an empty plan when nothing is left. The record goes last. Pure.
+
+        Raises CpuftError when the cluster must not be removed from here.
+        """
+
+    @abstractmethod
+    def describe_hosts(self) -> list[str]:
+        """Return one line for each host: what it is doing now, or why it cannot be asked."""
+
+    def gather_remains(self) -> F:
+        """Return the facts from which `plan_down` decides what to remove: by default the same as for `plan`."""
+        return self.gather()
+
+    def run(self, plan: Plan, say: Say) -> None:
+        """Execute a plan, and report its steps with `say`. Raises CpuftError that names every step that failed."""
+        run_stages(plan, say)
+
+    def check(self) -> None:
+        """Check what can be checked before anything is gathered.
+
+        Raises CpuftError when the name belongs to a cluster of another kind, or when the cluster's folder or hostfile
+        was not written by cpuft or can be written by other users.
+        """
+        if self.directory.exists():
+            registry.refuse_untrusted(self.directory)
+        registry.refuse_other_kind(self.root, self.name, self.kind)
+        check_places(str(self.directory), self.hostfile)
+
+    def confirm(self, ask: Ask) -> None:
+        """Ask the user what only the user can decide, such as a price. Raises CpuftError when the answer is no."""
+
+    def make(self, say: Say, ask: Ask) -> str:
+        """Make or repair the cluster.
+
+        Parameters
+        ----------
+        say
+            Called with a line of text for each step.
+        ask
+            Called with a question when the user has to decide something.
+
+        Returns
+        -------
+        A sentence for the user that says what was made and what to do next.
+
+        Raises CpuftError when a step fails, the user refuses, or another process works on the same cluster.
+        """
+        self.check()
+        registry.make_state_root(self.root)
+        with lock(self.directory):
+            self.confirm(ask)
+            reconcile(self.gather, self.plan, say, self.run)
+        hostfile = self._display_hostfile()
+        return f"cluster {self.name}: {self.summary} in {hostfile}; next: cpuft doctor --cluster {self.name}"
+
+    def show(self) -> Plan:
+        """Return the first plan that `make` would execute if the user answered yes. Changes nothing anywhere."""
+        self.check()
+        self.confirm(lambda question: True)
+        return self.plan(self.gather())
+
+    def describe(self) -> str:
+        """Return the lines of `cpuft provision status`: the cluster, then each of its hosts."""
+        head = f"cluster {self.name} ({self.kind}), hostfile {self._display_hostfile()}\n"
+        return head + "".join(f"  {line}\n" for line in self.describe_hosts())
+
+    def drift(self) -> list[str]:
+        """Return one line for each step that `make` would execute now; none when the cluster is as it was asked for."""
+        steps = [step for stage in self.plan(self.gather()).stages for step in stage]
+        # A step on this machine for a simulated host names that host in its first environment setting.
+        names = [step.host or "".join(one.value for one in step.settings[:1]) or "here" for step in steps]
+        return [f"{name}: {step.why}" for name, step in zip(names, steps)]
+
+    def down(self, say: Say) -> str:
+        """Remove the cluster and its record. Returns a sentence for the user.
+
+        Raises CpuftError when a step fails or another process works on the same cluster.
+        """
+        with lock(self.directory):
+            reconcile(self.gather_remains, self.plan_down, say, self.run)
+        return f"cluster {self.name} is gone"
+
+    def show_down(self) -> Plan:
+        """Return the first plan that `down` would execute. Changes nothing anywhere."""
+        return self.plan_down(self.gather_remains())
+
+    def plan_extension(self, lease: str) -> Plan:
+        """Return the steps that let the lease end `lease` (90m, 4h, 2d) from now.
+
+        Raises CpuftError: clusters of this kind have no lease (the default), or this one cannot be extended.
+        """
+        raise CpuftError(f"{self.name} is a cluster of kind {self.kind}: only rented ones have a lease")
+
+    def extend(self, lease: str, say: Say) -> str:
+        """Execute `plan_extension`. Returns a sentence for the user that says when the lease ends."""
+        self.run(self.plan_extension(lease), say)
+        return f"the lease of cluster {self.name} was extended"
+
+    def _display_hostfile(self) -> str:
+        relative = os.path.relpath(self.hostfile)
+        return self.hostfile if relative.startswith("..") else relative
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Where the code of a kind of cluster is: "module:class". It is imported when it is needed."""
+
+    provider: str
+    """The subclass of `Provider`."""
+    options: str
+    """The dataclass of its options, which `cpuft provision KIND` has; its docstring is the help. Empty for a kind
+    that another kind's verb makes."""
+
+
+PROVIDERS = {
+    "local": Kind("cpuft.provision.simulated:Local", "cpuft.provision.options:LocalConfig"),
+    "plain": Kind("cpuft.provision.simulated:Plain", ""),
+    "hosts": Kind("cpuft.provision.servers:Servers", "cpuft.provision.options:HostsConfig"),
+    "aws": Kind("cpuft.provision.aws.doing:Aws", "cpuft.provision.aws.options:AwsConfig"),
+}
+"""All kinds of clusters, by the names that their records have. `plain` is what `local --without-root` makes."""
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def load_provider(kind: str) -> type[Provider[Any, Any]]:
+    """Import and return the provider class of a kind."""
+    return cast("type[Provider[Any, Any]]", _load(PROVIDERS[kind].provider))
+
+
+def load_options(kind: str) -> type[Any]:
+    """Import and return the options class of a kind that has a verb of its own."""
+    return cast("type[Any]", _load(PROVIDERS[kind].options))
+
+
+def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
+    """Return the recorded cluster `name`.
+
+    Raises CpuftError: no such cluster is recorded, it was made on another machine and this host is one of its hosts,
+    its kind is unknown, or its record cannot be trusted.
+    """
+    entry = registry.read_entry(registry.state_root(environ), name)
+    if entry.kind == registry.INSIDE:
+        raise CpuftError(f"this host is one of cluster {name}: look at it, or take it down, where it was made")
+    if entry.kind not in PROVIDERS:
+        raise CpuftError(
+            f"cluster {name} is of the kind {entry.kind!r:.60}, which this version of cpuft does not know "
+            f"({', '.join(PROVIDERS)}): use the version of cpuft that made it"
+        )
+    return load_provider(entry.kind).from_entry(entry, environ)
+
+
+def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Provider[Any, Any]:
+    """Return the recorded cluster `name`, or an unrecorded one that a provider finds (`Provider.find_unrecorded`).
+
+    With a `region`, a recorded cluster counts only when it was made in that region.
+
+    Raises CpuftError as `load_cluster`.
+    """
+    entry = registry.recall(registry.state_root(environ), name)
+    if not entry or (region and entry.options.get("region") != region):
+        for kind in PROVIDERS:
+            if found := load_provider(kind).find_unrecorded(name, environ, region):
+                return found
+    return load_cluster(name, environ)
+
+
+def describe_region(region: str) -> str:
+    """Return the lines of `cpuft provision status --region`: all clusters in a region, whoever made them."""
+    lines = [line for kind in PROVIDERS for line in load_provider(kind).describe_region(region)]
+    return "".join(f"{line}\n" for line in lines or [f"no resource in region {region} is tagged as a cluster's"])
