@@ -25,16 +25,22 @@ LABEL_TYPES = ("auto", "class", "number", "multi")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
 LAST_PORT = 65535
-COMPRESSIONS = ("auto", "none", "bf16", "fp16", "int8", "late", "powersgd")
-PROVEN = ("none", "bf16", "int8")
-"""What `auto` may choose, from exact to thrifty: shown by scripts/check-seeds to cost less than 0.005 of the metric.
-Four ranks, five seeds: int8 differed from exact by +0.0003 (standard error 0.0005) on MRPC, by -0.0018 (0.0011) on
-SST-2."""
+COMPRESSIONS = ("auto", "none", "bf16", "fp16", "int8", "powersgd")
+"""Values of --grad-compression; `cpuft.comm.compression.table` holds their code."""
+AUTO_COMPRESSIONS = ("none", "bf16", "int8")
+"""What `auto` may choose, from exact to fewest bytes: compressions that cost less than 0.005 of the metric in
+scripts/check-seeds. With four ranks and five seeds, int8 differed from exact gradients by +0.0003 (standard error
+0.0005) on MRPC and by -0.0018 (0.0011) on SST-2."""
 SHARDS = ("none", "optimizer")
-SHARDED = ("none", "bf16", "fp16")
-"""What gradients may be sent as where each rank gets the sum of its part only."""
-WITH_FEEDBACK = ("int8", "late", "powersgd")
-"""Ways in which a rank keeps for the next update what it has not sent."""
+SHARDED_COMPRESSIONS = ("none", "bf16", "fp16")
+"""Compressions that work with --shard, where each rank receives the sum of its own shard only."""
+COMPRESSIONS_WITH_FEEDBACK = ("int8", "powersgd")
+"""Compressions with error feedback: what a rank could not send in an update is added to the next one."""
+REMOVED_VALUES = {
+    ("--grad-compression", "late"): "--grad-compression late was removed, because it cost too much accuracy: give "
+    "--grad-compression int8, which sends as many bytes"
+}
+"""(option, value of an older version) -> what a user who gives it is told."""
 
 SECTIONS = ("Where", "What", "How long, and by what recipe", "How fast", "Between ranks", "What is kept")
 """Subjects of options, in the order of the help."""
@@ -361,6 +367,8 @@ _VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP
 
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
     """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
+    if removed := REMOVED_VALUES.get((option, value)):
+        return removed
     known = _VALUES.get(value.lower(), "")
     if known == _NO_GPU:
         return f"{option} {value} {known}: choose one of {', '.join(choices)}"
@@ -396,6 +404,8 @@ def refuse_engine(engine: str, notice: bool, apart: bool) -> None:
 def refuse_conflicts(config: TrainConfig) -> None:
     """Raises CpuftError: two options exclude each other; which, why, and the next move."""
     default = TrainConfig()
+    if removed := REMOVED_VALUES.get(("--grad-compression", config.grad_compression)):  # from a record
+        raise CpuftError(removed)
     for name, why in EXCLUDED.get(config.engine, {}).items():
         if getattr(config, name) != getattr(default, name):
             flags = f"--engine {config.engine} excludes {format_flag(name, getattr(config, name))}"
@@ -415,9 +425,11 @@ def refuse_conflicts(config: TrainConfig) -> None:
                 raise CpuftError(f"--precision int8 is the fast path's own, and {flag} goes without: leave one out")
     if config.shard != "none" and config.sync_every > 1:
         raise CpuftError("--sync-every has each rank make all updates itself, --shard a part of each: leave one out")
-    if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED):
+    if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED_COMPRESSIONS):
         asked = f"--grad-compression {config.grad_compression}"
-        raise CpuftError(f"--shard sends gradients as {', '.join(SHARDED)} only: leave {asked} out, or --shard")
+        raise CpuftError(
+            f"--shard sends gradients as {', '.join(SHARDED_COMPRESSIONS)} only: leave {asked} out, or --shard"
+        )
     if config.lora_rank and config.from_config:
         raise CpuftError(
             "--lora-rank adapts a model that has learned, and --from-config makes one: leave one of them out"

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import COMPRESSIONS, ENGINES, SHARDED, TrainConfig, format_flag, refuse_conflicts, refuse_engine
+from cpuft.config import (
+    COMPRESSIONS,
+    ENGINES,
+    SHARDED_COMPRESSIONS,
+    TrainConfig,
+    describe_unknown_value,
+    format_flag,
+    refuse_conflicts,
+    refuse_engine,
+)
 from cpuft.errors import CpuftError
 
 LAYERS = "because it trains with layers of its own: leave one of them out"
@@ -55,7 +64,7 @@ LAYERS = "because it trains with layers of its own: leave one of them out"
                 {"shard": "optimizer", "grad_compression": way},
                 f"--shard sends gradients as none, bf16, fp16 only: leave --grad-compression {way} out, or --shard",
             )
-            for way in ("int8", "late", "powersgd")
+            for way in ("int8", "powersgd")
         ),
         *(
             (
@@ -87,7 +96,10 @@ def test_options_that_exclude_each_other_are_refused(options: dict[str, Any], pr
         {"fast_path": False, "sync_every": 2},
         {"task": "files", "label_type": "number"},
         {"lora_rank": 16, "lora_merge": True, "fast_path": False, "sync_every": 4},
-        *({"shard": "optimizer", "grad_compression": way, "gradient_accumulation": 2} for way in ("auto", *SHARDED)),
+        *(
+            {"shard": "optimizer", "grad_compression": way, "gradient_accumulation": 2}
+            for way in ("auto", *SHARDED_COMPRESSIONS)
+        ),
         {"shard": "optimizer", "compile": True},
         {"precision": "int8", "gradient_checkpointing": True, "sync_every": 2},
         {"engine": "ipex", "grad_compression": "int8"},
@@ -100,7 +112,7 @@ def test_others_may_go_together(options: dict[str, Any]) -> None:
 
 
 def test_every_way_to_send_gradients_is_decided() -> None:
-    assert {"auto", *SHARDED, "int8", "late", "powersgd"} == set(COMPRESSIONS)
+    assert {"auto", *SHARDED_COMPRESSIONS, "int8", "powersgd"} == set(COMPRESSIONS)
 
 
 def test_engines_of_others_make_no_checkpoints() -> None:
@@ -112,3 +124,14 @@ def test_engines_of_others_make_no_checkpoints() -> None:
     refuse_engine("torch", notice=True, apart=True)
     with pytest.raises(CpuftError, match="--ideal trains ranks apart, and --engine deepspeed together only: leave"):
         refuse_engine("deepspeed", notice=False, apart=True)
+
+
+def test_a_removed_compression_is_answered_with_what_to_give_instead() -> None:
+    answer = (
+        "--grad-compression late was removed, because it cost too much accuracy: give --grad-compression int8, which "
+        "sends as many bytes"
+    )
+    assert describe_unknown_value("--grad-compression", "late", COMPRESSIONS) == answer
+    with pytest.raises(CpuftError) as refused:
+        refuse_conflicts(TrainConfig(grad_compression="late"))
+    assert str(refused.value) == answer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.comm.choice.bench import format_record
+from cpuft.comm.bench import format_record
 from cpuft.errors import CpuftError, describe_disk
 from cpuft.record import (
     EvaluationLine,

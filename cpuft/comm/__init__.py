@@ -1,11 +1,11 @@
-"""Communication between ranks: c10d backends `ccl` (oneCCL), `mpi` (Intel MPI, MPICH) and `gloo`, with deadlines.
+"""Communication between ranks: the torch.distributed backends `ccl` (oneCCL), `mpi` (Intel MPI, MPICH) and `gloo`.
 
-Importing this package makes `torch.distributed.init_process_group("ccl")` and `("mpi")` work. Nothing is loaded
-before that call, so the import needs neither oneCCL nor mpi4py.
+Importing this package makes `torch.distributed.init_process_group("ccl")` and `("mpi")` work. That call loads their
+libraries, so the import needs neither oneCCL nor mpi4py. A watchdog enforces the timeout of all operations.
 """
 
-from cpuft.comm.group.registration import BACKENDS, register_backends, start
-from cpuft.comm.group.session import leave, take_traffic
+from cpuft.comm.registration import BACKENDS, leave, register_backends, start
+from cpuft.comm.watchdog import take_traffic
 
 __all__ = ["BACKENDS", "leave", "register_backends", "start", "take_traffic"]
 

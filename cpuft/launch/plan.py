@@ -38,7 +38,7 @@ from cpuft.launch.resume import ROWS, ResumedRun
 from cpuft.launch.settings import script_settings
 from cpuft.launch.supervise import describe_lease_renewal
 from cpuft.plan import RunPlan, Setting, Step
-from cpuft.rank.notice import NOTICE
+from cpuft.rank.interruption import NOTICE
 from cpuft.words import own_module, pack_words
 
 LEAST_FREE_BYTES = 256 << 20
@@ -301,7 +301,7 @@ def plan_bench(
     plan_turns(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures the links between ranks: start two or more, e.g. --np 2")
-    command = ("-m", "cpuft.comm.choice.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
+    command = ("-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))
     return plan_launch(cluster, config, run_dir, command, "auto", environ)
 
 

@@ -10,7 +10,7 @@ from cpuft.errors import counted
 from cpuft.hosts.interfaces import Interface
 from cpuft.hosts.topology import HostFacts, RankCores, format_mask
 from cpuft.plan import Setting
-from cpuft.rank.connected import CHECK
+from cpuft.rank.connection_check import CHECK
 from cpuft.serialization import load, parse_json
 
 _BY_VALUE = (

@@ -17,7 +17,7 @@ from cpuft.files import write_text
 from cpuft.hosts.cluster import FROM_STDIN, Access
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, attempt
-from cpuft.rank import looking
+from cpuft.rank import dump_stacks
 from cpuft.serialization import load, parse_json
 
 GONE, SILENT = "gone", "silent"
@@ -122,7 +122,7 @@ def parse_dump(text: str) -> tuple[Frame, ...]:
 
 @dataclass(frozen=True)
 class _Found:
-    """What looking on a host tells of a rank: `cpuft.rank.looking.look`."""
+    """What looking on a host tells of a rank: `cpuft.rank.dump_stacks.look`."""
 
     rank: int
     pid: int
@@ -355,7 +355,7 @@ class ActiveRun:
 
 def gather_dumps(place: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
     """All ranks, and which hosts do not answer, each with the reason. All hosts are asked at once."""
-    source = Path(looking.__file__).read_text(encoding="utf-8")
+    source = Path(dump_stacks.__file__).read_text(encoding="utf-8")
     words = place.access.any_python("-c", FROM_STDIN, place.work, str(LOOK_SECONDS))
 
     def ask(host: Host) -> list[RankDump]:

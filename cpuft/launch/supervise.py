@@ -36,7 +36,7 @@ from cpuft.launch.failures import (
 from cpuft.launch.resume import write_lost_hosts
 from cpuft.launch.stack_dumps import Diagnosis, diagnose_run
 from cpuft.plan import Plan, RunPlan, Step, format_plan
-from cpuft.rank.notice import ASKED, SIGN
+from cpuft.rank.interruption import ASKED, SIGN
 from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED
 from cpuft.rank.reporting import HANGS, SUPERVISED
 

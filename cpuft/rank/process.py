@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 
 from cpuft.errors import CpuftError
 from cpuft.files import take_sent
-from cpuft.rank.notice import start_watch
+from cpuft.rank.interruption import start_watch
 from cpuft.rank.world import World, is_of_srun, parse_world, world_variables
 from cpuft.words import unpack_words
 

@@ -1,4 +1,4 @@
-"""A rank tells what it is doing to whoever looks from outside (`cpuft.rank.looking`), stuck or not.
+"""A rank tells what it is doing to whoever looks from outside (`cpuft.rank.dump_stacks`), stuck or not.
 
 Its stacks are written by faulthandler's own signal handler, also while C code holds the GIL. Its operations are written
 twice a second by a thread: what a stopped rank was at is known without it.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from cpuft.rank.looking import REPORT, SIGNAL, STACK
+from cpuft.rank.dump_stacks import REPORT, SIGNAL, STACK
 from cpuft.rank.process import FAILURE
 
 HANGS = f"{FAILURE} hangs"

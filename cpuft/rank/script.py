@@ -33,8 +33,8 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from cpuft.rank.connected import ConnectionCheck, RefusedScriptError, changes, make_check, refuse_nccl
-from cpuft.rank.notice import listen
+from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, changes, make_check, refuse_nccl
+from cpuft.rank.interruption import listen
 from cpuft.rank.process import format_failure
 from cpuft.rank.reporting import RECORDER, hold, start_reporting
 from cpuft.rank.world import parse_world

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import PROVEN, SHARDED
+from cpuft.config import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS
 from cpuft.errors import CpuftError, counted, near_names
 from cpuft.record import Measurement, Record
 from cpuft.terminal import format_table
@@ -78,11 +78,11 @@ def find_instance(name: str, path: str = "") -> Instance:
 
 
 BUCKET_NUMBERS = 2**20
-"""Gradients of so many parameters are sent at a time: `cpuft.comm.choice.choosing` has the same."""
+"""Gradients of so many parameters are sent at a time: `cpuft.comm.selection` has the same."""
 WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "powersgd": 2.0}
 """Of one number on its way: powersgd's are those of its factors, and its words' rows go as int8."""
 CODING_SECONDS = {"int8": 4e-9, "powersgd": 4e-9}
-"""Of a core, for each number in blocks, by `cpuft.comm.gradients.blocks.average_seconds` on a Xeon with AMX, or in
+"""Of a core, for each number in blocks, by `cpuft.comm.compression.int8.average_seconds` on a Xeon with AMX, or in
 factors, which took 3.5e-9 there."""
 ETHERNET = 1448 / 1538
 """TCP's payload over what a frame of 1,500 bytes takes on the wire: headers of IP and TCP with time stamps, Ethernet's
@@ -91,7 +91,7 @@ CPU_SECONDS_PER_BYTE = 2e-9
 """Of a core, for each byte that a rank sends in a ring: copies, the kernel's TCP, and adding up. `cpuft bench comm`
 tells yours, and `--link` takes it."""
 TIE = 1.02
-"""Ways that differ less in time are as fast: `cpuft.comm.choice.choosing` has the same."""
+"""Ways that differ less in time are as fast: `cpuft.comm.selection` has the same."""
 LEAST_STEPS = 4
 WORTH = 0.5
 SIGMAS = 2.0
@@ -243,11 +243,11 @@ def count_rows(record: Record) -> int:
 def find_ways(record: Record, compression: str) -> tuple[str, ...]:
     """What gradients may be sent as: this compression, or for auto the recorded one, or what a launch may choose."""
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
-    allowed = SHARDED if count_gathered(record) else tuple(WIRE_BYTES)
+    allowed = SHARDED_COMPRESSIONS if count_gathered(record) else tuple(WIRE_BYTES)
     known = [way for way in allowed if way != "powersgd" or record.header.travels.factors]
     if asked == "auto":
-        exact = PROVEN.index("bf16" if record.header.precision == "bf16" else "none")
-        return tuple(way for way in PROVEN[exact:] if way in known)
+        exact = AUTO_COMPRESSIONS.index("bf16" if record.header.precision == "bf16" else "none")
+        return tuple(way for way in AUTO_COMPRESSIONS[exact:] if way in known)
     if asked not in known:
         raise CpuftError(f"what {asked} sends is not known beforehand: give --compression {', '.join(known)}")
     return (asked,)

@@ -63,7 +63,7 @@ def _refuse(line: str, code: int = 2) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    from cpuft.comm.group.session import leave  # with torch: not before `hurry`
+    from cpuft.comm.registration import leave  # with torch: not before `hurry`
 
     leave(code)
 

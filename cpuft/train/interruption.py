@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from cpuft.rank.notice import came, describe_cause, is_leaving
+from cpuft.rank.interruption import came, describe_cause, is_leaving
 from cpuft.record import InterruptedLine, Line
 from cpuft.train.checkpoint.policy import Keeper
 from cpuft.train.loop import KEEP, LEAVE, Loop

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm import take_traffic
-from cpuft.comm.gradients.embedding_rows import check_lookups
-from cpuft.config import WITH_FEEDBACK, TrainConfig
+from cpuft.comm.compression.embedding_rows import check_lookups
+from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
@@ -233,7 +233,7 @@ def settle_messages(loop: Loop) -> None:
     """
     sent_as = loop.gradients or loop.config.grad_compression
     # What keeps something back would send this pass's zeros, or have them applied an update late.
-    if loop.world.size < 3 or loop.config.sync_every > 1 or sent_as in WITH_FEEDBACK:
+    if loop.world.size < 3 or loop.config.sync_every > 1 or sent_as in COMPRESSIONS_WITH_FEEDBACK:
         return
     rows = np.arange(min(loop.world.size, len(loop.prepared.train)))
     batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size), 0)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpuft.config import SHARDED, WITH_FEEDBACK, Room, Rooms, TrainConfig
+from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS, Room, Rooms, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.order import count_updates, deal, plan_epoch
@@ -103,7 +103,13 @@ def foretell(
     steps += max(passing, guessing_bytes(shape, size, train.guessed))
     steps += shape.linears * (precision == "int8")  # the weights in 8 bits, which backward takes, too
     looked = looking_bytes(shape, fast, size, evaluation) + guessing_bytes(shape, size, evaluation.guessed)
-    unsent = 16 * every if config.sync_every > 1 else 4 * every if config.grad_compression in WITH_FEEDBACK else 0
+    unsent = (
+        16 * every
+        if config.sync_every > 1
+        else 4 * every
+        if config.grad_compression in COMPRESSIONS_WITH_FEEDBACK
+        else 0
+    )
     parts = {
         "weights": low * shape.linears + 4 * shape.others,
         "masters": 4 * linears // share if low == 2 else 0,
@@ -298,7 +304,7 @@ def find_way(config: TrainConfig, rooms: Rooms, of_rank: Foretell) -> str:
 
 
 def _may_share(config: TrainConfig, ranks: int) -> bool:
-    sends = config.sync_every == 1 and config.grad_compression in ("auto", *SHARDED)
+    sends = config.sync_every == 1 and config.grad_compression in ("auto", *SHARDED_COMPRESSIONS)
     return sends and config.engine == "torch" and config.shard == "none" and ranks > 1
 
 

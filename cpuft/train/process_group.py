@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft.comm import start
-from cpuft.comm.choice.automatic import choose_automatically
-from cpuft.comm.choice.choosing import Choice
+from cpuft.comm.selection import Choice, select_backend
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.rank.script import keep_for_good
@@ -48,7 +47,7 @@ def process_group(
         if size > 1:
             # Only rank 0 remembers: other hosts need no home for it.
             cache = Path() if rank else cache_folder(os.environ)
-            choice = known or choose_automatically(store, rank, size, cache, gradient_type)
+            choice = known or select_backend(store, rank, size, cache, gradient_type)
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
     keep_for_good(dist.group.WORLD)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpuft.comm.choice.choosing import Choice
+from cpuft.comm.selection import Choice
 from cpuft.errors import counted
 from cpuft.rank.measured import Measured, describe_products
 from cpuft.record import Header

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm import take_traffic
-from cpuft.comm.gradients.compression import choose_compression, gradient_type
-from cpuft.config import WITH_FEEDBACK, TrainConfig, WorkerConfig, refuse_conflicts
+from cpuft.comm.compression.table import resolve_compression, wire_type_name
+from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, TrainConfig, WorkerConfig, refuse_conflicts
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
-from cpuft.rank.notice import listen
+from cpuft.rank.interruption import listen
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     PHASES,
@@ -93,7 +93,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     world, precision = parse_world(os.environ), choose_precision(config.precision, config.emulate_bf16, cpu.flags)
     measured = recall(worker.measured, world.size)
     with ExitStack() as stack:
-        sent_as = gradient_type(choose_compression(config.grad_compression, precision.name))
+        sent_as = wire_type_name(resolve_compression(config.grad_compression, precision.name))
         known = recall_backend(measured, world.size)
         choice = stack.enter_context(process_group(world, config.backend, config.comm_timeout, sent_as, known))
         ranks = prove_one_job(world)
@@ -172,7 +172,7 @@ def make_resumed_line(header: Header, past: Past, worker: WorkerConfig) -> Resum
     reset = []
     if header.options["sync_every"] > 1:
         reset.append("the outer momentum, and moments of all ranks but the one that kept its own")
-    elif (header.gradients or header.options["grad_compression"]) in WITH_FEEDBACK:
+    elif (header.gradients or header.options["grad_compression"]) in COMPRESSIONS_WITH_FEEDBACK:
         reset.append("what was left to be sent (error feedback)")
     return ResumedLine(
         step=past.update,

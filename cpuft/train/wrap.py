@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.rank.notice import listen
+from cpuft.rank.interruption import listen
 from cpuft.rank.script import change_torch, end, run_script
 
 

@@ -31,7 +31,6 @@ PATHS: dict[str, tuple[str, ...]] = {
     "exact": ("--grad-compression", "none"),
     "bf16": ("--grad-compression", "bf16"),
     "int8": ("--grad-compression", "int8"),
-    "late": ("--grad-compression", "late"),
     "powersgd": ("--grad-compression", "powersgd"),
     "local2": ("--sync-every", "2"),
     "local4": ("--sync-every", "4"),

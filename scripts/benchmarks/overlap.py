@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft.comm import start, take_traffic
-from cpuft.comm.gradients.compression import make_reduce
-from cpuft.comm.gradients.embedding_rows import exchange_rows
-from cpuft.comm.group.session import leave
+from cpuft.comm.compression.embedding_rows import exchange_rows
+from cpuft.comm.compression.table import make_reduce
+from cpuft.comm.registration import leave
 from cpuft.train.model import find_model
 
 ROUNDS = 12

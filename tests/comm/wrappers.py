@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft import comm
-from cpuft.comm.gradients.compression import compress_gradients
-from cpuft.comm.gradients.embedding_rows import exchange_rows
+from cpuft.comm.compression.embedding_rows import exchange_rows
+from cpuft.comm.compression.table import compress_gradients
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.zero1 import ShardExchange
 from tests.comm.ranks import become_rank

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cpuft import hardware, plan, serialization, words
 from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.stacks import format_dumps
-from cpuft.comm.choice.choosing import read_choice
+from cpuft.comm.selection import read_choice
 from cpuft.config import (
     BenchConfig,
     PredictConfig,

@@ -23,7 +23,7 @@ TEXT = "\n".join(f"line {number} of a book that nobody wrote, and few will read"
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist
-from cpuft.rank.notice import came
+from cpuft.rank.interruption import came
 dist.init_process_group("gloo")
 told = torch.zeros(1)
 while not told:

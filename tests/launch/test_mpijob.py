@@ -29,7 +29,7 @@ TRAINING = (
 )
 QUIET = ("--backend", "gloo", "--no-save-model", "--no-fast-path")
 WAITS = """import os, pathlib, sys, time, torch, torch.distributed as dist
-from cpuft.rank.notice import came
+from cpuft.rank.interruption import came
 dist.init_process_group("gloo")
 dist.barrier()
 pathlib.Path(sys.argv[1]).touch()

@@ -27,7 +27,7 @@ from tests.conftest import Golden
 
 DUMP = """Thread 0x00007f8f66ffd6c0 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
-  File "/env/lib/python3.11/site-packages/cpuft/comm/watch/deadlines.py", line 78 in _run
+  File "/env/lib/python3.11/site-packages/cpuft/comm/watchdog.py", line 78 in _run
 
 Current thread 0x00007f23b7f3ab80 (most recent call first):
   File "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 5356 in barrier
@@ -77,7 +77,7 @@ def test_the_main_thread_got_the_signal_or_is_the_last(text: str, innermost: int
             ["/x/lib/python3.11/threading.py", "/x/site-packages/cpuft/train/loop.py"],
             "/x/site-packages/cpuft/train/loop.py:2",
         ),
-        (["/src/cpuft/comm/group/queues.py", "/src/cpuft/train/loop.py"], "/src/cpuft/train/loop.py:2"),
+        (["/src/cpuft/comm/process_group.py", "/src/cpuft/train/loop.py"], "/src/cpuft/train/loop.py:2"),
         (["<string>", "/var/tmp/cpuft-0/inputs/0123abcd/train.py", "/src/cpuft/words.py"], "train.py:2"),
         (["<frozen importlib>", "/x/lib/python3.11/site-packages/torch/a.py"], "<frozen importlib>:1"),
         ([str(Path.cwd() / "train.py")], str(Path.cwd() / "train.py") + ":1"),

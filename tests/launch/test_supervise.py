@@ -46,7 +46,7 @@ from cpuft.launch.supervise import (
     run_on_this_machine,
 )
 from cpuft.plan import RunPlan, Step
-from cpuft.rank.notice import SIGN
+from cpuft.rank.interruption import SIGN
 from cpuft.rank.process import ENDED, STARTED, format_failure, parse_failure, parse_missed
 from cpuft.rank.reporting import HANGS
 from cpuft.rank.world import World

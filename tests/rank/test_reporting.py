@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.rank.looking import find_workers, look
+from cpuft.rank.dump_stacks import find_workers, look
 from cpuft.rank.reporting import parse_recorder
 from cpuft.rank.script import is_deadline
 from cpuft.words import own_module

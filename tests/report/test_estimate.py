@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.comm.choice import choosing
 from cpuft.errors import CpuftError
 from cpuft.record import Measurement, Record, Travels
 from cpuft.report import estimate
@@ -128,7 +127,7 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
 
 
 def test_buckets_are_those_that_ranks_send() -> None:
-    assert estimate.BUCKET_NUMBERS == choosing.BUCKET_NUMBERS
+    assert estimate.BUCKET_NUMBERS == selection.BUCKET_ELEMENTS
 
 
 def test_one_host_is_what_was_recorded() -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.comm.gradients.embedding_rows import find_embedding
+from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World, parse_world

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.comm.gradients.embedding_rows import check_lookups, find_embedding
+from cpuft.comm.compression.embedding_rows import check_lookups, find_embedding
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.prepare import prepare, read_prepared, warn_of_unknown

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cpuft.comm.choice.choosing import Choice
+from cpuft.comm.selection import Choice
 from cpuft.config import TrainConfig
 from cpuft.rank.measured import Measured, describe_products, list_measured
 from cpuft.rank.world import World

@@ -1,1 +1,1 @@
-"""The libraries that carry collectives: oneCCL, Intel MPI or MPICH, gloo."""
+"""The backends: oneCCL, MPI and gloo."""

@@ -1,4 +1,4 @@
-"""torch's own gloo backend, with every operation numbered and watched."""
+"""torch's own gloo backend, with every operation numbered and watched by the watchdog."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store
 
-from cpuft.comm.group.queued import Membership
-from cpuft.comm.group.session import close_watch
-from cpuft.comm.watch.deadlines import Watch
-from cpuft.comm.watch.operations import Operation, Register
+from cpuft.comm.backends.base import GroupMembership
+from cpuft.comm.watchdog import Operation, OperationRegister, Watchdog, stop_watchdog
 
-_LATER_SECONDS = 60.0
-"""gloo's own timeout comes after the watchdog's, whose line says more."""
-_MOST_PAIRED = 16
-"""Ranks that gather in pairs: of many, messages would be small and a great many."""
-_GATHERING = 1 << 30
-"""The tag of what they send."""
+_GLOO_EXTRA_SECONDS = 60.0
+"""gloo's own timeout is this much longer than the watchdog's, whose message says more."""
+_MAX_PAIRWISE_RANKS = 16
+"""Up to this many ranks gather in pairs. With more ranks, messages would be small and very many."""
+_GATHER_TAG = 1 << 30
+"""Tag of the messages of a pairwise gather."""
 
 
-def connect_gloo(store: Store, rank: int, size: int, timeout: float) -> ProcessGroupGloo:
-    """torch's gloo backend over the interfaces of GLOO_SOCKET_IFNAME (several names: several connections)."""
-    return ProcessGroupGloo(store, rank, size, timeout=timedelta(seconds=timeout + _LATER_SECONDS))
+class GlooWork(dist.Work):
+    """Works of gloo whose futures never complete (send, recv, reduce_scatter), watched while someone waits for them.
 
-
-class WatchedWork(dist.Work):
-    """Works of gloo whose futures never complete (send, recv, reduce_scatter), watched while they are waited for."""
+    Parameters
+    ----------
+    works: gloo's own works.
+    begin, end: register the operation before the wait, and remove it after the wait.
+    finish: called once, after all works are done.
+    fail: called with the operation and gloo's error if one of them fails.
+    outputs: what the future returns; by default the result of the first work.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class WatchedWork(dist.Work):
         self._works, self._begin, self._end, self._finish, self._fail = works, begin, end, finish, fail
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until done."""
+        """Block until all works are done. Raises gloo's error. `timeout` is ignored."""
         operation = self._begin()
         try:
             done = [work.wait() for work in self._works]
@@ -59,164 +61,175 @@ class WatchedWork(dist.Work):
         return all(done)
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Return whether all works have succeeded or failed."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is complete: waits, since gloo finishes these works in wait()."""
+        """Wait, and return a completed future: gloo finishes these works only in wait()."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(self._outputs) or self._works[0].result())
         return future
 
     def source_rank(self) -> int:
-        """The rank a receive was served by."""
+        """Return the rank from which data was received."""
         return int(self._works[0].source_rank())
 
     _source_rank = source_rank
 
 
-def _wrap(gloo: ProcessGroupGloo, store: Store, member: Membership) -> ProcessGroup:
-    """A group that is gloo's, and nothing else."""
-    if hasattr(ProcessGroup, "_set_default_backend"):
-        group = ProcessGroup(store, member.rank, member.size)
-    else:  # torch 2.3, of --engine ort
-        older: Any = ProcessGroup
-        group = older(store, member.rank, member.size, older.Options("gloo"))
-    _hand_on(group, gloo)
-    return group
+class WatchedGlooGroup(dist.ProcessGroup):
+    """A process group that passes every operation on to gloo, and registers its begin and end.
 
-
-def _hand_on(group: ProcessGroup, gloo: ProcessGroupGloo) -> None:
-    """Let gloo do what torch asks a group for from C++."""
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-    if hasattr(group, "_set_default_backend"):
-        group._set_default_backend(ProcessGroup.BackendType.GLOO)
-
-
-class WatchedGloo(dist.ProcessGroup):
-    """Hands every operation on to gloo, and notes when it begins and ends."""
+    gloo uses the interfaces of GLOO_SOCKET_IFNAME; several names mean several connections.
+    """
 
     def __init__(
-        self, gloo: ProcessGroupGloo, store: Store, member: Membership, timeout: float, register: Register, watch: Watch
+        self,
+        store: Store,
+        membership: GroupMembership,
+        timeout: float,
+        register: OperationRegister,
+        watchdog: Watchdog,
     ) -> None:
         # The constructor that takes a store cannot make subclasses.
-        super().__init__(member.rank, member.size)  # type: ignore[call-arg]
-        # The full interface of a process group, without a second trip through this class's methods.
-        self._gloo = _wrap(gloo, store, member)
-        self._member = member
+        super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]
+        gloo_timeout = timedelta(seconds=timeout + _GLOO_EXTRA_SECONDS)
+        gloo = ProcessGroupGloo(store, membership.rank, membership.size, timeout=gloo_timeout)
+        # An inner group offers the whole interface of a process group without calling this class's methods again.
+        self._gloo = _make_plain_group(store, membership)
+        self._membership = membership
         self._timeout = timeout
         self._register = register
-        self._watch = watch
-        # What torch calls from C++ past this class goes to gloo itself.
-        _hand_on(self, gloo)
+        self._watchdog = watchdog
+        for group in (self._gloo, self):  # so that calls of torch's C++ code reach gloo directly
+            group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+            if hasattr(group, "_set_default_backend"):
+                group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
     def name(self) -> str:
-        """What torch calls the backend."""
+        """Return the backend's name."""
         return "gloo"
 
-    def getBackendName(self) -> str:
-        """What torch calls the backend."""
-        return "gloo"
+    getBackendName = name
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline of operations to come."""
+        """Set the timeout of later operations."""
         self._timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Close the group without waiting for any other rank."""
-        self._register.forget(self._member.label)
-        if self._member.is_world:
-            close_watch()
+        self._register.forget_group(self._membership.label)
+        if self._membership.is_world:
+            stop_watchdog()
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> WatchedWork:
-        """Send to one rank of the group."""
-        return self._point_to_point("send", tensors, self._member.rank, peer, tag, self._gloo.send(tensors, peer, tag))
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
+        """Send tensors to one rank of the group."""
+        work = self._gloo.send(tensors, peer, tag)
+        return self._watch_point_to_point("send", tensors, self._membership.rank, peer, tag, work)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> WatchedWork:
-        """Receive from one rank of the group."""
-        return self._point_to_point("recv", tensors, peer, self._member.rank, tag, self._gloo.recv(tensors, peer, tag))
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
+        """Receive tensors from one rank of the group."""
+        work = self._gloo.recv(tensors, peer, tag)
+        return self._watch_point_to_point("recv", tensors, peer, self._membership.rank, tag, work)
 
-    def _point_to_point(
+    def _watch_point_to_point(
         self, name: str, tensors: list[torch.Tensor], source: int, target: int, tag: int, work: dist.Work
-    ) -> WatchedWork:
-        ranks = (self._member.ranks[source], self._member.ranks[target])
-        channel = f"{self._member.label} from {ranks[0]} to {ranks[1]} (tag {tag})"
-        nbytes = _payload(tensors)
+    ) -> GlooWork:
+        ranks = (self._membership.ranks[source], self._membership.ranks[target])
+        channel = f"{self._membership.label} from {ranks[0]} to {ranks[1]} (tag {tag})"
+        nbytes = _count_bytes(tensors)
 
         def begin() -> Operation:
             return self._register.begin(channel, name, nbytes, ranks, self._timeout)
 
-        return WatchedWork([work], begin, self._register.end)
+        return GlooWork([work], begin, self._register.end)
 
-    def _reduce_scatter(self, method: str, output: Any, source: Any, opts: Any = None) -> WatchedWork:
-        """A mean is a sum that wait() divides: torch 2.8's gloo leaves a tensor's sum undivided and says nothing."""
-        member, payload = self._member, _payload(source)
+    def _reduce_scatter(self, method: str, output: Any, source: Any, opts: Any = None) -> GlooWork:
+        """Reduce and scatter. A mean is a sum that wait() divides.
+
+        torch 2.8's gloo returns the sum of a tensor where the mean was requested, without an error.
+        """
+        membership, nbytes = self._membership, _count_bytes(source)
         opts = opts or dist.ReduceScatterOptions()
         is_mean = opts.reduceOp == dist.ReduceOp.AVG
         if is_mean:
             opts.reduceOp = dist.ReduceOp.SUM
 
         def begin() -> Operation:
-            return self._register.begin(member.label, "reduce_scatter", payload, member.ranks, self._timeout)
+            return self._register.begin(membership.label, "reduce_scatter", nbytes, membership.ranks, self._timeout)
 
         def finish() -> None:
             if is_mean:
                 for tensor in [output] if isinstance(output, torch.Tensor) else output:
-                    tensor.div_(member.size)
+                    tensor.div_(membership.size)
 
-        return WatchedWork([getattr(self._gloo, method)(output, source, opts)], begin, self._register.end, finish)
+        return GlooWork([getattr(self._gloo, method)(output, source, opts)], begin, self._register.end, finish)
 
-    def _gathers_in_pairs(self, output: torch.Tensor, source: torch.Tensor) -> bool:
-        size = self._member.size
+    def _can_gather_in_pairs(self, output: torch.Tensor, source: torch.Tensor) -> bool:
+        size = self._membership.size
         fits = output.dtype == source.dtype and output.numel() == size * source.numel() and output.is_contiguous()
-        return fits and source.numel() > 0 and 1 < size <= _MOST_PAIRED
+        return fits and source.numel() > 0 and 1 < size <= _MAX_PAIRWISE_RANKS
 
-    def _gather(self, output: torch.Tensor, source: torch.Tensor) -> WatchedWork:
-        """gloo's own goes through memory of its own twice: what pairs send each other takes a third of the time."""
-        member, mine, parts = self._member, source.contiguous(), output.view(self._member.size, -1)
-        if parts[member.rank].data_ptr() != mine.data_ptr():
-            parts[member.rank].copy_(mine.view(-1))
+    def _gather_in_pairs(self, output: torch.Tensor, source: torch.Tensor) -> GlooWork:
+        """Gather equally large tensors by sends between all pairs of ranks.
+
+        gloo's own gather copies the data twice through buffers of its own; this takes a third of the time.
+        """
+        membership, own, parts = self._membership, source.contiguous(), output.view(self._membership.size, -1)
+        if parts[membership.rank].data_ptr() != own.data_ptr():
+            parts[membership.rank].copy_(own.view(-1))
         works = []
-        for ahead in range(1, member.size):
-            behind = (member.rank - ahead) % member.size
-            works.append(self._gloo.recv([parts[behind]], behind, _GATHERING))
-            works.append(self._gloo.send([mine], (member.rank + ahead) % member.size, _GATHERING))
+        for distance in range(1, membership.size):
+            sender = (membership.rank - distance) % membership.size
+            works.append(self._gloo.recv([parts[sender]], sender, _GATHER_TAG))
+            works.append(self._gloo.send([own], (membership.rank + distance) % membership.size, _GATHER_TAG))
 
         def begin() -> Operation:
-            return self._register.begin(member.label, "all_gather", mine.nbytes, member.ranks, self._timeout)
+            return self._register.begin(membership.label, "all_gather", own.nbytes, membership.ranks, self._timeout)
 
-        return WatchedWork(works, begin, self._register.end, fail=self._watch.blame_the_gone, outputs=[output])
+        fail = self._watchdog.exit_if_rank_lost
+        return GlooWork(works, begin, self._register.end, fail=fail, outputs=[output])
 
-    def _watched(self, name: str, call: Callable[[], dist.Work], payload: int) -> dist.Work:
-        member = self._member
-        operation = self._register.begin(member.label, name, payload, member.ranks, self._timeout)
+    def _watch(self, name: str, call: Callable[[], dist.Work], nbytes: int) -> dist.Work:
+        """Start an operation of gloo, which is registered until its future completes."""
+        membership = self._membership
+        operation = self._register.begin(membership.label, name, nbytes, membership.ranks, self._timeout)
         try:
             work = call()
         except BaseException:
             self._register.end(operation)
             raise
 
-        def over(future: torch.futures.Future[Any]) -> None:
+        def end(future: torch.futures.Future[Any]) -> None:
             try:
                 future.value()
             except RuntimeError as error:
-                self._watch.blame_the_gone(operation, error)
+                self._watchdog.exit_if_rank_lost(operation, error)
             finally:
                 self._register.end(operation)
 
-        work.get_future().add_done_callback(over)
+        work.get_future().add_done_callback(end)
         return work
 
 
-def _payload(value: Any) -> int:
+def _make_plain_group(store: Store, membership: GroupMembership) -> ProcessGroup:
+    if hasattr(ProcessGroup, "_set_default_backend"):
+        return ProcessGroup(store, membership.rank, membership.size)
+    older: Any = ProcessGroup  # of torch 2.3, which --engine ort needs
+    group: ProcessGroup = older(store, membership.rank, membership.size, older.Options("gloo"))
+    return group
+
+
+def _count_bytes(value: Any) -> int:
+    """Return the bytes of a tensor or of nested lists of tensors."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
-    return sum(_payload(part) for part in value) if isinstance(value, list) else 0
+    return sum(_count_bytes(part) for part in value) if isinstance(value, list) else 0
 
 
 _OPERATIONS = {
-    # method of ProcessGroup -> (what messages call it, which argument is this rank's own contribution)
+    # method of ProcessGroup -> (operation in messages, index of the argument that is this rank's contribution)
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", 0),
     "broadcast": ("broadcast", 0),
@@ -239,18 +252,18 @@ _OPERATIONS = {
 }
 
 
-def _watched_method(method: str, name: str, contribution: int) -> Callable[..., dist.Work]:
-    def call(self: WatchedGloo, *arguments: Any, **options: Any) -> dist.Work:
+def _make_watched_method(method: str, name: str, contribution: int) -> Callable[..., dist.Work]:
+    def call(self: WatchedGlooGroup, *arguments: Any, **options: Any) -> dist.Work:
         if name == "reduce_scatter":
             return self._reduce_scatter(method, *arguments, **options)
-        if method in ("all_gather_single", "_allgather_base") and self._gathers_in_pairs(*arguments[:2]):
-            return self._gather(*arguments[:2])
-        payload = _payload(arguments[contribution]) if contribution >= 0 else 0
-        return self._watched(name, lambda: getattr(self._gloo, method)(*arguments, **options), payload)
+        if method in ("all_gather_single", "_allgather_base") and self._can_gather_in_pairs(*arguments[:2]):
+            return self._gather_in_pairs(*arguments[:2])
+        nbytes = _count_bytes(arguments[contribution]) if contribution >= 0 else 0
+        return self._watch(name, lambda: getattr(self._gloo, method)(*arguments, **options), nbytes)
 
     return call
 
 
 for _method, (_name, _contribution) in _OPERATIONS.items():
     if hasattr(dist.ProcessGroup, _method):
-        setattr(WatchedGloo, _method, _watched_method(_method, _name, _contribution))
+        setattr(WatchedGlooGroup, _method, _make_watched_method(_method, _name, _contribution))

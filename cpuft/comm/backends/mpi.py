@@ -1,4 +1,4 @@
-"""Collectives of Intel MPI, MPICH or Open MPI, through mpi4py."""
+"""The backend mpi: collectives of Intel MPI, MPICH or Open MPI, through mpi4py."""
 
 from __future__ import annotations
 
@@ -16,24 +16,32 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from cpuft.comm.backends.base import Backend
 from cpuft.errors import CpuftError, install_command
 from cpuft.rank.world import parse_world
 
 FINALIZE_SECONDS = 5.0
+"""How long MPI_Finalize may take at exit."""
 _SPIN_SECONDS = 5e-5
+"""How long a rank polls without sleeping."""
 _SLEEP_SECONDS = 1e-3
-"""A socket's buffers hold more than a fast link brings meanwhile. Four hosts, 40 all-reduces of 1 MiB at 1 Gbit/s: a
-rank computes 53 ms for them instead of 328, and on cores that it shares they take 0.55 s instead of 4.7."""
+"""Longest sleep between two polls. A socket's buffers hold more than a fast network delivers in this time. With four
+hosts and 40 all-reduces of 1 MiB at 1 Gbit/s, a rank needs 53 ms of CPU time for them instead of 328 without sleeping,
+and on shared cores they take 0.55 s instead of 4.7 s."""
 _SUM_OF_HALVES = {torch.bfloat16: (0x3FC0, 0x4010, 0x4070), torch.float16: (0x3E00, 0x4080, 0x4380)}
-"""1.5, 2.25 and their sum 3.75 as 16-bit patterns (sign, exponent, fraction of bfloat16 and IEEE binary16)."""
+"""The bits of 1.5, 2.25 and their sum 3.75 in each 16-bit type (sign, exponent, fraction)."""
 
 
-def half_handles(library: str) -> dict[torch.dtype, int]:
-    """Datatype handles of the 16-bit floats, by the text of MPI_Get_library_version.
+def half_precision_handles(library: str) -> dict[torch.dtype, int]:
+    """Return the MPI datatype handles of 16-bit floats.
 
-    mpi4py has no names for them. Intel MPI 2021: MPIX_C_FLOAT16 and MPIX_C_BF16 of its mpi.h; MPICH 4: MPIX_C_FLOAT16
-    and MPIX_BFLOAT16. Open MPI has no bfloat16. A handle of the other library would sum other bits, so the ones
-    returned here are tried before they are used.
+    mpi4py has no names for these types. In Intel MPI 2021 they are MPIX_C_FLOAT16 and MPIX_C_BF16 of its mpi.h, in
+    MPICH 4 MPIX_BFLOAT16; Open MPI has none. Because a wrong handle would silently sum other bits, each handle is
+    tested before it is used.
+
+    Parameters
+    ----------
+    library: the text of MPI_Get_library_version.
     """
     if library.startswith("Intel(R) MPI"):
         return {torch.bfloat16: 0x4C000247, torch.float16: 0x4C000246}
@@ -44,14 +52,14 @@ def half_handles(library: str) -> dict[torch.dtype, int]:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any:
-    """The mpi4py.MPI module, started with thread support.
+    """Initialize MPI with thread support, and return the module mpi4py.MPI.
 
     Raises CpuftError: mpi4py or its MPI library is missing, or the library has no MPI_THREAD_MULTIPLE.
     """
     try:
         import mpi4py
 
-        # MPI_Finalize waits for every rank, for ever when one of them is gone: `_finalize` gives it a time.
+        # MPI_Finalize would wait for a lost rank for ever, so `_finalize` calls it with a time limit.
         mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -60,14 +68,19 @@ def load() -> Any:
             "or use --backend gloo"
         ) from None
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise CpuftError("backend mpi needs MPI_THREAD_MULTIPLE, and MPI came up without: use --backend gloo")
+        raise CpuftError(
+            "backend mpi needs MPI_THREAD_MULTIPLE, which this MPI library does not provide: use --backend gloo"
+        )
     MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
     atexit.register(_finalize, MPI)
     return MPI
 
 
 def _finalize(mpi: Any) -> None:
-    """Finalize for mpirun's sake, but never wait long: a rank that failed leaves at once, so that the others learn."""
+    """Finalize MPI, as mpirun expects, within FINALIZE_SECONDS.
+
+    A rank that has failed exits at once instead, so that the other ranks notice.
+    """
     if getattr(sys, "last_value", None) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -77,8 +90,8 @@ def _finalize(mpi: Any) -> None:
     thread.join(FINALIZE_SECONDS)
 
 
-def _works(mpi: Any, handle: Any, dtype: torch.dtype) -> bool:
-    """Whether the library really sums this type under this handle."""
+def _sums_correctly(mpi: Any, handle: Any, dtype: torch.dtype) -> bool:
+    """Return whether the library sums numbers of this type correctly with this handle."""
     first, second, total = (torch.tensor([bits], dtype=torch.int16) for bits in _SUM_OF_HALVES[dtype])
     try:
         if handle.Get_size() != 2:
@@ -102,24 +115,27 @@ def _datatypes() -> dict[torch.dtype, Any]:
         torch.int32: mpi.INT32_T,
         torch.int64: mpi.INT64_T,
     }
-    for dtype, number in half_handles(mpi.Get_library_version()).items():
+    for dtype, number in half_precision_handles(mpi.Get_library_version()).items():
         handle = mpi.Datatype.fromhandle(number)
-        if _works(mpi, handle, dtype):
+        if _sums_correctly(mpi, handle, dtype):
             types[dtype] = handle
     return types
 
 
-def wait_asleep(over: Callable[[], bool]) -> None:
-    """Ask until it is over, and sleep an eighth of the time waited so far in between, a millisecond at most."""
-    begun = time.perf_counter()
-    while not over():
-        waited = time.perf_counter() - begun
+def wait_sleeping(is_done: Callable[[], bool]) -> None:
+    """Poll `is_done` until it is true. Between polls, sleep an eighth of the time waited so far, at most 1 ms."""
+    started = time.perf_counter()
+    while not is_done():
+        waited = time.perf_counter() - started
         if waited > _SPIN_SECONDS:
             time.sleep(min(waited / 8, _SLEEP_SECONDS))
 
 
-class MpiCollectives:
-    """Collectives over an MPI communicator of the group's ranks."""
+class MpiBackend(Backend):
+    """Collectives over an MPI communicator of the group's ranks.
+
+    Raises CpuftError: MPI has fewer ranks than the group.
+    """
 
     name = "mpi"
 
@@ -128,18 +144,18 @@ class MpiCollectives:
         world = mpi.COMM_WORLD
         if world.size < size:
             raise CpuftError(
-                f"MPI has {world.size} rank(s) and the group {size}: start through `cpuft launch`, mpirun or "
+                f"MPI has {world.size} rank(s), but the process group has {size}: start with `cpuft launch`, mpirun or "
                 "srun --mpi=pmi2, or use --backend gloo"
             )
-        # torch's ranks and MPI's need not be numbered alike (hosts listed in another order, say).
+        # torch and MPI may number the ranks differently, for example because they list the hosts in another order.
         store.set(f"mpi/{rank}", str(world.rank))
         members = [int(store.get(f"mpi/{member}")) for member in range(size)]
         group = world.group.Incl(members)
         self._comm = world.Create_group(group, tag=zlib.crc32(label.encode()) % 32767)
         self._comm.Set_errhandler(mpi.ERRORS_RETURN)
-        here = parse_world(os.environ)
+        place = parse_world(os.environ)
         # Over a network a message takes longer than a sleep; in the shared memory of one host it does not.
-        self._sleeps = here.local_size < here.size
+        self._sleeps_while_waiting = place.local_size < place.size
         self._types = _datatypes()
         self._operations = {
             "sum": mpi.SUM,
@@ -151,57 +167,59 @@ class MpiCollectives:
             "bxor": mpi.BXOR,
         }
 
-    def reduces(self, dtype: torch.dtype, reduction: str) -> bool:
-        """All types but bool; bitwise ones on integers."""
+    def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
+        """Return true for all types but bool; for bitwise reductions, integers only."""
         return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """MPI_Allreduce in place."""
+        """Call MPI_Allreduce in place."""
         data = self._typed(address, count, dtype)
         self._run("allreduce", self._mpi.IN_PLACE, data, op=self._operations[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """MPI_Reduce_scatter_block."""
-        # The sending count, too, is that of one rank.
+        """Call MPI_Reduce_scatter_block."""
+        # MPI wants the count of one rank, for the sent buffer, too.
         whole = [self._memory(source, count * self._comm.size * dtype.itemsize), count, self._types[dtype]]
         self._run("reduce_scatter_block", whole, self._typed(target, count, dtype), op=self._operations[reduction])
 
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
-        """MPI_Bcast of bytes."""
+        """Call MPI_Bcast on bytes."""
         self._run("bcast", self._bytes(address, nbytes), root=root)
 
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """MPI_Allgather of bytes."""
-        # The receiving count is that of one rank.
+        """Call MPI_Allgather on bytes."""
+        # MPI wants the received count of one rank.
         whole = [self._memory(target, nbytes * self._comm.size), nbytes, self._mpi.BYTE]
-        in_place = source == target + self._comm.rank * nbytes  # as FSDP2 has it; MPI must be told
-        self._run("allgather", self._mpi.IN_PLACE if in_place else self._bytes(source, nbytes), whole)
+        is_in_place = source == target + self._comm.rank * nbytes  # FSDP2 does this, and MPI must know
+        self._run("allgather", self._mpi.IN_PLACE if is_in_place else self._bytes(source, nbytes), whole)
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
-        """MPI_Alltoallv of bytes."""
+        """Call MPI_Alltoallv on bytes."""
         self._run("alltoallv", self._pieces(source, source_sizes), self._pieces(target, target_sizes))
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """MPI_Send of bytes."""
+        """Call MPI_Send on bytes."""
         self._comm.Send(self._bytes(address, nbytes), dest=peer, tag=tag)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """MPI_Recv of bytes."""
+        """Call MPI_Recv on bytes."""
         status = self._mpi.Status()
         source = self._mpi.ANY_SOURCE if peer is None else peer
         self._comm.Recv(self._bytes(address, nbytes), source=source, tag=tag, status=status)
         return int(status.Get_source())
 
-    def close(self) -> None:
-        """Nothing: MPI_Comm_free is collective, and the communicator goes with the process."""
+    # close() releases nothing, because MPI_Comm_free is collective.
 
     def _run(self, name: str, *arguments: Any, **options: Any) -> None:
-        """A collective by its lower-case name. MPI spins until it is done, on a core that compute may have to share."""
-        if not self._sleeps:
+        """Run the collective of a lower-case name.
+
+        MPI's blocking calls spin, on a core that may also have to compute. Between hosts the rank sleeps instead.
+        """
+        if not self._sleeps_while_waiting:
             getattr(self._comm, name.capitalize())(*arguments, **options)
             return
         request = getattr(self._comm, f"I{name}")(*arguments, **options)
-        wait_asleep(request.Test)
+        wait_sleeping(request.Test)
 
     def _memory(self, address: int, nbytes: int) -> Any:
         return self._mpi.buffer.fromaddress(address, nbytes) if nbytes else bytearray()

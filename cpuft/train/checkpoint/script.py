@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.errors import CpuftError
-from cpuft.rank.notice import came
+from cpuft.rank.interruption import came
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.serialization import load, parse_json

@@ -5,7 +5,6 @@ from __future__ import annotations
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.data_parallel import GradientExchange
-from cpuft.train.exchange.late import LateExchange
 from cpuft.train.exchange.local_sgd import ParameterExchange
 from cpuft.train.exchange.zero import ZeroExchange
 from cpuft.train.exchange.zero1 import ShardExchange
@@ -21,4 +20,4 @@ def choose_exchange(config: TrainConfig, ranks: int) -> type[Exchange]:
         return ShardExchange
     if config.sync_every > 1:
         return ParameterExchange
-    return LateExchange if config.grad_compression == "late" else GradientExchange
+    return GradientExchange

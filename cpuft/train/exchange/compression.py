@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.choice.choosing import MESSAGE_BYTES
-from cpuft.comm.choice.measure import measure
-from cpuft.comm.choice.rungs import Rung, Wire, choose_rung
-from cpuft.comm.gradients.blocks import average_seconds, coded_bytes
-from cpuft.comm.gradients.compression import choose_compression
-from cpuft.comm.gradients.embedding_rows import find_embedding
-from cpuft.comm.gradients.powersgd import count_bytes, count_numbers
-from cpuft.config import PROVEN, SHARDED, TrainConfig
+from cpuft.comm.compression.embedding_rows import find_embedding
+from cpuft.comm.compression.int8 import average_seconds, coded_bytes
+from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level
+from cpuft.comm.compression.powersgd import count_bytes, count_numbers
+from cpuft.comm.compression.table import resolve_compression
+from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
+from cpuft.config import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import Travels
 from cpuft.train.data.order import deal, plan_updates
@@ -42,11 +41,11 @@ def settle(
     Several hosts with a slow link are one. To be called when the model has its fast layers, and by all ranks. `known`
     is what it was between these hosts when the run began.
     """
-    base = choose_compression(config.grad_compression, precision)
+    base = resolve_compression(config.grad_compression, precision)
     apart = config.sync_every > 1 or config.engine == "deepspeed"
     if config.grad_compression != "auto" or apart or not _between_hosts(world):
         return "", ""
-    allowed = [name for name in PROVEN if config.shard == "none" or name in SHARDED]
+    allowed = [name for name in AUTO_COMPRESSIONS if config.shard == "none" or name in SHARDED_COMPRESSIONS]
     if known in allowed:
         return known, "as when the run began"
     wire = measure_wire()
@@ -59,7 +58,7 @@ def settle(
     seconds, coding = measured.tolist()
     rungs = {rung.name: rung for rung in make_rungs(model, words, world.size, coding)}
     names = list(rungs)[list(rungs).index(base) :]
-    rung, reason = choose_rung([rungs[name] for name in names if name in allowed], seconds, wire)
+    rung, reason = choose_level([rungs[name] for name in names if name in allowed], seconds, wire)
     return rung.name, reason
 
 
@@ -67,7 +66,7 @@ def _between_hosts(world: World) -> bool:
     return world.local_size < world.size
 
 
-def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds: float) -> list[Rung]:
+def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds: float) -> list[CompressionLevel]:
     """What an update of a model sends by each rung, from exact to thrifty.
 
     Parameters
@@ -82,19 +81,18 @@ def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds:
     coding = coding_seconds * (count + rows)
     blocks = coded_bytes(rows, ranks)
     return [
-        Rung("none", sum(p.nbytes for p in layers), 4 * rows, 2, 0.0),
-        Rung("bf16", 2 * count, 2 * rows, 2, 0.0),
-        Rung("int8", coded_bytes(count, ranks), blocks, 4, coding),
-        Rung("late", coded_bytes(count, ranks), blocks, 0, coding, background=True),
-        Rung("powersgd", sum(count_bytes(p.shape) for p in layers), blocks, 5, coding),
+        CompressionLevel("none", sum(p.nbytes for p in layers), 4 * rows, 2, 0.0),
+        CompressionLevel("bf16", 2 * count, 2 * rows, 2, 0.0),
+        CompressionLevel("int8", coded_bytes(count, ranks), blocks, 4, coding),
+        CompressionLevel("powersgd", sum(count_bytes(p.shape) for p in layers), blocks, 5, coding),
     ]
 
 
-def measure_wire() -> Wire:
+def measure_wire() -> LinkModel:
     """An all-reduce's time between these ranks, of a bucket and of next to nothing. A collective."""
-    small = measure("", "all_reduce", "float32", 64, 5).median_seconds
-    large = measure("", "all_reduce", "float32", MESSAGE_BYTES, 3).median_seconds
-    return Wire(max(0.0, large - small) / MESSAGE_BYTES, small)
+    small = measure_collective("", "all_reduce", "float32", 64, 5).median_seconds
+    large = measure_collective("", "all_reduce", "float32", MESSAGE_BYTES, 3).median_seconds
+    return LinkModel(max(0.0, large - small) / MESSAGE_BYTES, small)
 
 
 def _measure_compute(

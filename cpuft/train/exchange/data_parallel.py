@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cpuft.comm.choice.choosing import BUCKET_NUMBERS
-from cpuft.comm.gradients.compression import choose_compression, make_reduce
-from cpuft.comm.gradients.embedding_rows import exchange_rows
+from cpuft.comm.compression.embedding_rows import exchange_rows
+from cpuft.comm.compression.table import make_reduce, resolve_compression
+from cpuft.comm.selection import BUCKET_ELEMENTS
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import set_gradient_rows
@@ -32,7 +32,7 @@ no smaller ones."""
 def _bucket_bytes(model: torch.nn.Module, compiled: bool) -> int:
     """How much of a gradient is sent at a time."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    numbers = min(BUCKET_NUMBERS, -(-sum(parameter.numel() for parameter in trained) // LEAST_BUCKETS))
+    numbers = min(BUCKET_ELEMENTS, -(-sum(parameter.numel() for parameter in trained) // LEAST_BUCKETS))
     return max(numbers * trained[0].itemsize, _LEAST_COMPILED * compiled)
 
 
@@ -41,7 +41,7 @@ class GradientExchange(Exchange):
 
     def __init__(self, own: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
         super().__init__(own, optimizer, config, precision)
-        compression, group = choose_compression(config.grad_compression, precision), dist.group.WORLD
+        compression, group = resolve_compression(config.grad_compression, precision), dist.group.WORLD
         assert group is not None
         self._rows, self._reduce = exchange_rows(own, compression, group), make_reduce(compression, group)
         self._ready = self._within = 0.0

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from cpuft.comm.gradients.embedding_rows import find_embedding
-from cpuft.comm.gradients.local_updates import LocalUpdates
+from cpuft.comm.compression.embedding_rows import find_embedding
+from cpuft.comm.compression.local_updates import LocalUpdates
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import fp32_weights

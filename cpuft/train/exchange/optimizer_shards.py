@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cpuft.comm.choice.choosing import BUCKET_NUMBERS
-from cpuft.comm.gradients.blocks import all_gather
+from cpuft.comm.compression.int8 import all_gather
+from cpuft.comm.selection import BUCKET_ELEMENTS
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 ALIGNED = 16
@@ -139,7 +139,7 @@ class Parts:
         members = [
             Member(p.numel(), (p.dtype, groups[p], p is alone), p.untyped_storage().data_ptr()) for p in self.parameters
         ]
-        found, masters = plan_buckets(members, BUCKET_NUMBERS), self._take_masters()
+        found, masters = plan_buckets(members, BUCKET_ELEMENTS), self._take_masters()
         unit = ALIGNED if alone is None else math.lcm(ALIGNED, alone.shape[-1])
         self.buckets = [
             Bucket(some, masters, unit if some[0] is alone else ALIGNED)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cpuft.comm.gradients.compression import choose_compression, narrow
-from cpuft.comm.gradients.embedding_rows import exchange_rows
+from cpuft.comm.compression.embedding_rows import exchange_rows
+from cpuft.comm.compression.table import resolve_compression, to_wire_type
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.optimizer_shards import Bucket, Parts
@@ -53,7 +53,7 @@ class ShardExchange(Exchange):
         super().__init__(own, optimizer, config, precision)
         group = dist.group.WORLD
         assert group is not None
-        self._ranks, self._compression = group.size(), choose_compression(config.grad_compression, precision)
+        self._ranks, self._compression = group.size(), resolve_compression(config.grad_compression, precision)
         self._rows = exchange_rows(own, self._compression, group)
         words = self._rows.weight if self._rows else None
         self.parts = self._parts = Parts(own, optimizer, words)
@@ -89,7 +89,7 @@ class ShardExchange(Exchange):
 
     def _send(self) -> None:
         bucket, gradients = self._dense[self._next], self._gradients[self._next]
-        sent = narrow(gradients, self._compression)
+        sent = to_wire_type(gradients, self._compression)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, async_op=True)
         assert work is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpuft.comm.gradients.embedding_rows import find_embedding
+from cpuft.comm.compression.embedding_rows import find_embedding
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cpuft.comm.backends import ccl
-from cpuft.comm.backends.mpi import half_handles
-from cpuft.comm.choice.measure import fit_repetitions, repetitions
+from cpuft.comm.backends.mpi import half_precision_handles
+from cpuft.comm.selection import count_repetitions, limit_repetitions
 from cpuft.errors import CpuftError, install_command
 from cpuft.record import bus_factor
 
@@ -25,7 +25,7 @@ from cpuft.record import bus_factor
     ),
 )
 def test_handles_of_16_bit_floats_belong_to_a_library(library: str, handles: dict[torch.dtype, int]) -> None:
-    assert half_handles(library) == handles
+    assert half_precision_handles(library) == handles
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_missing_shim_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_importing_needs_neither_library() -> None:
-    code = "import sys; sys.modules['mpi4py'] = None; import cpuft.comm as c; print(c.BACKENDS['mpi'].complaint())"
+    code = "import sys; sys.modules['mpi4py'] = None; import cpuft.comm as c; print(c.BACKENDS['mpi'].find_problem())"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert install_command("train", "mpi") in run.stdout
 
@@ -111,11 +111,11 @@ def test_bus_bandwidth_is_that_of_nccl_tests(operation: str, ranks: int, factor:
 
 @pytest.mark.parametrize("nbytes, times", ((1, 50), (25 * 2**20, 20), (2**30, 5)))
 def test_large_messages_are_repeated_less(nbytes: int, times: int) -> None:
-    assert repetitions(nbytes) == times
+    assert count_repetitions(nbytes) == times
 
 
 @pytest.mark.parametrize(
     "wanted, seconds, times", ((50, 0.0, 50), (50, 0.01, 50), (50, 0.126, 23), (50, 2.5, 5), (3, 2.5, 3))
 )
 def test_what_a_slow_link_delays_is_repeated_less(wanted: int, seconds: float, times: int) -> None:
-    assert fit_repetitions(wanted, seconds) == times
+    assert limit_repetitions(wanted, seconds) == times

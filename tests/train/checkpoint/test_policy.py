@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 
 
 @pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("sent_as, passes", [("bf16", 1), ("int8", 0), ("late", 0), ("powersgd", 0)])
+@pytest.mark.parametrize("sent_as, passes", [("bf16", 1), ("int8", 0), ("powersgd", 0)])
 def test_what_keeps_something_back_sends_nothing_before_it_goes_on(sent_as: str, passes: int) -> None:
     loop = make_loop(ALONE, 0.0)
     loop.world, loop.gradients = World(0, 3, 0, 3), sent_as

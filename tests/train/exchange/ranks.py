@@ -114,7 +114,6 @@ def of_frozen(rank: int) -> dict[str, list[int]]:
     found = {}
     ways: dict[str, dict[str, Any]] = {
         "gradients": {"grad_compression": "none"},
-        "late": {"grad_compression": "late"},
         "parameters": {"grad_compression": "none", "sync_every": 2},
     }
     for name, options in ways.items():
@@ -136,8 +135,7 @@ def of_frozen(rank: int) -> dict[str, list[int]]:
 def of_rungs(rank: int) -> dict[str, list[float]]:
     """Of each rung: bytes that it promises for an update of five words, and those that it sends."""
     found = {}
-    # Late gradients are blocks, which are sent in the background.
-    for rung in (rung for rung in make_rungs(Reader(), 5, 2, 0.0) if not rung.background):
+    for rung in make_rungs(Reader(), 5, 2, 0.0):
         exchange, _ = make(Reader(), grad_compression=rung.name)
         comm.take_traffic()
         with exchange.micro_batch(last=True):

@@ -1,0 +1,87 @@
+"""Measure the backends on the hosts of this job: `mpirun ... python -m cpuft.comm.bench comm.jsonl`.
+
+`auto` among the backends is what a run's `--backend auto` would choose, measured beside the others in turns of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from cpuft import terminal
+from cpuft.comm.registration import leave
+from cpuft.comm.selection import measure_backends, measure_turns
+from cpuft.config import BenchConfig, parse_arguments, plan_turns
+from cpuft.errors import CpuftError
+from cpuft.files import write_text
+from cpuft.record import MeasuredHeader, Measurement, format_line
+from cpuft.terminal import keep_streams
+
+
+def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """One measurement for each backend, operation, type and size: the repetitions of all rounds together."""
+    pooled: dict[tuple[str, str, str, int], Measurement] = {}
+    for found in measurements:
+        key = found.backend, found.operation, found.dtype, found.nbytes
+        if before := pooled.get(key):
+            found = dataclasses.replace(found, seconds=before.seconds + found.seconds, busy=before.busy + found.busy)
+        pooled[key] = found
+    return list(pooled.values())
+
+
+def format_table(measurements: Sequence[Measurement]) -> str:
+    """The measurements as a table, a row for all rounds of each.
+
+    Times are the median and the middle half; busy is the share of a rank's cores.
+    """
+    measured = merge(measurements)
+    gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in measured if row.backend == "gloo"}
+    rows = []
+    for row in sorted(measured, key=lambda one: (one.operation, one.dtype, one.nbytes, one.median_seconds)):
+        low, middle, high = (f"{quantile * 1e3:.3f}" for quantile in statistics.quantiles(row.seconds, n=4))
+        reference = gloo.get((row.operation, row.dtype, row.nbytes))
+        ratio = f"{reference / row.median_seconds:.2f}" if reference else ""
+        rates = [f"{rate / 1e9:.3f}" for rate in (row.algorithm_bytes_per_second, row.bus_bytes_per_second)]
+        busy = f"{statistics.median(row.busy):.0%}"
+        rows.append([row.operation, row.dtype, row.backend, str(row.nbytes), middle, low, high, busy, *rates, ratio])
+    columns = ["operation", "type", "backend", "bytes", "ms", "a quarter\nbelow", "a quarter\nabove", "busy"]
+    return terminal.format_table([*columns, "alg GB/s", "bus GB/s", "x gloo"], rows, left=3)
+
+
+def format_record(measurements: Sequence[Measurement]) -> str:
+    """A record's lines: a header, then one measurement a line."""
+    lines = [format_line(MeasuredHeader("bench comm", {"torch": torch.__version__})), *map(format_line, measurements)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def main() -> None:
+    """Measure as one rank of a job; rank 0 prints the table and writes the record."""
+    output, config = Path(sys.argv[1]), parse_arguments(BenchConfig, sys.argv[2:])
+    store, rank, size = next(rendezvous("env://"))
+    plan = plan_turns(config)
+    choices = {
+        (dtype, nbytes): measure_backends(store, rank, size, nbytes, dtype, config.comm_timeout)
+        for dtype, nbytes in dict.fromkeys((dtype, nbytes) for backend, _, dtype, nbytes in plan if backend == "auto")
+    }
+    found = list(measure_turns(store, rank, size, plan, config.comm_timeout, choices))
+    if rank == 0:
+        for (dtype, _), choice in choices.items():
+            print(f"auto, {dtype}: {choice.backend}: {choice.reason}")
+        print(format_table(found))
+        write_text(output, format_record(found))
+
+
+if __name__ == "__main__":
+    keep_streams()
+    try:
+        main()
+    except CpuftError as error:
+        print(f"cpuft: error: {error}", file=sys.stderr)
+        leave(2)
+    leave(0)

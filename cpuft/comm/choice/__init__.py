@@ -1,1 +1,0 @@
-"""Which backend is fastest here: measured, and remembered."""

@@ -1,0 +1,64 @@
+"""Choice of a compression level: the most exact compression that costs no time over the measured link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpuft.comm.selection import TIE
+from cpuft.errors import CpuftError
+
+OVERLAP = 0.5
+"""Share of the forward and backward passes during which layers' gradients can be sent: the backward pass without its
+first layers."""
+
+
+@dataclass(frozen=True)
+class CompressionLevel:
+    """A gradient compression, and what an update of this job costs with it."""
+
+    name: str
+    layer_bytes: float
+    """Bytes sent during the backward pass, counted as the payload of an all-reduce."""
+    row_bytes: float
+    """Bytes of embedding rows, sent after the backward pass."""
+    messages: int
+    """Number of messages that are sent one after the other once the last gradient is ready."""
+    coding_seconds: float
+    """Seconds of computing to encode and decode the messages."""
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """Measured cost of an all-reduce between these ranks: latency + bytes * seconds_per_byte."""
+
+    seconds_per_byte: float
+    latency_seconds: float
+
+
+def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
+    """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`."""
+    layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
+    waiting = max(0.0, layers - OVERLAP * compute_seconds) + rows + level.messages * link.latency_seconds
+    return compute_seconds + level.coding_seconds + waiting
+
+
+def choose_level(
+    levels: Sequence[CompressionLevel], compute_seconds: float, link: LinkModel
+) -> tuple[CompressionLevel, str]:
+    """Return the first level whose step is as short as the shortest within 2 %, and the reason in one line.
+
+    Parameters
+    ----------
+    levels: from exact to fewest bytes.
+    compute_seconds: of an update's forward and backward passes.
+
+    Raises CpuftError: there are no levels.
+    """
+    if not levels:
+        raise CpuftError("there is no gradient compression to choose from: name one with --grad-compression")
+    seconds = [estimate_step_seconds(level, compute_seconds, link) for level in levels]
+    chosen = next(level for level, estimate in zip(levels, seconds, strict=True) if estimate <= TIE * min(seconds))
+    rate = f"{8e-6 / link.seconds_per_byte:.3g} Mbit/s" if link.seconds_per_byte > 0 else "no time"
+    figures = ", ".join(f"{level.name} {estimate:.3g} s" for level, estimate in zip(levels, seconds, strict=True))
+    return chosen, f"a step computes {compute_seconds:.3g} s and an all-reduce takes {rate}: {figures}"

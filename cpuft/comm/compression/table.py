@@ -1,0 +1,112 @@
+"""The table of gradient compressions, as communication hooks of DistributedDataParallel over any backend."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from cpuft.comm.compression import int8, powersgd
+from cpuft.config import COMPRESSIONS, REMOVED_VALUES
+from cpuft.errors import CpuftError, near_names
+
+Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
+"""Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks."""
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A value of --grad-compression."""
+
+    make_reduce: Callable[[dist.ProcessGroup], Reduce]
+    """Returns what averages buckets over the ranks of a group."""
+    wire_type: torch.dtype | None = None
+    """The type to which gradients are rounded before they are sent; None for their own type or an encoding."""
+
+
+def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over the ranks, sent as bf16 or fp16.
+
+    Gradients are divided first, so that the sum over many ranks does not overflow in fp16. torch's own hooks do the
+    same, but DDP refuses bf16_compress_hook by its name where there is no NCCL.
+    """
+    buffer = bucket.buffer()
+    rounded = buffer.to(dtype).div_(group.size())  # the buffer itself if it has that type already
+    work = dist.all_reduce(rounded, group=group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+
+    def write_back(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        summed = done.value()[0]
+        return buffer if summed is buffer else buffer.copy_(summed)
+
+    return future.then(write_back)
+
+
+def _make_rounding(dtype: torch.dtype) -> Compression:
+    return Compression(lambda group: functools.partial(_average_as, dtype, group), dtype)
+
+
+TABLE = {
+    "none": Compression(lambda group: functools.partial(allreduce_hook, group)),
+    "bf16": _make_rounding(torch.bfloat16),
+    "fp16": _make_rounding(torch.float16),
+    "int8": Compression(lambda group: int8.BlockReducer(group).reduce),
+    "powersgd": Compression(lambda group: powersgd.PowerSGD(group).reduce),
+}
+"""All compressions. `cpuft.config` holds what the launcher, which must not import torch, needs to know about them:
+COMPRESSIONS, AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS and COMPRESSIONS_WITH_FEEDBACK."""
+
+
+def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
+    """Return what averages buckets of gradients over the ranks of `group`.
+
+    Parameters
+    ----------
+    compression: `none`; `bf16` or `fp16`, which send half the bytes of fp32 gradients; `int8`, a quarter, as blocks of
+        8-bit numbers with error feedback; `powersgd`, the factors of a rank-16 approximation with error feedback, for
+        slow networks, and bf16 where the factors would be larger.
+
+    Raises CpuftError: there is no such compression.
+    """
+    if removed := REMOVED_VALUES.get(("--grad-compression", compression)):
+        raise CpuftError(removed)
+    if compression not in TABLE:
+        raise CpuftError(f"there is no gradient compression {compression}: {near_names(compression, COMPRESSIONS[1:])}")
+    return TABLE[compression].make_reduce(group)
+
+
+def resolve_compression(requested: str, precision: str) -> str:
+    """Return `requested`, or for `auto` bf16 if the model trains in bf16, else `none`."""
+    return requested if requested != "auto" else "bf16" if precision == "bf16" else "none"
+
+
+def to_wire_type(gradient: torch.Tensor, compression: str) -> torch.Tensor:
+    """Return the gradient in the type in which it is sent; the same tensor if it has that type already."""
+    return gradient.to(_wire_type(compression) or gradient.dtype)
+
+
+def wire_type_name(compression: str) -> str:
+    """Return torch's name of the type in which most bytes are sent, for example "bfloat16"."""
+    return str(_wire_type(compression) or torch.float32).removeprefix("torch.")
+
+
+def _wire_type(compression: str) -> torch.dtype | None:
+    return TABLE[compression].wire_type if compression in TABLE else None
+
+
+def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
+    """Let a wrapped model send its gradients compressed. Call it once, before the first backward pass.
+
+    Raises CpuftError: there is no such compression.
+    """
+    reduce = make_reduce(compression, model.process_group)
+    # A lambda, because DDP compares the annotations of a function with types, and postponed annotations are text.
+    model.register_comm_hook(None, lambda _, bucket: reduce(bucket))

@@ -1,1 +1,0 @@
-"""How gradients and parameters travel in fewer bytes."""

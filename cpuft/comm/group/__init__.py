@@ -1,1 +1,0 @@
-"""One c10d process group over any library of blocking collectives."""

@@ -1,0 +1,326 @@
+"""Detection of lost ranks: every rank keeps a connection to one hub, which the kernel closes when a process ends.
+
+A store or periodic heartbeats would have to guess from silence, and a rank that computes while it holds the GIL is
+silent too. The hub only relays messages and reports closed connections, so nothing is sent while all is well.
+
+Until all ranks are connected, the hub's port accepts anybody. A connection that does not prove within a few seconds and
+bytes that it knows the run's key is closed. When all ranks are connected, the port is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, BinaryIO
+
+from torch._C._distributed_c10d import Store
+
+from cpuft.errors import CpuftError
+from cpuft.rank.process import FOREIGN
+from cpuft.terminal import notice_silence
+
+KEY_VARIABLE = "CPUFT_RUN_KEY"
+"""Environment variable with the run's key, which is the same for all ranks. If the launcher has not set it, the first
+rank makes a key and shares it through the store."""
+MAX_UNVERIFIED = 256
+"""Most connections without a hello. One more closes the oldest of them."""
+WELCOME = b"welcome\n"
+
+Message = dict[str, Any]
+
+_HELLO_SECONDS = 5.0
+"""How long a new connection may take to say hello."""
+_HELLO_BYTES = 256
+_START_SECONDS = 30.0
+_LINE_BYTES = 1 << 17
+_MAX_REPORTS = 5
+"""Refused connections that are reported on standard error."""
+_JOIN_SECONDS = 60.0
+_RETRY_SECONDS = 0.2
+_FOREIGN_SECONDS = 10.0
+"""How long a rank waits for the first rank's own entry while the store holds one that the first rank did not write."""
+
+
+class StartupDisturbedError(CpuftError):
+    """Ranks did not find each other, perhaps because another host wrote to torch's store, which has no password.
+
+    Its exit code is 1 and not that of a refused option, because another start of the run may succeed.
+    """
+
+    exit_code = 1
+
+
+class Hub:
+    """A relay on the first rank: what one rank sends, all ranks receive. A closed connection becomes {"gone": rank}.
+
+    Parameters
+    ----------
+    key: the run's key.
+    host: the only address that the hub listens on.
+    ranks: the ranks that may join, each once.
+    report: called with a text for each of the first refused connections.
+    hello_seconds: how long a new connection may take to say hello.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        host: str,
+        ranks: Sequence[int],
+        report: Callable[[str], object],
+        hello_seconds: float = _HELLO_SECONDS,
+    ) -> None:
+        self._key, self._missing, self._report = key, {str(rank).encode() for rank in ranks}, report
+        self._hello_seconds = hello_seconds
+        listener = socket.create_server((host, 0), backlog=1024)
+        self.port: int = listener.getsockname()[1]
+        self._ranks: dict[asyncio.StreamWriter, int] = {}
+        self._unverified: list[asyncio.Task[str]] = []
+        self._refused = 0
+        self.is_full = threading.Event()
+        """Set when all ranks are connected."""
+        started = threading.Event()
+        run = self._run(listener, started)
+        threading.Thread(target=asyncio.run, args=(run,), name="cpuft-comm-hub", daemon=True).start()
+        # Wait until the event loop has its file descriptors, so that later ones of this process cannot exhaust them.
+        started.wait(_START_SECONDS)
+
+    async def _run(self, listener: socket.socket, started: threading.Event) -> None:
+        self._over = asyncio.Event()
+        # If no file descriptor is left for accept, asyncio calls this handler and tries again after a second.
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: self._report_refusal(found["message"]))
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=_LINE_BYTES, start_serving=False)
+        await self._server.start_serving()
+        started.set()
+        await self._over.wait()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection from its hello to its end."""
+        address, *_ = writer.get_extra_info("peername") or ("nowhere",)
+        notice_silence(writer.get_extra_info("socket"))
+        hello = asyncio.create_task(self._verify(reader, writer))
+        self._unverified.append(hello)
+        if len(self._unverified) > MAX_UNVERIFIED:
+            self._unverified[0].cancel()
+        done, _ = await asyncio.wait([hello], timeout=self._hello_seconds)
+        self._unverified.remove(hello)
+        reason = (
+            "came after all ranks" if self.is_full.is_set() else f"was the oldest of {MAX_UNVERIFIED} without hello"
+        )
+        if not done:
+            hello.cancel()
+            reason = f"sent no hello in {self._hello_seconds:g} s"
+        elif not hello.cancelled():
+            reason = hello.result()
+        if reason:
+            self._report_refusal(f"closed a connection from {address}, which {reason}")
+        else:
+            await self._relay_messages(reader, writer)
+        writer.transport.abort()
+
+    async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
+        """Accept a rank that sends "RANK PROOF", each rank once; return "" or why it was refused.
+
+        Nothing is parsed before the proof is verified.
+        """
+        nonce = secrets.token_hex(16).encode()
+        writer.write(nonce + b"\n")
+        try:
+            hello = await reader.readuntil()
+        except asyncio.LimitOverrunError:
+            return "sent too long a line"
+        except (OSError, EOFError):
+            return "closed it without a hello"
+        rank, _, proof = hello[:-1].partition(b" ")
+        if not hmac.compare_digest(proof, make_proof(self._key, nonce, rank)):
+            return "does not know the run's key"
+        if rank not in self._missing:
+            return f"claims to be rank {rank.decode(errors='replace')}, which is connected already or not of this run"
+        self._missing.remove(rank)
+        self._ranks[writer] = int(rank)
+        writer.write(WELCOME)
+        if not self._missing:
+            self._stop_accepting()
+        return ""
+
+    def _stop_accepting(self) -> None:
+        """Close the port and all unverified connections, because all ranks are connected."""
+        self._server.close()
+        self.is_full.set()
+        for hello in self._unverified:
+            if hello is not asyncio.current_task():
+                hello.cancel()
+
+    async def _relay_messages(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Relay a rank's messages until its connection closes, and then report that it is gone."""
+        with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
+            while True:
+                self._send_to_all(await reader.readuntil())
+        self._send_to_all(json.dumps({"gone": self._ranks.pop(writer)}).encode() + b"\n")
+        if not self._missing and not self._ranks:
+            self._over.set()
+
+    def _send_to_all(self, line: bytes) -> None:
+        for writer in self._ranks:
+            # A stopped rank reads nothing: its buffer must not grow without limit.
+            if writer.transport.get_write_buffer_size() < _LINE_BYTES:
+                writer.write(line)
+
+    def _report_refusal(self, text: str) -> None:
+        self._refused += 1
+        more = "; further ones are not reported" if self._refused == _MAX_REPORTS else ""
+        if self._refused <= _MAX_REPORTS:
+            self._report(f"cpuft comm: the liveness hub {text}{more}")
+
+
+def make_proof(key: bytes, *fields: bytes) -> bytes:
+    """Return an HMAC of `fields`, which only a holder of the run's key can compute: 64 hexadecimal digits."""
+    return hmac.new(key, b" ".join(fields), "sha256").hexdigest().encode()
+
+
+class LivenessConnection:
+    """A rank's connection to the hub.
+
+    Parameters
+    ----------
+    store: through which the ranks find the hub's address.
+    rank: this process.
+    ranks: all ranks that will join.
+    is_first: true on exactly one rank, which opens the hub.
+    on_message: called with each message, on a thread of the connection. {"hub": "gone"} means that the hub is lost.
+    join_seconds: how long joining may take.
+
+    Raises StartupDisturbedError: the hub does not accept this rank, or the store's entry about the hub is not this
+    run's own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        is_first: bool,
+        on_message: Callable[[Message], None],
+        join_seconds: float = _JOIN_SECONDS,
+    ) -> None:
+        self._hub = _open_hub(store, ranks) if is_first else None
+        address, key = _find_hub(store, rank)
+        self._on_message = on_message
+        self._socket, self._lines = _join(address, key, rank, join_seconds)
+        threading.Thread(target=self._run, name="cpuft-comm-liveness", daemon=True).start()
+
+    def wait_for_all(self, seconds: float = _JOIN_SECONDS) -> None:
+        """Wait on the first rank until all ranks are connected, at most `seconds`; return at once on all others."""
+        if self._hub:
+            self._hub.is_full.wait(seconds)
+
+    def send(self, message: Message) -> None:
+        """Send a message to all ranks, including this one. Does nothing if the hub is lost."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._lines:
+            for line in self._lines:
+                self._on_message(json.loads(line))
+        self._on_message({"hub": "gone"})
+
+
+def _seal_address(key: bytes, host: str, port: int) -> str:
+    return make_proof(key, host.encode(), str(port).encode()).decode()
+
+
+def _open_hub(store: Store, ranks: Sequence[int]) -> Hub:
+    """Open the hub, and write its address with an HMAC to the store."""
+    shared_key, host = os.environ.get(KEY_VARIABLE, ""), _own_address()
+    key = shared_key or secrets.token_hex(32)
+    hub = Hub(key.encode(), host, ranks, lambda text: os.write(2, text.encode() + b"\n"))
+    place = {"host": host, "port": hub.port, "seal": _seal_address(key.encode(), host, hub.port)}
+    entry = json.dumps(place if shared_key else place | {"key": key})
+    store.set("liveness", entry)
+    if shared_key:
+        threading.Thread(target=_announce, args=(store, entry, hub), name="cpuft-comm-announce", daemon=True).start()
+    return hub
+
+
+def _announce(store: Store, entry: str, hub: Hub) -> None:
+    """Write the hub's address repeatedly until all ranks are connected: anybody may overwrite or delete it."""
+    end = time.monotonic() + _JOIN_SECONDS
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        while not hub.is_full.wait(_RETRY_SECONDS) and time.monotonic() < end:
+            store.set("liveness", entry)
+
+
+def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:
+    """Return the hub's (host, port), which only a rank of this run can have written, and the run's key."""
+    # Ranks may start far apart, so this wait has a limit of its own and not that of collectives, which the store has.
+    store.wait(["liveness"], timedelta(seconds=_JOIN_SECONDS))
+    end = time.monotonic() + _FOREIGN_SECONDS
+    while not (found := _read_entry(store.get("liveness"))):
+        if time.monotonic() > end:
+            raise StartupDisturbedError(
+                f"{FOREIGN}: the address of the first rank was not written with rank {rank}'s {KEY_VARIABLE}. "
+                "Start all ranks with one cpuft launch, and keep other hosts away from the ports of ranks"
+            )
+        time.sleep(_RETRY_SECONDS)
+        store.wait(["liveness"], timedelta(seconds=_FOREIGN_SECONDS))
+    return found
+
+
+def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
+    """Return the hub's (host, port) and the run's key, or None if the entry was not written with the key."""
+    try:
+        place = json.loads(text)
+        key = (os.environ.get(KEY_VARIABLE, "") or str(place.get("key", ""))).encode()
+        address = str(place["host"]), int(place["port"])
+        is_own = hmac.compare_digest(str(place["seal"]).encode(), _seal_address(key, *address).encode())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UnicodeError):
+        return None
+    return (address, key) if is_own else None
+
+
+def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tuple[socket.socket, BinaryIO]:
+    """Connect to the hub and say hello; repeat that if unverified connections crowd this one out.
+
+    Returns the socket, and a file of the lines that arrive on it. Raises StartupDisturbedError after `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection(address, timeout=left)
+            lines = connection.makefile("rb")
+            nonce, name = lines.readline(_HELLO_BYTES).strip(), str(rank).encode()
+            connection.sendall(name + b" " + make_proof(key, nonce, name) + b"\n")
+            if lines.readline(_HELLO_BYTES) == WELCOME:
+                connection.settimeout(None)
+                notice_silence(connection)
+                return connection, lines
+            connection.close()
+        time.sleep(_RETRY_SECONDS)
+    raise StartupDisturbedError(
+        f"rank {rank} could not join the first rank at {address[0]} port {address[1]} within {seconds:.0f} s: "
+        f"check whether this rank runs twice, and whether a firewall separates the two hosts"
+    )
+
+
+def _own_address() -> str:
+    """Return where other ranks reach this one: MASTER_ADDR if it is an address of this host, else the host's name."""
+    with contextlib.suppress(OSError, KeyError), socket.socket() as probe:
+        probe.bind((os.environ["MASTER_ADDR"], 0))
+        return os.environ["MASTER_ADDR"] or socket.gethostname()
+    return socket.gethostname()

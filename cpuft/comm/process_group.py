@@ -1,0 +1,492 @@
+"""A c10d process group over any backend of blocking collectives.
+
+Operations are queued to threads of the group, so that they overlap with computing. torch waits on their Work
+objects and Futures.
+"""
+
+# torch's stub lists the overloads that its C++ class accepts; torch calls a subclass with the first one only.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpuft.comm import tensors as collectives
+from cpuft.comm.backends.base import Backend, GroupMembership
+from cpuft.comm.watchdog import OperationRegister, Watchdog, stop_watchdog
+
+Tensors = list[torch.Tensor]
+_CLOSE_SECONDS = 1.0
+_COLLECTIVES = "collectives"
+
+
+class ProgressThread:
+    """A thread that runs tasks in order. It is a daemon, so that a call that never returns does not block the exit."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"cpuft-comm-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Run the task after all tasks that were put before. Tasks must handle their own errors."""
+        self._queue.put(task)
+
+    def close(self, seconds: float) -> None:
+        """End the thread after the tasks put so far, and wait at most this many seconds for its end."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        # Grad mode is a property of a thread, and copies into parameters must not be recorded by autograd.
+        with torch.no_grad():
+            while (task := self._queue.get()) is not None:
+                task()
+                del task  # a waiting thread must not keep the last task's tensors alive
+
+
+_idle_threads: list[ProgressThread] = []
+
+
+def _run_callbacks(task: Callable[[], None]) -> None:
+    """Run a task on an idle thread, or on a new one if there is none."""
+    try:
+        thread = _idle_threads.pop()
+    except IndexError:
+        thread = ProgressThread("callbacks")
+
+    def run() -> None:
+        task()
+        _idle_threads.append(thread)
+
+    thread.put(run)
+
+
+class QueuedWork(dist.Work):
+    """The Work of a queued operation. Its errors reach Python's wait() and C++ callbacks alike.
+
+    Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` passes C++
+    a value that it cannot read. So the error is raised in a callback of a future, which both sides understand.
+    Callbacks run on a thread of their own and not on the group's: those of torch's PowerSGD wait for a collective that
+    the group's thread has still to run.
+    """
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+        self._error: BaseException | None = None
+        self._source = -1
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._trigger: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def complete(self, source: int = -1) -> None:
+        """Mark the operation as successful. `source` is the rank from which data was received."""
+        self._source = source
+        self._finish()
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the operation as failed."""
+        self._error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._done.set()
+            trigger = self._trigger
+        if trigger is not None:
+            _run_callbacks(lambda: trigger.set_result(None))
+
+    def _unwrap(self, _: torch.futures.Future[Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the output tensors."""
+        with self._lock:
+            if self._future is None:
+                self._trigger = torch.futures.Future()
+                self._future = self._trigger.then(self._unwrap)
+                if self._done.is_set():
+                    self._trigger.set_result(None)
+            return self._future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is done. Raises the operation's error.
+
+        `timeout` is ignored, because the watchdog enforces the group's timeout.
+        """
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Do the same as wait()."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the operation has succeeded or failed."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Return whether the operation has succeeded."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the operation's error, if it has failed."""
+        return self._error
+
+    def result(self) -> Any:
+        """Wait for the operation and return its output tensors."""
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        """Return the rank from which data was received; -1 for other operations."""
+        return self._source
+
+    _source_rank = source_rank
+
+
+class CoalescedWork(dist.Work):
+    """The Work of several operations that were launched together."""
+
+    def __init__(self, works: Sequence[QueuedWork]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all operations are done. Raises the first error."""
+        return all(work.wait() for work in self._works)
+
+    def synchronize(self) -> None:
+        """Do the same as wait()."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether all operations have succeeded or failed."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return whether all operations have succeeded."""
+        return all(work.is_success() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the list of all output tensors."""
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda done: [tensor for one in done.value() for tensor in _flatten(one.value())])
+
+
+def _flatten(result: Any) -> Tensors:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [tensor for part in result for tensor in _flatten(part)]
+
+
+class CollectiveGroup(dist.ProcessGroup):
+    """The process group of the backends ccl and mpi.
+
+    Tensors may have any layout; those that are not contiguous are copied. Collectives run in order on one thread. Sends
+    and receives have a thread for each peer, direction and tag, because a blocking send may wait for a receive that the
+    peer posts later.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        membership: GroupMembership,
+        timeout: float,
+        register: OperationRegister,
+        watchdog: Watchdog,
+    ) -> None:
+        # The constructor that takes a store cannot make subclasses.
+        super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]
+        self._backend = backend
+        self._membership = membership
+        self._timeout = timeout
+        self._register = register
+        self._watchdog = watchdog
+        self._threads: dict[str, ProgressThread] = {}
+        self._coalesced: list[QueuedWork] | None = None
+        self._group_name = membership.label
+        self._group_description = ""
+
+    # torch's C++ class keeps these names in its own backends, of which this group has none.
+    def name(self) -> str:
+        """Return the backend's name."""
+        return self._backend.name
+
+    getBackendName = name
+
+    def getGroupName(self) -> str:
+        """Return the unique name that torch gave the group."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the group's name. torch calls this after creation."""
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        """Return the group's description."""
+        return self._group_description
+
+    def setGroupDesc(self, text: str) -> None:
+        """Set the group's description. torch calls this after creation."""
+        self._group_description = text
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later operations."""
+        self._timeout = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Close the group without waiting for any other rank."""
+        for thread in self._threads.values():
+            thread.close(_CLOSE_SECONDS)
+        self._backend.close()
+        self._register.forget_group(self._membership.label)
+        if self._membership.is_world:
+            stop_watchdog()
+
+    abort = shutdown
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> CoalescedWork:
+        works, self._coalesced = self._coalesced or [], None
+        return CoalescedWork(works)
+
+    def _launch(
+        self,
+        name: str,
+        payload: Tensors,
+        result: Any,
+        body: Callable[[], int | None],
+        channel: str = "",
+        ranks: tuple[int, ...] = (),
+    ) -> QueuedWork:
+        """Queue an operation and return its Work.
+
+        Parameters
+        ----------
+        name: of the operation, in messages.
+        payload: this rank's contribution, whose bytes are counted.
+        result: the output tensors.
+        body: runs the operation; returns the rank it received from, or None.
+        channel, ranks: what the operation is ordered in and the world ranks that take part; by default the group.
+        """
+        work = QueuedWork(result)
+        nbytes = sum(tensor.nbytes for tensor in payload)
+        key = f"{name} {channel}" if channel else _COLLECTIVES
+
+        def task() -> None:
+            operation = self._register.begin(
+                channel or self._membership.label, name, nbytes, ranks or self._membership.ranks, self._timeout
+            )
+            try:
+                source = body()
+            except Exception as error:
+                self._watchdog.exit_if_rank_lost(operation, error)
+                self._register.end(operation)
+                work.fail(error)
+            else:
+                self._register.end(operation)
+                work.complete(-1 if source is None else source)
+
+        if key not in self._threads:
+            self._threads[key] = ProgressThread(key)
+        self._threads[key].put(task)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> QueuedWork:
+        """Reduce each tensor over the ranks, in place."""
+        reduction = collectives.reduction_name(opts.reduceOp) if opts else "sum"
+
+        def body() -> None:
+            for tensor in tensors:
+                with collectives.contiguous_in_place(tensor) as dense:
+                    collectives.all_reduce(self._backend, self._membership.size, dense, reduction)
+
+        return self._launch("all_reduce", tensors, tensors, body)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> QueuedWork:
+        """Reduce to the root rank; the tensors of the other ranks do not change."""
+        reduction = collectives.reduction_name(opts.reduceOp)
+
+        def body() -> None:
+            for tensor in tensors:
+                whole = tensor.clone(memory_format=torch.contiguous_format)
+                collectives.all_reduce(self._backend, self._membership.size, whole, reduction)
+                if self._membership.rank == opts.rootRank:
+                    tensor.copy_(whole)
+
+        return self._launch("reduce", tensors, tensors, body)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> QueuedWork:
+        """Copy the root's tensors to all ranks."""
+
+        def body() -> None:
+            for tensor in tensors:
+                with collectives.contiguous_in_place(tensor) as dense:
+                    collectives.broadcast(self._backend, dense, opts.rootRank)
+
+        return self._launch("broadcast", tensors, tensors, body)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> QueuedWork:
+        """Give every rank the tensors of all ranks, which may differ in size."""
+
+        def body() -> None:
+            for targets, source in zip(outputs, inputs, strict=True):
+                collectives.all_gather(self._backend, self._membership.rank, source, targets)
+
+        return self._launch("all_gather", inputs, outputs, body)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> QueuedWork:
+        """Gather several inputs. `outputs` holds a list for each rank, with a tensor for each input."""
+        return self.allgather([list(targets) for targets in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> QueuedWork:
+        """Give every rank the equally large tensors of all ranks, one after another in `output`."""
+        return self._gather_single([output], [source], output)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
+        """Do the same as `all_gather_single` for several tensors."""
+        return self._gather_single(outputs, inputs, outputs)
+
+    def _gather_single(self, outputs: Tensors, inputs: Tensors, result: Any) -> QueuedWork:
+        def body() -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                collectives.all_gather_single(self._backend, source, output)
+
+        return self._launch("all_gather", inputs, result, body)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> QueuedWork:
+        """Reduce lists of tensors, of which rank r gets the r-th one; they may differ in size."""
+        reduction = collectives.reduction_name(opts.reduceOp) if opts else "sum"
+
+        def body() -> None:
+            for output, pieces in zip(outputs, inputs, strict=True):
+                collectives.reduce_scatter(self._backend, self._membership.rank, pieces, output, reduction)
+
+        return self._launch("reduce_scatter", [piece for pieces in inputs for piece in pieces], outputs, body)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> QueuedWork:
+        """Reduce a tensor of `size` equal parts, of which rank r gets the r-th one."""
+        return self._scatter_single([output], [source], opts, output)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
+        """Do the same as `reduce_scatter_single` for several tensors."""
+        return self._scatter_single(outputs, inputs, opts, outputs)
+
+    def _scatter_single(self, outputs: Tensors, inputs: Tensors, opts: Any, result: Any) -> QueuedWork:
+        reduction, rank = collectives.reduction_name(opts.reduceOp) if opts else "sum", self._membership.rank
+
+        def body() -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                with collectives.contiguous_in_place(output) as dense:
+                    collectives.reduce_scatter_single(self._backend, rank, source.contiguous(), dense, reduction)
+
+        return self._launch("reduce_scatter", inputs, result, body)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
+        """Send the r-th input to rank r, and receive the r-th output from it."""
+        body = lambda: collectives.all_to_all(self._backend, inputs, outputs)  # noqa: E731
+        return self._launch("all_to_all", inputs, outputs, body)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: Sequence[int],
+        source_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> QueuedWork:
+        """Send slices along the first dimension to all ranks; empty lists of sizes mean equal slices."""
+
+        def body() -> None:
+            sizes = source_sizes, output_sizes
+            collectives.all_to_all_single(self._backend, source, output, sizes, self._membership.size)
+
+        return self._launch("all_to_all", [source], output, body)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> QueuedWork:
+        """Give the root rank the tensors of all ranks."""
+
+        def body() -> None:
+            targets = outputs[0] if outputs else []
+            collectives.gather(self._backend, self._membership.size, opts.rootRank, inputs[0], targets)
+
+        return self._launch("gather", inputs, outputs, body)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> QueuedWork:
+        """Give rank r the root's r-th tensor."""
+
+        def body() -> None:
+            sources = inputs[0] if inputs else []
+            collectives.scatter(self._backend, self._membership.size, opts.rootRank, sources, outputs[0])
+
+        return self._launch("scatter", outputs, outputs, body)
+
+    def barrier(self, opts: Any = None) -> QueuedWork:
+        """Wait for all ranks."""
+        token = torch.zeros(1, dtype=torch.int32)
+        body = lambda: collectives.all_reduce(self._backend, self._membership.size, token, "sum")  # noqa: E731
+        return self._launch("barrier", [], [token], body)
+
+    # The names of these methods in torch before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
+        """Send tensors to one rank of the group."""
+
+        def body() -> int:
+            for tensor in map(torch.Tensor.contiguous, tensors):
+                self._backend.send(tensor.data_ptr(), tensor.nbytes, peer, tag)
+            return self._membership.rank
+
+        return self._launch_point_to_point("send", tensors, self._membership.rank, peer, tag, body)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
+        """Receive tensors from one rank of the group."""
+        body = self._make_receiver(tensors, peer, tag)
+        return self._launch_point_to_point("recv", tensors, peer, self._membership.rank, tag, body)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
+        """Receive tensors from the rank that sends first."""
+        body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
+        return self._launch("recv", tensors, tensors, body, channel, self._membership.ranks)
+
+    def _make_receiver(self, tensors: Tensors, peer: int | None, tag: int) -> Callable[[], int]:
+        def body() -> int:
+            source = -1
+            for tensor in tensors:
+                with collectives.contiguous_in_place(tensor) as dense:
+                    source = self._backend.recv(dense.data_ptr(), dense.nbytes, peer, tag)
+            return source
+
+        return body
+
+    def _launch_point_to_point(
+        self, name: str, tensors: Tensors, source: int, target: int, tag: int, body: Callable[[], int]
+    ) -> QueuedWork:
+        ranks = (self._membership.ranks[source], self._membership.ranks[target])
+        channel = f"{self._membership.label} from {ranks[0]} to {ranks[1]} (tag {tag})"
+        return self._launch(name, tensors, tensors, body, channel, ranks)

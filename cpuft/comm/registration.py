@@ -1,0 +1,152 @@
+"""The table of backends, their registration with torch.distributed, and the start and end of communication."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from cpuft.comm.backends import ccl, mpi
+from cpuft.comm.backends.base import Backend, GroupMembership
+from cpuft.comm.backends.gloo import WatchedGlooGroup
+from cpuft.comm.process_group import CollectiveGroup
+from cpuft.comm.watchdog import choose_timeout, register, start_watchdog
+from cpuft.errors import CpuftError, near_names
+from cpuft.rank.process import remove_shared_memory
+from cpuft.rank.script import flush_and_exit, listen_narrowly
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """A backend of --backend: how torch finds it, and what makes its process groups."""
+
+    torch_name: str
+    """Name in torch.distributed, which keeps "mpi" for a library compiled into it, and "gloo" for its own backend."""
+    make_group: Callable[[GroupMembership, Store, float], dist.ProcessGroup]
+    """Takes the membership, a store that all members share, and the timeout in seconds."""
+    load: Callable[[], object] = lambda: None
+    """Loads the libraries that the backend needs. Raises CpuftError if one is missing."""
+
+    def find_problem(self) -> str:
+        """Return why the backend cannot be used in this process, or "" if it can. May load libraries."""
+        try:
+            self.load()
+        except CpuftError as error:
+            return str(error)
+        return ""
+
+
+def _make_gloo_group(membership: GroupMembership, store: Store, timeout: float) -> dist.ProcessGroup:
+    watchdog = start_watchdog(store, membership.rank, membership.ranks)
+    return WatchedGlooGroup(store, membership, timeout, register, watchdog)
+
+
+def _make_collective_group(
+    connect: Callable[[Store, int, int, str], Backend], membership: GroupMembership, store: Store, timeout: float
+) -> dist.ProcessGroup:
+    watchdog = start_watchdog(store, membership.rank, membership.ranks)
+    operation = register.begin(f"{membership.label} from nothing", "connect", 0, membership.ranks, timeout)
+    try:
+        backend = connect(store, membership.rank, membership.size, membership.label)
+    finally:
+        register.end(operation)
+    return CollectiveGroup(backend, membership, timeout, register, watchdog)
+
+
+def _make_ccl_group(membership: GroupMembership, store: Store, timeout: float) -> dist.ProcessGroup:
+    """Make a group over oneCCL, but only one of all ranks: subgroups communicate over gloo.
+
+    oneCCL 2021.16 sometimes hangs inside its own key-value store when a process makes a second communicator (4 of 24
+    starts of 4 ranks; the stack ends in the read of the key-value store). Gradients use the group of all ranks.
+    """
+    if membership.is_world:
+        return _make_collective_group(ccl.CclBackend, membership, store, timeout)
+    return _make_gloo_group(membership, store, timeout)
+
+
+BACKENDS = {
+    "gloo": BackendEntry("cpuft_gloo", _make_gloo_group),
+    "mpi": BackendEntry("mpi4py", functools.partial(_make_collective_group, mpi.MpiBackend), mpi.load),
+    "ccl": BackendEntry("ccl", _make_ccl_group, ccl.load),
+}
+"""All backends by the names that --backend accepts."""
+
+
+def register_backends() -> None:
+    """Register all backends with torch.distributed, and let its stores listen on one address only.
+
+    Calling this again changes nothing.
+    """
+    # Imported by its name, because torch.distributed also has a function of that name.
+    listen_narrowly(importlib.import_module("torch.distributed.rendezvous"))
+    for entry in BACKENDS.values():
+        creator = functools.partial(_make_group, entry)
+        dist.Backend.register_backend(entry.torch_name, creator, extended_api=True, devices=["cpu"])
+    if not dist.is_mpi_available() and dist.Backend("mpi") == dist.Backend.MPI:
+        _redirect_mpi(dist.Backend.__new__)
+
+
+def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
+    """Make a process group from torch's DistributedBackendOptions."""
+    is_world = not options.global_ranks_in_group
+    membership = GroupMembership(
+        label="the world" if is_world else f"group {options.group_id}",
+        rank=options.group_rank,
+        ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
+        is_world=is_world,
+    )
+    return entry.make_group(membership, options.store, choose_timeout(options.timeout))
+
+
+def _redirect_mpi(original: Callable[..., str]) -> None:
+    """Let the backend name "mpi" mean cpuft's backend if torch was built without MPI.
+
+    torch compares the parsed name with its own names before it looks at registered ones, so the parser is changed.
+    """
+
+    def parse(cls: type[dist.Backend], name: str) -> str:
+        parsed = original(cls, name)
+        return BACKENDS["mpi"].torch_name if parsed == "mpi" else parsed
+
+    dist.Backend.__new__ = parse  # type: ignore[method-assign]
+
+
+def start(
+    backend: str, timeout_seconds: float | None = None, store: Store | None = None, rank: int = -1, world_size: int = -1
+) -> None:
+    """Call `init_process_group` with a backend of cpuft, whose watchdog enforces the timeout of all operations.
+
+    Parameters
+    ----------
+    backend: ccl, mpi or gloo.
+    timeout_seconds: how long a collective may take; torch's 30 minutes by default.
+    store, rank, world_size: given together, they replace the environment variables RANK, WORLD_SIZE, MASTER_ADDR and
+        MASTER_PORT.
+
+    Raises CpuftError: there is no such backend, or a library that it needs is missing.
+    """
+    if backend not in BACKENDS:
+        raise CpuftError(f"there is no backend {backend}: {near_names(backend, BACKENDS)}")
+    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
+    dist.init_process_group(
+        BACKENDS[backend].torch_name, timeout=timeout, store=store, rank=rank, world_size=world_size
+    )
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with an exit code, after Python's exit handlers but without those of C.
+
+    A process that has used both oneCCL and Intel MPI must end like this. Both use libfabric, whose shm provider (that
+    of impi-rt 2021.18) otherwise frees its endpoints twice at exit and aborts, whatever the exit code should be.
+    """
+    atexit._run_exitfuncs()
+    remove_shared_memory(os.getpid())
+    flush_and_exit(code)

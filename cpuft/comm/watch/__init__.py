@@ -1,1 +1,0 @@
-"""Deadlines, and who is alive."""

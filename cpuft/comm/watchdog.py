@@ -1,0 +1,403 @@
+"""The watchdog: no collective waits for ever, and a line on standard error names the ranks that are missing.
+
+Each process has one register of pending operations and one watchdog, which all of its process groups share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from cpuft.comm.liveness import LivenessConnection
+from cpuft.errors import AGAIN, CpuftError
+from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
+from cpuft.rank.reporting import hold, start_reporting
+from cpuft.rank.world import parse_world
+
+TIMEOUT_VARIABLE = "CPUFT_COMM_TIMEOUT"
+"""Environment variable with the timeout of all operations in seconds, instead of init_process_group's."""
+GONE_GRACE_SECONDS = 3.0
+"""How long operations may still go on after one of their ranks has ended. A rank may finish its part of a collective
+and exit while the others still receive."""
+
+_POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 2.0
+"""How long the watchdog waits for the other ranks to report their progress."""
+_EXIT_DELAY_SECONDS = 0.5
+_DETECTION_SECONDS = 2.0
+"""How long a library's connection error waits for the liveness hub to notice the lost rank, too."""
+_CONNECTION_ERRORS = ("connection", "peer", "socket", "timed out", "unreachable", "process failed")
+_ENDED = "ended, or cut off"
+_SILENT = "no answer: stopped, or its host is lost"
+_HALF_OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter")
+"""Collectives that send half as many bytes as an all-reduce of the same tensor."""
+
+Progress = Mapping[str, tuple[int, str]]
+"""The last operation that a rank has started in each channel: its sequence number and name."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective, send or receive, as this rank sees it."""
+
+    channel: str
+    """What the operation is ordered in: a group, or one direction and tag between two ranks of a group."""
+    sequence: int
+    """Its number in the channel, from 1; the same on all ranks that take part."""
+    name: str
+    nbytes: int
+    """Bytes that this rank contributes or receives."""
+    ranks: tuple[int, ...]
+    """World ranks of all ranks that take part."""
+    timeout: float
+    """Seconds that it may take."""
+    started: float
+    """time.monotonic() when this rank began to wait."""
+
+
+@dataclass
+class Traffic:
+    """What this rank has passed to collectives."""
+
+    operations: int = 0
+    """Number of operations."""
+    nbytes: int = 0
+    """Payload in the bytes of an all-reduce: what the caller passed, and not what the library's algorithm sends. An
+    operation that is half of an all-reduce counts half of the bytes with which all ranks end, so that operations with
+    the same count load a network alike."""
+
+
+@dataclass
+class OperationRegister:
+    """Pending operations, progress by channel, and traffic of this process. Safe to use from several threads.
+
+    torch's flight recorder, which `cpuft.rank.reporting` reads for groups of torch's own gloo, cannot take its place:
+    it records no process groups that are written in Python.
+    """
+
+    pending: dict[int, Operation] = field(default_factory=dict)
+    progress: dict[str, tuple[int, str]] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    names: set[str] = field(default_factory=set)
+    """Names of all operations that this rank has ever begun."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
+        """Register that this rank has arrived at an operation, and return it with its sequence number."""
+        with self._lock:
+            sequence = self.progress.get(channel, (0, ""))[0] + 1
+            operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
+            self.progress[channel] = (sequence, name)
+            self.pending[id(operation)] = operation
+            self.names.add(name)
+            self.traffic.operations += 1
+            whole = nbytes * len(ranks) if name == "all_gather" else nbytes
+            self.traffic.nbytes += whole // 2 if name in _HALF_OPERATIONS else whole
+        return operation
+
+    def end(self, operation: Operation) -> None:
+        """Remove an operation that has succeeded or failed from the pending ones."""
+        with self._lock:
+            self.pending.pop(id(operation), None)
+
+    def copy_progress(self) -> dict[str, tuple[int, str]]:
+        """Return a copy of the progress by channel."""
+        with self._lock:
+            return dict(self.progress)
+
+    def list_pending(self) -> list[Operation]:
+        """Return the pending operations."""
+        with self._lock:
+            return list(self.pending.values())
+
+    def take_traffic(self) -> Traffic:
+        """Return the traffic since the last call."""
+        with self._lock:
+            taken, self.traffic = self.traffic, Traffic()
+        return taken
+
+    def report(self) -> dict[str, object]:
+        """Return `pending` operations, `progress` and `names` for stack dumps (`cpuft.rank.reporting`)."""
+        now = time.monotonic()
+        pending = [
+            {"channel": one.channel, "sequence": one.sequence, "name": one.name, "seconds": now - one.started}
+            | {"ranks": one.ranks}
+            for one in self.list_pending()
+        ]
+        return {"pending": pending, "progress": self.copy_progress(), "names": sorted(self.names)}
+
+    def forget_group(self, label: str) -> None:
+        """Forget the channels of a closed group, so that a later group of the same name counts from 1."""
+        with self._lock:
+            for channel in [name for name in self.progress if name == label or name.startswith(f"{label} from ")]:
+                del self.progress[channel]
+
+
+def find_overdue(pending: Sequence[Operation], gone: Mapping[int, float], now: float) -> Operation | None:
+    """Return the oldest operation that must be given up, or None.
+
+    An operation is given up when its timeout is over, or GONE_GRACE_SECONDS after one of its ranks has ended.
+
+    Parameters
+    ----------
+    gone: time at which each ended rank was noticed, on the clock of `now` and `Operation.started`.
+    """
+
+    def is_overdue(operation: Operation) -> bool:
+        ended = [gone[rank] for rank in operation.ranks if rank in gone]
+        waited_since_end = now - max(operation.started, min(ended)) if ended else 0.0
+        return now - operation.started > operation.timeout or waited_since_end > GONE_GRACE_SECONDS
+
+    return min(filter(is_overdue, pending), key=lambda operation: operation.started, default=None)
+
+
+def find_missing_ranks(
+    operation: Operation, rank: int, answers: Mapping[int, Progress], gone: Mapping[int, float]
+) -> dict[int, str]:
+    """Return the ranks that keep an operation from ending, each with a description of its state.
+
+    Ranks that are behind only because they wait themselves, for a lost rank or for one further behind, are left out.
+
+    Parameters
+    ----------
+    rank: this process.
+    answers: progress that each rank has reported.
+    gone: ranks that have ended.
+    """
+    if rank and rank not in answers:  # rank 0 relays all messages: not even this rank's own answer came back
+        return {0: _ENDED if 0 in gone else _SILENT}
+    others = [other for other in operation.ranks if other != rank]
+    lost = {other: _ENDED if other in gone else _SILENT for other in others if other in gone or other not in answers}
+    reached = {other: answers[other].get(operation.channel, (0, "")) for other in others if other not in lost}
+    last = min((sequence for sequence, _ in reached.values()), default=operation.sequence)
+    if lost or last >= operation.sequence:
+        return lost
+    return {
+        other: f"last at {name} #{sequence}" if sequence else "has not begun"
+        for other, (sequence, name) in reached.items()
+        if sequence == last
+    }
+
+
+def describe_failure(operation: Operation, rank: int, missing: Mapping[int, str], now: float) -> str:
+    """Return the line that explains why this rank ends."""
+    waited = now - operation.started
+    names = ", ".join(f"rank {other} ({state})" for other, state in sorted(missing.items()))
+    arrived = f"did not arrive: {names}" if missing else "all ranks arrived, so the network or a library hangs"
+    remedy = "look at the log of that rank" if missing else "check the interface and the network between the hosts"
+    return (
+        f"cpuft comm: rank {rank}: {operation.name} #{operation.sequence} of {operation.channel} "
+        f"({operation.nbytes} bytes) waited {waited:.1f} s of at most {operation.timeout:g}; {arrived}. "
+        f"Next: {remedy}, or allow more time with --comm-timeout."
+    )
+
+
+class Watchdog:
+    """A thread that ends the process when an operation is overdue, after it has asked all ranks for their progress.
+
+    It ends the process with os._exit, because destroying a pending oneCCL event blocks, and so does finalizing MPI
+    when a rank is gone.
+
+    Parameters
+    ----------
+    register: the pending operations.
+    exit_process: called with the explanation, the missing ranks, and whether the job hangs although no rank has ended.
+    """
+
+    def __init__(
+        self, register: OperationRegister, exit_process: Callable[[str, Collection[int], bool], None] | None = None
+    ) -> None:
+        self.register = register
+        self._exit_process = exit_process or _exit_process
+        self._rank = 0
+        self._connection: LivenessConnection | None = None
+        self._gone: dict[int, float] = {}
+        self._answers: dict[int, tuple[float, dict[str, tuple[int, str]]]] = {}
+        self._gave_up: set[int] = set()
+        self._ending = threading.Lock()
+        self._closed = threading.Event()
+
+    def start(self, store: Store, rank: int, ranks: tuple[int, ...], is_first: bool) -> None:
+        """Connect to the other ranks, and start the thread.
+
+        `is_first` is true on exactly one rank, which runs the liveness hub.
+        """
+        self._rank = rank
+        if len(ranks) > 1:
+            self._connection = LivenessConnection(store, rank, ranks, is_first, self._handle_message)
+            # The hub's thread must answer all ranks before MPI_Init, which holds the GIL until the others are there.
+            self._connection.wait_for_all()
+        threading.Thread(target=self._run, name="cpuft-comm-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching, because this process needs no more communication."""
+        self._closed.set()
+        if self._connection:
+            self._connection.close()
+
+    def exit_if_rank_lost(self, operation: Operation, error: BaseException) -> None:
+        """End the process if an operation has failed because one of its ranks has ended; else return.
+
+        A library may notice a lost rank before the hub does, so connection errors wait a moment for the hub.
+        """
+        is_connection_error = any(text in str(error).lower() for text in _CONNECTION_ERRORS)
+        deadline = time.monotonic() + (_DETECTION_SECONDS if is_connection_error else 0.0)
+        while not self._closed.is_set():
+            if any(rank in self._gone for rank in operation.ranks):
+                self._give_up(operation)
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(0.05)
+
+    def _run(self) -> None:
+        while not self._closed.wait(_POLL_SECONDS):
+            overdue = find_overdue(self.register.list_pending(), self._gone, time.monotonic())
+            if overdue:
+                self._give_up(overdue)
+
+    def _give_up(self, operation: Operation) -> None:
+        with self._ending:
+            self._request_progress(operation)
+            missing = self._find_missing(operation)
+            text = describe_failure(operation, self._rank, missing, time.monotonic())
+            if self._connection:
+                why = f"{operation.name} #{operation.sequence}"
+                self._connection.send({"end": self._rank, "why": why, "missed": sorted(missing)})
+            self._exit_process(text, missing, not self._gone)
+
+    def _find_missing(self, operation: Operation) -> dict[int, str]:
+        """Return the ranks that keep the operation from ending, apart from those that have given up and ended since."""
+        recent = time.monotonic() - 2 * _ANSWER_SECONDS
+        answers = {rank: progress for rank, (when, progress) in self._answers.items() if when >= recent}
+        missing = find_missing_ranks(operation, self._rank, answers, self._gone)
+        return {rank: state for rank, state in missing.items() if rank not in self._gave_up} or missing
+
+    def _request_progress(self, operation: Operation) -> None:
+        """Ask each rank of the operation for its progress, and wait up to _ANSWER_SECONDS for the answers."""
+        asked = time.monotonic()
+        if self._connection:
+            self._connection.send({"ask": self._rank})
+        wanted = {*operation.ranks, self._rank}
+        while time.monotonic() - asked < _ANSWER_SECONDS and 0 not in self._gone:
+            answered = {rank for rank, (when, _) in self._answers.items() if when >= asked}
+            if wanted <= answered | set(self._gone):
+                break
+            time.sleep(0.05)
+
+    def _handle_message(self, message: dict[str, Any]) -> None:
+        """Handle a message from the hub, on the connection's thread, without waiting."""
+        if self._closed.is_set():
+            return
+        if "gone" in message:
+            self._gone[int(message["gone"])] = time.monotonic()
+        elif "ask" in message and self._connection:
+            self._connection.send({"answer": self._rank, "progress": self.register.copy_progress()})
+        elif "answer" in message:
+            progress = {channel: (int(seq), str(name)) for channel, (seq, name) in message["progress"].items()}
+            self._answers[int(message["answer"])] = (time.monotonic(), progress)
+        elif "hub" in message:
+            self._gone.setdefault(0, time.monotonic())
+        elif "end" in message and message["end"] != self._rank:
+            self._gave_up.add(int(message["end"]))
+            threading.Thread(target=self._follow, args=(message,), daemon=True).start()
+
+    def _follow(self, message: dict[str, Any]) -> None:
+        """End this process because another rank has given up, and say what this rank was doing."""
+        if not self._ending.acquire(blocking=False):
+            return  # this rank is already ending, with a line of its own
+        pending = min(self.register.list_pending(), key=lambda operation: operation.started, default=None)
+        if pending:
+            missing = self._find_missing(pending)
+            text = describe_failure(pending, self._rank, missing, time.monotonic())
+            self._exit_process(text, missing, not self._gone)
+        reason = f"rank {message['end']} gave up {message['why']}"
+        text = f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined."
+        self._exit_process(text, set(message["missed"]) - {self._rank}, not self._gone)
+
+
+def _exit_process(text: str, missing: Collection[int], is_hang: bool) -> None:
+    """Write the explanation and end this process.
+
+    If no rank has ended, so that all ranks hang, the process first waits for the supervisor to dump all stacks.
+    """
+    # This is cpuft.rank's line, too: mpirun may end cpuft.rank before it can write it.
+    line = format_failure(parse_world(os.environ), socket.gethostname(), AGAIN, missing)
+    with contextlib.suppress(OSError):
+        if is_hang:
+            hold(f"{text}\n{line}\n")
+        else:
+            os.write(2, f"{text}\n{line}\n".encode())
+    # On a thread of its own, because a stuck thread may hold the lock of stdout.
+    threading.Thread(target=sys.stdout.flush, daemon=True).start()
+    # mpirun kills all ranks when the first one ends, and the others need a moment to write a line of their own.
+    time.sleep(_EXIT_DELAY_SECONDS)
+    abort_job(os.environ, AGAIN)
+    remove_shared_memory(os.getpid())
+    os._exit(AGAIN)
+
+
+register = OperationRegister()
+"""The one register of this process."""
+_watchdog: Watchdog | None = None
+_lock = threading.Lock()
+
+
+def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> Watchdog:
+    """Return the watchdog of this process. The first call starts it, and connects `ranks` with each other.
+
+    Parameters
+    ----------
+    group_rank: index of this process in `ranks`.
+    ranks: world ranks of the group that needs the watchdog.
+    """
+    global _watchdog
+    with _lock:
+        if _watchdog is None:
+            start_reporting(register.report)
+            _watchdog = Watchdog(register)
+            _watchdog.start(store, ranks[group_rank], ranks, is_first=group_rank == 0)
+        return _watchdog
+
+
+def stop_watchdog() -> None:
+    """Stop the watchdog of this process, when the group of all ranks is destroyed."""
+    global _watchdog
+    with _lock:
+        if _watchdog is not None:
+            _watchdog.close()
+            _watchdog = None
+
+
+def take_traffic() -> Traffic:
+    """Return the operations and payload bytes that this rank has passed to cpuft's groups since the last call."""
+    return register.take_traffic()
+
+
+def choose_timeout(given: timedelta) -> float:
+    """Return the timeout of a group's operations in seconds: CPUFT_COMM_TIMEOUT if it is set, else `given`.
+
+    Raises CpuftError: the variable is not a positive number.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if not text:
+        return given.total_seconds()
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise CpuftError(
+            f"the environment variable {TIMEOUT_VARIABLE}={text} is not a positive number of seconds: unset it, or set "
+            "it for example to 300"
+        )
+    return seconds

@@ -1,0 +1,153 @@
+"""Run by mpirun: what the thrifty rungs send and keep, between the ranks of a gloo world. Usage: rungs.py FOLDER.
+
+Writes FOLDER/RANK.json: by rung, how far sums over steps are from the exact ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpuft import comm
+from cpuft.comm.compression.int8 import BlockMean, BlockReducer
+from cpuft.comm.compression.local_updates import LocalUpdates
+from cpuft.comm.compression.powersgd import PowerSGD
+from tests.comm.ranks import become_rank
+
+STEPS = 7
+SHAPES = ((300, 40), (7,), (64, 64), (1,))
+
+
+class Bucket:
+    """What a reducer reads of DDP's: parameters, and their gradients one after another."""
+
+    def __init__(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], last: bool) -> None:
+        self._parameters, self._last = parameters, last
+        self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+def mean(tensor: torch.Tensor) -> torch.Tensor:
+    """The exact mean over ranks, in fp64."""
+    whole = tensor.double()
+    dist.all_reduce(whole)
+    return whole / dist.get_world_size()
+
+
+def sums(reducer: Any, kept: Any) -> dict[str, float]:
+    """How far all that was received and is still kept is from all gradients' mean, and what was received alone.
+
+    Buckets are made anew after the first step, as DDP does; the last has gradients a thousand times as large.
+    """
+    parameters = [torch.zeros(shape) for shape in SHAPES]
+    exact = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    received = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    same = 0.0
+    for step in range(STEPS):
+        gradients = [torch.randn(shape) * 1000.0 ** (step == STEPS - 1) for shape in SHAPES]
+        for total, gradient in zip(exact, gradients, strict=True):
+            total += mean(gradient)
+        cuts = ((0, 3), (3, 4)) if step == 0 else ((0, 1), (1, 2), (2, 4))
+        buckets = [Bucket(parameters[a:b], gradients[a:b], last=b == 4) for a, b in cuts]
+        futures = [reducer.reduce(bucket) for bucket in buckets]
+        averaged = [part for bucket in buckets for part in bucket.gradients()]
+        assert all(future.wait() is bucket.buffer() for future, bucket in zip(futures, buckets, strict=True))
+        for total, part in zip(received, averaged, strict=True):
+            total += part.double()
+            same = max(same, float((mean(part) - part.double()).abs().max()))
+    unsent = [mean(kept(reducer, parameter)).view(parameter.shape) for parameter in parameters]
+    largest = max(float(total.abs().max()) for total in exact)
+    gaps = [abs(a + b - c).max() for a, b, c in zip(received, unsent, exact, strict=True)]
+    lacks = [abs(a - c).max() for a, c in zip(received, exact, strict=True)]
+    return {"gap": float(max(gaps)) / largest, "lack": float(max(lacks)) / largest, "differ": same}
+
+
+def blocks(reducer: BlockReducer, parameter: torch.Tensor) -> torch.Tensor:
+    return reducer._unsent[parameter]
+
+
+def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
+    """Gradients that go whole, as bf16, keep nothing."""
+    return reducer._kept[parameter].unsent if parameter in reducer._kept else torch.zeros(parameter.shape)
+
+
+def untouched() -> bool:
+    """Whether numbers that are averaged stay as they are, where no padding copies them."""
+    numbers = torch.arange(512.0)
+    moving = BlockMean(numbers, dist.group.WORLD)  # type: ignore[arg-type]
+    moving.turn()
+    moving.finish()
+    return torch.equal(numbers, torch.arange(512.0))
+
+
+def walk(compression: str, momentum: float) -> dict[str, float]:
+    """Three meetings of ranks that walk at random: how far they end from their mean, and from each other.
+
+    Of a look-up of nine words five are named, each when it first moves.
+    """
+    weight, words = torch.nn.Parameter(torch.randn(70, 5)), torch.nn.Parameter(torch.randn(9, 3))
+    dist.broadcast(weight.data, 0)
+    dist.broadcast(words.data, 0)
+    start = torch.cat([weight.detach().reshape(-1), words.detach().reshape(-1)])
+    local = LocalUpdates([weight, words], compression, momentum, words)
+    gained = torch.zeros_like(start)
+    named: list[int] = []
+    for meeting, more in enumerate(([1, 4], [4], [0, 8, 3])):
+        local.name(torch.tensor([more]))
+        named = sorted({*named, *more})
+        layer, rows = torch.randn(70, 5), torch.zeros(9, 3)
+        rows[named] = torch.randn(len(named), 3)
+        weight.data += layer
+        words.data += rows
+        gained += torch.cat([layer.view(-1), rows.view(-1)])
+        (local.finish if meeting == 2 else local.meet)()
+    end = torch.cat([weight.detach().reshape(-1), words.detach().reshape(-1)])
+    exact = start.double() + mean(gained)
+    return {
+        "off": float((end - exact).abs().max()),
+        "differ": float((mean(end) - end.double()).abs().max()),
+        "unnamed": float((end - start)[350:].view(9, 3)[[2, 5, 6, 7]].abs().max()),
+    }
+
+
+def outer(momentum: float) -> list[float]:
+    """Where one number is after each meeting, when every rank gains 1 in each and 1 again before the end."""
+    number = torch.nn.Parameter(torch.zeros(1))
+    local = LocalUpdates([number], "none", momentum)
+    places = []
+    for meet in (local.meet, local.meet, local.meet, local.finish):
+        number.data += 1.0
+        meet()
+        places.append(round(number.item(), 5))
+    return places
+
+
+if __name__ == "__main__":
+    become_rank()
+    torch.set_num_threads(1)
+    comm.start("gloo", timeout_seconds=20)
+    torch.manual_seed(dist.get_rank())
+    world: Any = dist.group.WORLD
+    found: dict[str, object] = {"int8": sums(BlockReducer(world), blocks), "powersgd": sums(PowerSGD(world), factors)}
+    found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}
+    found |= {"untouched": untouched(), "outer": outer(0.9), "plain": outer(0.0)}
+    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

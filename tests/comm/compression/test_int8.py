@@ -1,0 +1,41 @@
+"""Numbers in 8-bit blocks: what rounding costs, and what a message weighs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpuft.comm.compression.int8 import BLOCK, coded_bytes, decode, encode
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.floats(-38, 30))
+def test_a_number_is_off_by_half_a_127th_of_its_blocks_largest(seed: int, rows: int, blocks: int, power: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(rows, blocks * BLOCK, generator=generator) * 10.0**power
+    found = decode(encode(numbers), blocks * BLOCK)
+    error = (found - numbers).view(rows, blocks, BLOCK).abs().amax(2)
+    largest = numbers.view(rows, blocks, BLOCK).abs().amax(2)
+    assert bool((error <= largest * (0.5001 / 127) + 1e-38).all())
+
+
+def test_zeros_stay_zeros_and_what_is_no_number_spoils_its_own_block_only() -> None:
+    numbers = torch.zeros(1, 4 * BLOCK)
+    numbers[0, BLOCK + 3], numbers[0, 2 * BLOCK], numbers[0, 3 * BLOCK] = math.inf, math.nan, -5.0
+    found = decode(encode(numbers), 4 * BLOCK)[0].view(4, BLOCK)
+    assert found.isnan().sum(1).tolist() == [0, BLOCK, BLOCK, 0]
+    assert found[0].tolist() == [0.0] * BLOCK
+    assert found[3].tolist() == [-5.0] + [0.0] * (BLOCK - 1)
+
+
+@pytest.mark.parametrize(
+    "count, ranks, nbytes",
+    [(0, 2, 2 * 260), (1, 2, 2 * 260), (512, 2, 2 * 260), (513, 2, 4 * 260), (10**7, 4, 10_156_640)],
+)
+def test_a_message_is_a_quarter_of_fp32s(count: int, ranks: int, nbytes: int) -> None:
+    assert coded_bytes(count, ranks) == nbytes
+    part = nbytes // ranks * BLOCK // (BLOCK + 4)
+    assert encode(torch.zeros(ranks, part)).nbytes == nbytes

@@ -1,0 +1,59 @@
+"""From timings to a backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cpuft.comm.selection import Choice, cache_key, choose_backend, read_choice, write_choice
+from cpuft.errors import CpuftError
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    "gloo, mpi, ccl, chosen",
+    (
+        ((0.042,), (0.0047,), (0.0054,), "mpi"),
+        ((0.079,), (0.101,), (0.196,), "gloo"),
+        ((0.100,), (0.0985,), (0.099,), "gloo"),
+        ((0.100,), (0.091,), (0.090,), "mpi"),
+        ((0.100,), (0.050, 0.050, 9.0), (0.060,), "mpi"),
+    ),
+    ids=("fastest", "gloo may win", "a tie is gloo's", "a tie between the others", "one slow repetition"),
+)
+def test_the_fastest_median_wins(
+    gloo: tuple[float, ...], mpi: tuple[float, ...], ccl: tuple[float, ...], chosen: str
+) -> None:
+    timings = {name: [(one, 0.5) for one in found] for name, found in {"gloo": gloo, "mpi": mpi, "ccl": ccl}.items()}
+    assert choose_backend(timings, 25 * MIB).backend == chosen
+
+
+def test_what_a_backend_takes_from_compute_counts() -> None:
+    # What 1 Gbit/s allows is the same for all; spinning on a rank's only core is not, and on one of 28 almost is.
+    timings = {"mpi": [(0.198, 1.0)], "gloo": [(0.200, 0.13)], "ccl": [(0.199, 0.33)]}
+    assert choose_backend(timings, MIB).backend == "gloo"
+    assert choose_backend(timings | {"mpi": [(0.198, 1 / 28)]}, MIB).backend == "mpi"
+
+
+def test_the_reason_is_one_line_with_all_figures() -> None:
+    timings = {"mpi": [(0.0047, 1.0)], "gloo": [(0.042, 0.87)]}
+    assert choose_backend(timings, 25 * MIB).reason == (
+        "all-reduce of 25 MiB takes gloo 42.00 ms (87% busy), mpi 4.70 ms (100% busy)"
+    )
+
+
+def test_nothing_measured_says_what_to_do() -> None:
+    with pytest.raises(CpuftError, match="--backend gloo"):
+        choose_backend({}, MIB)
+
+
+def test_a_choice_is_remembered_for_its_hosts(tmp_path: Path) -> None:
+    key = cache_key(["b", "a"], 2, {"torch": "2.13"})
+    assert read_choice(tmp_path, key) is None
+    write_choice(tmp_path, key, Choice("mpi", "why"))
+    assert read_choice(tmp_path, cache_key(["a", "b"], 2, {"torch": "2.13"})) == Choice("mpi", "why")
+    assert read_choice(tmp_path, cache_key(["a", "b"], 4, {"torch": "2.13"})) is None
+    (tmp_path / f"backend-{key}.json").write_text("{")
+    assert read_choice(tmp_path, key) is None

@@ -1,0 +1,97 @@
+"""What is under way, and how a hang is explained, without any rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpuft.comm.watchdog import (
+    GONE_GRACE_SECONDS,
+    Operation,
+    OperationRegister,
+    describe_failure,
+    find_missing_ranks,
+    find_overdue,
+)
+
+
+def waiting(channel: str = "the world", started: float = 100.0, timeout: float = 30.0) -> Operation:
+    return Operation(channel, 17, "all_reduce", 4000, (0, 1, 2), timeout, started)
+
+
+@pytest.mark.parametrize(
+    "now, gone, overdue",
+    (
+        (129.9, {}, False),
+        (130.1, {}, True),
+        (101.0, {1: 50.0}, False),
+        (100.1 + GONE_GRACE_SECONDS, {1: 50.0}, True),
+        (110.0, {1: 109.0}, False),
+        (109.1 + GONE_GRACE_SECONDS, {1: 109.0}, True),
+        (120.0, {7: 0.0}, False),
+    ),
+)
+def test_an_operation_is_given_up_past_its_deadline_or_some_time_after_a_loss(
+    now: float, gone: dict[int, float], overdue: bool
+) -> None:
+    assert (find_overdue([waiting()], gone, now) is not None) == overdue
+
+
+def test_the_oldest_overdue_operation_comes_first() -> None:
+    old, new = waiting(started=10.0), waiting(started=20.0)
+    assert find_overdue([new, old], {}, 100.0) is old
+
+
+@pytest.mark.parametrize(
+    "answers, gone, absent",
+    (
+        ({1: {"the world": (17, "all_reduce")}, 2: {"the world": (18, "broadcast")}}, {}, {}),
+        ({1: {"the world": (16, "broadcast")}, 2: {"the world": (17, "x")}}, {}, {1: "last at broadcast #16"}),
+        ({1: {}, 2: {"the world": (17, "x")}}, {}, {1: "has not begun"}),
+        ({2: {"the world": (17, "x")}}, {}, {1: "no answer: stopped, or its host is lost"}),
+        ({2: {"the world": (17, "x")}}, {1: 5.0}, {1: "ended, or cut off"}),
+        # Rank 2 is behind because it waits itself: for a rank that is lost, or one that is further behind.
+        ({2: {"the world": (16, "broadcast")}}, {}, {1: "no answer: stopped, or its host is lost"}),
+        ({2: {"the world": (16, "broadcast")}}, {1: 5.0}, {1: "ended, or cut off"}),
+        (
+            {1: {"the world": (15, "x")}, 2: {"the world": (16, "broadcast")}},
+            {},
+            {1: "last at x #15"},
+        ),
+    ),
+)
+def test_ranks_that_did_not_arrive(
+    answers: dict[int, dict[str, tuple[int, str]]], gone: dict[int, float], absent: dict[int, str]
+) -> None:
+    assert find_missing_ranks(waiting(), 0, answers, gone) == absent
+
+
+@pytest.mark.parametrize(
+    "gone, absent", [({}, {0: "no answer: stopped, or its host is lost"}), ({0: 5.0}, {0: "ended, or cut off"})]
+)
+def test_when_nothing_is_relayed_only_the_first_rank_is_missed(gone: dict[int, float], absent: dict[int, str]) -> None:
+    """Rank 1 is silent, too, but only because rank 0 relays nothing, not even what rank 2 says itself."""
+    assert find_missing_ranks(waiting(), 2, {}, gone) == absent
+
+
+def test_the_line_names_operation_number_size_wait_and_ranks() -> None:
+    line = describe_failure(waiting(), 0, {2: "ended"}, 131.0)
+    assert line == (
+        "cpuft comm: rank 0: all_reduce #17 of the world (4000 bytes) waited 31.0 s of at most 30; "
+        "did not arrive: rank 2 (ended). "
+        "Next: look at the log of that rank, or allow more time with --comm-timeout."
+    )
+
+
+def test_a_register_numbers_each_channel_and_counts_payload() -> None:
+    register = OperationRegister()
+    first = register.begin("a", "all_reduce", 10, (0, 1), 1.0)
+    second = register.begin("a", "broadcast", 5, (0, 1), 1.0)
+    other = register.begin("b", "all_reduce", 1, (0, 1), 1.0)
+    assert [first.sequence, second.sequence, other.sequence] == [1, 2, 1]
+    register.end(first)
+    assert {operation.name for operation in register.list_pending()} == {"broadcast", "all_reduce"}
+    taken = register.take_traffic()
+    assert (taken.operations, taken.nbytes) == (3, 16)
+    assert register.take_traffic().nbytes == 0
+    register.forget_group("a")
+    assert register.copy_progress() == {"b": (1, "all_reduce")}

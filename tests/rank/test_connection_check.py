@@ -1,0 +1,194 @@
+"""Ranks of a script that are not connected: the check, and the changes to libraries, with stand-ins for both."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from cpuft.comm.watchdog import OperationRegister
+from cpuft.launch.settings import script_settings
+from cpuft.rank import connection_check
+from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, changes, make_check, refuse_nccl
+from cpuft.rank.script import run_script
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the collective operations that this process seems to have run."""
+    names = set[str]()
+    monkeypatch.setattr(connection_check, "list_operations", lambda: names)
+    return names
+
+
+def take_steps(check: ConnectionCheck, count: int) -> None:
+    for _ in range(count):
+        check.before_step(None, (), {})
+
+
+def test_without_a_group_of_all_ranks_no_step_is_made(operations: set[str]) -> None:
+    with pytest.raises(RefusedScriptError) as refused:
+        take_steps(ConnectionCheck(2), 1)
+    assert str(refused.value) == (
+        "the script was stopped before its first optimizer step because its 2 ranks are not connected: they formed no "
+        "process group of 2 ranks, so each rank works on a copy of its own. Next: let the script form one process "
+        "group (torch.distributed.init_process_group, Accelerate, the Hugging Face Trainer or Lightning), or start it "
+        "with cpuft launch --independent if its ranks are meant to be independent"
+    )
+    small = ConnectionCheck(4)
+    small.note_group(2)
+    with pytest.raises(RefusedScriptError, match=r"no process group of 4 ranks \(only one of 2\)"):
+        take_steps(small, 1)
+
+
+@pytest.mark.parametrize("seen", [(), ("barrier",)])
+def test_a_group_without_exchange_stops_the_script_after_some_steps_and_at_its_end(
+    operations: set[str], seen: tuple[str, ...]
+) -> None:
+    operations.update(seen)
+    check = ConnectionCheck(2)
+    check.note_group(2)
+    take_steps(check, 99)
+    with pytest.raises(RefusedScriptError, match=r"ended with an error .* exchanged no gradients or parameters"):
+        check.check_end()
+    with pytest.raises(RefusedScriptError, match=r"stopped before optimizer step 100 .* exchanged no gradients"):
+        take_steps(check, 1)
+
+
+def test_an_exchange_that_was_seen_once_counts_for_good(operations: set[str]) -> None:
+    operations.add("all_reduce")
+    check = ConnectionCheck(2)
+    check.note_group(2)
+    take_steps(check, 2)
+    operations.clear()
+    take_steps(check, 200)
+    check.check_end()
+
+
+def test_a_script_without_optimizer_steps_needs_a_group_only(operations: set[str]) -> None:
+    check = ConnectionCheck(2)
+    with pytest.raises(RefusedScriptError, match="ended with an error because its 2 ranks are not connected"):
+        check.check_end()
+    check.note_group(2)
+    check.check_end()
+
+
+def test_ranks_that_exchange_by_mpi4py_are_connected(operations: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi = types.SimpleNamespace(
+        Is_initialized=lambda: True,
+        Is_finalized=lambda: False,
+        COMM_WORLD=types.SimpleNamespace(Get_size=lambda: 2),
+    )
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
+    check = ConnectionCheck(2)
+    take_steps(check, 101)
+    check.check_end()
+    with pytest.raises(RefusedScriptError):
+        take_steps(ConnectionCheck(3), 1)
+
+
+def test_operations_of_cpufts_own_groups_are_seen_however_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    register = OperationRegister()
+    monkeypatch.setattr(connection_check, "report_operations", register.report)
+    monkeypatch.delitem(sys.modules, "torch._C._distributed_c10d", raising=False)
+    register.begin("the world", "all_reduce", 8, (0, 1), 60.0)
+    for _ in range(100):
+        register.begin("the world", "barrier", 0, (0, 1), 60.0)
+    assert connection_check.list_operations() == {"all_reduce", "barrier"}
+
+
+def test_the_end_of_a_script_is_checked_unless_it_failed_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    script = tmp_path / "script.py"
+    for text, code in (("", 2), ("raise SystemExit(7)", 7), ("raise SystemExit(75)", 75)):
+        script.write_text(text)
+        assert run_script([str(script)], check=ConnectionCheck(2)) == code
+        assert run_script([str(script)]) == (0 if code == 2 else code)
+    assert capsys.readouterr().err.count("cpuft: error: the script ended with an error because its 2 ranks") == 1
+
+
+def test_only_what_the_launcher_starts_with_several_connected_ranks_is_checked() -> None:
+    def environ(np: int, independent: bool) -> dict[str, str]:
+        settings = {setting.name: setting.value for setting in script_settings(np, independent)}
+        return {"WORLD_SIZE": str(np), **settings}
+
+    assert environ(2, False)["ACCELERATE_USE_CPU"] == "true"
+    check = make_check(environ(2, False))
+    assert check is not None
+    assert check.size == 2
+    assert make_check(environ(2, True)) is None
+    assert make_check(environ(1, False)) is None
+
+
+@pytest.mark.parametrize("backend", ["nccl", "NCCL", "cuda:nccl"])
+def test_nccl_without_a_gpu_is_answered(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_torch(has_gpu: bool) -> object:
+        return types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: has_gpu))
+
+    monkeypatch.setitem(sys.modules, "torch", make_torch(False))
+    with pytest.raises(RuntimeError, match=r'needs GPUs: use "gloo", or after "import cpuft.comm" also "mpi" or "ccl"'):
+        refuse_nccl(backend)
+    for other in ("gloo", "ccl", None, "cpu:gloo,cuda:nccl"):
+        refuse_nccl(other)
+    monkeypatch.setitem(sys.modules, "torch", make_torch(True))
+    refuse_nccl(backend)
+
+
+class CPUAccelerator:
+    """As Lightning's: one device."""
+
+
+class Connector:
+    """As Lightning's."""
+
+    def __init__(self, devices: object, nodes: int) -> None:
+        self._devices_flag, self._num_nodes_flag, self.accelerator = devices, nodes, CPUAccelerator()
+        self._set_devices_flag_if_auto_passed()
+
+    def _set_devices_flag_if_auto_passed(self) -> None:
+        if self._devices_flag == "auto":
+            self._devices_flag = 1
+
+    @property
+    def devices(self) -> object:
+        return self._devices_flag
+
+
+@pytest.mark.parametrize(
+    "module", ["lightning.fabric.connector", "pytorch_lightning.trainer.connectors.accelerator_connector"]
+)
+def test_automatic_devices_of_lightning_are_all_ranks(module: str) -> None:
+    own = type("Own", (Connector,), {"_set_devices_flag_if_auto_passed": Connector._set_devices_flag_if_auto_passed})
+    name = "_Connector" if "fabric" in module else "_AcceleratorConnector"
+    changes(ConnectionCheck(4))[module](types.SimpleNamespace(**{name: own}))
+    assert [own(*given).devices for given in (("auto", 1), ("auto", 2), (3, 1))] == [4, 2, 3]
+
+
+def test_accelerate_and_the_trainer_use_cpus_where_there_is_no_gpu() -> None:
+    class PartialState:
+        def __init__(self, cpu: bool = False, backend: str = "") -> None:
+            self.given = cpu, backend
+
+    class TrainingArguments:
+        use_cpu = False
+
+        def __post_init__(self) -> None:
+            self.seen = self.use_cpu
+
+    for has_gpu in (False, True):
+        torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda has_gpu=has_gpu: has_gpu))
+        state = types.SimpleNamespace(torch=torch, PartialState=type("State", (PartialState,), {}))
+        arguments = types.SimpleNamespace(torch=torch, TrainingArguments=type("Own", (TrainingArguments,), {}))
+        changed = changes(ConnectionCheck(2))
+        changed["accelerate.state"](state)
+        changed["transformers.training_args"](arguments)
+        assert state.PartialState(backend="gloo").given == (not has_gpu, "gloo")
+        made = arguments.TrainingArguments()
+        made.__post_init__()
+        assert made.seen is not has_gpu
