@@ -86,8 +86,7 @@ def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...]) -> Step
 def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
     """What a rank alone on this machine would have for its threads and its memory."""
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
-    from cpuft.hosts.interfaces import Interface
-    from cpuft.hosts.topology import plan_placement
+    from cpuft.hosts.topology import Interface, plan_placement
     from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables
 
     facts, loopback = gather_facts((LOCAL,), Access()), Interface("lo", "127.0.0.1", "")

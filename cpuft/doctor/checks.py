@@ -18,8 +18,7 @@ from cpuft.errors import CpuftError, counted, install_command
 from cpuft.hardware import bf16_hardware
 from cpuft.hosts import transport
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.interfaces import choose_interface
-from cpuft.hosts.topology import HostFacts
+from cpuft.hosts.topology import HostFacts, choose_interface
 from cpuft.record import Link
 
 V = TypeVar("V")

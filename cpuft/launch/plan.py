@@ -29,8 +29,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE, REMOVE
 from cpuft.hardware import choose_precision, effective_flags
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.interfaces import Interface, choose_interface
-from cpuft.hosts.topology import RankCores, choose_comm_cores, plan_placement
+from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
 from cpuft.launch.inputs import add_transfers, gather_missing, pack_script, pack_training, plan_secrets

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 
 from cpuft.errors import counted
-from cpuft.hosts.interfaces import Interface
-from cpuft.hosts.topology import HostFacts, RankCores, format_mask
+from cpuft.hosts.topology import HostFacts, Interface, RankCores, format_mask
 from cpuft.plan import Setting
 from cpuft.rank.connection_check import CHECK
 from cpuft.serialization import load, parse_json

@@ -9,8 +9,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import has_efa
-from cpuft.hosts.interfaces import Interface, choose_interface
-from cpuft.hosts.topology import RankCores
+from cpuft.hosts.topology import Interface, RankCores, choose_interface
 from cpuft.launch.settings import (
     export_settings,
     forwarded_settings,
