@@ -14,8 +14,8 @@ from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import hash_text
 from cpuft.hosts import facts, registry
-from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
+from cpuft.hosts.mpi_implementations import Flavour, find_flavour
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import Transport, side_by_side
 from cpuft.plan import Plan, Step

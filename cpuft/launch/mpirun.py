@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.flavours import Flavour
+from cpuft.hosts.mpi_implementations import Flavour
 from cpuft.plan import Setting
 
 KEY = "CPUFT_RUN_KEY"

@@ -30,8 +30,8 @@ from cpuft.config import (
 )
 from cpuft.errors import CpuftError
 from cpuft.hosts import registry, topology, transport
-from cpuft.hosts.flavours import parse_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
+from cpuft.hosts.mpi_implementations import parse_flavour
 from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.settings import user_variables

@@ -10,8 +10,8 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_facts
-from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host, parse_hostfile
+from cpuft.hosts.mpi_implementations import Flavour, find_flavour
 from cpuft.hosts.transport import Transport
 
 FOUR = "a\nb\nc\nd\n"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.flavours import Flavour, find_flavour
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.mpi_implementations import Flavour, find_flavour
 from cpuft.hosts.slurm import SlurmTransport, find_slurm_transport, read_hosts
 from cpuft.hosts.transport import Transport
 from cpuft.words import parse_counts

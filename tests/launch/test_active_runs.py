@@ -11,7 +11,6 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.cluster import Assignment, Cluster
-from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.active_runs import find_active_run, lock_run, noted
 from tests.conftest import run_cpuft

@@ -22,8 +22,8 @@ from cpuft.errors import CpuftError
 from cpuft.execute import Answer, run_stage
 from cpuft.hosts import cluster as clusters
 from cpuft.hosts.cluster import Access, Assignment, Cluster
-from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.mpi_implementations import Flavour
 from cpuft.hosts.transport import Transport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (

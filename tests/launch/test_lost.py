@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.flavours import Flavour
+from cpuft.hosts.mpi_implementations import Flavour
 from tests.conftest import run_cpuft
 from tests.provision.simulated import Simulated, needs_root, simulate
 

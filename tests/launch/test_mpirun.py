@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.flavours import Flavour, parse_flavour
+from cpuft.hosts.mpi_implementations import Flavour, parse_flavour
 from cpuft.launch.mpirun import RankGroup, plan_mpirun, step_settings
 from cpuft.plan import Plan, Setting, Step, format_plan
 from tests.conftest import Golden

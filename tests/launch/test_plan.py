@@ -13,8 +13,8 @@ import pytest
 from cpuft.config import LaunchConfig, Room, Rooms, TrainConfig, take_rooms
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
-from cpuft.hosts.flavours import Flavour
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.mpi_implementations import Flavour
 from cpuft.hosts.transport import Transport
 from cpuft.launch.plan import (
     LEAST_FREE_BYTES,

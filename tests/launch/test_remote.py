@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.flavours import Flavour
+from cpuft.hosts.mpi_implementations import Flavour
 from cpuft.launch.inputs import make_bundle
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from cpuft.hosts import transport as transport_module
-from cpuft.hosts.flavours import find_flavour
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.mpi_implementations import find_flavour
 from cpuft.hosts.transport import HostError, Transport
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate, write_wheel, write_wheels
 
