@@ -8,7 +8,7 @@ from cpuft.errors import CpuftError
 from cpuft.schedulers.options import JobConfig
 from cpuft.schedulers.work import Work, fill
 
-ENTRY = ("python", "-m", "cpuft.schedulers.aws_batch", "/work")
+ENTRY = ("python", "-m", "cpuft.schedulers.aws_batch_node", "/work")
 """What every node starts, to work in that folder; the main node runs the words behind it, once all have met there."""
 _TOKEN = "CPUFT_BATCH_TOKEN"
 """What it reads the job's secret from."""

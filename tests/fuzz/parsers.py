@@ -57,8 +57,7 @@ from cpuft.record import (
 )
 from cpuft.report.estimate import INSTANCE_COLUMNS, Prediction, parse_instances
 from cpuft.report.page import read_predictions
-from cpuft.schedulers.aws_batch.meeting import parse_meet
-from cpuft.schedulers.aws_batch.variables import parse_node
+from cpuft.schedulers.aws_batch_node import parse_meet, parse_node
 from cpuft.schedulers.clients import parse_job
 from cpuft.train.data.own import read_asked
 from cpuft.train.data.prepare import read_prepared
@@ -72,7 +71,7 @@ from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
 from tests.launch.test_stack_dumps import DUMP, found
 from tests.records import make_record
-from tests.schedulers.aws_batch.test_variables import CHILD
+from tests.schedulers.test_aws_batch_node import CHILD
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"

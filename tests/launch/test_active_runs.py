@@ -12,6 +12,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.mpi_implementations import Flavour
 from cpuft.launch.active_runs import find_active_run, lock_run, noted
 from tests.conftest import run_cpuft
 

@@ -290,7 +290,9 @@ def test_a_job_of_kubernetes_is_ended(capsys: pytest.CaptureFixture[str]) -> Non
     assert Path("said").read_text().endswith("delete mpijob x ")
 
 
-SCHEDULERS = "cpuft.schedulers cpuft.schedulers.options cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.schedulers.aws_batch"
+SCHEDULERS = (
+    "cpuft.schedulers cpuft.schedulers.options cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.schedulers.aws_batch_node"
+)
 
 
 def test_a_plain_launch_imports_nothing_of_it() -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import paramiko
 import pytest
 
-from cpuft.schedulers.aws_batch.server import Server, run_command
-from cpuft.schedulers.aws_batch.variables import Keys
-from tests.schedulers.aws_batch.test_variables import NODE
+from cpuft.schedulers.aws_batch_node import Keys, Server, run_command
+from tests.schedulers.test_aws_batch_node import NODE
 
 KEYS = Keys(NODE)
 OTHERS = {"job": Keys(replace(NODE, job="8")), "secret": Keys(replace(NODE, token="b" * 32))}

@@ -20,7 +20,7 @@ from cpuft.schedulers.options import JobConfig
 from cpuft.schedulers.work import Work
 
 SECRET = "0123456789abcdef" * 2
-_START = "import sys; from cpuft.schedulers.aws_batch.nodes import run_node as run; import os"
+_START = "import sys; from cpuft.schedulers.aws_batch_node import run_node as run; import os"
 _START += "; sys.exit(run(sys.argv[2:], os.environ, int(sys.argv[1])))"
 
 
@@ -57,7 +57,7 @@ class Job:
             "CPUFT_BATCH_TOKEN": SECRET,
             "CPUFT_MEET_SECONDS": str(self.seconds),
             "OMP_NUM_THREADS": "1",  # three hosts are one machine here
-            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
             **more,
         }
         words = (*self.inside(index), sys.executable, "-c", _START, str(self.port), *self.command)

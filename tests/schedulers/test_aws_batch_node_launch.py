@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cpuft.record import read_record
-from cpuft.schedulers.aws_batch.nodes import PORT
+from cpuft.schedulers.aws_batch_node import PORT
 from cpuft.schedulers.work import Work
 from tests.provision.simulated import Simulated, needs_root, simulate
-from tests.schedulers.aws_batch.job import Job, command_of, open_job, wait_until_said
+from tests.schedulers.batch_job import Job, command_of, open_job, wait_until_said
 
 pytestmark = needs_root
 TRAINING = (

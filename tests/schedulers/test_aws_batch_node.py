@@ -1,0 +1,207 @@
+"""Nodes of an AWS Batch job: what Batch tells them, keys made of the secret, and how they meet and end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.hosts.facts import find_free_port
+from cpuft.schedulers.aws_batch_node import Keys, Node, choose_address, parse_meet, parse_node
+from cpuft.schedulers.work import Work
+from tests.schedulers.batch_job import SECRET, Job, command_of, open_job, shell, wait_until_said
+
+CHILD = {
+    "AWS_BATCH_JOB_ID": "7f#2",
+    "AWS_BATCH_JOB_NODE_INDEX": "2",
+    "AWS_BATCH_JOB_MAIN_NODE_INDEX": "0",
+    "AWS_BATCH_JOB_NUM_NODES": "3",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "10.0.0.7",
+    "CPUFT_BATCH_TOKEN": SECRET,
+}
+MAIN = CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "0", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": ""}
+NODE = Node("7f", 2, 0, 3, "10.0.0.7", 600, SECRET)
+
+
+def test_a_nodes_place_is_read() -> None:
+    assert parse_node(CHILD) == NODE
+    assert parse_node(MAIN | {"CPUFT_MEET_SECONDS": "9"}) == replace(NODE, index=0, address="", seconds=9)
+    alone = {"AWS_BATCH_JOB_NUM_NODES": "1", "CPUFT_BATCH_TOKEN": ""}
+    assert parse_node(MAIN | alone) == replace(NODE, index=0, count=1, address="", token="")
+
+
+@pytest.mark.parametrize(
+    "environ, said",
+    [
+        ({}, "this is no node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE_INDEX='', "),
+        (CHILD | {"AWS_BATCH_JOB_ID": ""}, "this is no node of a multi-node job of AWS Batch"),
+        (CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "-1"}, "this is no node of a multi-node job of AWS Batch"),
+        (CHILD | {"AWS_BATCH_JOB_NUM_NODES": "9" * 5000}, "this is no node of a multi-node job of AWS Batch"),
+        (
+            CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "3"},
+            "Batch's variables contradict each other (AWS_BATCH_JOB_NODE_INDEX",
+        ),
+        (CHILD | {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "3"}, "Batch's variables contradict each other"),
+        (MAIN | {"AWS_BATCH_JOB_NODE_INDEX": "1"}, "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='' is no address"),
+        (
+            CHILD | {"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "0.0.0.0"},
+            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='0.0.0.0' is no address of a main node",
+        ),
+        (CHILD | {"CPUFT_BATCH_TOKEN": ""}, "CPUFT_BATCH_TOKEN is not set: give cpuft submit batch --secret one of 32"),
+        (CHILD | {"CPUFT_BATCH_TOKEN": "a"}, "CPUFT_BATCH_TOKEN is too short a secret: give cpuft submit batch"),
+        (CHILD | {"CPUFT_MEET_SECONDS": "0"}, "CPUFT_MEET_SECONDS='0': give whole seconds"),
+    ],
+)
+def test_what_is_no_place(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(CpuftError) as refusal:
+        parse_node(environ)
+    assert str(refusal.value).startswith(said)
+    assert SECRET not in str(refusal.value)
+
+
+def test_nobody_sees_the_secret_by_chance() -> None:
+    assert SECRET not in repr(NODE)
+
+
+def test_keys_are_those_of_the_job_and_its_secret() -> None:
+    """Whichever node makes them; and no client is taken for a server."""
+    main, child, job, secret = (
+        Keys(node) for node in (parse_node(MAIN), NODE, replace(NODE, job="8"), replace(NODE, token="b" * 32))
+    )
+    assert (main.server, main.client, main.mark) == (child.server, child.client, child.mark)
+    assert len({one.server_line for one in (main, job, secret)}) == 3
+    assert main.server != main.client
+
+
+@pytest.mark.parametrize(
+    "interfaces, routed, address",
+    [
+        ({"lo": "127.0.0.1", "eth0": "10.0.0.7", "ecs-eth0": "169.254.172.2"}, "", "10.0.0.7"),
+        ({"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.1.0.7"}, "10.1.0.7", "10.1.0.7"),
+    ],
+)
+def test_the_main_node_finds_its_address(interfaces: dict[str, str], routed: str, address: str) -> None:
+    assert choose_address(interfaces, routed) == address
+
+
+@pytest.mark.parametrize("interfaces", [{"lo": "127.0.0.1"}, {"eth0": "10.0.0.7", "eth1": "10.1.0.7"}])
+def test_or_says_which_there_are(interfaces: dict[str, str]) -> None:
+    (name, address), *_ = interfaces.items()
+    said = f"the main node cannot tell its address among {name} {address}"
+    with pytest.raises(CpuftError, match=re.escape(said)):
+        choose_address(interfaces, "127.0.0.1")
+
+
+def test_what_a_node_says_when_it_comes() -> None:
+    assert parse_meet("meet 2 4711 yes") == (2, 4711, True)
+
+
+@pytest.mark.parametrize("line", ["", "meet 2 4711", "meet -1 1 no", "meet 1 65536 no", "meet 1 1 no\n", "meet ٣ 1 no"])
+def test_what_else_is_refused(line: str) -> None:
+    with pytest.raises(CpuftError, match="nothing that a node of this job says"):
+        parse_meet(line)
+
+
+PROGRAM = """#!/bin/sh
+echo "$@" > said
+grep -c '^Host ' "$CPUFT_JOB/ssh_config" >> said
+env | grep -c {secret} >> said
+exit {code}
+"""
+WAITS = "echo begun; exec sleep 120"
+
+
+def make_job(folder: Path, command: list[str], seconds: int = 60) -> Job:
+    return Job(folder, "127.0.0.1", find_free_port(), command, seconds=seconds)
+
+
+@pytest.mark.parametrize("code", [7, pytest.param(0, marks=pytest.mark.proof)])
+def test_all_end_as_the_command_of_the_jobs_definition_does(code: int, tmp_path: Path) -> None:
+    """It is told where the nodes are, and not their secret; nothing of that stays."""
+    program, work = tmp_path / "cpuft", tmp_path / "work"
+    program.write_text(PROGRAM.format(secret=SECRET, code=code))
+    program.chmod(0o755)
+    command = command_of(Work(("--np", "3"), np=3), str(program), work)
+    with open_job(make_job(tmp_path, command)) as job:
+        assert job.end() == [code] * 3
+    assert (work / "said").read_text().split("\n")[:-1] == ["launch --grace 20 --np 3 --run-dir runs/x", "3", "0"]
+    assert [path.name for path in work.iterdir()] == ["said"]
+    assert "".join(map(job.said, range(3))) == ""
+
+
+def test_who_has_another_secret_is_refused_and_who_is_missing_is_named(tmp_path: Path) -> None:
+    with open_job(make_job(tmp_path, shell(WAITS, tmp_path), seconds=6), nodes=(0, 1)) as job:
+        job.start(2, CPUFT_BATCH_TOKEN="b" * 32)
+        assert job.nodes[2].wait(60) == 2
+        assert job.end() == [75, 75, 2]
+    said = "cpuft: error: node 2 and the main node have different secrets: give all nodes the same CPUFT_BATCH_TOKEN\n"
+    assert job.said(2) == said
+    *dropped, last = job.said(0).splitlines()
+    assert dropped == ["cpuft: dropped a connection from 127.0.0.1: it did not prove to know the job's secret"]
+    assert last.startswith("cpuft: error: node 2 did not come within 6 s: see the log there")
+    assert job.said(1) == ""
+
+
+@pytest.mark.proof
+def test_a_node_that_dies_ends_the_job(tmp_path: Path) -> None:
+    with open_job(make_job(tmp_path, shell(WAITS, tmp_path))) as job:
+        wait_until_said(job, "begun")
+        job.send(2, signal.SIGKILL)
+        assert job.end() == [75, 75, -signal.SIGKILL]
+    assert job.said(0).splitlines()[1:] == [
+        "cpuft: node 2 of the job is gone, and with it the job: another attempt goes on"
+    ]
+
+
+@pytest.mark.proof
+def test_the_others_do_not_outlive_the_main_node(tmp_path: Path) -> None:
+    with open_job(make_job(tmp_path, shell(WAITS, tmp_path))) as job:
+        wait_until_said(job, "begun")
+        job.send(0, signal.SIGKILL)
+        assert job.end() == [-signal.SIGKILL, 75, 75]
+    assert job.said(1) == "cpuft: error: node 1 has lost the main node 127.0.0.1: see the log there\n"
+
+
+@pytest.mark.proof
+def test_a_node_that_is_told_to_go_tells_the_command(tmp_path: Path) -> None:
+    """Which is told once, though Batch tells all nodes, and has its time: all stay until it ends."""
+    waits = "trap 'echo told; end=1' TERM; echo begun; while [ ! $end ]; do sleep 0.1; done; sleep 3; exit 75"
+    with open_job(make_job(tmp_path, shell(waits, tmp_path))) as job:
+        wait_until_said(job, "begun")
+        job.send(1, signal.SIGTERM)
+        wait_until_said(job, "told\n")
+        job.send(0, signal.SIGTERM)
+        assert job.end() == [75, 75, 75]
+    assert job.said(0).splitlines() == ["begun", "cpuft: node 1 of the job was told to go", "told"]
+
+
+@pytest.mark.proof
+def test_a_node_finds_no_main_node(tmp_path: Path) -> None:
+    with open_job(make_job(tmp_path, shell(WAITS, tmp_path), seconds=2), nodes=(1,)) as job:
+        assert job.end() == [75]
+    assert job.said(1).startswith("cpuft: error: node 1 did not reach the main node 127.0.0.1 port")
+    assert job.said(1).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            (),
+            "cpuft: error: name a folder and a command: python -m cpuft.schedulers.aws_batch_node FOLDER COMMAND...\n",
+        ),
+        (("/proc/x", "true"), "cpuft: error: this is no node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE"),
+    ],
+)
+def test_what_is_refused_in_one_line(words: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-m", "cpuft.schedulers.aws_batch_node", *words]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr[: len(said)], done.stderr.count("\n")) == (2, "", said, 1)
