@@ -1,8 +1,7 @@
-"""`cpuft submit`: a launch as a job of somebody's scheduler."""
+"""`cpuft submit`: give a launch to a scheduler as a job."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import sys
@@ -14,82 +13,83 @@ import click
 
 from cpuft.errors import CpuftError
 from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
-from cpuft.schedulers.clients import CLIENTS, follow, parse_job
-from cpuft.schedulers.options import KINDS, JobConfig
-from cpuft.schedulers.work import Work
+from cpuft.schedulers import SCHEDULERS, parse_job
+from cpuft.schedulers.base import JobLaunch, follow_job
 
-_HELP = {
-    "slurm": "Submit a launch by sbatch, e.g.: cpuft submit slurm -- launch --np 8 --task mrpc.",
-    "kubernetes": "Submit a launch by kubectl, as an MPIJob of Kubeflow's operator.",
-    "batch": "Submit a launch to AWS Batch, as a multi-node parallel job.",
-}
-_WAIT = click.Option(["--wait"], is_flag=True, help="show its log until it ends, and end as it does")
-_WORDS = click.Argument(["words"], nargs=-1, type=click.UNPROCESSED, metavar="-- launch --np N ...")
+_WAIT = click.Option(["--wait"], is_flag=True, help="Show the job's log until it ends, then exit with its exit code")
+_LAUNCH = click.Argument(["argv"], nargs=-1, type=click.UNPROCESSED, metavar="-- launch --np N ...")
 
 
 @click.group(cls=Verbs)
 def submit() -> None:
-    """Give a launch to Slurm, Kubernetes or AWS Batch, as a job that goes on after interruptions."""
+    """Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions."""
 
 
-def _submit(kind: str, words: tuple[str, ...], wait: bool, dry_run: bool, name: str, **values: Any) -> None:
+def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: str, **values: Any) -> None:
     if wait and values.get("array"):
         raise CpuftError("--wait follows one job: leave it out with --array")
-    work, task = _check_words(words)
-    name = name or f"{task}-np{work.np}-{time.strftime('%m%d-%H%M%S')}"
-    # Slurm's hosts have this user's environment, which containers have on their path.
-    here = shutil.which("cpuft", path=os.path.dirname(sys.executable)) if kind == "slurm" else None
-    format_job = importlib.import_module(f"cpuft.schedulers.{kind}").format_job
-    text = format_job(pick(JobConfig, {**values, "name": name}), work, here or "cpuft")
+    launch, subject = _parse_launch(argv)
+    name = name or f"{subject}-np{launch.np}-{time.strftime('%m%d-%H%M%S')}"
+    scheduler_class = SCHEDULERS[kind]
+    options = pick(scheduler_class.options, {**values, "name": name})
+    scheduler = scheduler_class(options.scope)
+    # Containers have cpuft on their PATH.
+    own = shutil.which("cpuft", path=os.path.dirname(sys.executable)) if scheduler.has_submitters_files else None
+    text = scheduler.render(options, launch, own or "cpuft")
     if dry_run:
         click.echo(text, nl=False)
         return
-    client = CLIENTS[kind](values.get("namespace") or values.get("region") or "")
-    job = client.submit(text)
+    job = scheduler.submit(text)
     click.echo(f"{kind}:{job}")
     if wait:
-        sys.exit(follow(client, job.rpartition("/")[2], partial(click.echo, nl=False)))
+        sys.exit(follow_job(scheduler, job.rpartition("/")[2], partial(click.echo, nl=False)))
 
 
-def _check_words(words: tuple[str, ...]) -> tuple[Work, str]:
-    """The launch, once its own parser took it, and what it does in a word. Raises CpuftError, or what click does."""
+def _parse_launch(argv: tuple[str, ...]) -> tuple[JobLaunch, str]:
+    """Return (the launch, its task or "script") after its own parser has accepted it.
+
+    Raises CpuftError: `argv` is not a launch that a job can run. Raises click.UsageError: the parser refused it.
+    """
     root = click.get_current_context().find_root()
-    launch = root.command.get_command(root, "launch") if isinstance(root.command, click.Group) else None
-    if words[:1] != ("launch",) or launch is None:
-        raise CpuftError("what is to be submitted? say it at the end: -- launch --np 8 --task mrpc")
-    if any(word != word.encode(errors="replace").decode() for word in words):
-        raise CpuftError("the launch's words hold half a character, which no job's text can: leave it out")
-    end = words.index("--") if "--" in words else len(words)
-    script = words[end:] if words[end + 1 :] else ()
-    with launch.make_context("launch", list(words[1:]), root) as context:
+    command = root.command.get_command(root, "launch") if isinstance(root.command, click.Group) else None
+    if argv[:1] != ("launch",) or command is None:
+        raise CpuftError("no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc")
+    if any(argument != argument.encode(errors="replace").decode() for argument in argv):
+        raise CpuftError("the launch contains bytes that are not UTF-8, which no job's text can hold: leave them out")
+    end = argv.index("--") if "--" in argv else len(argv)
+    script = argv[end:] if argv[end + 1 :] else ()
+    with command.make_context("launch", list(argv[1:]), root) as context:
         values = context.params
-    if values["dry_run"] or len(values["script"]) != len(script[1:]):
-        raise CpuftError("--dry-run stands before -- launch, and a script behind a -- of its own, as for cpuft launch")
+    if values["dry_run"]:
+        raise CpuftError("--dry-run is an option of cpuft submit: write it before -- launch")
+    if len(values["script"]) != len(script[1:]):
+        raise CpuftError("a script comes after a -- of its own, e.g. -- launch --np 8 -- train.py")
     known = {key: values[key] for key in ("np", "ppn", "run_dir", "resume")}
-    return Work(words[1:end], script, **known), "script" if script else values["task"]
+    return JobLaunch(argv[1:end], script, **known), "script" if script else values["task"]
 
 
-for _kind, _names in KINDS.items():
-    _options = [one for one in make_options(JobConfig) if one.name in _names]
-    _params = [*_options, _WAIT, DRY_RUN, CONFIG_FILE, _WORDS]
-    submit.add_command(Verb(_kind, callback=partial(_submit, _kind), params=_params, help=_HELP[_kind]))
+for _kind, _scheduler in SCHEDULERS.items():
+    _params = [*make_options(_scheduler.options), _WAIT, DRY_RUN, CONFIG_FILE, _LAUNCH]
+    submit.add_command(Verb(_kind, callback=partial(_submit, _kind), params=_params, help=_scheduler.help))
 
 
 @submit.command()
 @click.argument("job")
 def status(job: str) -> None:
-    """Say in one line how JOB is, and what it said last."""
-    client, name = parse_job(job)
-    state, code, log = client.look(name)
-    end = "" if code is None else f", exit code {code}"
-    click.echo(f"{job} {state}{end}" + "".join(f": {line}" for line in log.splitlines()[-1:]))
+    """Show the state of JOB and the last line of its log."""
+    scheduler, name = parse_job(job)
+    found = scheduler.status(name)
+    end = "" if found.exit_code is None else f", exit code {found.exit_code}"
+    click.echo(f"{job} {found.state}{end}" + "".join(f": {line}" for line in found.log.splitlines()[-1:]))
 
 
 @submit.command()
 @click.argument("job")
 def cancel(job: str) -> None:
     """End JOB, if cpuft has submitted it."""
-    client, name = parse_job(job)
-    if not client.is_ours(name):
-        raise CpuftError(f"cpuft submit has not made {job}: check the name, or end it with its scheduler's own client")
-    client.cancel(name)
+    scheduler, name = parse_job(job)
+    if not scheduler.is_ours(name):
+        raise CpuftError(
+            f"{job} was not submitted by cpuft submit: check the name, or end the job with the scheduler's own client"
+        )
+    scheduler.cancel(name)

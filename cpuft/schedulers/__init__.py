@@ -1,1 +1,26 @@
-"""A launch as a job of somebody's scheduler: its text, from one pure function each; and what submits that."""
+"""Schedulers of `cpuft submit`, each registered here; its options are those of its class (`Scheduler.options`)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from cpuft.errors import CpuftError
+from cpuft.schedulers.aws_batch import AwsBatch
+from cpuft.schedulers.base import Scheduler
+from cpuft.schedulers.kubernetes import Kubernetes
+from cpuft.schedulers.slurm import Slurm
+
+SCHEDULERS: dict[str, type[Scheduler[Any]]] = {one.name: one for one in (Slurm, Kubernetes, AwsBatch)}
+"""All schedulers, by name."""
+
+
+def parse_job(text: str) -> tuple[Scheduler[Any], str]:
+    """Return (scheduler, identifier) of a job that `cpuft submit` printed as NAME:JOB or NAME:SCOPE/JOB.
+
+    Raises CpuftError: `text` is not of that form.
+    """
+    word = "[A-Za-z0-9][A-Za-z0-9_-]*"
+    if not (found := re.fullmatch(f"({'|'.join(SCHEDULERS)}):(?:({word})/)?({word})", text)):
+        raise CpuftError(f"{text[:80]!r} is not a job: write what cpuft submit printed, e.g. slurm:1234")
+    return SCHEDULERS[found[1]](found[2] or ""), found[3]

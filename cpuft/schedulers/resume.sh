@@ -1,7 +1,8 @@
-# What this job began goes on from its checkpoint, once it came so far that it can be resumed; else it begins anew.
+# A restarted job resumes its run if the run has got far enough: $run/$progress is there. Otherwise the run starts again,
+# and what an earlier start left is moved aside.
 set -- --run-dir "$run"
-if [ "$again" ] && [ -s "$run/$proof" ]; then
+if [ "$restarted" ] && [ -s "$run/$progress" ]; then
     set -- --resume "$run" --run-dir ''
-elif [ "$again" ] && [ -d "$run/logs" ]; then
+elif [ "$restarted" ] && [ -d "$run/logs" ]; then
     mv "$run" "$run-$(date +%s)" || exit 1
 fi

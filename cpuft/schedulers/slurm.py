@@ -1,35 +1,96 @@
-"""A job of Slurm's: the script that sbatch takes."""
+"""Slurm: the script that sbatch takes, and Slurm's client programs. Where a job's hosts are: cpuft/hosts/slurm.py.
+
+Sources: the manual pages of sbatch, scontrol and squeue.
+"""
 
 from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import dataclass
+from pathlib import Path
 
+from cpuft.config import option
 from cpuft.errors import CpuftError
-from cpuft.schedulers.options import JobConfig
-from cpuft.schedulers.work import HERE, Work
+from cpuft.schedulers.base import JobLaunch, JobOptions, JobStatus, Scheduler, read_template, run_client
 
-_PLAIN = re.compile(r"-[A-Za-z0-9_.,:;@%+=&|*()\[\]/~^!<>-]+")
-"""Options that no line of #SBATCH needs quotes for: how it reads those is not as any shell does."""
-_SITE = ("partition", "account", "constraint", "time", "array")
-_HEAD, _, _BODY = (HERE / "slurm.sh").read_text(encoding="utf-8").partition("\n\n")
-_REQUEUE = (HERE / "requeue.sh").read_text(encoding="utf-8")
+_UNQUOTED = re.compile(r"-[A-Za-z0-9_.,:;@%+=&|*()\[\]/~^!<>-]+")
+"""Options that need no quotes in an #SBATCH line: sbatch reads quotes there in a way of its own."""
+_FINAL_STATES = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT"
+_HOPELESS_REASONS = (
+    "PartitionNodeLimit PartitionTimeLimit PartitionConfig PartitionInactive BadConstraints AssocMaxNodePerJobLimit "
+    "QOSMaxNodePerJobLimit QOSMaxCpuPerJobLimit AccountNotAllowed QOSNotAllowed InvalidAccount InvalidQOS"
+)
+"""Reasons for which Slurm keeps a job waiting and that waiting does not remove (squeue(1), JOB REASON CODES)."""
 
 
-def format_job(config: JobConfig, work: Work, cpuft: str) -> str:
-    """A job's script: hosts for itself alone, and where it was interrupted it goes on. `cpuft`: the program there.
+@dataclass(frozen=True)
+class SlurmOptions(JobOptions):
+    """Options of `cpuft submit slurm`."""
 
-    Raises CpuftError: an option that no line of #SBATCH can hold.
-    """
-    hosts, ranks = work.spread(config.nodes)
-    own = {"job-name": config.name, "nodes": hosts, "ntasks-per-node": ranks}
-    own |= {name: value for name in _SITE if (value := getattr(config, name))}
-    try:
-        options = [*(f"--{name}={value}" for name, value in own.items()), *shlex.split(config.extra)]
-    except ValueError as error:
-        raise CpuftError(f"--extra cannot be read ({error}): write '--name=value --other=value'") from None
-    if odd := next((one for one in options if not _PLAIN.fullmatch(one)), ""):
-        raise CpuftError(f"{odd[:60]!r} cannot stand in a job's script: write --name=value, without blanks or quotes")
-    directives = "".join(f"\n#SBATCH {option}" for option in options)  # the last of a name wins
-    lines = work.format(config.name, "${SLURM_RESTART_COUNT#0}")
-    return f"{_HEAD}{directives}\n\n{_BODY}cpuft={shlex.quote(cpuft)} retries={config.retries}\n{lines}{_REQUEUE}"
+    partition: str = option("", "Partition (default: the site's)", takes="NAME")
+    account: str = option("", "Account that pays for the job", takes="NAME")
+    constraint: str = option("", "Features that every host must have, e.g. amx", takes="LIST")
+    time: str = option("", "Time limit, e.g. 8:00:00 (default: the partition's)", takes="TIME")
+    array: str = option("", "Submit several jobs, each with its number in $SLURM_ARRAY_TASK_ID, e.g. 0-3", takes="LIST")
+    extra: str = option("", "More options of sbatch, e.g. '--qos=high --mem=0'", takes="OPTIONS")
+
+
+class Slurm(Scheduler[SlurmOptions]):
+    """Slurm. Of several Slurm clusters, SLURM_CLUSTERS names the one that all of Slurm's programs use."""
+
+    name = "slurm"
+    options = SlurmOptions
+    help = "Submit a launch by sbatch, e.g.: cpuft submit slurm -- launch --np 8 --task mrpc."
+    has_submitters_files = True
+
+    def render(self, options: SlurmOptions, launch: JobLaunch, cpuft: str) -> str:
+        """Return a job script that has its hosts for itself alone and requeues itself after an interruption.
+
+        Raises CpuftError: an option that no #SBATCH line can hold.
+        """
+        hosts, ranks = launch.count_hosts(options.nodes)
+        directives = [f"--job-name={options.name}", f"--nodes={hosts}", f"--ntasks-per-node={ranks}"]
+        for name in ("partition", "account", "constraint", "time", "array"):
+            directives += [f"--{name}={value}"] if (value := getattr(options, name)) else []
+        try:
+            directives += shlex.split(options.extra)  # of two directives with the same name sbatch takes the last
+        except ValueError as error:
+            raise CpuftError(f"--extra cannot be read ({error}): write '--name=value --other=value'") from None
+        for directive in directives:
+            if not _UNQUOTED.fullmatch(directive):
+                raise CpuftError(
+                    f"{directive[:60]!r} cannot stand in a job script: write --name=value, without spaces or quotes"
+                )
+        lines = launch.to_shell(options.name, "${SLURM_RESTART_COUNT#0}")
+        head, _, rest = read_template("slurm.sh").partition("#SBATCH DIRECTIVES\n")
+        setup, _, requeue = rest.partition("# LAUNCH\n")
+        head += "".join(f"#SBATCH {directive}\n" for directive in directives)
+        return f"{head}{setup}cpuft={shlex.quote(cpuft)} retries={options.retries}\n{lines}{requeue}"
+
+    def submit(self, text: str) -> str:
+        """Submit a job script; return the job's number."""
+        return run_client("sbatch", "--parsable", stdin=text).strip().partition(";")[0]  # "12;cluster"
+
+    def cancel(self, job: str) -> None:
+        """End a job."""
+        run_client("scancel", job)
+
+    def is_ours(self, job: str) -> bool:
+        """Return whether the job has the comment of cpuft's job scripts. scontrol prints a space after some values."""
+        return bool(re.search(r"^ *Comment=cpuft *$", run_client("scontrol", "show", "job", job), re.MULTILINE))
+
+    def status(self, job: str) -> JobStatus:
+        """Return the state of a job; of an array, all states, the largest exit code and all logs."""
+        text = run_client("scontrol", "show", "job", job)
+        found = re.findall(r"\bJobState=(\w+)(?: Reason=([\w,]+))?", text)
+        hopeless = {reason: reason for _, reason in found if reason in _HOPELESS_REASONS.split()}
+        states = list(dict.fromkeys(f"{state} ({reason})" if reason in hopeless else state for state, reason in found))
+        # ExitCode=CODE:SIGNAL
+        codes = [(int(code), int(number)) for code, number in re.findall(r"\bExitCode=(\d{1,3}):(\d{1,3})", text)]
+        worst = max((code or (number and 128 + number) for code, number in codes), default=0)
+        worst = worst or int(states != ["COMPLETED"])
+        files = [Path(path) for path in re.findall(r"^ *StdOut=(.*)$", text, re.MULTILINE)]
+        log = "".join(file.read_text(errors="replace") for file in files if file.is_file())
+        ended = all(state in _FINAL_STATES.split() for state in states)
+        return JobStatus(", ".join(states), worst if ended else None, log, next(iter(hopeless), ""))

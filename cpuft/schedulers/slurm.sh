@@ -6,9 +6,28 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 #SBATCH --signal=B:USR1@120
+#SBATCH DIRECTIVES
 
-# Where a host is lost, the others stay ours (--no-kill), and another mpirun need not wait for the one that had it:
+# After a host is lost the job keeps the others (--no-kill). A new mpirun must not wait for the step that had the host:
 export SLURM_OVERLAP=1
-# An array's jobs are queued again by their own names, and have a run each.
+# Each job of an array has a run of its own, and is requeued under its own name.
 task=${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID} job=$SLURM_JOB_ID
 [ -z "$task" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+# LAUNCH
+# Shortly before the time limit Slurm sends USR1 to this shell alone. The shell passes it on: the ranks save a
+# checkpoint, the launch exits with code 75, and the job is requeued. scancel sends TERM: such a job is not requeued.
+received='' cancelled='' pid=''
+trap 'received=USR1; ${pid:+kill -USR1 $pid}' USR1
+trap 'received=TERM cancelled=1; ${pid:+kill -TERM $pid}' TERM
+launch "$@" &
+pid=$!
+[ ! "$received" ] || kill -"$received" "$pid"
+# A signal interrupts `wait` before the launch has ended.
+while received=''; wait "$pid"; code=$?; [ "$received" ]; do :; done
+# USR1 that came before there were ranks ended the launch itself (128 + 10). Nothing is lost: the run starts again, or
+# resumes from its checkpoint.
+if [ "$code" = 138 ] && { [ ! -s "$run/$progress" ] || [ -d "$run/checkpoints" ]; }; then code=75; fi
+if [ "$code" = 75 ] && [ ! "$cancelled" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$retries" ]; then
+    scontrol requeue "$job"
+fi
+exit "$code"

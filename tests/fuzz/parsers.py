@@ -58,7 +58,6 @@ from cpuft.record import (
 from cpuft.report.estimate import INSTANCE_COLUMNS, Prediction, parse_instances
 from cpuft.report.page import read_predictions
 from cpuft.schedulers.aws_batch_node import parse_meet, parse_node
-from cpuft.schedulers.clients import parse_job
 from cpuft.train.data.own import read_asked
 from cpuft.train.data.prepare import read_prepared
 from cpuft.train.data.rows import parse_tsv, read_data

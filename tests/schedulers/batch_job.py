@@ -15,22 +15,21 @@ from pathlib import Path
 
 import yaml
 
-from cpuft.schedulers.batch import ENTRY, format_job
-from cpuft.schedulers.options import JobConfig
-from cpuft.schedulers.work import Work
+from cpuft.schedulers.aws_batch import NODE_COMMAND, AwsBatch, BatchOptions
+from cpuft.schedulers.base import JobLaunch
 
 SECRET = "0123456789abcdef" * 2
 _START = "import sys; from cpuft.schedulers.aws_batch_node import run_node as run; import os"
 _START += "; sys.exit(run(sys.argv[2:], os.environ, int(sys.argv[1])))"
 
 
-def command_of(work: Work, cpuft: str, folder: Path, name: str = "x") -> list[str]:
+def command_of(launch: JobLaunch, cpuft: str, folder: Path, name: str = "x") -> list[str]:
     """What a container starts, behind the entry and with a folder of the test's for /work, by the job's definition."""
-    config = JobConfig(name=name, image="i", queue="q", secret="s", role="r")
-    calls = yaml.safe_load(format_job(config, work, cpuft))
+    config = BatchOptions(name=name, image="i", queue="q", secret="s", role="r")
+    calls = yaml.safe_load(AwsBatch().render(config, launch, cpuft))
     container = calls["register_job_definition"]["nodeProperties"]["nodeRangeProperties"][0]["container"]
-    assert container["command"][: len(ENTRY)] == list(ENTRY)
-    return [str(folder), *container["command"][len(ENTRY) :]]
+    assert container["command"][: len(NODE_COMMAND)] == list(NODE_COMMAND)
+    return [str(folder), *container["command"][len(NODE_COMMAND) :]]
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from cpuft.schedulers.work import Work
+from cpuft.schedulers.base import JobLaunch
 
 AWKWARD_MORE = [
     "$$",
@@ -48,9 +48,9 @@ def words_said() -> list[str]:
     return Path("said").read_text(encoding="utf-8").split("\0")[:-1]
 
 
-def make_work(value: str) -> Work:
+def make_launch(value: str) -> JobLaunch:
     """A script of one's own, with a value among the launch's words and among its own."""
-    return Work(("--np", "2", "--iface", value), ("--", "train.py", value), np=2)
+    return JobLaunch(("--np", "2", "--iface", value), ("--", "train.py", value), np=2)
 
 
 def told_of(value: str, *first: str, end: tuple[str, ...] = ("--run-dir", "runs/x")) -> list[str]:

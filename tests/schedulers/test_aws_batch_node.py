@@ -15,7 +15,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import find_free_port
 from cpuft.schedulers.aws_batch_node import Keys, Node, choose_address, parse_meet, parse_node
-from cpuft.schedulers.work import Work
+from cpuft.schedulers.base import JobLaunch
 from tests.schedulers.batch_job import SECRET, Job, command_of, open_job, shell, wait_until_said
 
 CHILD = {
@@ -128,10 +128,14 @@ def test_all_end_as_the_command_of_the_jobs_definition_does(code: int, tmp_path:
     program, work = tmp_path / "cpuft", tmp_path / "work"
     program.write_text(PROGRAM.format(secret=SECRET, code=code))
     program.chmod(0o755)
-    command = command_of(Work(("--np", "3"), np=3), str(program), work)
+    command = command_of(JobLaunch(("--np", "3"), np=3), str(program), work)
     with open_job(make_job(tmp_path, command)) as job:
         assert job.end() == [code] * 3
-    assert (work / "said").read_text().split("\n")[:-1] == ["launch --grace 20 --np 3 --run-dir runs/x", "3", "0"]
+    assert (work / "said").read_text().split("\n")[:-1] == [
+        "launch --grace-period 20 --np 3 --run-dir runs/x",
+        "3",
+        "0",
+    ]
     assert [path.name for path in work.iterdir()] == ["said"]
     assert "".join(map(job.said, range(3))) == ""
 

@@ -14,7 +14,7 @@ import pytest
 
 from cpuft.record import read_record
 from cpuft.schedulers.aws_batch_node import PORT
-from cpuft.schedulers.work import Work
+from cpuft.schedulers.base import JobLaunch
 from tests.provision.simulated import Simulated, needs_root, simulate
 from tests.schedulers.batch_job import Job, command_of, open_job, wait_until_said
 
@@ -43,7 +43,7 @@ def make_job(cluster: Simulated, name: str, *words: str, script: tuple[str, ...]
     program = folder / "cpuft"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m cpuft "$@"\n', encoding="utf-8")
     program.chmod(0o755)
-    command = command_of(Work(("--np", "3", *words), script, np=3), str(program), folder / "work", name)
+    command = command_of(JobLaunch(("--np", "3", *words), script, np=3), str(program), folder / "work", name)
     return Job(folder, cluster.hosts[0].name, PORT, command, inside=lambda index: enter(cluster, index))
 
 

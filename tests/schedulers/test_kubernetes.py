@@ -14,15 +14,14 @@ import pytest
 import yaml
 
 from cpuft.errors import CpuftError
-from cpuft.schedulers.kubernetes import escape, format_job
-from cpuft.schedulers.options import JobConfig
-from cpuft.schedulers.work import Work
+from cpuft.schedulers.base import JobLaunch
+from cpuft.schedulers.kubernetes import Kubernetes, KubernetesOptions, escape_variables
 from tests.conftest import Golden
 from tests.launch.operator import expand
-from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_launch, run_script, told_of, words_said
 from tests.test_plan import AWKWARD
 
-SITE = JobConfig(
+SITE = KubernetesOptions(
     name="mrpc-np8",
     image="registry.example/cpuft:0.1.0",
     namespace="nlp",
@@ -31,7 +30,7 @@ SITE = JobConfig(
     claim="runs",
     seconds=3600,
 )
-WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
+WORK = JobLaunch(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
 FIRST = ("--grace-period", "110")
 
 QUANTITY = re.compile("[1-9][0-9]*(Mi|Gi)?")
@@ -97,20 +96,20 @@ def find_faults(value: Any, schema: Any, path: str = "") -> Iterator[str]:
 
 
 def test_the_manifest(golden: Golden) -> None:
-    golden("submit-mpijob.yaml", format_job(SITE, WORK, "cpuft"))
+    golden("submit-mpijob.yaml", Kubernetes().render(SITE, WORK, "cpuft"))
 
 
 CONFIGS = [
     SITE,
-    JobConfig(name="a", image="i"),
+    KubernetesOptions(name="a", image="i"),
     replace(SITE, claim="", seconds=0, namespace=""),
     replace(SITE, nodes=8),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_it_holds_what_the_operator_knows(config: JobConfig) -> None:
-    assert list(find_faults(yaml.safe_load(format_job(config, WORK, "cpuft")), MPIJOB)) == []
+def test_it_holds_what_the_operator_knows(config: KubernetesOptions) -> None:
+    assert list(find_faults(yaml.safe_load(Kubernetes().render(config, WORK, "cpuft")), MPIJOB)) == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,7 @@ def test_it_holds_what_the_operator_knows(config: JobConfig) -> None:
     ],
 )
 def test_what_it_does_not_know_is_found(change: Callable[[Any], Any], fault: str) -> None:
-    job = copy.deepcopy(yaml.safe_load(format_job(SITE, WORK, "cpuft")))
+    job = copy.deepcopy(yaml.safe_load(Kubernetes().render(SITE, WORK, "cpuft")))
     change(job)
     assert list(find_faults(job, MPIJOB)) == [fault]
 
@@ -149,8 +148,8 @@ def check_pods(job: Any) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_kubernetes_knows_its_pods(config: JobConfig) -> None:
-    job = yaml.safe_load(format_job(config, WORK, "cpuft"))
+def test_kubernetes_knows_its_pods(config: KubernetesOptions) -> None:
+    job = yaml.safe_load(Kubernetes().render(config, WORK, "cpuft"))
     check_pods(job)
     job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["imagePullpolicy"] = "Never"
     with pytest.raises(kubernetes_validate.ValidationError, match="'imagePullpolicy' was unexpected"):
@@ -158,7 +157,7 @@ def test_kubernetes_knows_its_pods(config: JobConfig) -> None:
 
 
 def test_pods_get_cores_of_their_own() -> None:
-    replicas = yaml.safe_load(format_job(SITE, WORK, "cpuft"))["spec"]["mpiReplicaSpecs"]
+    replicas = yaml.safe_load(Kubernetes().render(SITE, WORK, "cpuft"))["spec"]["mpiReplicaSpecs"]
     shares = [replicas[role]["template"]["spec"]["containers"][0]["resources"] for role in ("Launcher", "Worker")]
     assert [share["requests"] for share in shares] == [share["limits"] for share in shares]
     assert shares[1]["limits"] == {"cpu": "16", "memory": "64Gi"}
@@ -167,13 +166,13 @@ def test_pods_get_cores_of_their_own() -> None:
 
 @pytest.mark.parametrize("text", [*AWKWARD, *AWKWARD_MORE, "$$$", "$$$(HOME)", "$", "a$", "$$a$(B)$"])
 def test_kubernetes_expands_nothing(text: str) -> None:
-    assert expand(escape(text), {"HOME": "/root", "B": "c"}) == text
+    assert expand(escape_variables(text), {"HOME": "/root", "B": "c"}) == text
 
 
 @pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
 def test_every_word_arrives_as_it_is(value: str) -> None:
     add_program("cpuft", SAY)
-    job = yaml.safe_load(format_job(replace(SITE, name="x"), make_work(value), "cpuft"))
+    job = yaml.safe_load(Kubernetes().render(replace(SITE, name="x"), make_launch(value), "cpuft"))
     *shell, text = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"]
     done = run_script(shell[0], expand(text, {"HOME": "/root"}))
     assert (shell, done.returncode, done.stderr) == (["sh", "-c"], 0, "")
@@ -184,7 +183,7 @@ def test_a_launcher_that_is_started_again_goes_on() -> None:
     add_program("cpuft", SAY)
     Path("runs/mrpc-np8").mkdir(parents=True)
     Path("runs/mrpc-np8/record.jsonl").write_text("{}")
-    job = yaml.safe_load(format_job(SITE, WORK, "cpuft"))
+    job = yaml.safe_load(Kubernetes().render(SITE, WORK, "cpuft"))
     text = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"][-1]
     assert run_script("sh", expand(text, {})).returncode == 0
     assert words_said() == ["launch", *FIRST, *WORK.options, "--resume", "runs/mrpc-np8", "--run-dir", ""]
@@ -193,7 +192,7 @@ def test_a_launcher_that_is_started_again_goes_on() -> None:
 def run_launcher(program: str, memo: Path) -> tuple[int, str]:
     """The launcher's container, where `program` is cpuft and its pod's memory is a folder: exit code and errors."""
     add_program("cpuft", program)
-    job = yaml.safe_load(format_job(SITE, WORK, "cpuft"))
+    job = yaml.safe_load(Kubernetes().render(SITE, WORK, "cpuft"))
     container = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
     assert container["env"] == [{"name": "CPUFT_MEMO", "value": "/memo"}]
     assert {"name": "memo", "mountPath": "/memo"} in container["volumeMounts"]
@@ -228,21 +227,23 @@ def test_a_launcher_that_is_told_to_go_waits_for_its_launch(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"image": ""}, "which container image? give --image NAME: one that has cpuft and sshd"),
-        ({"name": "a" * 55}, f"--name '{'a' * 55}': use small letters, digits and dashes, 54 at most"),
-        ({"name": "a_b"}, "--name 'a_b': use small letters, digits and dashes, 54 at most"),
-        ({"name": "MRPC"}, "--name 'MRPC': use small letters, digits and dashes, 54 at most"),
-        ({"name": "1a"}, "--name '1a': use small letters, digits and dashes, 54 at most"),
-        ({"name": "a\nb"}, "--name 'a\\nb': use small letters, digits and dashes, 54 at most"),
-        ({"namespace": "a b"}, "--namespace 'a b': use small letters, digits and dashes, 63 at most"),
+        ({"image": ""}, "no container image is given: add --image NAME, an image that has cpuft and sshd"),
+        ({"name": "a" * 55}, f"--name '{'a' * 55}': use at most 54 small letters, digits and dashes, a letter first"),
+        ({"name": "a_b"}, "--name 'a_b': use at most 54 small letters, digits and dashes, a letter first"),
+        ({"name": "MRPC"}, "--name 'MRPC': use at most 54 small letters, digits and dashes, a letter first"),
+        ({"name": "1a"}, "--name '1a': use at most 54 small letters, digits and dashes, a letter first"),
+        ({"name": "a\nb"}, "--name 'a\\nb': use at most 54 small letters, digits and dashes, a letter first"),
+        ({"namespace": "a b"}, "--namespace 'a b': use at most 63 small letters, digits and dashes, a letter first"),
         ({"nodes": 9}, "--nodes 9 does not go with --np 8 and --ppn 2: leave it out"),
     ],
 )
 def test_what_the_operator_would_refuse(change: dict[str, Any], said: str) -> None:
     with pytest.raises(CpuftError) as refusal:
-        format_job(replace(SITE, **change), WORK, "cpuft")
+        Kubernetes().render(replace(SITE, **change), WORK, "cpuft")
     assert str(refusal.value) == said
 
 
 def test_the_longest_name() -> None:
-    assert yaml.safe_load(format_job(replace(SITE, name="a" * 54), WORK, "cpuft"))["metadata"]["name"] == "a" * 54
+    assert (
+        yaml.safe_load(Kubernetes().render(replace(SITE, name="a" * 54), WORK, "cpuft"))["metadata"]["name"] == "a" * 54
+    )

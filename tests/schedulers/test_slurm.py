@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.schedulers.options import JobConfig
-from cpuft.schedulers.slurm import format_job
-from cpuft.schedulers.work import Work
+from cpuft.schedulers.base import JobLaunch
+from cpuft.schedulers.slurm import Slurm, SlurmOptions
 from tests.conftest import Golden
-from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_launch, run_script, told_of, words_said
 from tests.test_plan import AWKWARD
 
-SITE = JobConfig(
+SITE = SlurmOptions(
     name="mrpc-np8",
     partition="cpu",
     account="nlp",
@@ -23,39 +22,40 @@ SITE = JobConfig(
     time="8:00:00",
     extra="--qos=high --mem=0",
 )
+render = Slurm().render
 PROGRAM = "/opt/cpuft/env/bin/cpuft"
-WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc", "--seed", "1"), np=8, ppn=2)
+JOB = JobLaunch(("--np", "8", "--ppn", "2", "--task", "mrpc", "--seed", "1"), np=8, ppn=2)
 
 
 def test_the_script(golden: Golden) -> None:
-    golden("submit-slurm.sh", format_job(SITE, WORK, PROGRAM))
+    golden("submit-slurm.sh", render(SITE, JOB, PROGRAM))
 
 
 def test_the_script_of_an_array(golden: Golden) -> None:
-    work = Work(("--np", "4", "--run-dir", "my runs/x"), ("--", "train.py", "it's"), np=4, run_dir="my runs/x")
-    golden("submit-slurm-array.sh", format_job(replace(SITE, array="0-3", nodes=2), work, "cpuft"))
+    launch = JobLaunch(("--np", "4", "--run-dir", "my runs/x"), ("--", "train.py", "it's"), np=4, run_dir="my runs/x")
+    golden("submit-slurm-array.sh", render(replace(SITE, array="0-3", nodes=2), launch, "cpuft"))
 
 
 @pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
 def test_every_word_arrives_as_it_is(value: str) -> None:
-    done = run_script("bash", format_job(JobConfig(name="x"), make_work(value), add_program("cpuft", SAY)))
+    done = run_script("bash", render(SlurmOptions(name="x"), make_launch(value), add_program("cpuft", SAY)))
     assert (done.returncode, done.stderr) == (0, "")
     assert words_said() == told_of(value)
 
 
 def test_jobs_of_an_array_have_a_run_each() -> None:
     number = {"SLURM_JOB_ID": "73", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
-    text = format_job(JobConfig(name="x", array="0-3"), make_work("a"), add_program("cpuft", SAY))
+    text = render(SlurmOptions(name="x", array="0-3"), make_launch("a"), add_program("cpuft", SAY))
     assert run_script("bash", text, **number).returncode == 0
     assert words_said() == told_of("a", end=("--run-dir", "runs/x-3"))
 
 
 @pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
 def test_no_word_becomes_an_option_of_slurm(value: str) -> None:
-    lines = format_job(JobConfig(name="x"), replace(make_work(value), run_dir=value), value).splitlines()
+    lines = render(SlurmOptions(name="x"), replace(make_launch(value), run_dir=value), value).splitlines()
     # sbatch reads options until the first line that is no comment.
     first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    assert lines[:first] == format_job(JobConfig(name="x"), Work((), np=2), "cpuft").splitlines()[:first]
+    assert lines[:first] == render(SlurmOptions(name="x"), JobLaunch((), np=2), "cpuft").splitlines()[:first]
 
 
 @pytest.mark.parametrize(
@@ -63,19 +63,19 @@ def test_no_word_becomes_an_option_of_slurm(value: str) -> None:
 )
 @pytest.mark.parametrize("option", ["name", "partition", "account", "constraint", "time", "array"])
 def test_options_that_would_need_quotes_are_refused(option: str, value: str) -> None:
-    with pytest.raises(CpuftError, match=r"cannot stand in a job's script: write --name=value"):
-        format_job(JobConfig(**(vars(SITE) | {option: value})), WORK, PROGRAM)
+    with pytest.raises(CpuftError, match=r"cannot stand in a job script: write --name=value"):
+        render(SlurmOptions(**(vars(SITE) | {option: value})), JOB, PROGRAM)
 
 
 @pytest.mark.parametrize("extra", ["--a 'b c'", "a", "--a=b c", "--a='b#'", "-", "$(id)"])
 def test_so_are_more_options(extra: str) -> None:
-    with pytest.raises(CpuftError, match=r"cannot stand in a job's script"):
-        format_job(replace(SITE, extra=extra), WORK, PROGRAM)
+    with pytest.raises(CpuftError, match=r"cannot stand in a job script"):
+        render(replace(SITE, extra=extra), JOB, PROGRAM)
 
 
 def test_more_options_without_an_end() -> None:
     with pytest.raises(CpuftError, match=r"^--extra cannot be read \(No closing quotation\): write '--name=value"):
-        format_job(replace(SITE, extra="--a='b"), WORK, PROGRAM)
+        render(replace(SITE, extra="--a='b"), JOB, PROGRAM)
 
 
 @pytest.mark.parametrize(
@@ -83,28 +83,28 @@ def test_more_options_without_an_end() -> None:
     [(8, 0, 0, 8, 1), (8, 2, 0, 4, 2), (7, 2, 0, 4, 2), (8, 0, 3, 3, 3), (8, 4, 2, 2, 4), (1, 0, 0, 1, 1)],
 )
 def test_hosts_and_ranks(np: int, ppn: int, nodes: int, hosts: int, ranks: int) -> None:
-    assert Work((), np=np, ppn=ppn).spread(nodes) == (hosts, ranks)
+    assert JobLaunch((), np=np, ppn=ppn).count_hosts(nodes) == (hosts, ranks)
 
 
 @pytest.mark.parametrize(
     "np, ppn, nodes, said",
     [
-        (2, 0, 4, "--nodes 4 does not go with --np 2 and --ppn 0: leave it out"),
-        (8, 2, 3, "--nodes 3 does not go with --np 8 and --ppn 2: leave it out"),
+        (2, 0, 4, "--nodes 4 does not agree with --np 2 and --ppn 0: leave --nodes out"),
+        (8, 2, 3, "--nodes 3 does not agree with --np 8 and --ppn 2: leave --nodes out"),
     ],
 )
 def test_hosts_that_cannot_be(np: int, ppn: int, nodes: int, said: str) -> None:
     with pytest.raises(CpuftError) as refusal:
-        Work((), np=np, ppn=ppn).spread(nodes)
+        JobLaunch((), np=np, ppn=ppn).count_hosts(nodes)
     assert str(refusal.value) == said
 
 
 ANEW, ON = ["--run-dir", "runs/x"], ["--resume", "runs/x", "--run-dir", ""]
-TRAINING, SCRIPT = Work(()), Work((), ("--", "a.py"))
+TRAINING, SCRIPT = JobLaunch(()), JobLaunch((), ("--", "a.py"))
 
 
 @pytest.mark.parametrize(
-    "work, count, files, told",
+    "launch, count, files, told",
     [
         (TRAINING, "", {}, ANEW),
         (TRAINING, "", {"record.jsonl": "{}", "logs/a": "b"}, ANEW),  # somebody else's: the launch refuses it
@@ -116,18 +116,18 @@ TRAINING, SCRIPT = Work(()), Work((), ("--", "a.py"))
         (SCRIPT, "", {"logs/a": "b"}, ANEW),
         (SCRIPT, "1", {}, ANEW),
         (SCRIPT, "1", {"logs/a": "b"}, ON),
-        (Work((), run_dir="my runs/x"), "1", {}, ["--run-dir", "my runs/x"]),
-        (Work(("--resume", "runs/x"), resume="runs/x"), "1", {"record.jsonl": "{}"}, []),
+        (JobLaunch((), run_dir="my runs/x"), "1", {}, ["--run-dir", "my runs/x"]),
+        (JobLaunch(("--resume", "runs/x"), resume="runs/x"), "1", {"record.jsonl": "{}"}, []),
     ],
 )
-def test_what_came_far_enough_goes_on(work: Work, count: str, files: dict[str, str], told: list[str]) -> None:
+def test_what_came_far_enough_goes_on(launch: JobLaunch, count: str, files: dict[str, str], told: list[str]) -> None:
     for name, text in files.items():
         path = Path("runs/x", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    text = format_job(JobConfig(name="x"), work, add_program("cpuft", SAY))
+    text = render(SlurmOptions(name="x"), launch, add_program("cpuft", SAY))
     assert run_script("bash", text, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=count).returncode == 0
-    assert words_said() == ["launch", *work.options, *told, *work.script]
+    assert words_said() == ["launch", *launch.options, *told, *launch.script]
     assert {name: Path("runs/x", name).read_text() for name in files} == files
 
 
@@ -136,7 +136,7 @@ def test_a_start_that_came_to_nothing_is_put_aside() -> None:
         path = Path("runs/x", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-    text = format_job(JobConfig(name="x"), TRAINING, add_program("cpuft", SAY))
+    text = render(SlurmOptions(name="x"), TRAINING, add_program("cpuft", SAY))
     assert run_script("bash", text, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").returncode == 0
     assert words_said() == ["launch", *ANEW]
     (kept,) = Path("runs").iterdir()
@@ -171,32 +171,32 @@ def test_what_can_be_gone_on_with_is_queued_again(
     assert run_job(TRAINING, LAUNCH, SEND=send, CODE=code, **more) == (ended, queued, "")
 
 
-def run_job(work: Work, program: str, **environ: str) -> tuple[int, str, str]:
+def run_job(launch: JobLaunch, program: str, **environ: str) -> tuple[int, str, str]:
     """The script where `program` is cpuft: its exit code, and what it said, scontrol's words among that."""
     add_program("scontrol", 'echo "$@"\n')
-    text = format_job(JobConfig(name="x", retries=2), work, add_program("cpuft", program))
+    text = render(SlurmOptions(name="x", retries=2), launch, add_program("cpuft", program))
     done = run_script("bash", text, SLURM_JOB_ID="7", **environ)
     return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
-    "work, files, ended, queued",
+    "launch, files, ended, queued",
     [
         (TRAINING, [], 75, "requeue 7\n"),
         (TRAINING, ["record.jsonl"], 138, ""),
         (TRAINING, ["record.jsonl", "checkpoints/4"], 75, "requeue 7\n"),
         (SCRIPT, [], 75, "requeue 7\n"),
         (SCRIPT, ["logs/rank-0.out"], 138, ""),
-        (Work((), resume="runs/x"), ["record.jsonl", "checkpoints/4"], 75, "requeue 7\n"),
-        (Work((), resume="runs/x"), ["record.jsonl"], 138, ""),
+        (JobLaunch((), resume="runs/x"), ["record.jsonl", "checkpoints/4"], 75, "requeue 7\n"),
+        (JobLaunch((), resume="runs/x"), ["record.jsonl"], 138, ""),
     ],
 )
 def test_a_launch_that_is_told_before_it_has_ranks_is_queued_again(
-    work: Work, files: list[str], ended: int, queued: str
+    launch: JobLaunch, files: list[str], ended: int, queued: str
 ) -> None:
     """Its own signal ends it: nobody asks ranks yet, or between two starts."""
     for name in files:
         path = Path("runs/x", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    assert run_job(work, 'kill -USR1 "$PPID"\nexec sleep 60\n') == (ended, queued, "")
+    assert run_job(launch, 'kill -USR1 "$PPID"\nexec sleep 60\n') == (ended, queued, "")

@@ -12,7 +12,8 @@ import pytest
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError
-from cpuft.schedulers.clients import follow, parse_job
+from cpuft.schedulers import parse_job
+from cpuft.schedulers.base import follow_job
 from tests.schedulers.programs import SAY, add_program, words_said
 
 LAUNCH = ("--", "launch", "--np", "2", "--task", "mrpc")
@@ -67,8 +68,8 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("slurm",), "what is to be submitted? say it at the end: -- launch --np 8 --task mrpc"),
-        (("slurm", "--", "compare"), "what is to be submitted? say it at the end: -- launch --np 8 --task mrpc"),
+        (("slurm",), "no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc"),
+        (("slurm", "--", "compare"), "no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc"),
         (("slurm", "--", "launch", "--tsk", "a"), "No such option '--tsk'. Did you mean '--task'? (see cpuft launch"),
         (("slurm", "--", "launch", "--np", "0"), "Invalid value for '--np': 0 is not in the range x>=1. (see cpuft"),
         (
@@ -78,26 +79,29 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         (("slurm", "--", "launch", "--num_processes", "4"), "write --np instead of --num_processes (see cpuft launch"),
         (
             ("slurm", "--", "launch", "--dry-run"),
-            "--dry-run stands before -- launch, and a script behind a -- of its own",
+            "--dry-run is an option of cpuft submit: write it before -- launch",
         ),
         (
             ("slurm", "--", "launch", "train.py"),
-            "--dry-run stands before -- launch, and a script behind a -- of its own",
+            "a script comes after a -- of its own, e.g. -- launch --np 8 -- train.py",
         ),
-        (("slurm", "--", "launch", "--iface", "\udc80"), "the launch's words hold half a character, which no job's"),
+        (("slurm", "--", "launch", "--iface", "\udc80"), "the launch contains bytes that are not UTF-8, which no"),
         (("slurm", "--array", "0-3", "--wait", *LAUNCH), "--wait follows one job: leave it out with --array"),
         (
             ("slurm", "--partitoin", "a", *LAUNCH),
             "No such option '--partitoin'. Did you mean '--partition'? (see",
         ),
-        (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 does not go with --np 2 and --ppn 0: leave it out"),
-        (("slurm", "--partition", "a b", *LAUNCH), "'--partition=a b' cannot stand in a job's script: write"),
+        (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 does not agree with --np 2 and --ppn 0: leave --nodes out"),
+        (("slurm", "--partition", "a b", *LAUNCH), "'--partition=a b' cannot stand in a job script: write"),
         (("slurm", "--config", "none.yaml", *LAUNCH), "there is no file none.yaml, which --config names"),
-        (("kubernetes", *LAUNCH), "which container image? give --image NAME: one that has cpuft and sshd"),
-        (("kubernetes", *IMAGE, "--name", "a_b", *LAUNCH), "--name 'a_b': use small letters, digits and dashes, 54 at"),
-        (("batch", *IMAGE, *LAUNCH), "which job queue? give --queue NAME"),
-        (("status", "12"), "'12' is no job: write what cpuft submit has printed, e.g. slurm:1234"),
-        (("cancel", "slurm:-1"), "'slurm:-1' is no job: write what cpuft submit has printed, e.g. slurm:1234"),
+        (("kubernetes", *LAUNCH), "no container image is given: add --image NAME, an image that has cpuft and sshd"),
+        (
+            ("kubernetes", *IMAGE, "--name", "a_b", *LAUNCH),
+            "--name 'a_b': use at most 54 small letters, digits",
+        ),
+        (("batch", *IMAGE, *LAUNCH), "no job queue is given: add --queue NAME"),
+        (("status", "12"), "'12' is not a job: write what cpuft submit printed, e.g. slurm:1234"),
+        (("cancel", "slurm:-1"), "'slurm:-1' is not a job: write what cpuft submit printed, e.g. slurm:1234"),
     ],
 )
 def test_bad_input_gets_one_line_and_hands_nothing_in(
@@ -122,7 +126,7 @@ def test_bad_input_gets_one_line_and_hands_nothing_in(
     ],
 )
 def test_without_its_client(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], program: str) -> None:
-    said = f"cpuft: error: {program} does not do it (no such program: {program}): correct that, and say it again\n"
+    said = f"cpuft: error: {program} failed (no such program: {program}): correct that and run the command again\n"
     assert run(capsys, *words) == (2, "", said)
 
 
@@ -141,7 +145,7 @@ def test_a_scheduler_that_refuses_is_heard(
 ) -> None:
     add_program("scancel", SAY)
     add_program(program, f"cat >given\necho '{says}' >&2\nexit 1\n")
-    said = f"cpuft: error: {program} does not do it ({says}): correct that, and say it again\n"
+    said = f"cpuft: error: {program} failed ({says}): correct that and run the command again\n"
     assert run(capsys, *words) == (2, "", said)
     assert not Path("said").exists()
 
@@ -191,7 +195,8 @@ def test_a_job_of_slurm_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
     assert words_said() == ["12_3"]
 
 
-FOREIGN = "cpuft: error: cpuft submit has not made {}: check the name, or end it with its scheduler's own client\n"
+FOREIGN = "cpuft: error: {} was not submitted by cpuft submit: check the name, or end the job with the scheduler's own"
+FOREIGN += " client\n"
 
 
 @pytest.mark.parametrize("mark", ["", "not-cpuft", "cpuft-not"])
@@ -219,9 +224,7 @@ def test_who_waits_is_told_of_what_will_never_come(capsys: pytest.CaptureFixture
     add_slurm("PENDING", reason="PartitionNodeLimit")
     code, output, errors = run(capsys, "slurm", "--wait", *LAUNCH)
     assert (code, output) == (2, "slurm:12\n")
-    assert errors.startswith(
-        "cpuft: error: job slurm:12 waits for what Slurm will never give it (PartitionNodeLimit): "
-    )
+    assert errors.startswith("cpuft: error: job slurm:12 can never start (PartitionNodeLimit): ")
     assert run(capsys, "status", "slurm:12") == (0, "slurm:12 PENDING (PartitionNodeLimit)\n", "")
     add_slurm("PENDING", reason="Resources")
     assert run(capsys, "status", "slurm:12") == (0, "slurm:12 PENDING\n", "")
@@ -242,14 +245,14 @@ def test_a_log_is_followed_over_restarts_and_silence() -> None:
     )
     add_slurm("PENDING")
     said: list[str] = []
-    assert follow(*parse_job("slurm:12"), said.append, lambda seconds: (next(turns)(), None)[1]) == 0
+    assert follow_job(*parse_job("slurm:12"), said.append, lambda seconds: (next(turns)(), None)[1]) == 0
     assert "".join(said) == "step 1\nstep 2\nanew\n"
 
 
 def test_a_scheduler_that_is_silent_for_long_ends_the_waiting() -> None:
     pauses: list[float] = []
-    with pytest.raises(CpuftError, match=r"^scontrol does not do it \(no such program: scontrol\)"):
-        follow(*parse_job("slurm:12"), print, pauses.append)
+    with pytest.raises(CpuftError, match=r"^scontrol failed \(no such program: scontrol\)"):
+        follow_job(*parse_job("slurm:12"), print, pauses.append)
     assert len(pauses) == 19
 
 
@@ -290,9 +293,7 @@ def test_a_job_of_kubernetes_is_ended(capsys: pytest.CaptureFixture[str]) -> Non
     assert Path("said").read_text().endswith("delete mpijob x ")
 
 
-SCHEDULERS = (
-    "cpuft.schedulers cpuft.schedulers.options cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.schedulers.aws_batch_node"
-)
+SCHEDULERS = "cpuft.schedulers cpuft.hosts.slurm cpuft.hosts.mpijob cpuft.schedulers.aws_batch_node"
 
 
 def test_a_plain_launch_imports_nothing_of_it() -> None:

@@ -16,16 +16,15 @@ import yaml
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError
-from cpuft.schedulers.batch import ENTRY, format_job
-from cpuft.schedulers.options import JobConfig
-from cpuft.schedulers.work import Work
+from cpuft.schedulers.aws_batch import NODE_COMMAND, AwsBatch, BatchOptions
+from cpuft.schedulers.base import JobLaunch
 from tests.conftest import Golden
-from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_work, run_script, told_of, words_said
+from tests.schedulers.programs import AWKWARD_MORE, SAY, add_program, make_launch, run_script, told_of, words_said
 from tests.test_plan import AWKWARD
 
 SECRET = "arn:aws:secretsmanager:us-east-1:111122223333:secret:cpuft-AbCdEf"
 ROLE = "arn:aws:iam::111122223333:role/ecsTaskExecutionRole"
-SITE = JobConfig(
+SITE = BatchOptions(
     name="mrpc-np8",
     image="registry.example/cpuft:0.1.0",
     queue="cpu",
@@ -35,11 +34,12 @@ SITE = JobConfig(
     role=ROLE,
 )
 FULL = replace(SITE, efs="fs-0123456789abcdef0", seconds=3600, region="us-east-1")
-WORK = Work(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
+ALONE = replace(SITE, secret="", role="")
+WORK = JobLaunch(("--np", "8", "--ppn", "2", "--task", "mrpc"), np=8, ppn=2)
 
 
 def test_the_calls(golden: Golden) -> None:
-    golden("submit-batch.yaml", format_job(FULL, WORK, "cpuft"))
+    golden("submit-batch.yaml", AwsBatch().render(FULL, WORK, "cpuft"))
 
 
 def find_faults(calls: dict[str, Any]) -> str:
@@ -56,10 +56,12 @@ def find_faults(calls: dict[str, Any]) -> str:
     )
 
 
-@pytest.mark.parametrize("config, work", [(SITE, WORK), (FULL, WORK), (replace(SITE, secret="", role=""), Work(()))])
-def test_botocore_takes_them(config: JobConfig, work: Work) -> None:
+@pytest.mark.parametrize(
+    "config, launch", [(SITE, WORK), (FULL, WORK), (replace(SITE, secret="", role=""), JobLaunch(()))]
+)
+def test_botocore_takes_them(config: BatchOptions, launch: JobLaunch) -> None:
     """One node alone needs no secret."""
-    assert find_faults(yaml.safe_load(format_job(config, work, "cpuft"))) == ""
+    assert find_faults(yaml.safe_load(AwsBatch().render(config, launch, "cpuft"))) == ""
 
 
 @pytest.mark.parametrize(
@@ -74,23 +76,23 @@ def test_botocore_takes_them(config: JobConfig, work: Work) -> None:
     ],
 )
 def test_it_would_not_take_others(change: Callable[[Any], Any], said: str) -> None:
-    calls = copy.deepcopy(yaml.safe_load(format_job(SITE, WORK, "cpuft")))
+    calls = copy.deepcopy(yaml.safe_load(AwsBatch().render(SITE, WORK, "cpuft")))
     change(calls)
     assert said in find_faults(calls)
 
 
-def script_of(config: JobConfig, work: Work) -> str:
+def script_of(config: BatchOptions, launch: JobLaunch) -> str:
     """What the main node runs in its folder."""
-    nodes = yaml.safe_load(format_job(config, work, "cpuft"))["register_job_definition"]["nodeProperties"]
+    nodes = yaml.safe_load(AwsBatch().render(config, launch, "cpuft"))["register_job_definition"]["nodeProperties"]
     *words, text = nodes["nodeRangeProperties"][0]["container"]["command"]
-    assert words == [*ENTRY, "sh", "-c"]
+    assert words == [*NODE_COMMAND, "sh", "-c"]
     return str(text)
 
 
 @pytest.mark.parametrize("value", [*AWKWARD, *AWKWARD_MORE])
 def test_every_word_arrives_as_it_is(value: str) -> None:
     add_program("cpuft", SAY)
-    done = run_script("sh", script_of(replace(SITE, name="x"), make_work(value)), AWS_BATCH_JOB_ATTEMPT="1")
+    done = run_script("sh", script_of(replace(SITE, name="x"), make_launch(value)), AWS_BATCH_JOB_ATTEMPT="1")
     assert (done.returncode, done.stderr) == (0, "")
     assert words_said() == told_of(value, "--grace-period", "20")
 
@@ -105,19 +107,27 @@ def test_another_attempt_goes_on(attempt: str, told: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "config, work, said",
+    "config, launch, said",
     [
-        (replace(SITE, image=""), WORK, "which container image? give --image NAME: one that has cpuft and sshd"),
-        (replace(SITE, queue=""), WORK, "which job queue? give --queue NAME"),
-        (replace(SITE, secret=""), WORK, "how do the job's nodes know each other? give --secret ARN and --role"),
-        (replace(SITE, role=""), WORK, "how do the job's nodes know each other? give --secret ARN and --role"),
-        (SITE, make_work("Ref::a"), "AWS Batch puts parameters for Ref::NAME: leave such words out, or put them into"),
-        (replace(SITE, nodes=9), WORK, "--nodes 9 does not go with --np 8 and --ppn 2: leave it out"),
+        (
+            replace(SITE, image=""),
+            WORK,
+            "no container image is given: add --image NAME, an image",
+        ),
+        (replace(SITE, queue=""), WORK, "no job queue is given: add --queue NAME"),
+        (replace(SITE, secret=""), WORK, "the job's nodes recognize each other by a secret: add --secret ARN"),
+        (replace(SITE, role=""), WORK, "the job's nodes recognize each other by a secret: add --secret ARN"),
+        (
+            SITE,
+            make_launch("Ref::a"),
+            "the launch contains Ref::, which AWS Batch replaces",
+        ),
+        (replace(SITE, nodes=9), WORK, "--nodes 9 does not agree with --np 8 and --ppn 2: leave --nodes out"),
     ],
 )
-def test_what_batch_would_refuse(config: JobConfig, work: Work, said: str) -> None:
+def test_what_batch_would_refuse(config: BatchOptions, launch: JobLaunch, said: str) -> None:
     with pytest.raises(CpuftError) as refusal:
-        format_job(config, work, "cpuft")
+        AwsBatch().render(config, launch, "cpuft")
     assert str(refusal.value).startswith(said)
 
 
@@ -188,6 +198,8 @@ def test_a_region_takes_them(queue: str, capsys: pytest.CaptureFixture[str]) -> 
     assert run(capsys, "cancel", f"batch:us-east-1/{theirs}")[0] == 2
     code, said = run(capsys, "batch", "--image", "i", "--queue", "other", *known, *launch)
     assert (code, said.count("\n")) == (2, 1)
-    assert re.match(r"cpuft: error: AWS does not do it \(An error .* Job queue other does not exist\): correct", said)
-    gone = "cpuft: error: AWS Batch knows no job 0 any more: CloudWatch may still have its log\n"
+    assert re.match(
+        r"cpuft: error: AWS refused submit_job \(An error .* Job queue other does not exist\): correct", said
+    )
+    gone = "cpuft: error: AWS Batch has no job 0 any more: CloudWatch may still have its log\n"
     assert run(capsys, "cancel", "batch:us-east-1/0") == (2, gone)

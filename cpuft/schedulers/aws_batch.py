@@ -1,0 +1,132 @@
+"""AWS Batch: a multi-node parallel job as two calls of AWS's API, and a client that makes them.
+
+Where a job's hosts are, and what its nodes run: cpuft/schedulers/aws_batch_node.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cpuft.config import option
+from cpuft.errors import CpuftError, install_command
+from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, Scheduler, fill_template
+
+NODE_COMMAND = ("python", "-m", "cpuft.schedulers.aws_batch_node", "/work")
+"""What every node starts: it works in that folder; the main node runs the rest of the command once all nodes are up."""
+_SECRET = "CPUFT_BATCH_TOKEN"
+"""Environment variable in which Batch gives the job's secret to every node."""
+_DEFAULTS = ("--grace-period", "20")
+"""Seconds for a checkpoint: Batch sends SIGKILL 30 s after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class BatchOptions(ContainerOptions):
+    """Options of `cpuft submit batch`."""
+
+    queue: str = option("", "Job queue", takes="NAME")
+    region: str = option("", "AWS region (default: the region of your AWS settings)", takes="NAME")
+    secret: str = option("", "Secret in Secrets Manager by which the job's nodes recognize each other", takes="ARN")
+    role: str = option("", "Execution role that may read the secret", takes="ARN")
+    efs: str = option("", "EFS file system that keeps the runs (default: they are deleted with the job)", takes="ID")
+
+    @property
+    def scope(self) -> str:
+        """The region."""
+        return self.region
+
+
+class AwsBatch(Scheduler[BatchOptions]):
+    """AWS Batch, multi-node parallel jobs on EC2, in one region."""
+
+    name = "batch"
+    options = BatchOptions
+    help = "Submit a launch to AWS Batch, as a multi-node parallel job."
+
+    def render(self, options: BatchOptions, launch: JobLaunch, cpuft: str) -> str:
+        """Return YAML with two API calls, each name with its parameters: the job definition, and the submission.
+
+        Raises CpuftError: --image, --queue, --secret or --role is missing, or a text is one that Batch would replace.
+        """
+        lines = launch.to_shell(options.name, "${AWS_BATCH_JOB_ATTEMPT#1}", *_DEFAULTS)
+        if not options.queue:
+            raise CpuftError("no job queue is given: add --queue NAME")
+        if "Ref::" in lines:
+            raise CpuftError(
+                "the launch contains Ref::, which AWS Batch replaces by parameters: leave it out, or put it into a file"
+            )
+        hosts, _ = launch.count_hosts(options.nodes)
+        if hosts > 1 and not (options.secret and options.role):
+            raise CpuftError(
+                "the job's nodes recognize each other by a secret: add --secret ARN, and --role ARN of an execution "
+                "role that may read it"
+            )
+        timeout = {"attemptDurationSeconds": options.seconds} if options.seconds else None
+        volumes = [{"name": "work", "efsVolumeConfiguration": {"fileSystemId": options.efs}}] if options.efs else None
+        values: dict[str, Any] = {
+            "hosts": hosts,
+            "command": [*NODE_COMMAND, "sh", "-c", f'cpuft={cpuft}\n{lines}launch "$@"\n'],
+            "role": options.role or None,
+            "secrets": [{"name": _SECRET, "valueFrom": options.secret}] if options.secret else None,
+            "cores": str(options.cores),
+            "memory": str(options.memory << 10),
+            "shm": options.memory << 8,
+            "attempts": options.retries + 1,
+            "timeout": timeout,
+            "volumes": volumes,
+            "mounts": [{"sourceVolume": "work", "containerPath": "/work"}] if volumes else None,
+        }
+        return fill_template("aws_batch.yaml", options, values)
+
+    def submit(self, text: str) -> str:
+        """Register the job definition and submit the job; return its region, a slash and its identifier."""
+        import yaml
+
+        calls = yaml.safe_load(text)
+        definition = self._call("batch", "register_job_definition", calls["register_job_definition"])
+        arn = definition["jobDefinitionArn"]
+        job = self._call("batch", "submit_job", calls["submit_job"] | {"jobDefinition": arn})
+        return f"{arn.split(':')[3]}/{job['jobId']}"
+
+    def cancel(self, job: str) -> None:
+        """Terminate a job."""
+        self._call("batch", "terminate_job", {"jobId": job, "reason": "cpuft submit cancel"})
+
+    def is_ours(self, job: str) -> bool:
+        """Return whether the job has the tag of cpuft's jobs."""
+        return bool(self._describe(job)[job].get("tags", {}).get("managed-by") == "cpuft")
+
+    def status(self, job: str) -> JobStatus:
+        """Return the state of a job, with the log and exit code of its main node."""
+        described = self._describe(job)
+        main, state, log = described.get(f"{job}#0", {}).get("container", {}), described[job]["status"], ""
+        page = {"logGroupName": "/aws/batch/job", "logStreamName": main.get("logStreamName"), "startFromHead": True}
+        while page["logStreamName"] and (found := self._call("logs", "get_log_events", page))["events"]:
+            log += "".join(f"{event['message']}\n" for event in found["events"])
+            page["nextToken"] = found["nextForwardToken"]
+        return JobStatus(state, {"SUCCEEDED": 0, "FAILED": main.get("exitCode") or 1}.get(state), log)
+
+    def _describe(self, job: str) -> dict[str, Any]:
+        """Return the descriptions of a job and of its main node (JOB#0), by identifier.
+
+        Raises CpuftError: Batch has forgotten the job.
+        """
+        found = self._call("batch", "describe_jobs", {"jobs": [job, f"{job}#0"]})["jobs"]
+        jobs = {one["jobId"]: one for one in found}
+        if job not in jobs:
+            raise CpuftError(f"AWS Batch has no job {job} any more: CloudWatch may still have its log")
+        return jobs
+
+    def _call(self, service: str, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        try:
+            import boto3
+            import botocore.exceptions as faults
+            from botocore.config import Config
+        except ImportError:
+            raise CpuftError(f"AWS Batch needs boto3: {install_command('aws')}") from None
+        config = Config(retries={"total_max_attempts": 1})  # a call without an answer may have been carried out
+        try:
+            client = boto3.session.Session(region_name=self.scope or None).client(service, config=config)
+            return dict(getattr(client, method)(**parameters))
+        except (faults.ClientError, faults.BotoCoreError) as error:
+            raise CpuftError(f"AWS refused {method} ({' '.join(str(error).split())[:500]}): correct that") from None

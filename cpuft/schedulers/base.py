@@ -1,0 +1,243 @@
+"""What every scheduler has in common: its contract, the launch that a job runs, and following a job to its end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from cpuft.config import option
+from cpuft.errors import CpuftError
+from cpuft.execute import run_quietly
+from cpuft.record import FILE_NAME
+
+ANSWER_SECONDS = 120.0
+"""Time limit for one answer of a scheduler."""
+_POLL_SECONDS, _MOST_FAILURES = 5.0, 20
+"""Pause between two looks at a job that is followed, and how many looks in a row may fail."""
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options of `cpuft submit` that every scheduler takes."""
+
+    name: str = option("", "Name of the job and of its run (default: made of the task, --np and the time)")
+    nodes: int = option(0, "Number of hosts (default: --np divided by --ppn, else --np)", least=0, most=100_000)
+    retries: int = option(9, "How often an interrupted job is started again", least=0, most=10_000)
+
+    @property
+    def scope(self) -> str:
+        """Where the job's name is unique: a namespace or a region; empty for the scheduler's default."""
+        return ""
+
+
+@dataclass(frozen=True)
+class ContainerOptions(JobOptions):
+    """Options of schedulers that run containers."""
+
+    image: str = option("", "Container image that has cpuft and sshd", takes="NAME")
+    cores: int = option(4, "CPU cores of each host, as the scheduler counts them", least=1, most=10_000)
+    memory: int = option(16, "Memory of each host in GiB; a quarter of it is for /dev/shm", least=1, most=100_000)
+    seconds: int = option(0, "Time limit of the job in seconds (default: no limit)", least=0, most=10**8)
+
+
+@dataclass(frozen=True)
+class JobLaunch:
+    """The `cpuft launch` that a job runs: its argv, and the options in it that its scheduler needs to know."""
+
+    options: tuple[str, ...]
+    """The arguments before `--`."""
+    script: tuple[str, ...] = ()
+    """`--` and a script of the user's with its arguments; empty for none."""
+    np: int = 1
+    ppn: int = 0
+    run_dir: str = ""
+    resume: str = ""
+
+    def count_hosts(self, nodes: int) -> tuple[int, int]:
+        """Return (number of hosts, ranks on the host that has most), for `nodes` hosts or as --ppn has it where 0.
+
+        Raises CpuftError: --nodes, --np and --ppn contradict each other.
+        """
+        hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
+        if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):
+            raise CpuftError(
+                f"--nodes {hosts} does not agree with --np {self.np} and --ppn {self.ppn}: leave --nodes out"
+            )
+        return hosts, math.ceil(self.np / hosts)
+
+    def to_shell(self, name: str, restarted: str, *defaults: str) -> str:
+        """Return lines of POSIX shell that define the function `launch` and set its arguments, "$@".
+
+        The function replaces its shell by `cpuft launch`. The arguments start a run, or resume the one that an earlier
+        start of the job began (resume.sh).
+
+        Parameters
+        ----------
+        name
+            Name of the run where the launch has no --run-dir.
+        restarted
+            A shell expression that is empty only when the job starts for the first time.
+        defaults
+            Options of the launch; the same options among its own win.
+        """
+        argv, script = shlex.join(("launch", *defaults, *self.options)), shlex.join(self.script)
+        function = f'launch() {{ exec "$cpuft" {argv} "$@" {script}; }}\n'
+        if self.resume:
+            return f"{function}run={shlex.quote(self.resume)} progress=.\nset --\n"
+        run, progress = shlex.quote(self.run_dir or f"runs/{name}"), "logs" if self.script else FILE_NAME
+        resume = read_template("resume.sh")
+        return f"{function}run={run}$task progress={progress} restarted={restarted}\n{resume}"
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What a scheduler says about a job."""
+
+    state: str
+    """The scheduler's own word, e.g. RUNNING."""
+    exit_code: int | None
+    """None while the job has not ended."""
+    log: str
+    """All that the job has written so far."""
+    never_starts: str = ""
+    """The scheduler's reason why a waiting job can never start; empty where it can."""
+
+
+Options = TypeVar("Options", bound=JobOptions)
+
+
+class Scheduler(ABC, Generic[Options]):
+    """A scheduler to which `cpuft submit` gives launches as jobs. `cpuft.schedulers.SCHEDULERS` registers each one.
+
+    The job runs `cpuft launch` on its first host, without a hostfile. There `cpuft.hosts.cluster` finds the job's hosts
+    and the transport that reaches them: from the variables of Slurm (`cpuft.hosts.slurm`), from the hostfile of an
+    MPIJob (`cpuft.hosts.mpijob`), or from the cluster entry that a job's node wrote (`cpuft.hosts.cluster.JOB`).
+
+    A job that ends with exit code 75 (`cpuft.errors.AGAIN`) was interrupted: the scheduler starts it again, at most
+    `retries` times, and its run resumes from the last checkpoint.
+
+    Parameters
+    ----------
+    scope
+        Namespace or region of the jobs; empty for the default of the scheduler's client.
+
+    All methods but `render` raise CpuftError when the scheduler's client is missing, refuses, or does not answer in
+    time; the message holds the client's own words.
+    """
+
+    name: ClassVar[str]
+    """As in `cpuft submit NAME`, and in the jobs that this prints: NAME:JOB or NAME:SCOPE/JOB."""
+    options: ClassVar[type[JobOptions]]
+    """The options of `cpuft submit` for this scheduler."""
+    help: ClassVar[str]
+    """One sentence for the help of `cpuft submit`."""
+    has_submitters_files: ClassVar[bool] = False
+    """Whether a job's hosts see the environment of the machine that submits, so that cpuft has the same path there."""
+
+    def __init__(self, scope: str = "") -> None:
+        self.scope = scope
+
+    @abstractmethod
+    def render(self, options: Options, launch: JobLaunch, cpuft: str) -> str:
+        """Return the text of a job that runs a launch. Pure: the same arguments give the same text, nothing is asked.
+
+        `cpuft` is the path of the cpuft program on the job's hosts.
+
+        Raises CpuftError: an option that the scheduler needs is missing, or a value cannot stand in the text.
+        """
+
+    @abstractmethod
+    def submit(self, text: str) -> str:
+        """Submit a job's text and return the job's identifier, with its scope and a slash in front if it has one."""
+
+    @abstractmethod
+    def status(self, job: str) -> JobStatus:
+        """Return the state, exit code and log of a job; `job` is its identifier without the scope."""
+
+    @abstractmethod
+    def cancel(self, job: str) -> None:
+        """End a job."""
+
+    @abstractmethod
+    def is_ours(self, job: str) -> bool:
+        """Return whether `cpuft submit` has submitted a job; only those may be cancelled."""
+
+
+def run_client(*argv: str, stdin: str = "") -> str:
+    """Run a scheduler's client and return its standard output. Raises CpuftError when it is missing or refuses."""
+    answer = run_quietly(argv, ANSWER_SECONDS, stdin)
+    if answer.exit_code:
+        message = " ".join(answer.said.split())[-500:] or f"exit code {answer.exit_code}, without a message"
+        raise CpuftError(f"{argv[0]} failed ({message}): correct that and run the command again")
+    return answer.output
+
+
+def read_template(name: str) -> str:
+    """Return the text of a file of this folder."""
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) -> str:
+    """Return a YAML template of this folder, filled in.
+
+    Each text `$key` becomes the value of that key in `values` or in `options`; keys whose value is None are left out.
+
+    Raises CpuftError: --image is missing.
+    """
+    import yaml
+
+    if not options.image:
+        raise CpuftError("no container image is given: add --image NAME, an image that has cpuft and sshd")
+    known = vars(options) | values
+
+    def fill(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: filled for key, value in node.items() if (filled := fill(value)) is not None}
+        if isinstance(node, list):
+            return [fill(item) for item in node]
+        return known[node[1:]] if str(node).startswith("$") else node
+
+    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    dumper: Any = type("Dumper", (yaml.SafeDumper,), {})
+    dumper.add_representer(str, represent)
+    return str(yaml.dump(fill(yaml.safe_load(read_template(name))), Dumper=dumper, sort_keys=False, width=120))
+
+
+def follow_job(
+    scheduler: Scheduler[Any], job: str, say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> int:
+    """Pass a job's log to `say` as it grows, until the job ends; return the job's exit code.
+
+    After a restart the log may begin again; then all of it is passed on.
+
+    Raises CpuftError: the scheduler has not answered 20 times in a row, or says that the job can never start.
+    """
+    shown, failures = "", 0
+    while True:
+        try:
+            status = scheduler.status(job)
+        except CpuftError:
+            failures += 1
+            if failures == _MOST_FAILURES:
+                raise
+        else:
+            failures = 0
+            if status.never_starts:
+                raise CpuftError(
+                    f"job {scheduler.name}:{job} can never start ({status.never_starts}): end it with cpuft submit "
+                    f"cancel {scheduler.name}:{job}, then ask for less, e.g. with --nodes or a smaller --np"
+                )
+            say(status.log.removeprefix(shown))
+            shown = status.log
+            if status.exit_code is not None:
+                return status.exit_code
+        sleep(_POLL_SECONDS)
