@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpuft.comm import selection
 from cpuft.errors import CpuftError
 from cpuft.record import Measurement, Record, Travels
 from cpuft.report import estimate
