@@ -57,6 +57,7 @@ from cpuft.record import (
 )
 from cpuft.report.estimate import INSTANCE_COLUMNS, Prediction, parse_instances
 from cpuft.report.page import read_predictions
+from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_meet, parse_node
 from cpuft.train.data.own import read_asked
 from cpuft.train.data.prepare import read_prepared
