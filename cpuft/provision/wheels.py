@@ -1,4 +1,7 @@
-"""The files that a training environment is installed from: this cpuft, its compiled kernels, and pinned wheels."""
+"""The files from which a training environment is installed: this cpuft, its compiled kernels, and pinned wheels.
+
+`python -m cpuft.provision.wheels own FOLDER` writes this cpuft as a wheel, and `... download 3.11` downloads the rest.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,24 @@ from cpuft.plan import Step
 from cpuft.words import own_module
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
-"""Parts of cpuft that every host gets: a run may ask for each of them."""
-
+"""Extras of cpuft that every host gets, because a run may need each of them."""
 INSTALL = REMOVE + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
-"""The shell script, after `set -eu`, that makes the environment on a host, in an image or in a container."""
+"""Shell script that installs the environment on a host, in an image or in a container. `set -eu` must precede it."""
 PINS = Path(cpuft.__file__).with_name("constraints.txt")
+"""Exact versions of all packages."""
 HASHES = Path(cpuft.__file__).with_name("constraints-hashes.txt")
+"""The same versions with the hashes of their files, apart from torch."""
 BUILT_HERE = ("seqeval",)
-"""Packages that the index has as source only: their wheels are built here, so no recorded hash is theirs."""
+"""Packages that the index has only as source. Their wheels are built on this machine, so they have no recorded hash."""
+_DOWNLOAD_SECONDS = 3600.0
+_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
+"""A fixed time, so that wheels with the same contents have the same hash."""
+_METADATA_FIELDS = ("Requires-Python", "Provides-Extra", "Requires-Dist")
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A file to be installed from."""
+    """A wheel on this machine."""
 
     path: str
     name: str
@@ -52,40 +60,55 @@ class Wheel:
 
     @property
     def pin(self) -> str:
-        """name==version, from the file name as PEP 427 has it."""
+        """name==version, from the file name (PEP 427)."""
         return "==".join(self.name.split("-")[:2])
 
 
 @dataclass(frozen=True)
-class Hashed:
-    """An exact version of HASHES."""
+class HashedPin:
+    """An exact version in `HASHES`."""
 
     pin: str
     """name==version."""
     marker: str
-    """The environments that it is for, as PEP 508 has it; empty for all."""
+    """The environments to which it applies (PEP 508). Empty for all."""
     hashes: tuple[str, ...]
-    """SHA-256 of each file that an index may send for it."""
+    """SHA-256 of each file that an index may have for it."""
 
 
-def parse_hashes(text: str) -> tuple[Hashed, ...]:
-    """Parse a requirements file of exact versions with hashes, as `pip --require-hashes` takes it."""
+@dataclass(frozen=True)
+class Supply:
+    """What an environment is installed from, as far as it is on this machine."""
+
+    wheels: tuple[Wheel, ...]
+    """This cpuft's own wheel comes first."""
+    missing: tuple[Step, ...] = ()
+    """Steps on this machine that make or download what is missing."""
+    complete: bool = True
+    """Whether `wheels` has all wheels. Wheels that must be downloaded first are not known."""
+
+
+def parse_hashes(text: str) -> tuple[HashedPin, ...]:
+    """Parse a requirements file of exact versions with hashes, as `pip --require-hashes` reads it."""
     lines = re.sub(r"\\\n", " ", text).splitlines()
     found = [line.split("--hash=sha256:") for line in lines if line.strip() and not line.startswith("#")]
     parts = [(requirement.partition(";"), hashes) for requirement, *hashes in found]
     return tuple(
-        Hashed(pin.strip(), marker.strip(), tuple(digest.strip() for digest in hashes))
+        HashedPin(pin.strip(), marker.strip(), tuple(digest.strip() for digest in hashes))
         for (pin, _, marker), hashes in parts
     )
 
 
 def parse_pins(text: str, path: str) -> tuple[str, ...]:
-    """Parse the file of --pins: name==version on each line, and its hashes as `--hash=sha256:DIGEST` if it has any.
+    """Parse the file of --pins: one name==version per line, optionally with `--hash=sha256:DIGEST`.
 
-    Raises CpuftError: a version is not exact, or some versions have hashes and others have none.
+    Raises
+    ------
+    CpuftError
+        A version is not exact, or some versions have hashes and others have none.
     """
-    joined = re.sub(r"\\\n", " ", text).split("\n")
-    pins = tuple(" ".join(line.split("#")[0].split()) for line in joined if line.split("#")[0].strip())
+    lines = re.sub(r"\\\n", " ", text).split("\n")
+    pins = tuple(" ".join(line.split("#")[0].split()) for line in lines if line.split("#")[0].strip())
     for pin in pins:
         if "==" not in pin or not pin[0].isalnum():
             raise CpuftError(f"--pins {path}: {pin!r} is not exact: write name==version")
@@ -97,58 +120,38 @@ def parse_pins(text: str, path: str) -> tuple[str, ...]:
 
 
 def add_own(pins: tuple[str, ...], own: Wheel) -> tuple[str, ...]:
-    """Add this cpuft to the pins of a user, with its hash if they have hashes."""
+    """Add this cpuft's wheel to the pins of a user, with its hash if the pins have hashes."""
     has_hashes = any("--hash=" in pin for pin in pins)
     return (*pins, f"{own.pin} --hash=sha256:{own.sha256}" if has_hashes else own.pin)
 
 
-def _normalise(pin: str) -> str:
-    """Return name==version with the name in the one spelling that PEP 503 has for it."""
-    name, _, version = pin.partition("==")
-    return f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}"
-
-
-def refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[Hashed]) -> None:
-    """Raises CpuftError: a wheel in `folder` has a name and version of `hashed`, and is none of the files recorded."""
-    known: dict[str, set[str]] = {}
-    for one in hashed:
-        known.setdefault(_normalise(one.pin), set()).update(one.hashes)
-    for wheel in wheels:
-        wanted = known.get(_normalise(wheel.pin))
-        if wanted and wheel.sha256 not in wanted and wheel.pin.partition("==")[0] not in BUILT_HERE:
-            raise CpuftError(
-                f"--wheels {folder}: the SHA-256 of {wheel.name} is {wheel.sha256}, which is not recorded for "
-                f"{wheel.pin} in {HASHES.name}: download it again, or leave --wheels out"
-            )
+def list_pins(wheels: tuple[Wheel, ...]) -> tuple[str, ...]:
+    """Return name==version of every wheel but pip, which only installs the others."""
+    return tuple(wheel.pin for wheel in wheels if not wheel.name.startswith("pip-"))
 
 
 def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
-    """A fingerprint of all that an environment is made from."""
+    """Return a hash of everything from which an environment is installed. The order of the arguments has no effect."""
     text = "\n".join([*sorted(pins), *sorted(wheel.sha256 for wheel in wheels)])
     return hash_text(text, 32)
 
 
-def list_pins(wheels: tuple[Wheel, ...]) -> tuple[str, ...]:
-    """name==version of every wheel; pip only installs the others."""
-    return tuple(wheel.pin for wheel in wheels if not wheel.name.startswith("pip-"))
-
-
-@dataclass(frozen=True)
-class Supply:
-    """What an environment is installed from, as far as it is here."""
-
-    wheels: tuple[Wheel, ...]
-    """This cpuft's own first."""
-    missing: tuple[Step, ...] = ()
-    """What must be made or downloaded here before."""
-    complete: bool = True
-    """Whether all wheels are known: those to be downloaded are not."""
-
-
 def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str]) -> Supply:
-    """This cpuft, as a wheel in folder `own`, and the wheels of `folder`. Looks only. Raises CpuftError for none there.
+    """Find out which wheels are on this machine. This changes nothing.
 
-    Without `folder` it is all that hosts of Python `python` ("3.11") install, downloaded; without both, nothing more.
+    Parameters
+    ----------
+    own
+        Folder for the wheel of this cpuft.
+    folder
+        Folder of all other wheels, given by the user. Empty for the wheels that cpuft downloads.
+    python
+        Version of Python on the hosts ("3.11"). If this and `folder` are empty, only this cpuft's wheel is supplied.
+
+    Raises
+    ------
+    CpuftError
+        `folder` holds no wheels, other users may write to it, or a wheel differs from the recorded file.
     """
     name, content = make_own_wheel()
     digest = hashlib.sha256(content).hexdigest()
@@ -166,83 +169,131 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
         found = [path for path in Path(folder).glob("*.whl") if not path.name.startswith("cpuft-")]
         if not found:
             raise CpuftError(f"--wheels {folder} holds no wheels: leave it out, and they are downloaded")
-        given = [_read_wheel(path, path.stat().st_mtime_ns) for path in sorted(found)]
+        others = [_read_wheel(path, path.stat().st_mtime_ns) for path in sorted(found)]
         if is_given:
             for path in (Path(folder), *sorted(found)):
                 refuse_untrusted(path, ("change what runs on all hosts", "give --wheels a folder of your own"))
-            refuse_unknown_files(folder, given, parse_hashes(HASHES.read_text(encoding="utf-8")))
-        wheels += given
+            refuse_unknown_files(folder, others, parse_hashes(HASHES.read_text(encoding="utf-8")))
+        wheels += others
     return Supply(tuple(wheels), tuple(missing))
 
 
 @cache
-def _read_wheel(path: Path, time: int) -> Wheel:
-    """Hashed once, as long as it is not changed."""
+def _read_wheel(path: Path, modified: int) -> Wheel:
+    """Read and hash a wheel. `modified` is its time of change: the cached result of an older file is not used."""
     return Wheel(str(path), path.name, hash_file(path), path.stat().st_size)
 
 
-def plan_own_wheel(folder: Path) -> Step:
-    """Write this cpuft as a wheel."""
-    command = (*own_module(sys.executable, "cpuft.provision.wheels"), "own", str(folder))
-    return Step("write this cpuft as a wheel", command)
+def refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[HashedPin]) -> None:
+    """Raise CpuftError if a wheel has a name and version of `hashed`, but is none of the files recorded there."""
+
+    def normalise(pin: str) -> str:
+        name, _, version = pin.partition("==")
+        return f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}"  # PEP 503
+
+    known: dict[str, set[str]] = {}
+    for one in hashed:
+        known.setdefault(normalise(one.pin), set()).update(one.hashes)
+    for wheel in wheels:
+        wanted = known.get(normalise(wheel.pin))
+        if wanted and wheel.sha256 not in wanted and wheel.pin.partition("==")[0] not in BUILT_HERE:
+            raise CpuftError(
+                f"--wheels {folder}: the SHA-256 of {wheel.name} is {wheel.sha256}, which is not recorded for "
+                f"{wheel.pin} in {HASHES.name}: download it again, or leave --wheels out"
+            )
 
 
 def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
-    """Where wheels for Python `python` are kept, by all that decides which they are."""
-    # Of cpuft only the requirements and the kernels count here: its other code changes from day to day.
-    needs = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
-    hashes = HASHES.read_text(encoding="utf-8")
+    """Return the folder of downloaded wheels for a version of Python. Its name has a hash of what decides on them."""
+    # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
+    requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
+    pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")
     kernels = hash_sources() if find_compiler(environ) else ""
-    text = f"{python}\n{platform.machine()}\n{PINS.read_text(encoding='utf-8')}\n{hashes}\n{needs}\n{EXTRAS}\n{kernels}"
+    text = f"{python}\n{platform.machine()}\n{pins}\n{hashes}\n{requirements}\n{EXTRAS}\n{kernels}"
     return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"
 
 
-_TIME = (1980, 1, 1, 0, 0, 0)
-"""The same contents give the same file, and so the same checksum."""
-_FIELDS = ("Requires-Python", "Provides-Extra", "Requires-Dist")
+def download_wheels(python: str, environ: Mapping[str, str]) -> None:
+    """Download all wheels for hosts with this version of Python, unless they are here.
 
-
-@cache
-def make_own_wheel() -> tuple[str, bytes]:
-    """The wheel's name and contents. Nothing of it depends on when or where it is made.
-
-    Raises CpuftError: this cpuft is a bare checkout, whose requirements nothing tells.
+    Raises
+    ------
+    CpuftError
+        pip failed. The message has its last lines.
     """
-    root = Path(cpuft.__file__).parent
-    info = f"cpuft-{cpuft.__version__}.dist-info"
-    paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
-    # oneCCL's shim is the only compiled file, and called by its C names: any Python 3 of this machine's kind loads it.
-    compiled = any(name.endswith(".so") for name in files)
-    tag = f"py3-none-{'linux_' + platform.machine() if compiled else 'any'}"
-    files[f"{info}/METADATA"] = _format_metadata().encode()
-    purity = "false" if compiled else "true"
-    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: {purity}\nTag: {tag}\n".encode()
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\ncpuft = cpuft.cli:main\n"
-    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
-    written = io.BytesIO()
-    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name, _TIME), content)
-    return f"cpuft-{cpuft.__version__}-{tag}.whl", written.getvalue()
+    cache_folder(environ)
+    folder = downloads_folder(python, environ)
+    if folder.exists():
+        return
+    beside = folder.with_name(f"{folder.name}.{os.getpid()}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
+    hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
+    sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
+    built, fetched = beside / "built.txt", beside / "fetched.txt"
+    built.write_text(format_requirements(sources), encoding="utf-8")
+    fetched.write_text(format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
+    _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(beside), "-r", str(built))
+    download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(beside), *target)
+    _pip(*download, "--require-hashes", "-r", str(fetched))
+    _pip(*download, *_choose_torch())
+    for path in (built, fetched):
+        path.unlink()
+    _add_kernels(beside, environ)
+    beside.rename(folder)
 
 
-def write_own_wheel(folder: Path) -> Path:
-    """Write the wheel into `folder`; its path."""
-    name, content = make_own_wheel()
-    with written_beside(folder / name) as beside:
-        beside.write_bytes(content)
-    return folder / name
-
-
-def _format_metadata() -> str:
-    """What the installed cpuft says of its requirements, extras among them: setup.cfg is their only source."""
+def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
+    """Return the versions that a host with this machine's CPU architecture and Python `python` ("3.11") installs."""
     try:
-        known = importlib.metadata.metadata("cpuft")
-    except importlib.metadata.PackageNotFoundError:
-        raise CpuftError("this cpuft is not installed, so its requirements are unknown: run scripts/install") from None
-    fields = [f"{name}: {value}\n" for name in _FIELDS for value in known.get_all(name) or []]
-    return f"Metadata-Version: 2.1\nName: cpuft\nVersion: {cpuft.__version__}\n" + "".join(fields)
+        markers: Any = importlib.import_module("packaging.markers")
+    except ImportError:
+        markers = importlib.import_module("pip._vendor.packaging.markers")
+    values = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(values)]
+
+
+def format_requirements(hashed: Sequence[HashedPin]) -> str:
+    """Return the text of a requirements file for `pip --require-hashes`."""
+    return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
+
+
+def _choose_torch() -> tuple[str, ...]:
+    """Return pip's arguments for the torch in `PINS` without CUDA.
+
+    On x86-64 it comes from PyTorch's own index alone, unless the index that pip is configured for has such a build.
+    """
+    pin = next(line for line in PINS.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
+    if platform.machine() != "x86_64":
+        return (pin,)
+    report = _pip("install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", pin)
+    found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
+    if found["install"][0]["metadata"]["version"].endswith("+cpu"):
+        return (pin,)
+    return (f"{pin}+cpu", "--index-url", CPU_INDEX)
+
+
+def _pip(*argv: str) -> str:
+    """Run pip and return its output. Raise CpuftError if it fails."""
+    command = (*own_module(sys.executable, "pip"), "--disable-pip-version-check", *argv)
+    answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
+    if answer.exit_code:
+        last_lines = " | ".join(answer.said.strip().splitlines()[-4:])
+        raise CpuftError(f"pip {argv[0]} failed ({last_lines}): give --wheels a folder that holds the wheels")
+    return answer.output
+
+
+def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
+    """Write the wheel of compiled kernels, or print on standard error why the hosts get none."""
+    compiler = find_compiler(environ)
+    try:
+        if compiler is None:
+            raise CpuftError("this machine has no C++ compiler (Debian: apt-get install g++)")
+        write_kernels_wheel(compiler, folder)
+    except CpuftError as error:
+        slow = "hosts without a C++ compiler will train 2 to 3 times slower"
+        print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
 
 
 def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
@@ -265,35 +316,24 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
     Raises
     ------
     CpuftError
-        This machine is no x86-64, or the compiler could compile the kernels for none of the targets.
+        This machine is not x86-64, or the compiler could compile the kernels for none of the targets.
     """
     if platform.machine() != "x86_64":
         raise CpuftError(f"kernels are compiled in advance for x86-64 only, and this machine is {platform.machine()}")
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(max_workers=len(targets)) as pool:
-        made = list(pool.map(lambda target: _compile_target(compiler, target, folder), targets))
+        made = list(pool.map(lambda target: _compile(compiler, target, folder), targets))
     libraries = {name_library(target): found for target, found in zip(targets, made) if isinstance(found, bytes)}
     if not libraries:
         raise CpuftError(str(made[0]))
-    info = f"{PACKAGE}-{cpuft.__version__}.dist-info"
-    tag = "py3-none-linux_x86_64"
     files = {f"{PACKAGE}/{name}": content for name, content in libraries.items()}
-    metadata = f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {cpuft.__version__}\n"
-    files[f"{info}/METADATA"] = metadata.encode()
-    wheel = f"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: false\nTag: {tag}\n"
-    files[f"{info}/WHEEL"] = wheel.encode()
-    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
-    written = io.BytesIO()
-    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name, _TIME), content)
-    path = folder / f"{PACKAGE}-{cpuft.__version__}-{tag}.whl"
-    with written_beside(path) as beside:
-        beside.write_bytes(written.getvalue())
-    return path
+    name, content = _make_wheel(PACKAGE, "py3-none-linux_x86_64", files)
+    with written_beside(folder / name) as beside:
+        beside.write_bytes(content)
+    return folder / name
 
 
-def _compile_target(compiler: str, target: Target, folder: Path) -> bytes | CpuftError:
+def _compile(compiler: str, target: Target, folder: Path) -> bytes | CpuftError:
     """Return the library for one target, or why the compiler could not make it."""
     library = folder / f".{name_library(target)}"
     try:
@@ -305,82 +345,76 @@ def _compile_target(compiler: str, target: Target, folder: Path) -> bytes | Cpuf
         library.unlink(missing_ok=True)
 
 
-_DOWNLOAD_SECONDS = 3600.0
+@cache
+def make_own_wheel() -> tuple[str, bytes]:
+    """Return the name and the contents of a wheel of this cpuft, so that hosts get the version that provisions them.
+
+    The contents do not depend on when or where the wheel is made.
+
+    Raises
+    ------
+    CpuftError
+        This cpuft is a checkout that is not installed, so its requirements are not known.
+    """
+    root = Path(cpuft.__file__).parent
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
+    # oneCCL's shim is the only compiled file, and is called by C names: any Python 3 of this architecture loads it.
+    has_library = any(name.endswith(".so") for name in files)
+    tag = f"py3-none-{'linux_' + platform.machine() if has_library else 'any'}"
+    entry_points = {"entry_points.txt": "[console_scripts]\ncpuft = cpuft.cli:main\n"}
+    return _make_wheel("cpuft", tag, files, _read_requirements(), entry_points)
 
 
-def download_wheels(python: str, environ: Mapping[str, str]) -> None:
-    """Download all that hosts of Python `python` install, unless it is there. Raises CpuftError with what pip said."""
-    cache_folder(environ)
-    folder = downloads_folder(python, environ)
-    if folder.exists():
-        return
-    beside = folder.with_name(f"{folder.name}.{os.getpid()}.new")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
-    hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
-    sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
-    built, fetched = beside / "built.txt", beside / "fetched.txt"
-    built.write_text(format_requirements(sources), encoding="utf-8")
-    fetched.write_text(format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
-    _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(beside), "-r", str(built))
-    words = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(beside), *target)
-    _pip(*words, "--require-hashes", "-r", str(fetched))
-    _pip(*words, *_find_torch())
-    for path in (built, fetched):
-        path.unlink()
-    _add_kernels(beside, environ)
-    beside.rename(folder)
+def write_own_wheel(folder: Path) -> Path:
+    """Write this cpuft as a wheel into `folder`; return its path."""
+    name, content = make_own_wheel()
+    with written_beside(folder / name) as beside:
+        beside.write_bytes(content)
+    return folder / name
 
 
-def select_hashed(hashed: Sequence[Hashed], python: str) -> list[Hashed]:
-    """Return what a host of this machine's kind with Python `python` ("3.11") installs."""
+def plan_own_wheel(folder: Path) -> Step:
+    """Return the step that writes this cpuft as a wheel into `folder`."""
+    command = (*own_module(sys.executable, "cpuft.provision.wheels"), "own", str(folder))
+    return Step("write this cpuft as a wheel", command)
+
+
+def _read_requirements() -> str:
+    """Return the metadata lines with the requirements and extras of the installed cpuft; setup.cfg is their source."""
     try:
-        markers: Any = importlib.import_module("packaging.markers")
-    except ImportError:
-        markers = importlib.import_module("pip._vendor.packaging.markers")
-    there = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
-    return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(there)]
+        known = importlib.metadata.metadata("cpuft")
+    except importlib.metadata.PackageNotFoundError:
+        raise CpuftError("this cpuft is not installed, so its requirements are unknown: run scripts/install") from None
+    return "".join(f"{name}: {value}\n" for name in _METADATA_FIELDS for value in known.get_all(name) or [])
 
 
-def format_requirements(hashed: Sequence[Hashed]) -> str:
-    """Return the text of a requirements file for `pip --require-hashes`."""
-    return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
+def _make_wheel(
+    package: str, tag: str, files: dict[str, bytes], metadata: str = "", more_info: Mapping[str, str] = {}
+) -> tuple[str, bytes]:
+    """Return the name and contents of a wheel (PEP 427) in the version of this cpuft.
 
-
-def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
-    """Write the wheel of compiled kernels, or say on standard error why hosts get none."""
-    compiler = find_compiler(environ)
-    try:
-        if compiler is None:
-            raise CpuftError("this machine has no C++ compiler (Debian: apt-get install g++)")
-        write_kernels_wheel(compiler, folder)
-    except CpuftError as error:
-        slow = "hosts without a C++ compiler will train 2 to 3 times slower"
-        print(f"no compiled kernels are sent to the hosts, because {error}; {slow}", file=sys.stderr)
-
-
-def _find_torch() -> tuple[str, ...]:
-    """Return pip's words for the torch that PINS names, without CUDA: on x86-64 from PyTorch's own index alone, unless
-    the index that pip is configured for has such a build."""
-    pin = next(line for line in PINS.read_text(encoding="utf-8").splitlines() if line.startswith("torch=="))
-    if platform.machine() != "x86_64":
-        return (pin,)
-    words = ("--ignore-installed", "--no-deps", "--quiet", "--report", "-", pin)
-    report = _pip("install", "--dry-run", *words)
-    found, _ = json.JSONDecoder().raw_decode(report[report.index("{") :])  # pip's warnings may follow
-    if found["install"][0]["metadata"]["version"].endswith("+cpu"):
-        return (pin,)
-    return (f"{pin}+cpu", "--index-url", CPU_INDEX)
-
-
-def _pip(*words: str) -> str:
-    command = (*own_module(sys.executable, "pip"), "--disable-pip-version-check", *words)
-    answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
-    if answer.exit_code:
-        said = " | ".join(answer.said.strip().splitlines()[-4:])
-        raise CpuftError(f"pip {words[0]} failed ({said}): give --wheels, a folder that holds them")
-    return answer.output
+    Parameters
+    ----------
+    metadata
+        Lines for METADATA besides name and version.
+    more_info
+        Texts of further files in its .dist-info folder, by name.
+    """
+    info = f"{package}-{cpuft.__version__}.dist-info"
+    is_pure = "true" if tag.endswith("-any") else "false"
+    texts = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {cpuft.__version__}\n{metadata}",
+        "WHEEL": f"Wheel-Version: 1.0\nGenerator: cpuft\nRoot-Is-Purelib: {is_pure}\nTag: {tag}\n",
+        **more_info,
+    }
+    contents = files | {f"{info}/{name}": text.encode() for name, text in texts.items()}
+    contents[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*contents, f"{info}/RECORD"]).encode()
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in contents.items():
+            archive.writestr(zipfile.ZipInfo(name, _ZIP_TIME), content)
+    return f"{package}-{cpuft.__version__}-{tag}.whl", written.getvalue()
 
 
 if __name__ == "__main__":
