@@ -18,9 +18,9 @@ from typing import Any, TypeVar, get_type_hints
 from cpuft.errors import CpuftError, near_names
 from cpuft.hardware import PRECISIONS
 from cpuft.serialization import load, parse_json
+from cpuft.tasks import TASKS
 
 PADDINGS = ("dynamic", "max_length")
-TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "demo", "files", "text")
 LABEL_TYPES = ("auto", "class", "number", "multi")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
@@ -103,7 +103,7 @@ _where, _what, _recipe, _fast, _between, _kept = (partial(option, section=sectio
 class TrainConfig:
     """What a rank trains. Defaults are the well-known GLUE recipe: length 128, batch 32 a rank, 2e-5, 3 epochs."""
 
-    task: str = _what("demo", "of GLUE, demo (built in), or yours: files, text", choices=TASKS)
+    task: str = _what("demo", "of GLUE, demo (built in), or yours: files, text", choices=tuple(TASKS))
     model: str = _what("minilm", "folder or hub name; minilm needs no hub", takes="NAME")
     from_config: str = _what("", "untrained: bert-base, bert-large, bert-1.5b, FILE", takes="NAME")
     tokenizer: str = _what("", "folder or hub name (default: the model's own)", takes="NAME")

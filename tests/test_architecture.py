@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cpuft"
 
-PURE = {"compiler", "errors", "files", "hardware", "serialization", "terminal", "words"}
+PURE = {"compiler", "errors", "files", "hardware", "serialization", "tasks", "terminal", "words"}
 TOLD = PURE | {"config", "options", "plan", "record"}
 HOSTS = TOLD | {"execute", "hosts"}
 ON_A_RANK = PURE | {"config", "options", "record"}
@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": {"errors", "serialization"},
     "hardware": {"errors"},
     "serialization": set(),
+    "tasks": set(),
     "terminal": {"errors"},
     "words": set(),
     "config": PURE,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cpuft import tasks
 from cpuft.cli import main
-from cpuft.config import TASKS
-from cpuft.train.data import tasks
+from cpuft.tasks import TASKS
 from tests.conftest import run_cpuft
 
 

@@ -15,8 +15,9 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from cpuft.cli import cli
-from cpuft.config import SECTIONS, TASKS
+from cpuft.config import SECTIONS
 from cpuft.record import FILE_NAME
+from cpuft.tasks import TASKS
 from tests.conftest import Golden
 
 

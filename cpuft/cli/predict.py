@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.config import TASKS, PredictConfig, format_arguments
+from cpuft.config import PredictConfig, format_arguments
 from cpuft.errors import CpuftError, near_names
 from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
+from cpuft.tasks import TASKS
 
 if TYPE_CHECKING:
     from cpuft.plan import Setting, Step

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cpuft.record import EvaluationLine
+from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Order
-from cpuft.train.data.prepare import Tokens
 from cpuft.train.loop import Loop
 from cpuft.train.objective.base import Answers, Batch, Objective
 from cpuft.train.precision import autocast

@@ -21,8 +21,8 @@ from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
+from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import Order, count_updates, deal, plan_updates
-from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange import choose_exchange
 from cpuft.train.exchange.compression import settle
 from cpuft.train.exchange.data_parallel import UNUSED_ATTRIBUTE

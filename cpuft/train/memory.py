@@ -15,8 +15,8 @@ import numpy as np
 from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS, Room, Rooms, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
+from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import count_updates, deal, plan_epoch
-from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.fast.architectures import ARCHITECTURES, ATTENTION_DROPOUT_SETTINGS, SIZE_SETTINGS
 from cpuft.train.model import find_model, load_settings
 

@@ -28,8 +28,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Of BERT (Devlin et al. 2019, arXiv:1810.04805, section 3), and of one as large as GPT-2's largest; what is not said
 is BERT-base's."""
-_TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
-"""Patterns of the files that hold a tokenizer's vocabulary. Other files, as tokenizer_config.json, hold none."""
 
 
 def find_model(name: str) -> str:
@@ -90,7 +88,7 @@ def load_settings(config: TrainConfig, head: Mapping[str, Any], words: int = 0, 
             **{"model_type": "bert", **values, "pad_token_id": max(pad_id, 0), **size, **head}
         )
     except (OSError, ValueError) as error:
-        raise CpuftError(_cannot_make(name, error) if name else _cannot_load(config.model, error)) from None
+        raise CpuftError(_cannot_make(name, error) if name else describe_load_failure(config.model, error)) from None
     except Exception as error:  # checks of settings raise classes of their own
         raise CpuftError(_cannot_make(name or config.model, error)) from None
 
@@ -120,16 +118,6 @@ def _cannot_make(name: str, error: Exception) -> str:
     return f"no model can be made of {name} ({said}): correct its settings, or take one of {', '.join(SIZES)}"
 
 
-def check_tokenizer(config: TrainConfig, words: int) -> None:
-    """Raises CpuftError: the model embeds fewer tokens than a tokenizer of so many words makes."""
-    settings = load_settings(config, {}, words)
-    if words > settings.vocab_size:
-        raise CpuftError(
-            f"the tokenizer has {words} words, and {name_model(config)} embeds {settings.vocab_size}: "
-            f"leave --tokenizer out, or name the one that the model was made with"
-        )
-
-
 def check_positions(config: TrainConfig) -> None:
     """Raises CpuftError: the model has fewer positions than --max-length."""
     settings = load_settings(config, {})
@@ -141,33 +129,6 @@ def check_positions(config: TrainConfig) -> None:
             f"{name_model(config)} has {most} positions, so that it cannot read examples of {config.max_length} "
             f"tokens: give --max-length {most} or less"
         )
-
-
-def choose_pad_id(config: TrainConfig, tokenizer: Any, words: int = 0) -> int:
-    """Return the id of the token that batches are padded with.
-
-    It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text:
-    models that need the padding token look for the last token that is another one, and attention masks hide padding
-    from all others. RoBERTa's kind counts positions from its own padding token, which stays.
-
-    Raises CpuftError: neither the tokenizer nor the model knows such a token, or the model does not know this one.
-    """
-    settings = load_settings(config, {}, words)
-    own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
-    first = [own] if settings.model_type in POSITIONS_AFTER_PADDING else []
-    ends = ends if isinstance(ends, list) else [ends]
-    known = [one for one in (*first, tokenizer.pad_token_id, own, tokenizer.eos_token_id, *ends) if one is not None]
-    if not known:
-        raise CpuftError(
-            f"neither the tokenizer nor the configuration of {name_model(config)} names a padding token or a token "
-            f"that ends a text: set pad_token_id in its config.json"
-        )
-    if not 0 <= known[0] < settings.vocab_size:
-        raise CpuftError(
-            f"the padding token of {name_model(config)} has the id {known[0]}, and the model embeds the ids from 0 to "
-            f"{settings.vocab_size - 1} only: set pad_token in tokenizer_config.json to a token that the model knows"
-        )
-    return int(known[0])
 
 
 def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: int = 0, pad_id: int = -1) -> Any:
@@ -198,7 +159,7 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: i
     except CpuftError:
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise classes of their own
-        raise CpuftError(_cannot_load(name_model(config), error)) from None
+        raise CpuftError(describe_load_failure(name_model(config), error)) from None
     return adapt(model, config.lora_rank, source, fresh) if config.lora_rank else model
 
 
@@ -277,45 +238,8 @@ def find_base(source: str) -> str:
         raise CpuftError(f"the adapters in {source} are for another model, named in {_ADAPTERS}: {error}") from None
 
 
-def load_tokenizer(name: str, words: bool = False) -> Any:
-    """The model's own fast tokenizer, for texts or for `words` one by one. Raises CpuftError when it cannot be had."""
-    import transformers
-
-    source = find_model(name)
-    if Path(source).is_dir():
-        _check_tokenizer_files(Path(source))
-    else:
-        print(f"looking for model {name} at the Hugging Face hub", file=sys.stderr, flush=True)
-        find_hub_problem()
-    try:
-        # RoBERTa's would take each word for the first of a text; those that know no such option leave it be.
-        more = {"add_prefix_space": True} if words else {}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **more)
-    except (OSError, ValueError) as error:
-        raise CpuftError(_cannot_load(name, error)) from None
-    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
-        raise CpuftError(
-            f"the tokenizer of {name} knows nothing but its special tokens, so that every text would be unknown: save "
-            f"the tokenizer that the model was made with there, or name a folder or hub model with it by --tokenizer"
-        )
-    return tokenizer
-
-
-def _check_tokenizer_files(folder: Path) -> None:
-    """Raises CpuftError: the folder holds no tokenizer. transformers would make one that knows no word."""
-    missing = ""
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        missing = "no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) or SentencePiece *.model"
-    elif {"vocab.json"} == {"vocab.json", "merges.txt", "tokenizer.json"} & {path.name for path in folder.iterdir()}:
-        missing = "vocab.json without merges.txt, and no tokenizer.json"
-    if missing:
-        raise CpuftError(
-            f"the folder {folder} holds no whole tokenizer ({missing}): save the tokenizer that the model was made "
-            f"with there (tokenizer.save_pretrained), or name a folder or hub model that has it by --tokenizer"
-        )
-
-
-def _cannot_load(name: str, error: Exception) -> str:
+def describe_load_failure(name: str, error: Exception) -> str:
+    """Return the message for a model or tokenizer that transformers cannot load, with what to do next."""
     if not Path(find_model(name)).is_dir() and (problem := find_hub_problem()):
         return (
             f"model {name} is neither a folder here nor in the cache of models, and {problem}: check the network and "

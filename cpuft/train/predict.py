@@ -20,13 +20,21 @@ from cpuft.files import refuse_special, written_beside
 from cpuft.hardware import choose_precision
 from cpuft.record import read_record
 from cpuft.serialization import load, parse_json
+from cpuft.tasks import TASKS, Task
 from cpuft.terminal import keep_streams
 from cpuft.train.checkpoint.final_model import MODEL_DIR
-from cpuft.train.data.own import BETWEEN_LABELS, choose_metrics, read_asked
-from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens, tokenize
-from cpuft.train.data.rows import name_tests, read_as_glue, read_splits
-from cpuft.train.data.tasks import TASKS, Rows, Task
-from cpuft.train.model import choose_pad_id, load_tokenizer
+from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
+from cpuft.train.data.prepare import tokenize
+from cpuft.train.data.sources import (
+    BETWEEN_LABELS,
+    Rows,
+    choose_metrics,
+    name_tests,
+    read_as_glue,
+    read_asked,
+    read_splits,
+)
+from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
 from cpuft.train.reporter import format_metrics
 from cpuft.train.startup import hurry, settle
 

@@ -39,7 +39,8 @@ from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.checkpoint.policy import Keeper, Past, find_keepers, resume
 from cpuft.train.checkpoint.state import State
-from cpuft.train.data.prepare import Prepared, describe_data, prepare, read_prepared, warn_of_unknown
+from cpuft.train.data.archive import Prepared, read_prepared
+from cpuft.train.data.prepare import describe_data, prepare, warn_of_unknown
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
 from cpuft.train.exchange.compression import count_travels

@@ -15,7 +15,8 @@ from cpuft.config import TrainConfig
 from cpuft.record import Record, drop_warm_up, read_record
 from cpuft.serialization import load
 from cpuft.terminal import format_table
-from cpuft.train.data.prepare import prepare, read_prepared
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.prepare import prepare
 from cpuft.train.memory import foretell_rank, look_up_shape
 from cpuft.train.model import find_model
 

@@ -14,9 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cpuft import tasks
 from cpuft.errors import CpuftError
 from cpuft.record import read_record
-from cpuft.train.data import tasks
 
 # What each task trains on, and the metric that is compared.
 TASKS = {

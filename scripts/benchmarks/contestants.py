@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from cpuft.errors import CpuftError
-from cpuft.train.data.prepare import Tokens
-from cpuft.train.data.rows import parse_tsv
-from cpuft.train.data.tasks import TASKS, first_rows
+from cpuft.tasks import TASKS
+from cpuft.train.data.archive import Tokens
+from cpuft.train.data.sources import first_rows, parse_tsv
 from cpuft.train.fast.acceleration import accelerate, has_bf16_products, patch_model
 from cpuft.train.fast.adamw import clip_gradients
 from cpuft.train.precision import autocast

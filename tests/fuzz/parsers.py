@@ -59,11 +59,9 @@ from cpuft.report.estimate import INSTANCE_COLUMNS, Prediction, parse_instances
 from cpuft.report.page import read_predictions
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_meet, parse_node
-from cpuft.train.data.own import read_asked
-from cpuft.train.data.prepare import read_prepared
-from cpuft.train.data.rows import parse_tsv, read_data
-from cpuft.train.data.tables import parse_label, read_table
-from cpuft.train.data.tasks import TASKS
+from cpuft.tasks import TASKS
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.sources import parse_label, parse_tsv, read_asked, read_data, read_table
 from cpuft.train.data.texts import divide, survey
 from cpuft.train.predict import read_trained
 from tests.conftest import make_facts

@@ -22,7 +22,8 @@ from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World, parse_world
-from cpuft.train.data.prepare import prepare, read_prepared
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.prepare import prepare
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
 from cpuft.train.model import find_model

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForMaskedLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from cpuft.config import TrainConfig
+from cpuft.train.data.archive import Prepared, read_prepared
 from cpuft.train.data.order import plan_updates
-from cpuft.train.data.prepare import Prepared, read_prepared
 from cpuft.train.model import find_model
 from cpuft.train.objective import make_objective
 

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import HashStore
 from cpuft.comm.compression.embedding_rows import check_lookups, find_embedding
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.train.data.prepare import prepare, read_prepared, warn_of_unknown
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.prepare import prepare, warn_of_unknown
 from cpuft.train.exchange import choose_exchange
 from cpuft.train.loop import find_unused, try_model
 from cpuft.train.model import check_weights

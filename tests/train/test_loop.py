@@ -18,8 +18,8 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train import run
+from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Order, plan_updates
-from cpuft.train.data.prepare import Prepared, Tokens
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
 from cpuft.train.objective.base import Answers, Batch, Objective

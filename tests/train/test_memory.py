@@ -13,7 +13,7 @@ import pytest
 
 from cpuft.config import Room, Rooms, TrainConfig, format_rooms, take_rooms
 from cpuft.errors import CpuftError
-from cpuft.train.data.prepare import Prepared
+from cpuft.train.data.archive import Prepared
 from cpuft.train.memory import (
     KNOWN_ERROR,
     SHARED,

@@ -19,8 +19,9 @@ from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.train.data.prepare import UNTAGGED
-from cpuft.train.data.tasks import TASKS, Rows, Task
+from cpuft.tasks import TASKS, Task
+from cpuft.train.data.archive import UNTAGGED
+from cpuft.train.data.sources import Rows
 from cpuft.train.evaluate import ask_all, plan_batches
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective.base import Objective

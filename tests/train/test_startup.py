@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.train.model import find_model, load_tokenizer
+from cpuft.train.data.tokenizer import load_tokenizer
+from cpuft.train.model import find_model
 from cpuft.train.startup import defer, find_hub_problem
 
 _MODULES = {
@@ -58,7 +59,7 @@ def test_before_its_first_step_a_rank_imports_nothing_of_other_models_and_looks_
     assert told.startswith("at the first step: [False, None, True, True]")
     loaded = set(told.split())
     unwanted = {"scipy.optimize._optimize", "scipy.stats", "sklearn", "pandas", "boto3.session", "peft", "datasets"}
-    assert not loaded & (unwanted | {"transformers.trainer", "torch._inductor.compile_fx", "cpuft.train.memory"})
+    assert not loaded & (unwanted | {"transformers.trainer", "torch._inductor.compile_fx"})
     assert {"torch", "transformers.models.bert.modeling_bert", "scipy.optimize"} <= loaded
 
 

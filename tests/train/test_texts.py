@@ -21,7 +21,8 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, read_record
-from cpuft.train.data.prepare import prepare, read_prepared
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.prepare import prepare
 from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.loop import Loop, train

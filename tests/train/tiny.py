@@ -16,7 +16,8 @@ from cpuft.hardware import Cpu, Precision
 from cpuft.rank.world import World
 from cpuft.record import EvaluationLine, RecordedRank, StepLine, Writer
 from cpuft.train.checkpoint.final_model import save_model
-from cpuft.train.data.prepare import prepare, read_prepared
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.prepare import prepare
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
 from cpuft.train.model import find_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpuft.train.data.prepare import Tokens
+from cpuft.train.data.archive import Tokens
 
 
 def make_tokens(lengths: list[int], types: bool = True) -> Tokens:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import DiskFullError
-from cpuft.train.data.vocabulary import wrap_tokenizer
+from cpuft.train.data.tokenizer import load_tokenizer, wrap_tokenizer
 from cpuft.train.lora import is_adapted, save_adapters
-from cpuft.train.model import load_tokenizer, load_weights
+from cpuft.train.model import load_weights
 
 MODEL_DIR = "model"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.train.data.prepare import Tokens
+from cpuft.train.data.archive import Tokens
 
 _POOL_BATCHES = 50
 """Batches that are sorted together: large enough that rows of a batch are alike, small enough to stay random."""

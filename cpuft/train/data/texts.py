@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
 from cpuft.files import split_paths
-from cpuft.train.data.tables import describe_encoding, parse_json_row
+from cpuft.train.data.sources import describe_encoding, parse_json_row
 
 _JSON, _PLAIN = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md")
 MOST_BYTES = 8 << 20

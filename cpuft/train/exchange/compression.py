@@ -18,8 +18,8 @@ from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
 from cpuft.config import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import Travels
+from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import deal, plan_updates
-from cpuft.train.data.prepare import Prepared
 from cpuft.train.objective.base import Objective
 from cpuft.train.precision import autocast
 

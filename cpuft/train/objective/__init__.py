@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cpuft.config import TrainConfig
-from cpuft.train.data.prepare import Prepared
+from cpuft.train.data.archive import Prepared
 from cpuft.train.objective.base import Objective
 from cpuft.train.objective.labels import Classification, Regression, SeveralLabels, Tagging
 from cpuft.train.objective.masked_lm import Masking

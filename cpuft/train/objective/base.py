@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig
+from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Order
-from cpuft.train.data.prepare import Tokens
 from cpuft.train.model import load_model
 
 Answers = NDArray[np.float32]

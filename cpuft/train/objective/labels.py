@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Order
-from cpuft.train.data.prepare import UNTAGGED, Tokens
 from cpuft.train.objective.base import Answers, Batch, Objective
 
 

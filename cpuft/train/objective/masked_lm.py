@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig
+from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Order
-from cpuft.train.data.prepare import UNTAGGED, Tokens
 from cpuft.train.data.texts import BEGINS, NEVER
 from cpuft.train.lora import is_adapted
 from cpuft.train.objective.base import Answers, Batch

@@ -23,7 +23,7 @@ from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.policy import Keeper, Past, resume
 from cpuft.train.checkpoint.state import State
-from cpuft.train.data.prepare import Prepared, Tokens
+from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.objective.base import Answers, Batch, Objective

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.train.data.prepare import map_archive, read_prepared
+from cpuft.train.data.archive import map_archive, read_prepared
 
 ARRAYS: dict[str, Any] = {
     "a.ids": np.arange(1000, dtype=np.int32),

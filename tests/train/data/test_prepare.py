@@ -11,10 +11,10 @@ import pytest
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.train.data.prepare import UNTAGGED, Prepared, describe_data, prepare, read_prepared
-from cpuft.train.model import load_tokenizer
-from tests.train.data.test_own import lines
-from tests.train.data.test_rows import files
+from cpuft.train.data.archive import UNTAGGED, Prepared, read_prepared
+from cpuft.train.data.prepare import describe_data, prepare
+from cpuft.train.data.tokenizer import load_tokenizer
+from tests.train.data.test_sources import files, lines
 
 
 def test_rows_that_others_could_have_written_are_not_read(own_cache: None) -> None:

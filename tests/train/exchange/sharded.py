@@ -25,7 +25,7 @@ from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.policy import Keeper, resume
 from cpuft.train.checkpoint.state import State
-from cpuft.train.data.prepare import Prepared
+from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.optimizer_shards import Parts
 from cpuft.train.exchange.zero1 import ShardExchange
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE

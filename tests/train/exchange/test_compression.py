@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cpuft.config import TrainConfig
+from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import plan_updates
-from cpuft.train.data.prepare import Prepared
 from cpuft.train.exchange.compression import RANKS, count_travels
 from cpuft.train.objective.base import Objective
 from cpuft.train.objective.labels import Classification

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cpuft.config import TrainConfig
-from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens
+from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.evaluate import join
 from cpuft.train.objective import make_objective
 from cpuft.train.objective.base import Batch

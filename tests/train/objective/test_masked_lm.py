@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.config import TrainConfig
+from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.order import deal
-from cpuft.train.data.prepare import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.kernels import plain_torch

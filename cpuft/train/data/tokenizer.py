@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from cpuft.config import TrainConfig
+from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, hash_text, write_text
 from cpuft.serialization import load, parse_json
-from cpuft.train.model import check_tokenizer, find_model, load_settings, load_tokenizer
+from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
+from cpuft.train.model import describe_load_failure, find_model, load_settings, name_model
+from cpuft.train.startup import find_hub_problem
 
 _FILES = (
     "tokenizer.json",
@@ -126,3 +130,82 @@ def wrap_tokenizer(text: str) -> Any:
 def count_words(tokenizer: Any) -> int:
     """Rows that an embedding of its tokens needs."""
     return 1 + int(max(tokenizer.get_vocab().values()))
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
+"""Patterns of the files that hold a tokenizer's vocabulary. Other files, as tokenizer_config.json, hold none."""
+
+
+def check_tokenizer(config: TrainConfig, words: int) -> None:
+    """Raises CpuftError: the model embeds fewer tokens than a tokenizer of so many words makes."""
+    settings = load_settings(config, {}, words)
+    if words > settings.vocab_size:
+        raise CpuftError(
+            f"the tokenizer has {words} words, and {name_model(config)} embeds {settings.vocab_size}: "
+            f"leave --tokenizer out, or name the one that the model was made with"
+        )
+
+
+def choose_pad_id(config: TrainConfig, tokenizer: Any, words: int = 0) -> int:
+    """Return the id of the token that batches are padded with.
+
+    It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text:
+    models that need the padding token look for the last token that is another one, and attention masks hide padding
+    from all others. RoBERTa's kind counts positions from its own padding token, which stays.
+
+    Raises CpuftError: neither the tokenizer nor the model knows such a token, or the model does not know this one.
+    """
+    settings = load_settings(config, {}, words)
+    own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
+    first = [own] if settings.model_type in POSITIONS_AFTER_PADDING else []
+    ends = ends if isinstance(ends, list) else [ends]
+    known = [one for one in (*first, tokenizer.pad_token_id, own, tokenizer.eos_token_id, *ends) if one is not None]
+    if not known:
+        raise CpuftError(
+            f"neither the tokenizer nor the configuration of {name_model(config)} names a padding token or a token "
+            f"that ends a text: set pad_token_id in its config.json"
+        )
+    if not 0 <= known[0] < settings.vocab_size:
+        raise CpuftError(
+            f"the padding token of {name_model(config)} has the id {known[0]}, and the model embeds the ids from 0 to "
+            f"{settings.vocab_size - 1} only: set pad_token in tokenizer_config.json to a token that the model knows"
+        )
+    return int(known[0])
+
+
+def load_tokenizer(name: str, words: bool = False) -> Any:
+    """The model's own fast tokenizer, for texts or for `words` one by one. Raises CpuftError when it cannot be had."""
+    import transformers
+
+    source = find_model(name)
+    if Path(source).is_dir():
+        _check_tokenizer_files(Path(source))
+    else:
+        print(f"looking for model {name} at the Hugging Face hub", file=sys.stderr, flush=True)
+        find_hub_problem()
+    try:
+        # RoBERTa's would take each word for the first of a text; those that know no such option leave it be.
+        more = {"add_prefix_space": True} if words else {}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **more)
+    except (OSError, ValueError) as error:
+        raise CpuftError(describe_load_failure(name, error)) from None
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
+        raise CpuftError(
+            f"the tokenizer of {name} knows nothing but its special tokens, so that every text would be unknown: save "
+            f"the tokenizer that the model was made with there, or name a folder or hub model with it by --tokenizer"
+        )
+    return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Raises CpuftError: the folder holds no tokenizer. transformers would make one that knows no word."""
+    missing = ""
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        missing = "no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) or SentencePiece *.model"
+    elif {"vocab.json"} == {"vocab.json", "merges.txt", "tokenizer.json"} & {path.name for path in folder.iterdir()}:
+        missing = "vocab.json without merges.txt, and no tokenizer.json"
+    if missing:
+        raise CpuftError(
+            f"the folder {folder} holds no whole tokenizer ({missing}): save the tokenizer that the model was made "
+            f"with there (tokenizer.save_pretrained), or name a folder or hub model that has it by --tokenizer"
+        )

@@ -10,7 +10,7 @@ import pytest
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.train.data.vocabulary import (
+from cpuft.train.data.tokenizer import (
     choose_tokenizer,
     count_words,
     make_tokenizer,

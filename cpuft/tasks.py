@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -30,36 +27,6 @@ class Task:
     """Validation splits: what is appended to the metrics' names, and the file's stem."""
     kind: str = "class"
     """A row has one of `labels` (class), any of them (labels), one for each word (tags), or a number (score)."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Texts (one or two a row; of tags, the row's words) and labels of one split."""
-
-    texts: list[tuple[str, ...]]
-    labels: list[Any]
-    """Class numbers or scores; of tags and of several labels, tuples of class numbers."""
-    labelled: bool = True
-    """Whether the labels are the rows' own, and not there for the form's sake."""
-
-    def list_texts(self) -> Iterator[str]:
-        """All texts, row by row."""
-        return chain.from_iterable(self.texts)
-
-
-@dataclass(frozen=True)
-class Data:
-    """Everything a run trains and evaluates on."""
-
-    task: Task
-    train: Rows
-    validation: dict[str, Rows]
-    """By what is appended to the metrics' names; most tasks have one, of the empty name."""
-
-
-def first_rows(rows: Rows, count: int) -> Rows:
-    """The first `count` rows; all when `count` is 0."""
-    return replace(rows, texts=rows.texts[:count], labels=rows.labels[:count]) if count else rows
 
 
 _PAIR = ("sentence1", "sentence2")
