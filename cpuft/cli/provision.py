@@ -18,7 +18,7 @@ from cpuft.provision.base import PROVIDERS, describe_region, find_cluster, load_
 from cpuft.provision.options import ImageConfig, LocalConfig
 
 if TYPE_CHECKING:
-    from cpuft.provision.aws.builder import Builder
+    from cpuft.provision.aws.image import Builder
     from cpuft.provision.base import Provider
 
 _dry_run = click.option("--dry-run", is_flag=True, help=DRY_RUN.help)
@@ -206,7 +206,7 @@ def _make_root(config: ImageConfig, dry_run: bool) -> None:
 
 
 def _make_ami(config: ImageConfig, dry_run: bool) -> None:
-    from cpuft.provision.aws.builder import Builder, delete_image, list_images
+    from cpuft.provision.aws.image import Builder, delete_image, list_images
 
     if config.list:
         click.echo(list_images(config.region), nl=False)

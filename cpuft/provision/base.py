@@ -240,7 +240,7 @@ PROVIDERS = {
     "local": Kind("cpuft.provision.simulated:Local", "cpuft.provision.options:LocalConfig"),
     "plain": Kind("cpuft.provision.simulated:Plain", ""),
     "hosts": Kind("cpuft.provision.servers:Servers", "cpuft.provision.options:HostsConfig"),
-    "aws": Kind("cpuft.provision.aws.doing:Aws", "cpuft.provision.aws.options:AwsConfig"),
+    "aws": Kind("cpuft.provision.aws.provider:Aws", "cpuft.provision.aws.options:AwsConfig"),
 }
 """All kinds of clusters, by the names that their records have. `plain` is what `local --without-root` makes."""
 

@@ -39,7 +39,7 @@ from cpuft.launch.stack_dumps import parse_dump, parse_rank_dump
 from cpuft.options import read_config
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
-from cpuft.provision.aws.preflight import parse_ssh_from
+from cpuft.provision.aws.plan import parse_ssh_from
 from cpuft.provision.servers import parse_lock, parse_survey
 from cpuft.provision.wheels import parse_pins
 from cpuft.rank.process import FAILURE, parse_failure, parse_missed

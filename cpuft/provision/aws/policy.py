@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from cpuft.provision.aws.calls import ACTIONS, CHANGE, LOOK, MAKE, ROLE, SPOT_SERVICE, tag_of
+from cpuft.provision.aws.client import ACTIONS, CHANGE, LOOK, MAKE, ROLE, SPOT_SERVICE, tag_of
 
 _ROLE = f"arn:aws:iam::*:role/aws-service-role/{SPOT_SERVICE}/*"
 

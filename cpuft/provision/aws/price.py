@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cpuft.provision.aws.facts import COSTS, Instance
+from cpuft.errors import counted
+from cpuft.provision.aws.client import Cloud
+from cpuft.provision.aws.facts import (
+    COSTS,
+    LIVE,
+    Group,
+    Instance,
+    find_spot_prices,
+    read_table,
+)
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.report.estimate import Instance as Kind
@@ -127,3 +136,40 @@ def describe_bill(price: Price, instances: Sequence[Instance], now: float) -> st
     said = f"about {format_dollars(cost)} $" if cost is not None else "an unknown price"
     source = price.source_of(instances) if cost is not None else ""
     return f"it has cost {said} for {format_dollars(hours)} instance hours{source}; disks and traffic come on top"
+
+
+def find_costs(cloud: Cloud, instances: Sequence[Instance]) -> Price:
+    """What an hour of a cluster's instances costs."""
+    kind = instances[0].type if instances else ""
+    prices = find_spot_prices(cloud, kind) if any(one.spot for one in instances) else {}
+    return find_price(kind, cloud.region, read_table(), prices)
+
+
+def describe_instances(group: Group | None, instances: Sequence[Instance], now: float, price: Price) -> list[str]:
+    """A line for the cluster, and one for each instance that AWS tells of."""
+    lines = [_describe_whole(group, instances, now, price)]
+    for one in instances:
+        market = "spot" if one.spot else "on demand"
+        age = format_span((now if one.state in LIVE else one.ended or now) - one.launched)
+        lines.append(f"{one.private or one.id}  {one.state}, {one.id}, {one.type} {market} in {one.zone}, for {age}")
+    return lines
+
+
+def _describe_whole(group: Group | None, instances: Sequence[Instance], now: float, price: Price) -> str:
+    until = max([group.until if group else 0, *(one.until for one in instances)])
+    if not until:
+        return "nothing at AWS carries its tag"
+    left = f"in {format_span(until - now)}" if until > now else "which is past"
+    if group and group.limit > until:
+        left += f"; jobs move it, to {format_time(group.limit)} at most"
+    whose = f", of {group.owner}" if group else ", its security group is gone"
+    return f"lease to {format_time(until)}, {left}; {describe_cost(price, instances, now)}{whose}"
+
+
+def describe_cluster(
+    name: str, group: Group | None, instances: Sequence[Instance], now: float, price: Price
+) -> list[str]:
+    """The same for a cluster of which only the tags are known."""
+    nodes = counted(sum(one.state in LIVE for one in instances), "node")
+    head = f"cluster {name} (aws), {nodes}"
+    return [head, *(f"  {line}" for line in describe_instances(group, instances, now, price))]

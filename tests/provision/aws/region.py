@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from cpuft.provision.aws.calls import ACTIONS, LOOK
-from cpuft.provision.aws.client import Cloud
-from cpuft.provision.aws.doing import Aws, Edge
+from cpuft.provision.aws.client import ACTIONS, LOOK, Cloud
 from cpuft.provision.aws.options import AwsConfig
+from cpuft.provision.aws.provider import Aws, Edge
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"

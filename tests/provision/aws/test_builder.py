@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.provision.aws.builder import Builder, delete_image, list_images
-from cpuft.provision.aws.calls import read_tags
+from cpuft.provision.aws.client import read_tags
+from cpuft.provision.aws.image import Builder, delete_image, list_images
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
     NOTHING,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli import main
-from cpuft.provision.aws.builder import Builder, delete_image, list_images
 from cpuft.provision.aws.client import Cloud
+from cpuft.provision.aws.image import Builder, delete_image, list_images
 from cpuft.provision.aws.policy import make_policy
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (

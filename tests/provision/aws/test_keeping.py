@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.provision.aws.builder import Builder, delete_image, list_images
-from cpuft.provision.aws.calls import ACTIONS, LOOK, TAG, UNTIL, read_tags
-from cpuft.provision.aws.doing import Aws
+from cpuft.provision.aws.client import ACTIONS, LOOK, TAG, UNTIL, read_tags
 from cpuft.provision.aws.facts import parse_instances
-from cpuft.provision.aws.launching import NoCapacityError
+from cpuft.provision.aws.image import Builder, delete_image, list_images
+from cpuft.provision.aws.plan import NoCapacityError
+from cpuft.provision.aws.provider import Aws
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
     NAME,

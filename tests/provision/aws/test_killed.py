@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cpuft.provision.aws.client import Cloud
-from cpuft.provision.aws.doing import Aws, Edge
 from cpuft.provision.aws.options import AwsConfig
+from cpuft.provision.aws.provider import Aws, Edge
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, Bottle, open_bottle
 from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from cpuft.errors import CpuftError
-from cpuft.provision.aws import launching
+from cpuft.provision.aws import plan
 from cpuft.provision.aws.lease import (
     ARM_SCRIPT,
     format_span,
@@ -59,7 +59,7 @@ def test_a_span(seconds: float, said: str) -> None:
 
 def test_what_instances_are_told_is_read_back_with_their_key(tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-qt", "ecdsa", "-N", "", "-C", "cpuft", "-f", tmp_path / "host_key"], check=True)
-    script = (Path(launching.__file__).with_name("user_data.sh")).read_text()
+    script = (Path(plan.__file__).with_name("user_data.sh")).read_text()
     words = ["sh", "-c", script, "prepare", str(tmp_path / "host_key"), str(tmp_path / "user-data")]
     subprocess.run(words, input=format_user_data(NOW, NOW + 9), text=True, check=True)
     text = (tmp_path / "user-data").read_text()

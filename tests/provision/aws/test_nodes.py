@@ -14,7 +14,7 @@ from cpuft.hosts.hostfile import Host, read_hostfile
 from cpuft.hosts.registry import read_entry
 from cpuft.hosts.transport import Transport
 from cpuft.provision.aws import nodes
-from cpuft.provision.aws.doing import Aws
+from cpuft.provision.aws.provider import Aws
 from tests.provision.aws.region import NAME, NOTHING, Region, left, make_aws, open_region, refuse, say
 from tests.provision.simulated import Simulated, needs_root, simulate, write_wheels
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cpuft.provision.aws.calls import ACTIONS, CHANGE, MAKE, ROLE, tag_of
+from cpuft.provision.aws.client import ACTIONS, CHANGE, MAKE, ROLE, tag_of
 from cpuft.provision.aws.policy import format_policy, make_policy
 
 

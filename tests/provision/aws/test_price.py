@@ -8,7 +8,7 @@ import pytest
 
 from cpuft.provision.aws.price import Price, describe_bill, describe_cost, describe_price, find_price
 from cpuft.report.estimate import Instance as Kind
-from tests.provision.aws.test_planning import CONFIG, NOW, make_instance
+from tests.provision.aws.test_plan import CONFIG, NOW, make_instance
 
 
 def test_an_unknown_price_is_said_to_be_unknown() -> None:

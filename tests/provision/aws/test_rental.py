@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.provision.aws.calls import GENERATION, OWNER, TAG, UNTIL, read_tags
-from cpuft.provision.aws.launching import NoCapacityError
+from cpuft.provision.aws.client import GENERATION, OWNER, TAG, UNTIL, read_tags
+from cpuft.provision.aws.plan import NoCapacityError
 from tests.provision.aws.region import (
     NAME,
     NOTHING,

@@ -7,8 +7,8 @@ import sys
 import time
 
 from cpuft.config import parse_arguments
-from cpuft.provision.aws.doing import Aws, Edge
 from cpuft.provision.aws.options import AwsConfig
+from cpuft.provision.aws.provider import Aws, Edge
 from tests.provision.aws.region import refuse
 
 

@@ -20,7 +20,7 @@ from threading import RLock, Thread
 from typing import Any
 from urllib.parse import parse_qsl
 
-from cpuft.provision.aws.calls import TAG
+from cpuft.provision.aws.client import TAG
 from tests.provision.aws.bottle.hosting import Hosts, host
 from tests.provision.aws.bottle.machines import make_base, wire
 from tests.provision.aws.bottle.metadata import Service

@@ -14,10 +14,9 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_files import Member, format_known_hosts, format_ssh_config
 from cpuft.hosts.transport import Transport
-from cpuft.provision.aws import hostkeys
+from cpuft.provision.aws import nodes
 from cpuft.provision.aws.facts import Instance
-from cpuft.provision.aws.hostkeys import choose_keys, known_keys, plan_rotation
-from cpuft.provision.aws.nodes import Nodes
+from cpuft.provision.aws.nodes import Nodes, choose_keys, known_keys, plan_rotation
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.servers import ServerFacts
 from tests.hosts.test_transport import free_port, wait_for
@@ -85,7 +84,7 @@ class Born:
     def step(self) -> None:
         """The next step, on the host, by a way that is as strict."""
         (one,) = plan_rotation([(MEMBER, self.look())], self.given)
-        places = {hostkeys._FOLDER: f"{self.folder}/etc", hostkeys._PIDFILE: f"{self.folder}/pid"}
+        places = {nodes._FOLDER: f"{self.folder}/etc", nodes._PIDFILE: f"{self.folder}/pid"}
         answer = Transport(str(self.config)).run(Host("host"), [places.get(word, word) for word in one.command])
         assert (answer.exit_code, answer.errors) == (0, "")
 

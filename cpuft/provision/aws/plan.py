@@ -2,28 +2,209 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, near_names
+from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
 from cpuft.hosts.ssh_files import KEYGEN
 from cpuft.plan import Plan, Stages, Step
-from cpuft.provision.aws.calls import LIMIT, UNTIL, make_tags, plan_call, tag_all
-from cpuft.provision.aws.facts import Found, Group, Instance, Offer, Rule, format_rules
-from cpuft.provision.aws.launching import (
-    choose_zone,
-    has_placement_group,
-    make_cluster_tags,
-    make_group_tags,
-    plan_launch,
-    resource_name,
+from cpuft.provision.aws.client import (
+    GENERATION,
+    GROUP,
+    LIMIT,
+    OWNER,
+    SPOT_SERVICE,
+    TAG,
+    UNTIL,
+    make_tags,
+    plan_call,
+    tag_all,
 )
-from cpuft.provision.aws.lease import RENEWAL, format_time, make_extension
+from cpuft.provision.aws.facts import QUOTAS, Found, Group, Instance, Offer, Rule, Zone, format_rules, is_standard
+from cpuft.provision.aws.lease import RENEWAL, format_time, format_user_data, make_extension, parse_lease, parse_limit
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.ownership import KEY_MARK, is_ours, plan_removal
 from cpuft.provision.reconcile import plan_files
+
+_LEAST_PREFIX = 16
+
+
+def parse_ssh_from(text: str) -> str:
+    """A range of addresses from what a user said: `203.0.113.7` is `203.0.113.7/32`. Raises CpuftError."""
+    try:
+        found = ipaddress.IPv4Network(text.strip())
+    except ValueError:
+        raise CpuftError(f"--ssh-from {text!r:.60} is no IPv4 address: give yours, such as 203.0.113.7") from None
+    if found.prefixlen < _LEAST_PREFIX:
+        raise CpuftError(f"--ssh-from {text} is as good as the whole world: give your own address")
+    return str(found)
+
+
+def check_offer(config: AwsConfig, found: Found, offer: Offer, region: str) -> Offer:
+    """The offer. Raises CpuftError when what is missing cannot be rented."""
+    missing = config.nodes - len(found.live)
+    market = "spot" if config.spot else "on-demand"
+    if market not in offer.markets:
+        raise CpuftError(f"{config.type} is not rented {market}: choose another --type")
+    if "x86_64" not in offer.architectures:
+        machine = "/".join(offer.architectures)
+        raise CpuftError(f"{config.type} is {machine}, and cpuft needs x86_64: choose an Intel one with --type")
+    if offer.image.architecture not in ("x86_64", ""):
+        raise CpuftError(f"image {offer.image.id} is for {offer.image.architecture}: name one for x86_64 with --image")
+    if config.threads_per_core == 1 and offer.threads and 1 not in offer.threads:
+        raise CpuftError(f"{config.type} cannot leave a core's second thread out: drop --threads-per-core")
+    if config.zone and config.zone not in offer.all_zones:
+        raise CpuftError(
+            f"{region} has no zone {config.zone!r:.60} for you: {near_names(config.zone, offer.all_zones)}"
+        )
+    if not offer.zones:
+        raise CpuftError(f"no zone of {region} with a default subnet has {config.type}: try another --type or --region")
+    _check_zones(config, offer, missing)
+    _check_quota(config, offer, missing)
+    return offer
+
+
+def _check_zones(config: AwsConfig, offer: Offer, missing: int) -> None:
+    zones = [zone for zone in offer.zones if zone.name == (config.zone or zone.name)]
+    if not zones:
+        others = ", ".join(zone.name for zone in offer.zones)
+        raise CpuftError(f"{config.type} is not offered in {config.zone}, but in {others}: choose one of these")
+    most = max(zone.addresses for zone in zones)
+    if most < missing:
+        raise CpuftError(
+            f"{missing} instances are asked for, and the subnets have {most} free addresses: ask for fewer"
+        )
+
+
+def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
+    """Of types with a quota of their own nothing is known before they are asked for."""
+    asked = missing * offer.vcpus
+    if offer.quota is not None and is_standard(config.type) and offer.used + asked > offer.quota:
+        fit = max(0, int(offer.quota - offer.used) // offer.vcpus)
+        code = QUOTAS[config.spot]
+        raise CpuftError(
+            f"{missing} x {config.type} are {asked} vCPUs; {offer.quota:.0f} may run at a time, {offer.used} do now: "
+            f"{f'ask for {fit} nodes, or ' if fit else ''}have quota {code} raised in Service Quotas"
+        )
+
+
+STALE_SECONDS = 1800
+"""After that nobody waits for the answer to a launch, and AWS still tells of what it started and has ended since."""
+_PREPARE = (Path(__file__).with_name("user_data.sh")).read_text(encoding="utf-8")
+
+
+class NoCapacityError(CpuftError):
+    """Every zone that could be tried has refused."""
+
+
+def resource_name(name: str) -> str:
+    """What AWS knows a cluster's group, key and placement group by."""
+    return f"cpuft-{name}"
+
+
+def make_cluster_tags(config: AwsConfig, found: Found) -> dict[str, str]:
+    """Tags of everything of a cluster. The group has decided when the lease ends."""
+    until = found.group.until if found.group else int(found.now) + parse_lease(config.lease)
+    return {TAG: config.name, OWNER: found.owner, UNTIL: str(until)}
+
+
+def make_group_tags(config: AwsConfig, found: Found) -> dict[str, str]:
+    """What the group alone remembers, beside those."""
+    limit = int(found.now) + parse_limit(config.lease_limit, parse_lease(config.lease))
+    return make_cluster_tags(config, found) | {GENERATION: str(int(found.now)), LIMIT: str(limit)}
+
+
+def has_placement_group(config: AwsConfig, offer: Offer | None) -> bool:
+    """Whether instances get a placement group: one alone needs none, and some types take none."""
+    return config.placement_group and config.nodes > 1 and (offer is None or offer.clusters)
+
+
+def choose_zone(config: AwsConfig, found: Found, offer: Offer, refused: Mapping[str, str]) -> Zone:
+    """The zone of what is there already; else the first, for spot the cheapest, that has not refused.
+
+    Raises NoCapacityError: all have refused, each named with its reason.
+    """
+    there = {one.zone for one in found.live}
+    zones = [zone for zone in offer.zones if zone.name in (there or {config.zone or zone.name})]
+    left = [zone for zone in zones if zone.name not in refused]
+    if not left:
+        told = "; ".join(f"{name}: {said}" for name, said in refused.items())
+        raise NoCapacityError(
+            f"no zone has {counted(config.nodes - len(found.live), 'instance')} of {config.type} ({told}): try "
+            f"another --type or --region, {'' if config.spot else '--spot, '}--no-placement-group, or later"
+        )
+    return min(left, key=lambda zone: (zone.spot_price if config.spot else 0.0, zone.name))
+
+
+def plan_launch(
+    config: AwsConfig, found: Found, group: Group, offer: Offer, zone: Zone, region: str, directory: str
+) -> list[list[Step]]:
+    """All missing instances in one call, all or none.
+
+    The call's token says what is asked for: the group, the generation, the zone. So the same call again, after an
+    answer that was lost, starts nothing. What ended since then needs a new generation.
+    """
+    missing, stages = config.nodes - len(found.live), []
+    if config.spot and not offer.spot_role:
+        why = "make the role by which AWS starts spot instances, once for the account"
+        stages.append([plan_call("create_service_linked_role", why, region, {"AWSServiceName": SPOT_SERVICE})])
+    generation = group.generation
+    used = any(one.generation == generation for one in found.instances)
+    if used or found.now - generation > STALE_SECONDS:
+        generation = max(int(found.now), generation + 1)
+        change = {"Resources": [group.id], "Tags": make_tags({GENERATION: str(generation)})}
+        stages.append([plan_call("create_tags", "note that instances are asked for anew", region, change)])
+    path = f"{directory}/user-data"
+    command = ("sh", "-c", _PREPARE, "prepare", f"{directory}/host_key", path)
+    told = format_user_data(group.until, group.limit)
+    stages.append([Step("write what instances are told at birth", command, stdin=told)])
+    request = make_request(config, found, offer, zone, missing) | {
+        "ClientToken": hash_text(f"{group.id} {generation} {zone.name}{' spot' * config.spot}", 32),
+        "KeyName": resource_name(config.name),
+    }
+    request["NetworkInterfaces"][0]["Groups"] = [group.id]
+    for one in request["TagSpecifications"]:
+        own = {GENERATION: str(generation), GROUP: group.id, "Name": resource_name(config.name)}
+        one["Tags"] += make_tags(own)
+    if has_placement_group(config, offer):
+        request["Placement"]["GroupName"] = resource_name(config.name)
+    why = f"start {counted(missing, 'instance')} of {config.type} in {zone.name}, all or none"
+    return [*stages, [plan_call("run_instances", why, region, request, {"UserData": path})]]
+
+
+def make_request(config: AwsConfig, found: Found, offer: Offer, zone: Zone, missing: int) -> dict[str, Any]:
+    """RunInstances' parameters, but for what must have been made before: so far it can be tried out."""
+    disk: dict[str, Any] = {"VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
+    disk["VolumeSize"] = max(config.disk, offer.image.gigabytes)
+    interface = {"DeviceIndex": 0, "SubnetId": zone.subnet, "AssociatePublicIpAddress": True}
+    # Whether ranks use it is decided by what the hosts say: it carries everything else as well.
+    interface |= {"InterfaceType": "efa"} if offer.efa and config.nodes > 1 else {}
+    request: dict[str, Any] = {
+        "ImageId": offer.image.id,
+        "InstanceType": config.type,
+        "MinCount": missing,
+        "MaxCount": missing,
+        "InstanceInitiatedShutdownBehavior": "terminate",
+        "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1, "HttpEndpoint": "enabled"},
+        "BlockDeviceMappings": [{"DeviceName": offer.image.root, "Ebs": disk}],
+        "NetworkInterfaces": [interface | {"DeleteOnTermination": True}],
+        "Placement": {"AvailabilityZone": zone.name},
+    }
+    # Without the tag it would not be allowed: the printed policy lets nothing else be made.
+    kinds = ["instance", "volume", "network-interface", *(["spot-instances-request"] if config.spot else [])]
+    request["TagSpecifications"] = tag_all(make_cluster_tags(config, found), *kinds)
+    if config.threads_per_core < max(offer.threads, default=0):
+        request["CpuOptions"] = {"CoreCount": offer.cores, "ThreadsPerCore": config.threads_per_core}
+    if config.spot:
+        options = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
+        request["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": options}
+    return request
+
 
 NOTICE = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 """Answers on a spot instance that AWS is about to take back."""

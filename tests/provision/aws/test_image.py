@@ -13,20 +13,10 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.plan import format_plan
-from cpuft.provision.aws import builder
-from cpuft.provision.aws.builder import plan_finish
-from cpuft.provision.aws.calls import parse_call
-from cpuft.provision.aws.images import (
-    Golden,
-    Images,
-    Snapshot,
-    choose_image,
-    describe_images,
-    is_ready,
-    name_image,
-    parse_images,
-    plan_deletion,
-)
+from cpuft.provision.aws import image as ami
+from cpuft.provision.aws.client import parse_call
+from cpuft.provision.aws.facts import Golden, Images, Snapshot, choose_image, parse_images
+from cpuft.provision.aws.image import describe_images, is_ready, name_image, plan_deletion, plan_finish
 from cpuft.provision.image import format_install, read_recipe
 
 RECIPE = read_recipe(str(Path(__file__).parents[3] / "ami" / "recipe.yaml"))
@@ -140,7 +130,7 @@ def test_this_machine_is_never_made_to_forget_itself() -> None:
 def test_apt_is_told_of_the_way_as_long_as_the_script_runs(tmp_path: Path) -> None:
     script = 'cat "$APT_CONFIG"; echo "$APT_CONFIG" >said; exit 7'
     environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
-    words = ["sh", "-c", builder._THROUGH, "through", "3128", script]
+    words = ["sh", "-c", ami._THROUGH, "through", "3128", script]
     done = subprocess.run(words, env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (
         7,
@@ -180,7 +170,7 @@ def test_an_image_remembers_no_key_no_name_and_no_lease(bus: str, tmp_path: Path
     }
     makes[bus](top / "var/lib/dbus/machine-id")
     environ = {"PATH": os.environ["PATH"], "HOME": str(top / "root")}
-    words = ["sh", "-c", builder._SEAL, "seal", f"{top}/", "/opt/cpuft", "/var/tmp"]
+    words = ["sh", "-c", ami._SEAL, "seal", f"{top}/", "/opt/cpuft", "/var/tmp"]
     for _ in range(2):
         done = subprocess.run(words, env=environ, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")

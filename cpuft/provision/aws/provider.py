@@ -13,19 +13,30 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import Transport
 from cpuft.plan import Plan, Step
-from cpuft.provision.aws import launching, planning
-from cpuft.provision.aws.calls import ACTIONS, parse_call
-from cpuft.provision.aws.client import Cloud
-from cpuft.provision.aws.describing import describe_cluster, describe_instances
-from cpuft.provision.aws.facts import Found, Instance, Offer
-from cpuft.provision.aws.launching import NoCapacityError
+from cpuft.provision.aws import plan as plans
+from cpuft.provision.aws.client import ACTIONS, Cloud, parse_call
+from cpuft.provision.aws.facts import (
+    Found,
+    Instance,
+    Offer,
+    find_clusters,
+    find_offer,
+    find_own_address,
+    find_tagged,
+    read_table,
+)
 from cpuft.provision.aws.lease import format_time, parse_lease, parse_limit
-from cpuft.provision.aws.look import find_clusters, find_costs, find_offer, find_own_address, find_tagged, read_table
 from cpuft.provision.aws.nodes import LeaseError, Nodes
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.planning import Facts, plan_rental
-from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
-from cpuft.provision.aws.price import describe_bill, describe_price, find_price
+from cpuft.provision.aws.plan import Facts, NoCapacityError, check_offer, parse_ssh_from, plan_rental
+from cpuft.provision.aws.price import (
+    describe_bill,
+    describe_cluster,
+    describe_instances,
+    describe_price,
+    find_costs,
+    find_price,
+)
 from cpuft.provision.base import Ask, Provider
 from cpuft.provision.ownership import read_files
 from cpuft.provision.reconcile import Say, run_stages
@@ -119,8 +130,8 @@ class Aws(Provider[AwsConfig, Everything]):
     def _look(self) -> Facts:
         facts = self._facts()
         found, place = facts.found, self.config.ssh_from or self.edge.find_address()
-        planning.check_rental(self.config, found)
-        if planning.needs_offer(self.config, found) and not self._offer:
+        plans.check_rental(self.config, found)
+        if plans.needs_offer(self.config, found) and not self._offer:
             self._offer = check_offer(self._wanted, found, find_offer(self.cloud, self._wanted), self.cloud.region)
         return replace(facts, address=parse_ssh_from(place), offer=self._offer)
 
@@ -145,7 +156,7 @@ class Aws(Provider[AwsConfig, Everything]):
         end = self.edge.now() + _BOOT_SECONDS
         while any(one.state != "running" or not one.public for one in facts.found.live):
             if self.edge.now() > end:
-                told = planning.name_states(facts.found.instances)
+                told = plans.name_states(facts.found.instances)
                 raise CpuftError(f"instances of {self.name} do not start ({told}): cpuft provision down {self.name}")
             self.edge.sleep(_POLL_SECONDS)
             facts = replace(facts, found=find_tagged(self.cloud, self.name, self.edge.now()))
@@ -176,9 +187,9 @@ class Aws(Provider[AwsConfig, Everything]):
     def _try_out(self, facts: Facts) -> None:
         """Ask AWS, call by call, whether it would do what is planned. Raises CpuftError when it would not."""
         assert facts.offer
-        zone = launching.choose_zone(self._wanted, facts.found, facts.offer, {})
+        zone = plans.choose_zone(self._wanted, facts.found, facts.offer, {})
         missing = self.config.nodes - len(facts.found.live)
-        request = launching.make_request(self._wanted, facts.found, facts.offer, zone, missing)
+        request = plans.make_request(self._wanted, facts.found, facts.offer, zone, missing)
         self.cloud.try_out("run_instances", request)
         for step in (step for stage in plan_rental(self.config, facts).stages for step in stage):
             call = parse_call(step)
@@ -277,23 +288,23 @@ class Aws(Provider[AwsConfig, Everything]):
         accounted = any(one.generation == generation for one in facts.found.instances)
         entry = self.directory / FILE_NAME
         made = entry.stat().st_mtime if entry.exists() else 0.0
-        young = planning.is_young(facts.found, made, _YOUNG_SECONDS)
+        young = plans.is_young(facts.found, made, _YOUNG_SECONDS)
         return not accounted and young and waited < self.edge.late_seconds
 
     def plan_down(self, facts: Everything) -> Plan:
         """What is left, at AWS and here."""
-        return planning.plan_rental_down(self.name, facts.rental)
+        return plans.plan_rental_down(self.name, facts.rental)
 
     def plan_extension(self, lease: str) -> Plan:
         """The lease is to end so long from now. Raises CpuftError: there is no such cluster, or it has ended."""
         facts = self._facts()
         until = int(facts.found.now) + parse_lease(lease)
-        plan = planning.plan_extension(self.name, facts, until)
+        plan = plans.plan_extension(self.name, facts, until)
         if self.edge.logs_in:
-            transport = Transport(planning.check_config(self.name, facts), elsewhere=True)
+            transport = Transport(plans.check_config(self.name, facts), elsewhere=True)
             ways = {one.private: transport.way(Host(one.private)) for one in facts.found.live}
-            tell = planning.tell_instances(facts.found, until)
-            note = planning.plan_lease_note(self.name, facts, until)
+            tell = plans.tell_instances(facts.found, until)
+            note = plans.plan_lease_note(self.name, facts, until)
             plan = replace(plan, stages=(*plan.stages, tell, *note), ways=ways)
         return plan
 

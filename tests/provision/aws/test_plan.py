@@ -10,14 +10,21 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.ssh_files import Member, format_inside, format_ssh_config
 from cpuft.provision.aws import facts
-from cpuft.provision.aws.calls import parse_call, plan_call
-from cpuft.provision.aws.describing import describe_instances
+from cpuft.provision.aws.client import parse_call, plan_call
 from cpuft.provision.aws.facts import Found, Group, Image, Instance, Offer, Zone
-from cpuft.provision.aws.launching import NoCapacityError, choose_zone, make_request
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.planning import Facts, check_rental, plan_rental, plan_rental_down
-from cpuft.provision.aws.preflight import check_offer, parse_ssh_from
-from cpuft.provision.aws.price import Price
+from cpuft.provision.aws.plan import (
+    Facts,
+    NoCapacityError,
+    check_offer,
+    check_rental,
+    choose_zone,
+    make_request,
+    parse_ssh_from,
+    plan_rental,
+    plan_rental_down,
+)
+from cpuft.provision.aws.price import Price, describe_instances
 
 NOW = 1_800_000_000
 ME = "arn:aws:iam::1:user/me"

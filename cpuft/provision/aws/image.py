@@ -7,23 +7,82 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, near_names
 from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
 from cpuft.plan import Plan, Step
-from cpuft.provision.aws.calls import parse_call
-from cpuft.provision.aws.doing import Aws, Edge
-from cpuft.provision.aws.images import describe_images, is_ready, name_image, plan_deletion, plan_imaging
-from cpuft.provision.aws.look import find_images, find_named
+from cpuft.provision.aws.client import ENVIRONMENT, IMAGE, OWNER, parse_call, plan_call, tag_all
+from cpuft.provision.aws.facts import COMING, READY, Golden, Images, find_images, find_named
 from cpuft.provision.aws.options import AwsConfig
+from cpuft.provision.aws.provider import Aws, Edge
 from cpuft.provision.base import Ask
 from cpuft.provision.image import CHECK, PROVE, Recipe, environment_python, format_install, read_recipe
 from cpuft.provision.options import ImageConfig
 from cpuft.provision.ownership import is_ours
 from cpuft.provision.reconcile import Say, lock, reconcile, run_stages
 from cpuft.provision.wheels import Supply, gather_supply, list_pins, make_stamp
+
+
+def name_image(recipe: str, environment: str) -> str:
+    """What an image is called, by the recipe's digest and the environment's stamp: the same name is the same image."""
+    return f"cpuft-{recipe}-{environment[:12]}"
+
+
+def is_ready(image: Golden | None, name: str) -> bool:
+    """Whether an image that was found under a name is there; False while it is being made, or for none.
+
+    Raises CpuftError: it is not cpuft's, or it came to nothing.
+    """
+    if image and not image.recipe:
+        raise CpuftError(f"image {image.id} is called {name} and is not cpuft's: deregister it")
+    if image and image.state not in (READY, COMING):
+        raise CpuftError(f"image {name} is {image.state}: take it away with cpuft provision image --delete {name}")
+    return bool(image and image.state == READY)
+
+
+def plan_imaging(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> Step:
+    """Make an image of an instance; AWS shuts it down for that, so that its disk is whole, and starts it again."""
+    tags = {IMAGE: recipe, ENVIRONMENT: environment, OWNER: owner, "Name": name}
+    parameters = {
+        "InstanceId": instance,
+        "Name": name,
+        "Description": "Made by cpuft provision image",
+        "TagSpecifications": tag_all(tags, "image", "snapshot"),
+    }
+    return plan_call("create_image", f"make image {name}", region, parameters)
+
+
+def plan_deletion(found: Images, wanted: str, region: str) -> Plan:
+    """Take away an image by its name or id, then its snapshots, strays of the same name among them.
+
+    Raises CpuftError: cpuft has made none that is called so.
+    """
+    images = [one for one in found.images if wanted in (one.id, one.name)]
+    names = {wanted, *(one.name for one in images)}
+    disks = {snapshot for image in images for snapshot in image.snapshots}
+    snapshots = sorted(one.id for one in found.snapshots if one.name in names or one.id in disks)
+    if not images and not snapshots:
+        known = {one.name for one in found.images} | {one.name for one in found.strays}
+        raise CpuftError(
+            f"cpuft has made no image {wanted!r:.80} in {region}: "
+            f"{near_names(wanted, known) if known else 'there is nothing to take away'}"
+        )
+    gone = [plan_call("deregister_image", f"take away image {one.name}", region, {"ImageId": one.id}) for one in images]
+    left = [plan_call("delete_snapshot", "take away its snapshot", region, {"SnapshotId": one}) for one in snapshots]
+    return Plan(tuple(tuple(stage) for stage in (gone, left) if stage))
+
+
+def describe_images(found: Images, region: str) -> str:
+    """A line for each image, and for what is left of one."""
+    lines = [
+        f"{one.name}  {one.id}  {one.state}, {one.gigabytes} GB, made {one.made[:16].replace('T', ' ')} UTC"
+        for one in found.images
+    ]
+    lines += [f"{one.name}  {one.id}  a snapshot whose image is gone" for one in found.strays]
+    return "".join(f"{line}\n" for line in lines or [f"cpuft has made no image in {region}"])
+
 
 _SUITE = "bookworm"
 """What AWS's own image of Debian 12 is."""
