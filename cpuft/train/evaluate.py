@@ -14,7 +14,7 @@ from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Order
 from cpuft.train.loop import Loop
-from cpuft.train.objective.base import Answers, Batch, Objective
+from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
 from cpuft.train.process_group import gather
 
@@ -25,28 +25,28 @@ def evaluate(loop: Loop, step: int) -> EvaluationLine:
     loop.model.eval()
     metrics: dict[str, float] = {}
     for suffix, tokens in loop.prepared.validation.items():
-        found = loop.objective.measure(_all_answers(loop, tokens), tokens)
+        found = loop.objective.compute_metrics(_all_answers(loop, tokens), tokens)
         metrics |= {name + suffix: value for name, value in found.items()}
     loop.model.train()
     rows = sum(len(tokens) for tokens in loop.prepared.validation.values())
     return EvaluationLine(step, metrics, rows, time.perf_counter() - start)
 
 
-Part = tuple[Order, Answers]
+Part = tuple[Order, Predictions]
 """Rows of a batch, and what is known of them."""
 
 
-def _all_answers(loop: Loop, tokens: Tokens) -> Answers:
+def _all_answers(loop: Loop, tokens: Tokens) -> Predictions:
     """The answers to every row, in the rows' order."""
     batches = plan_batches(tokens, loop.config.eval_batch_size, loop.world.size)[loop.world.rank]
     with autocast(loop.precision):
-        own = answer(partial(loop.objective.answers, loop.model), loop.objective, tokens, batches)
+        own = answer(partial(loop.objective.predict, loop.model), loop.objective, tokens, batches)
     return join([part for parts in gather(own) for part in parts])
 
 
 def ask_all(
     model: torch.nn.Module, objective: Objective, tokens: Tokens, size: int, ranks: int, precision: str
-) -> Answers:
+) -> Predictions:
     """The head's outputs for every row, in the rows' order, from the same batches as in the evaluation on `ranks`."""
     batches = chain(*plan_batches(tokens, size, ranks))
     with autocast(precision):
@@ -61,14 +61,14 @@ def plan_batches(tokens: Tokens, size: int, ranks: int) -> list[list[Order]]:
 
 
 def answer(
-    ask: Callable[[Batch], Answers], objective: Objective, tokens: Tokens, batches: Iterable[Order]
+    ask: Callable[[Batch], Predictions], objective: Objective, tokens: Tokens, batches: Iterable[Order]
 ) -> list[Part]:
     """What `ask` gives for the rows of each batch, without gradients."""
     with torch.inference_mode():
         return [(rows, ask(objective.make_batch(tokens, rows))) for rows in batches]
 
 
-def join(parts: Sequence[Part]) -> Answers:
+def join(parts: Sequence[Part]) -> Predictions:
     """What is known of all rows, in their order; of batches of shorter rows, -1 stands where others have more."""
     width = max(answers.shape[1] for _, answers in parts)
     whole = np.full((sum(len(rows) for rows, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)

@@ -202,7 +202,7 @@ def _update(loop: Loop, number: int, epoch: int, rows: Order, rests: bool) -> Ca
     for batch in batches:
         with exchange.micro_batch(last=batch is batches[-1]):
             loss_sum += weight * _forward_backward(loop, clock, batch, weight * loop.world.size / terms)
-    waited = exchange.average(lambda: loop.objective.name_tokens(loop.prepared.train, rows))
+    waited = exchange.average(lambda: loop.objective.list_token_ids(loop.prepared.train, rows))
     clock.lap("communication")
     exchange.clip()
     rate = set_rate(loop, number)
@@ -240,7 +240,7 @@ def settle_messages(loop: Loop) -> None:
     loop.exchange.model.train()
     with loop.exchange.micro_batch(last=True):
         _forward_backward(loop, Clock(), batch, 0.0)
-    loop.exchange.average(lambda: loop.objective.name_tokens(loop.prepared.train, rows))
+    loop.exchange.average(lambda: loop.objective.list_token_ids(loop.prepared.train, rows))
     loop.exchange.clear()
 
 

@@ -293,7 +293,7 @@ def answer(
         outputs[suffix] = ask_all(model, objective, tokens, size, run.ranks, precision.name)
         if splits[suffix].labelled:
             labelled = tag_tokens(tokens, splits[suffix]) if prepared.kind == "tags" else tokens
-            metrics = objective.measure(objective.decide(outputs[suffix]), labelled)
+            metrics = objective.compute_metrics(objective.reduce_outputs(outputs[suffix]), labelled)
             found |= {name + suffix: value for name, value in metrics.items()}
     count, seconds = sum(map(len, prepared.validation.values())), time.perf_counter() - start
     why = f": {precision.reason}" * (precision.name == "bf16")

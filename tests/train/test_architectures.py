@@ -58,7 +58,7 @@ def test_an_architecture_trains_under_the_exchange_of_gradients(tmp_path: Path, 
             batch = objective.make_batch(prepared.train, rows)
             with exchange.micro_batch(last=True):
                 torch.autograd.backward(objective.losses(exchange.model, batch).sum())
-            exchange.average(partial(objective.name_tokens, prepared.train, rows))
+            exchange.average(partial(objective.list_token_ids, prepared.train, rows))
             assert all(parameter.grad is not None for parameter in model.parameters()) == (name != "xlnet")
             exchange.clear()
     finally:

@@ -22,7 +22,7 @@ from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Order, plan_updates
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
-from cpuft.train.objective.base import Answers, Batch, Objective
+from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.reporter import Progress
 from tests.train.tokens import make_tokens
 
@@ -51,12 +51,12 @@ class Weighing(Objective):
         losses: torch.Tensor = (model(**batch.inputs) - batch.labels).abs()
         return losses
 
-    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
-        answers: Answers = model(**batch.inputs)[:, None].numpy()
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
+        answers: Predictions = model(**batch.inputs)[:, None].numpy()
         return answers
 
-    def measure(self, answers: Answers, tokens: Tokens) -> dict[str, float]:
-        return {"error": float(np.abs(answers[:, 0] - tokens.labels).mean())}
+    def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
+        return {"error": float(np.abs(predictions[:, 0] - tokens.labels).mean())}
 
 
 class ByWord(Weighing):

@@ -135,5 +135,5 @@ def count_words(objective: Objective, config: TrainConfig, prepared: Prepared, r
     """Different words that an update of so many ranks names, on average."""
     rows, batch = prepared.train, config.batch_size * config.gradient_accumulation * ranks
     updates: Any = plan_updates(rows, batch, config.seed, _UPDATES, config.padding == "dynamic")
-    named = [len(torch.unique(objective.name_tokens(rows, order))) for _, order in islice(updates, _UPDATES)]
+    named = [len(torch.unique(objective.list_token_ids(rows, order))) for _, order in islice(updates, _UPDATES)]
     return sum(named) / len(named)

@@ -5,22 +5,24 @@ from __future__ import annotations
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Prepared
 from cpuft.train.objective.base import Objective
-from cpuft.train.objective.labels import Classification, Regression, SeveralLabels, Tagging
-from cpuft.train.objective.masked_lm import Masking
+from cpuft.train.objective.labels import Classification, MultiLabelClassification, Regression, TokenClassification
+from cpuft.train.objective.masked_lm import MaskedLanguageModelling
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "class": Classification,
     "score": Regression,
-    "labels": SeveralLabels,
-    "tags": Tagging,
+    "labels": MultiLabelClassification,
+    "tags": TokenClassification,
+    "masked": MaskedLanguageModelling,
 }
-"""By `Prepared.kind`."""
+"""Objectives by `Prepared.kind`."""
 
 
 def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
-    """What the rows are to teach."""
-    width = config.max_length if config.padding == "max_length" else 0
-    usual = (prepared.labels, prepared.metrics, prepared.pad_id, width, prepared.words)
-    if prepared.kind == "masked":
-        return Masking(*usual, kinds=prepared.word_kinds, mask_id=prepared.mask_id, config=config)
-    return OBJECTIVES[prepared.kind](*usual)
+    """Return the objective for examples of this kind."""
+    padded_length = config.max_length if config.padding == "max_length" else 0
+    objective = OBJECTIVES[prepared.kind]
+    shared = (prepared.labels, prepared.metrics, prepared.pad_id, padded_length, prepared.words)
+    if objective is MaskedLanguageModelling:
+        return objective(*shared, kinds=prepared.word_kinds, mask_id=prepared.mask_id, config=config)
+    return objective(*shared)

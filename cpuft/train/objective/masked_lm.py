@@ -1,4 +1,4 @@
-"""Which words were taken away? Masked language modelling, as BERT's (Devlin et al. 2019, section 3.1)."""
+"""Masked language modelling as BERT's (Devlin et al. 2019, section 3.1): predict tokens that were masked."""
 
 from __future__ import annotations
 
@@ -16,129 +16,131 @@ from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Order
 from cpuft.train.data.texts import BEGINS, NEVER
 from cpuft.train.lora import is_adapted
-from cpuft.train.objective.base import Answers, Batch
-from cpuft.train.objective.labels import Tagging
+from cpuft.train.objective.base import Batch, Predictions
+from cpuft.train.objective.labels import TokenClassification
 
 
 @dataclass(frozen=True, kw_only=True)
-class Masking(Tagging):
-    """Guess the words at some places, by cross entropy. Masks are drawn from the seed, the epoch and the row: they are
-    the same for any number of ranks, and when a run goes on.
+class MaskedLanguageModelling(TokenClassification):
+    """Predict the tokens at masked places, by cross entropy.
 
-    The update's loss is the mean over the masked places of all its rows: of one batch on one rank it is the Hugging
-    Face Trainer's.
+    Masks are drawn from the seed, the epoch and the number of the example. So they are the same on any number of ranks,
+    and after a run was resumed. The loss of an update is the mean over the masked places of all its examples; for one
+    batch on one rank this is the loss of the Hugging Face Trainer.
     """
 
     model_class = "AutoModelForMaskedLM"
     kinds: NDArray[np.int8]
-    """What each word is, by `sort_words`."""
+    """Whether each token of the vocabulary begins a word, continues one, or is never masked."""
     mask_id: int
     config: TrainConfig
 
-    def head(self) -> dict[str, Any]:
-        """As it is."""
+    def head_settings(self) -> dict[str, Any]:
+        """Return no settings: the head is that of the model."""
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """The encoder with its head, fp32, on the CPU. Raises CpuftError when it cannot be had."""
+        """Load the encoder with its head, fp32. Raises CpuftError if the model cannot be found or read."""
         model = super().load_model(config)
-        self.look_at_places(model.get_base_model() if is_adapted(model) else model)
+        self.predict_masked_places_only(model.get_base_model() if is_adapted(model) else model)
         return model
 
-    def look_at_places(self, model: Any) -> None:
-        """Let a model's head compute for the batch's `places` only: it is the largest product of all."""
-        places = _Places()
-        model.register_forward_pre_hook(places.take, with_kwargs=True)
-        model.base_model.register_forward_hook(places.pick)
+    def predict_masked_places_only(self, model: Any) -> None:
+        """Let a model's head compute only for the `places` of a batch: the head has the largest product of all."""
+        selection = _PlaceSelection()
+        model.register_forward_pre_hook(selection.take_places, with_kwargs=True)
+        model.base_model.register_forward_hook(selection.select)
 
-    def make_batch(self, tokens: Tokens, rows: Order, epoch: int = -1) -> Batch:
-        """The rows with masks; `places` are those to be guessed, counted over all rows."""
-        ids, labels = zip(*(self.mask_row(tokens, int(row), epoch) for row in rows))
+    def make_batch(self, tokens: Tokens, examples: Order, epoch: int = -1) -> Batch:
+        """Return the batch of these examples with masks; its input `places` numbers the masked places of the batch."""
+        ids, labels = zip(*(self.mask_example(tokens, int(example), epoch) for example in examples))
         offsets = np.cumsum([0, *map(len, ids)])
-        drawn = Tokens(np.concatenate(ids), tokens.types, offsets, np.concatenate(labels))
-        batch = super().make_batch(drawn, np.arange(len(rows)))
+        masked = Tokens(np.concatenate(ids), tokens.types, offsets, np.concatenate(labels))
+        batch = super().make_batch(masked, np.arange(len(examples)))
         batch.inputs["places"] = (batch.labels.view(-1) != UNTAGGED).nonzero()[:, 0]
-        if bool(batch.inputs["attention_mask"].all()):  # attention has less to add
+        if bool(batch.inputs["attention_mask"].all()):  # without a mask, attention has one addition less
             del batch.inputs["attention_mask"]
         return batch
 
-    def count_terms(self, tokens: Tokens, rows: Order, epoch: int = -1) -> float:
-        """Places to be guessed."""
-        return float(sum((self.mask_row(tokens, int(row), epoch)[1] != UNTAGGED).sum() for row in rows))
+    def count_terms(self, tokens: Tokens, examples: Order, epoch: int = -1) -> float:
+        """Return the number of masked places."""
+        return float(sum((self.mask_example(tokens, int(one), epoch)[1] != UNTAGGED).sum() for one in examples))
 
-    def mask_row(self, tokens: Tokens, row: int, epoch: int) -> tuple[Order, Order]:
-        """A row as it is seen in an epoch, and its labels, by `mask`."""
-        ids = tokens.ids[tokens.offsets[row] : tokens.offsets[row + 1]].astype(np.int64)
-        return self.mask(ids, np.random.default_rng((self.config.seed, epoch, row) if epoch >= 0 else (row,)))
+    def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Order, Order]:
+        """Return an example with its masks in an epoch, and its labels: see `mask`."""
+        ids = tokens.ids[tokens.offsets[example] : tokens.offsets[example + 1]].astype(np.int64)
+        seed = (self.config.seed, epoch, example) if epoch >= 0 else (example,)
+        return self.mask(ids, np.random.default_rng(seed))
 
     def mask(self, ids: Order, generator: np.random.Generator) -> tuple[Order, Order]:
-        """A row's tokens with masks, and its labels: the tokens of places to be guessed, else UNTAGGED.
+        """Return an example's tokens with masks, and its labels: the tokens at masked places, elsewhere UNTAGGED.
 
-        So many places are drawn, not each by itself: as many of every full row. BERT's own data is made so, too.
+        A fixed share of the places is drawn, instead of each place by itself: so all full examples have the same number
+        of masks. BERT's own training data was made in the same way.
         """
         kinds = self.kinds[ids]
         places = np.flatnonzero(kinds != NEVER)
         count = max(1, round(self.config.mlm_probability * len(places)))
         if self.config.whole_word_mask and len(places):
-            words = np.cumsum(kinds[places] == BEGINS)  # their numbers, one after another
+            words = np.cumsum(kinds[places] == BEGINS)  # the number of the word at each place
             order = generator.permutation(np.unique(words))
-            fit = (np.cumsum(np.bincount(words)[order]) <= count).sum()
-            chosen = places[np.isin(words, order[: max(1, fit)])]
+            fitting = (np.cumsum(np.bincount(words)[order]) <= count).sum()
+            chosen = places[np.isin(words, order[: max(1, fitting)])]
         else:
             chosen = generator.permutation(places)[:count]
         masked, labels = ids.copy(), np.full_like(ids, UNTAGGED)
         labels[chosen] = ids[chosen]
         draw = generator.random(len(chosen))
-        another = self.others[generator.integers(len(self.others), size=len(chosen))]
-        masked[chosen] = np.where(draw < 0.8, self.mask_id, np.where(draw < 0.9, another, ids[chosen]))
+        replacement = self.replacements[generator.integers(len(self.replacements), size=len(chosen))]
+        masked[chosen] = np.where(draw < 0.8, self.mask_id, np.where(draw < 0.9, replacement, ids[chosen]))
         return masked, labels
 
     @cached_property
-    def others(self) -> Order:
-        """Words that may take another's place."""
+    def replacements(self) -> Order:
+        """Tokens that may replace another one."""
         return np.flatnonzero(self.kinds != NEVER)
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """The sum over the row's masked places."""
-        logits, wanted, row = _guess(model, batch)
+        """Return the loss of each example: the sum over its masked places."""
+        logits, wanted, example = _predict_masked(model, batch)
         losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
-        return losses.new_zeros(len(batch.labels)).index_add(0, row, losses)
+        return losses.new_zeros(len(batch.labels)).index_add(0, example, losses)
 
-    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
-        """Of each row: the sum of its losses, how many guesses are right, and how many there are; shape (rows, 3)."""
-        logits, wanted, row = _guess(model, batch)
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
+        """Return for each example the sum of its losses, the number of right predictions, and of masked places."""
+        logits, wanted, example = _predict_masked(model, batch)
         losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
         found = torch.stack([losses, (logits.argmax(-1) == wanted).float(), torch.ones_like(losses)], 1)
-        sums: Answers = losses.new_zeros(len(batch.labels), 3).index_add(0, row, found).numpy()
+        sums: Predictions = losses.new_zeros(len(batch.labels), 3).index_add(0, example, found).numpy()
         return sums
 
-    def measure(self, answers: Answers, tokens: Tokens) -> dict[str, float]:
-        """Perplexity (e to the mean loss over masked places) and the share of right guesses."""
-        sums = answers.sum(0, dtype=np.float64)
+    def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
+        """Return the perplexity (e to the mean loss over masked places) and the share of right predictions."""
+        sums = predictions.sum(0, dtype=np.float64)
         loss, right = sums[:2] / max(1.0, sums[2])
         return {"perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": float(right)}
 
-    def name_tokens(self, tokens: Tokens, rows: Order) -> torch.Tensor:
-        """All words: any of them may take another's place."""
+    def list_token_ids(self, tokens: Tokens, examples: Order) -> torch.Tensor:
+        """Return all tokens of the vocabulary: any of them may replace another one."""
         return torch.arange(len(self.kinds))
 
 
-def _guess(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each masked place: logits of all words, the word that was there, and its row."""
-    row, place = (batch.labels != UNTAGGED).nonzero(as_tuple=True)
-    return model(**batch.inputs).logits[0].float(), batch.labels[row, place], row
+def _predict_masked(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run a forward pass; return for each masked place the logits of all tokens, the true token, and its example."""
+    example, place = (batch.labels != UNTAGGED).nonzero(as_tuple=True)
+    return model(**batch.inputs).logits[0].float(), batch.labels[example, place], example
 
 
-class _Places:
-    """Hooks by which a model's head sees some places of the encoder's output only: its input `places`."""
+class _PlaceSelection:
+    """Hooks by which a model's head receives the encoder's output only at the places in its input `places`."""
 
     places: torch.Tensor | None = None
 
-    def take(self, model: torch.nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def take_places(self, model: torch.nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.places = inputs.get("places")
         return args, {name: value for name, value in inputs.items() if name != "places"}
 
-    def pick(self, encoder: torch.nn.Module, args: Any, output: Any) -> Any:
+    def select(self, encoder: torch.nn.Module, args: Any, output: Any) -> Any:
         if self.places is not None:
             output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, self.places)[None]
         return output

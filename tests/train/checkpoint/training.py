@@ -26,7 +26,7 @@ from cpuft.train.checkpoint.state import State
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.loop import Loop, settle_messages, train
-from cpuft.train.objective.base import Answers, Batch, Objective
+from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.process_group import checksum_parameters
 from tests.comm.ranks import become_rank
 from tests.records import make_record
@@ -76,7 +76,7 @@ class Reading(Objective):
         losses: torch.Tensor = (model(**batch.inputs) - batch.labels) ** 2
         return losses
 
-    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
         raise NotImplementedError
 
 

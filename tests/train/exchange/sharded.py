@@ -30,7 +30,7 @@ from cpuft.train.exchange.optimizer_shards import Parts
 from cpuft.train.exchange.zero1 import ShardExchange
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.loop import Loop, settle_messages, train
-from cpuft.train.objective.base import Answers, Batch, Objective
+from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.optimizer import make_optimizer
 from cpuft.train.process_group import prove_equal_parameters
 from tests.comm.ranks import become_rank
@@ -55,7 +55,7 @@ class Telling(Objective):
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(model(**batch.inputs).logits.float(), batch.labels, reduction="none")
 
-    def answers(self, model: torch.nn.Module, batch: Batch) -> Answers:
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
         raise NotImplementedError
 
 

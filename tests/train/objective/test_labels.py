@@ -17,21 +17,21 @@ from cpuft.train.objective import make_objective
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.labels import (
     Classification,
+    MultiLabelClassification,
     Regression,
-    SeveralLabels,
-    Tagging,
-    compute_metrics,
+    TokenClassification,
+    compute_label_metrics,
     compute_tag_metrics,
 )
 from tests.train.tokens import make_tokens
 
 BINARY = (("no", "yes"), ("accuracy", "f1", "matthews_correlation"))
 SCORES = ((), ("pearson", "spearman"))
-CLASSES = Classification(*BINARY, pad_id=9, width=0)
-NUMBERS = Regression(*SCORES, pad_id=9, width=0)
+CLASSES = Classification(*BINARY, pad_id=9, padded_length=0)
+NUMBERS = Regression(*SCORES, pad_id=9, padded_length=0)
 
 
-class Answers(torch.nn.Module):
+class Predictions(torch.nn.Module):
     """A model that gives the numbers that it gets."""
 
     def forward(self, outputs: torch.Tensor) -> SimpleNamespace:
@@ -43,44 +43,46 @@ def answered(outputs: list[list[float]], labels: torch.Tensor) -> Batch:
 
 
 def test_a_batch_is_padded_to_its_longest_row() -> None:
-    batch = Classification(*BINARY, pad_id=9, width=0).make_batch(make_tokens([2, 5, 3]), np.asarray([0, 2]))
+    batch = Classification(*BINARY, pad_id=9, padded_length=0).make_batch(make_tokens([2, 5, 3]), np.asarray([0, 2]))
     assert batch.inputs["input_ids"].tolist() == [[1, 1, 9], [3, 3, 3]]
     assert batch.inputs["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch.inputs["token_type_ids"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert (batch.labels.dtype, batch.tokens, len(batch.labels)) == (torch.int64, 5, 2)
-    wide = Regression(*SCORES, pad_id=0, width=8).make_batch(make_tokens([2, 5], types=False), np.asarray([0, 1]))
+    wide = Regression(*SCORES, pad_id=0, padded_length=8).make_batch(
+        make_tokens([2, 5], types=False), np.asarray([0, 1])
+    )
     assert wide.inputs["input_ids"].shape == (2, 8)
     assert ("token_type_ids" in wide.inputs, wide.labels.dtype) == (False, torch.float32)
 
 
 def test_the_words_of_rows_are_theirs_and_the_one_that_pads() -> None:
-    assert CLASSES.name_tokens(make_tokens([2, 5, 1]), np.asarray([2, 0])).tolist() == [3, 1, 1, 9]
+    assert CLASSES.list_token_ids(make_tokens([2, 5, 1]), np.asarray([2, 0])).tolist() == [3, 1, 1, 9]
 
 
 def test_each_row_has_its_loss_in_fp32() -> None:
-    losses = CLASSES.losses(Answers(), answered([[0, 0], [0, 2]], torch.tensor([1, 0])))
+    losses = CLASSES.losses(Predictions(), answered([[0, 0], [0, 2]], torch.tensor([1, 0])))
     assert losses.dtype == torch.float32
     assert losses.tolist() == pytest.approx([math.log(2), math.log(1 + math.e**2)])
-    squares = NUMBERS.losses(Answers(), answered([[1], [4]], torch.tensor([0.5, 4.0])))
+    squares = NUMBERS.losses(Predictions(), answered([[1], [4]], torch.tensor([0.5, 4.0])))
     assert squares.dtype == torch.float32
     assert squares.tolist() == pytest.approx([0.25, 0.0])
 
 
 def test_answers_are_the_head_s_outputs_in_fp32() -> None:
-    answers = CLASSES.answers(Answers(), answered([[0, 1], [1, 0]], torch.tensor([1, 0])))
+    answers = CLASSES.predict(Predictions(), answered([[0, 1], [1, 0]], torch.tensor([1, 0])))
     assert answers.dtype == np.dtype(np.float32)
     assert answers.tolist() == [[0, 1], [1, 0]]
 
 
 def test_the_likeliest_classes_are_measured() -> None:
     tokens = replace(make_tokens([1] * 4), labels=np.asarray([1, 0, 1, 0], np.float32))
-    found = CLASSES.measure(np.asarray([[0, 1], [1, 0], [0, 1], [0, 1]], np.float32), tokens)
+    found = CLASSES.compute_metrics(np.asarray([[0, 1], [1, 0], [0, 1], [0, 1]], np.float32), tokens)
     assert found == pytest.approx({"accuracy": 0.75, "f1": 0.8, "matthews_correlation": 0.5774}, abs=1e-4)
 
 
 def test_scores_are_measured() -> None:
     tokens = replace(make_tokens([1] * 3), labels=np.asarray([1, 2, 3], np.float32))
-    found = NUMBERS.measure(np.asarray([[1], [2], [4]], np.float32), tokens)
+    found = NUMBERS.compute_metrics(np.asarray([[1], [2], [4]], np.float32), tokens)
     assert found == pytest.approx({"pearson": 0.9820, "spearman": 1.0}, abs=1e-4)
 
 
@@ -112,14 +114,14 @@ def test_rows_are_padded_as_asked_for(padding: str, width: int) -> None:
 
 
 CLASS_NAMES = ("f1_micro", "f1_macro", "accuracy")
-SEVERAL = SeveralLabels(("a", "b"), CLASS_NAMES, pad_id=9, width=0)
+SEVERAL = MultiLabelClassification(("a", "b"), CLASS_NAMES, pad_id=9, padded_length=0)
 TOKENS = replace(make_tokens([1, 2, 3]), labels=np.asarray([[1, 0], [1, 1], [0, 0]], np.float32))
 
 
 def test_a_row_s_loss_is_the_mean_over_classes() -> None:
     batch = SEVERAL.make_batch(TOKENS, np.asarray([2, 0]))
     assert batch.labels.tolist() == [[0, 0], [1, 0]]
-    losses = SEVERAL.losses(Answers(), answered([[0, 0], [2, 2]], batch.labels))
+    losses = SEVERAL.losses(Predictions(), answered([[0, 0], [2, 2]], batch.labels))
     assert losses.dtype == torch.float32
     surprises = [math.log(1 + math.exp(-2)), math.log(1 + math.exp(2))]
     assert losses.tolist() == pytest.approx([math.log(2), sum(surprises) / 2])
@@ -130,12 +132,12 @@ def test_multi_label_metrics_by_hand() -> None:
     """a: one of two found; b: one found, one too many. Of three rows one is right as a whole."""
     answers = np.asarray([[3, -1], [-2, 1], [-1, 1]], np.float32)
     wanted = {"f1_micro": 2 * 2 / (2 * 2 + 1 + 1), "f1_macro": (2 / 3 + 2 / 3) / 2, "accuracy": 1 / 3}
-    assert SEVERAL.measure(answers, TOKENS) == pytest.approx(wanted)
+    assert SEVERAL.compute_metrics(answers, TOKENS) == pytest.approx(wanted)
 
 
 NAMES = ("f1", "precision", "recall", "accuracy")
 TAGS = ("B-LOC", "B-PER", "I-PER", "O")
-TAGGING = Tagging(TAGS, NAMES, pad_id=9, width=0)
+TAGGING = TokenClassification(TAGS, NAMES, pad_id=9, padded_length=0)
 NONE = UNTAGGED
 
 
@@ -155,7 +157,7 @@ def test_losses_add_up_to_the_mean_over_words() -> None:
     tokens, rows = make_tagged(), np.asarray([0, 1])
     logits = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     labels = TAGGING.make_batch(tokens, rows).labels
-    losses = TAGGING.losses(Answers(), answered(logits.tolist(), labels))
+    losses = TAGGING.losses(Predictions(), answered(logits.tolist(), labels))
     wanted = torch.nn.functional.cross_entropy(logits.float().reshape(-1, 4), labels.reshape(-1))
     assert (losses.shape, losses.dtype) == ((2,), torch.float32)
     assert float(losses.sum()) / TAGGING.count_terms(tokens, rows) == pytest.approx(float(wanted), rel=1e-6)
@@ -165,11 +167,11 @@ def test_losses_add_up_to_the_mean_over_words() -> None:
 def test_answers_of_batches_of_different_lengths_are_measured() -> None:
     tokens = make_tagged()
     outputs = [torch.eye(4)[[1, 0, 3, 3]][None], torch.eye(4)[[0, 0]][None]]
-    parts = [(np.asarray([row]), TAGGING.decide(output.numpy())) for row, output in enumerate(outputs)]
+    parts = [(np.asarray([row]), TAGGING.reduce_outputs(output.numpy())) for row, output in enumerate(outputs)]
     answers = join(parts[::-1])
     assert answers.tolist() == [[1, 0, 3, 3], [0, 0, -1, -1]]
     # PER is cut short, LOC is right: one of two entities found, one of two right; three of four words.
-    assert TAGGING.measure(answers, tokens) == dict(zip(NAMES, (0.5, 0.5, 0.5, 0.75)))
+    assert TAGGING.compute_metrics(answers, tokens) == dict(zip(NAMES, (0.5, 0.5, 0.5, 0.75)))
 
 
 @pytest.mark.parametrize(
@@ -192,15 +194,19 @@ ANSWERS = np.asarray([1, 0, 1, 1])
 
 
 def test_classes() -> None:
-    found = compute_metrics(("accuracy", "f1", "matthews_correlation"), ANSWERS, np.asarray([1, 0, 1, 0], np.float32))
+    found = compute_label_metrics(
+        ("accuracy", "f1", "matthews_correlation"), ANSWERS, np.asarray([1, 0, 1, 0], np.float32)
+    )
     assert found == pytest.approx({"accuracy": 0.75, "f1": 0.8, "matthews_correlation": 0.5774}, abs=1e-4)
 
 
 def test_scores() -> None:
     scores = np.asarray([1, 2, 4], np.float32)
-    found = compute_metrics(("pearson", "spearman"), scores, np.asarray([1, 2, 3], np.float32))
+    found = compute_label_metrics(("pearson", "spearman"), scores, np.asarray([1, 2, 3], np.float32))
     assert found == pytest.approx({"pearson": 0.9820, "spearman": 1.0}, abs=1e-4)
 
 
 def test_a_constant_answer_correlates_with_nothing() -> None:
-    assert compute_metrics(("pearson",), np.ones(3, np.float32), np.asarray([1, 2, 3], np.float32)) == {"pearson": 0.0}
+    assert compute_label_metrics(("pearson",), np.ones(3, np.float32), np.asarray([1, 2, 3], np.float32)) == {
+        "pearson": 0.0
+    }

@@ -20,7 +20,7 @@ from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective import make_objective
 from cpuft.train.objective.base import Batch
-from cpuft.train.objective.masked_lm import Masking
+from cpuft.train.objective.masked_lm import MaskedLanguageModelling
 
 WORDS = 40
 PAD, MASK, START, END = 0, 1, 2, 3
@@ -36,9 +36,9 @@ def make_rows(lengths: list[int], seed: int = 0) -> Tokens:
     return Tokens(np.concatenate(rows).astype(np.int32), np.zeros(0, np.int8), offsets, np.zeros(0, np.float32))
 
 
-def make_masking(share: float = 0.15, whole: bool = False, seed: int = 42) -> Masking:
+def make_masking(share: float = 0.15, whole: bool = False, seed: int = 42) -> MaskedLanguageModelling:
     config = TrainConfig(mlm_probability=share, whole_word_mask=whole, seed=seed)
-    return Masking((), (), PAD, 0, kinds=KINDS, mask_id=MASK, config=config)
+    return MaskedLanguageModelling((), (), PAD, 0, kinds=KINDS, mask_id=MASK, config=config)
 
 
 @given(st.integers(3, 200), st.sampled_from([0.01, 0.15, 0.5, 0.9]), st.booleans(), st.integers(0, 10**6))
@@ -119,7 +119,7 @@ def test_a_batch_says_where_it_is_to_be_guessed_and_what_pads() -> None:
     assert "attention_mask" not in make_masking().make_batch(make_rows([6, 6]), np.asarray([0, 1]), 0).inputs
 
 
-def make_model(masking: Masking, kind: str = "bert", **others: Any) -> Any:
+def make_model(masking: MaskedLanguageModelling, kind: str = "bert", **others: Any) -> Any:
     """An untrained encoder of two layers with its head, of the 40 words, without dropout."""
     from transformers import AutoConfig, AutoModelForMaskedLM
 
@@ -129,7 +129,7 @@ def make_model(masking: Masking, kind: str = "bert", **others: Any) -> Any:
     torch.manual_seed(0)
     model = AutoModelForMaskedLM.from_config(settings, attn_implementation="eager")
     torch.nn.init.normal_(model.get_input_embeddings().weight)
-    masking.look_at_places(model)
+    masking.predict_masked_places_only(model)
     return model.train()
 
 
@@ -171,10 +171,10 @@ def test_answers_add_up_to_perplexity_and_right_guesses() -> None:
     masking, rows = make_masking(), make_rows([16, 16, 9])
     model, batch = make_model(masking).eval(), masking.make_batch(rows, np.arange(3))
     with torch.inference_mode():
-        answers = masking.answers(model, batch)
+        answers = masking.predict(model, batch)
         wanted = batch.labels[batch.labels != UNTAGGED]
         logits = model(**batch.inputs).logits[0]
-    found = masking.measure(answers, rows)
+    found = masking.compute_metrics(answers, rows)
     loss = float(torch.nn.functional.cross_entropy(logits, wanted))
     right = float((logits.argmax(-1) == wanted).float().mean())
     assert answers[:, 2].tolist() == [2, 2, 1]
@@ -182,7 +182,7 @@ def test_answers_add_up_to_perplexity_and_right_guesses() -> None:
 
 
 def test_a_perplexity_that_no_number_holds_is_a_large_one() -> None:
-    found = make_masking().measure(np.asarray([[1e6, 0, 1]], np.float32), make_rows([3]))
+    found = make_masking().compute_metrics(np.asarray([[1e6, 0, 1]], np.float32), make_rows([3]))
     assert 1e300 < found["perplexity"] < math.inf
 
 
@@ -207,6 +207,6 @@ def test_texts_are_masked_as_asked_for() -> None:
     rows = make_rows([8, 8])
     prepared = Prepared((), ("perplexity",), "", PAD, rows, {"": rows}, "masked", MASK, KINDS)
     found = make_objective(TrainConfig(task="text", mlm_probability=0.5, whole_word_mask=True, seed=7), prepared)
-    assert isinstance(found, Masking)
+    assert isinstance(found, MaskedLanguageModelling)
     assert (found.config.mlm_probability, found.mask_id, found.kinds.tolist()) == (0.5, MASK, KINDS.tolist())
-    assert found.name_tokens(rows, np.asarray([0])).tolist() == list(range(WORDS))
+    assert found.list_token_ids(rows, np.asarray([0])).tolist() == list(range(WORDS))
