@@ -63,7 +63,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     `cut` disconnects it from the network and `join` connects it again. Without them, the command makes the cluster, or
     repairs every host of an existing one.
     """
-    from cpuft.provision.reconcile import run_stages
+    from cpuft.provision.base import run_stages
     from cpuft.provision.simulated import Local
 
     config = pick(LocalConfig, values)

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+from cpuft import execute
 from cpuft.config import parse_arguments
 from cpuft.errors import CpuftError
+from cpuft.files import hash_text
 from cpuft.hosts import registry
 from cpuft.hosts.registry import Entry
 from cpuft.plan import Plan
-from cpuft.provision.ownership import check_places
-from cpuft.provision.reconcile import Say, lock, reconcile, run_stages
+from cpuft.provision.cluster_files import check_places
 
+Say = Callable[[str], None]
+"""Prints a line of text for the user."""
 Ask = Callable[[str], bool]
 """Asks the user a yes-or-no question. Returns False when nobody is there to answer."""
 
@@ -36,6 +42,8 @@ class Options(Protocol):
 
 C = TypeVar("C", bound=Options)
 F = TypeVar("F")
+_STAGE_SECONDS = 3600.0
+"""Time limit of a stage: copying a gigabyte of wheels over a slow link takes long."""
 
 
 class Provider(ABC, Generic[C, F]):
@@ -223,6 +231,51 @@ class Provider(ABC, Generic[C, F]):
     def _display_hostfile(self) -> str:
         relative = os.path.relpath(self.hostfile)
         return self.hostfile if relative.startswith("..") else relative
+
+
+def reconcile(
+    gather: Callable[[], F], plan: Callable[[F], Plan], say: Say, run: Callable[[Plan, Say], None] | None = None
+) -> F:
+    """Execute plans until one is empty, by `run_stages` or by `run`; the facts that were found last.
+
+    Raises CpuftError: a step failed (all that failed are named), or the same plan came twice.
+    """
+    before: Plan | None = None
+    while True:
+        facts = gather()
+        missing = plan(facts)
+        if not missing.stages:
+            return facts
+        if missing == before:
+            steps = "; ".join(step.why for stage in missing.stages for step in stage)
+            raise CpuftError(f"these steps ran and changed nothing: {steps}: look at what they do with --dry-run")
+        (run or run_stages)(missing, say)
+        before = missing
+
+
+def run_stages(plan: Plan, say: Say) -> None:
+    """Execute a plan. Raises CpuftError that names every step that failed."""
+    execute.run_stages(plan, os.environ, _STAGE_SECONDS, say, "correct that and run the same command again")
+
+
+@contextmanager
+def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
+    """Keep a second `cpuft provision` off the cluster at `path`, by a socket's name: it ends with whoever has it.
+
+    Raises CpuftError: another one works on it for `seconds`.
+    """
+    end = time.monotonic() + seconds
+    with socket.socket(socket.AF_UNIX) as mark:
+        while True:
+            try:
+                mark.bind(f"\0cpuft-provision-{hash_text(os.path.realpath(path), 32)}")
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    held = f"another cpuft provision has worked on {path.name} for {seconds:.0f} s"
+                    raise CpuftError(f"{held}: wait for its end") from None
+                time.sleep(0.2)
+        yield
 
 
 @dataclass(frozen=True)

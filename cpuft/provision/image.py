@@ -22,9 +22,9 @@ from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, hash_file, hash_text
 from cpuft.plan import Plan, Step, format_comment
+from cpuft.provision.base import Say, reconcile
+from cpuft.provision.cluster_files import check_prefix, plan_file
 from cpuft.provision.options import RECIPE
-from cpuft.provision.ownership import check_prefix
-from cpuft.provision.reconcile import Say, plan_file, reconcile
 from cpuft.provision.wheels import EXTRAS, INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
 from cpuft.serialization import find_control, load, parse_json, parse_yaml
 from cpuft.words import own_module

@@ -32,9 +32,16 @@ from cpuft.hosts.transport import (
 )
 from cpuft.plan import Plan, Step
 from cpuft.provision.base import Ask, Provider
+from cpuft.provision.cluster_files import (
+    check_prefix,
+    is_ours,
+    plan_file,
+    plan_files,
+    plan_removal,
+    read_files,
+    read_raw,
+)
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.ownership import check_prefix, is_ours, plan_removal, read_files, read_raw
-from cpuft.provision.reconcile import plan_file, plan_files
 from cpuft.provision.wheels import INSTALL, Supply, add_own, gather_supply, list_pins, make_stamp, parse_pins
 from cpuft.serialization import load, parse_json
 

@@ -35,10 +35,17 @@ from cpuft.hosts.ssh_files import (
 )
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.base import Provider
+from cpuft.provision.cluster_files import (
+    KEY_MARK,
+    check_hostfile,
+    is_ours,
+    plan_files,
+    plan_removal,
+    read_files,
+    read_raw,
+)
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
-from cpuft.provision.ownership import KEY_MARK, check_hostfile, is_ours, plan_removal, read_files, read_raw
-from cpuft.provision.reconcile import plan_files
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """Programs that a local cluster needs, and the Debian package of each."""

@@ -16,8 +16,8 @@ from cpuft.config import parse_bits
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
+from cpuft.provision.cluster_files import read_files
 from cpuft.provision.options import LocalConfig
-from cpuft.provision.ownership import read_files
 from cpuft.provision.simulated import (
     SCRIPT,
     Layout,

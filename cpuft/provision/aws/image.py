@@ -17,11 +17,10 @@ from cpuft.provision.aws.client import ENVIRONMENT, IMAGE, OWNER, parse_call, pl
 from cpuft.provision.aws.facts import COMING, READY, Golden, Images, find_images, find_named
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Edge
-from cpuft.provision.base import Ask
+from cpuft.provision.base import Ask, Say, lock, reconcile, run_stages
+from cpuft.provision.cluster_files import is_ours
 from cpuft.provision.image import CHECK, PROVE, Recipe, environment_python, format_install, read_recipe
 from cpuft.provision.options import ImageConfig
-from cpuft.provision.ownership import is_ours
-from cpuft.provision.reconcile import Say, lock, reconcile, run_stages
 from cpuft.provision.wheels import Supply, gather_supply, list_pins, make_stamp
 
 

@@ -15,8 +15,8 @@ from cpuft.provision.aws.facts import Group, Instance
 from cpuft.provision.aws.lease import CHECK_TIMER, RENEWAL, Timer, make_arming, parse_timer
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import find_notice, remember
+from cpuft.provision.cluster_files import read_raw
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.ownership import read_raw
 from cpuft.provision.servers import Facts, ServerFacts, Servers
 
 _SCRIPT = Path(__file__).with_name("host_key.sh").read_text(encoding="utf-8")

@@ -28,8 +28,7 @@ from cpuft.provision.aws.client import (
 from cpuft.provision.aws.facts import QUOTAS, Found, Group, Instance, Offer, Rule, Zone, format_rules, is_standard
 from cpuft.provision.aws.lease import RENEWAL, format_time, format_user_data, make_extension, parse_lease, parse_limit
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.ownership import KEY_MARK, is_ours, plan_removal
-from cpuft.provision.reconcile import plan_files
+from cpuft.provision.cluster_files import KEY_MARK, is_ours, plan_files, plan_removal
 
 _LEAST_PREFIX = 16
 

@@ -37,9 +37,8 @@ from cpuft.provision.aws.price import (
     find_costs,
     find_price,
 )
-from cpuft.provision.base import Ask, Provider
-from cpuft.provision.ownership import read_files
-from cpuft.provision.reconcile import Say, run_stages
+from cpuft.provision.base import Ask, Provider, Say, run_stages
+from cpuft.provision.cluster_files import read_files
 from cpuft.provision.servers import Facts as ServersFacts
 
 _BOOT_SECONDS = 300.0

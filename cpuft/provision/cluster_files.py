@@ -1,4 +1,4 @@
-"""What of a cluster's files is ours to write over or to take away."""
+"""The files of a cluster on this machine: which of them cpuft wrote, and plans that write and remove them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cpuft.plan import Step
 KEY_MARK = "cpuft"
 """The comment of keys that we made."""
 _PRIVATE = ("host_key", "id_ed25519")
-_REMOVAL = REMOVE + Path(__file__).with_name("removal.sh").read_text(encoding="utf-8")
+_REMOVAL = REMOVE + Path(__file__).with_name("cluster_removal.sh").read_text(encoding="utf-8")
 """The directory goes last: with its entry, a second try finds the rest."""
 _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
@@ -74,3 +74,18 @@ def plan_removal(files: Mapping[str, str], directory: str, hostfile: str, *other
     """
     mine = (hostfile, *others) if carries_mark(files.get(hostfile, "")) else ()
     return (Step("take away its keys, files and hostfile", ("sh", "-c", _REMOVAL, "remove", directory, *mine)),)
+
+
+def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:
+    """Write a file beside its place and rename it, making its directory. A link that lies there is not followed.
+
+    A folder that is made is writable by its owner only: cpuft trusts no entry in a folder that others may write to.
+    """
+    script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; '
+    script += 'mv -f "$1.new" "$1"'
+    return Step(why, ("sh", "-c", script, "write", path, mode), host=host, stdin=text)
+
+
+def plan_files(texts: Mapping[str, str], found: Mapping[str, str], why: str) -> list[Step]:
+    """Write those of `texts`, by path, that are not what was `found`, on this machine."""
+    return [plan_file(path, text, why) for path, text in texts.items() if found.get(path) != text]

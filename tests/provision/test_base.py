@@ -8,7 +8,8 @@ import pytest
 from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.plan import Plan, Step
-from cpuft.provision.reconcile import lock, plan_file, reconcile, run_stages
+from cpuft.provision.base import lock, reconcile, run_stages
+from cpuft.provision.cluster_files import plan_file
 
 STEP = Step("make it", ("true",))
 
