@@ -1,5 +1,5 @@
-# What cpuft put on a server goes, and nothing else; `remove` is cpuft.files.REMOVE.
-#   arguments: PREFIX NAME KEY_MARK WORK_ROOT
+# Removes what cpuft put on a server, and nothing else. `remove` is the function of cpuft.files.REMOVE.
+#   arguments: PREFIX NAME KEY_COMMENT WORK_ROOT
 prefix=$1
 if [ -f "$prefix/install.lock" ] || [ -f "$prefix/env/stamp" ]; then
     remove "$prefix" "$prefix/env" "$prefix/wheels" "$prefix/install.lock"

@@ -1,4 +1,4 @@
-# A file from standard input, there as a whole or not at all.
+# Stores a wheel from standard input. The file appears only when it is complete and its hash is right.
 #   arguments: PREFIX/wheels/NAME SHA256
 mkdir -p "${1%/*}"
 : >>"${1%/*/*}/install.lock"

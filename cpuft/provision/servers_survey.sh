@@ -1,5 +1,5 @@
 #!/bin/sh
-# What a server has of a cluster's environment, "key value" a line. It may have no Python yet.
+# Prints what a server has of a cluster's environment, one "key value" per line. The server may have no Python yet.
 #
 #   servers_survey.sh PREFIX NAME
 prefix=$1
@@ -9,7 +9,7 @@ echo "os $ID $VERSION_ID"
 echo "kernel $(uname -r)"
 cpu=$(sed -n '/^model name/{s/[^:]*: *//p;q}' /proc/cpuinfo)
 echo "cpu ${cpu:-$(uname -m)}"
-# Physical cores that we may use: hardware threads of one have the same siblings.
+# Physical cores that this process may use: the hardware threads of a core list the same siblings.
 echo "cores $(python3 -c 'import os
 path = "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list"
 print(len({os.path.exists(path % n) and open(path % n).read() or n for n in os.sched_getaffinity(0)}))' 2>/dev/null)"
@@ -21,9 +21,9 @@ while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done
 echo "free_kb $(df -Pk "$folder" | awk 'NR == 2 { print $4 }')"
 echo "stamp $(cat "$prefix/env/stamp" 2>/dev/null)"
 case "$(stat -Lc '%a %u' "$prefix" 2>/dev/null)" in
-    *[2367]" "*) echo "foreign $prefix is open to others' writing" ;;
+    *[2367]" "*) echo "foreign $prefix can be written by other users" ;;
     "" | *" 0" | *" $(id -u)") ;;
-    *) echo "foreign $prefix is another user's" ;;
+    *) echo "foreign $prefix belongs to another user" ;;
 esac
 if [ -f "$prefix/install.lock" ] || [ -f "$prefix/env/stamp" ]; then
     echo "marked yes"

@@ -79,9 +79,9 @@ def test_servers_that_have_all_are_missing_nothing() -> None:
 
 def test_bare_servers_get_all_but_the_login_that_needs_the_masters_key() -> None:
     install = "install the environment at /opt/cpuft/env"
-    tell = "a: tell the master how to reach the hosts"
+    tell = "a: configure how the head host reaches the hosts"
     push = "push pip-26-py3-none-any.whl"
-    expected = ["a: make the cluster's own key", f"a: {push}", f"b: {push}", f"a: {install}", f"b: {install}"]
+    expected = ["a: generate the cluster's own key", f"a: {push}", f"b: {push}", f"a: {install}", f"b: {install}"]
     assert why((BARE, BARE)) == [*expected, tell, tell, tell, tell]
 
 
@@ -89,7 +89,7 @@ def test_bare_servers_get_all_but_the_login_that_needs_the_masters_key() -> None
     "change, step",
     [
         ({"stamp": ""}, "b: install the environment at /opt/cpuft/env"),
-        ({"authorized": ()}, "b: let the master log in"),
+        ({"authorized": ()}, "b: let the head host log in"),
     ],
 )
 def test_what_one_server_lacks_is_done_there_only(change: dict[str, object], step: str) -> None:
@@ -97,17 +97,17 @@ def test_what_one_server_lacks_is_done_there_only(change: dict[str, object], ste
 
 
 def test_where_the_master_may_be_lost_every_server_can_take_its_place() -> None:
-    tell, other = "b: tell the master how to reach the hosts", "ssh-ed25519 OTHER cpuft-lab"
+    tell, other = "b: configure how the head host reaches the hosts", "ssh-ed25519 OTHER cpuft-lab"
 
     def list_steps(*servers: ServerFacts) -> list[tuple[str, str]]:
         plan = plan_whole(servers, may_lose_master=True)
         return [(f"{step.host}: {step.why}", step.stdin) for stage in plan.stages for step in stage]
 
     bare = list_steps(DONE, replace(DONE, key="", sums={}))
-    assert bare == [("b: make the cluster's own key", ""), *((tell, text) for text in TEXTS.values())]
+    assert bare == [("b: generate the cluster's own key", ""), *((tell, text) for text in TEXTS.values())]
     assert list_steps(DONE, replace(DONE, key=other, authorized=())) == [
-        ("a: let the master log in", f"{other}\n"),
-        ("b: let the master log in", f"{KEY}\n{other}\n"),
+        ("a: let the head host log in", f"{other}\n"),
+        ("b: let the head host log in", f"{KEY}\n{other}\n"),
     ]
     both = (KEY, other)
     assert list_steps(replace(DONE, authorized=both), replace(DONE, key=other, authorized=both)) == []
@@ -150,7 +150,7 @@ def test_a_survey_is_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "sh: not found\n", "os \n", "free_kb 5\n"])
 def test_anything_else_is_no_survey(text: str) -> None:
-    with pytest.raises(CpuftError, match="host a did not survey itself"):
+    with pytest.raises(CpuftError, match="host a could not be examined"):
         parse_survey(text, "a")
 
 
@@ -161,7 +161,7 @@ def test_anything_else_is_no_survey(text: str) -> None:
         ({"python": ""}, "a: Python is missing"),
         ({"python": "3.9.2"}, "a: Python is 3.9.2"),
         ({"writable": False}, "a: /opt/cpuft cannot be written"),
-        ({"free_kb": 1 << 10}, "a: 1 MB are free for /opt/cpuft"),
+        ({"free_kb": 1 << 10}, "a: /opt/cpuft has 1 MB of free space"),
     ],
 )
 def test_what_stops_a_server(change: dict[str, object], said: str) -> None:
@@ -212,8 +212,8 @@ def test_what_is_in_the_way_at_the_prefix(tmp_path: Path, made: tuple[str, ...],
     [
         (0, 0o755, ""),
         (0, 0o775, ""),
-        (0, 0o757, "PREFIX is open to others' writing"),
-        (65534, 0o755, "PREFIX is another user's"),
+        (0, 0o757, "PREFIX can be written by other users"),
+        (65534, 0o755, "PREFIX belongs to another user"),
     ],
 )
 def test_a_prefix_that_others_could_have_filled_is_in_the_way(

@@ -178,7 +178,7 @@ def test_a_wrong_python_is_named(cluster: Simulated) -> None:
     fake = "printf '#!/bin/sh\\necho 3.9.2\\n' >/usr/local/bin/python3; chmod 755 /usr/local/bin/python3"
     cluster.on(2, f"mount -t tmpfs tmpfs /usr/local/bin; {fake}")
     try:
-        assert "Python is 3.9.2, 3.10 is the oldest that does" in named(cluster)
+        assert "Python is 3.9.2, and cpuft needs 3.10 or newer" in named(cluster)
     finally:
         cluster.on(2, "umount /usr/local/bin")
 
