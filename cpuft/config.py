@@ -214,7 +214,7 @@ class LaunchConfig:
 ONE_OF = (("model", "from_config"),)
 """Options that mean the same thing: of each pair one may be given."""
 
-LAUNCH_ALONE = ("interruption_notice", "grace_period", "max_restarts", "min_np")
+LAUNCH_ONLY = ("interruption_notice", "grace_period", "max_restarts", "min_np")
 """Options of LaunchConfig that say something to `cpuft launch` only."""
 
 

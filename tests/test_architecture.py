@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cpuft"
 
 PURE = {"compiler", "errors", "files", "hardware", "serialization", "tasks", "terminal", "words"}
-TOLD = PURE | {"config", "options", "plan", "record"}
+TOLD = PURE | {"config", "plan", "record"}
 HOSTS = TOLD | {"execute", "hosts"}
-ON_A_RANK = PURE | {"config", "options", "record"}
+ON_A_RANK = PURE | {"config", "record"}
 ALLOWED: dict[str, set[str]] = {
     "compiler": {"errors"},
     "errors": set(),
@@ -27,7 +27,6 @@ ALLOWED: dict[str, set[str]] = {
     "terminal": {"errors"},
     "words": set(),
     "config": PURE,
-    "options": PURE | {"config"},
     "plan": PURE,
     "record": PURE | {"config"},
     "execute": PURE | {"plan"},

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.cli import cli, main
+from cpuft.cli import main
+from cpuft.cli.launch import launch
+from cpuft.cli.options import read_config
 from cpuft.config import (
     OLD_NAMES,
     LaunchConfig,
@@ -18,7 +20,6 @@ from cpuft.config import (
     parse_arguments,
     rename_old_options,
 )
-from cpuft.options import read_config
 from cpuft.record import format_line, parse_record
 from tests.conftest import run_cpuft
 from tests.records import make_record
@@ -37,7 +38,6 @@ def test_every_new_name_is_an_option_and_no_old_one_is() -> None:
 def test_an_old_flag_is_answered_with_one_line_that_names_the_new_one(
     old: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch = cli.commands["launch"]
     words = (
         [format_flag(old)]
         if old in BOOLEANS
@@ -64,7 +64,7 @@ def test_an_old_flag_is_answered_with_one_line_that_names_the_new_one(
     ],
 )
 def test_old_flags_keep_their_values_and_what_is_no_flag_stays(words: list[str], name: str, value: object) -> None:
-    with cli.commands["launch"].make_context("launch", words) as context:
+    with launch.make_context("launch", words) as context:
         assert context.params[name] == value
 
 

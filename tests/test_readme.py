@@ -16,9 +16,9 @@ import click
 import pytest
 
 from cpuft.cli import cli
+from cpuft.cli.aliases import TOOLS, read_aliases
 from cpuft.config import LaunchConfig
 from cpuft.launch.plan import choose_run_dir, plan_settings
-from cpuft.options import TOOLS, read_table
 from scripts.benchmarks.figures import format_contestants, format_figures, read_figures
 from tests.conftest import run_cpuft
 from tests.launch.test_plan import make_cluster
@@ -190,7 +190,7 @@ def format_settings() -> str:
 def format_others() -> str:
     """Two rows of the table of others' options in each; then what is left out."""
     ours: dict[str, dict[str, None]] = {}
-    for row in read_table():
+    for row in read_aliases():
         names = [name for name in row.names(*TOOLS) if name.replace("_", "-") != row.ours]
         ours.setdefault(row.ours, {}).update(dict.fromkeys(f"`{name}`" for name in names))
     left = ", ".join(ours.pop(""))

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import click
 
-from cpuft.options import Verb
+from cpuft.cli.options import Verb
 
 
 @click.command(cls=Verb)

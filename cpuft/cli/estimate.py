@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cpuft.cli.options import Verb, complete_runs, make_options, pick, refuse_options
 from cpuft.config import LaunchConfig, TrainConfig, is_count, option, parse_bits
 from cpuft.errors import CpuftError
-from cpuft.options import Verb, complete_runs, make_options, pick, refuse_options
 
 if TYPE_CHECKING:
     from cpuft.record import Record
@@ -59,9 +59,10 @@ def parse_hosts(text: str) -> list[int]:
     ],
 )
 def estimate(run: str | None, as_json: bool, **values: Any) -> None:
-    """Tell seconds, samples/s, efficiency and price on 1 to 64 hosts, from a run on one host and the link between them.
+    """Estimate time, speed, efficiency and price on 1 to 64 hosts before you rent them.
 
-    RUN is the directory of a run on one rank; without it, --task is trained on this machine for half a minute.
+    The estimate is based on RUN, the folder of a run with one rank, and on the speed of the network between the hosts.
+    Without RUN, --task is trained on this machine for half a minute.
     """
     from cpuft.record import read_record
     from cpuft.report.estimate import (

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
 from cpuft.config import PredictConfig, format_arguments
 from cpuft.errors import CpuftError, near_names
-from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
 from cpuft.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -37,11 +37,12 @@ _FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
     ],
 )
 def predict(dry_run: bool, **values: Any) -> None:
-    """Predict with the model of RUN: labels and probabilities of the rows of --file or --split, as CSV.
+    """Predict with the model of a finished run.
 
-    A text that begins with =, +, - or @ is written with an apostrophe in front, so that no spreadsheet runs it.
-
-    What is known of GLUE's test rows is written as GLUE takes it. Where rows have labels, metrics are printed, too.
+    RUN is the folder of the run. The labels and probabilities of the examples in --file or --split are written to a CSV
+    file, or for the test split of a GLUE task in the format that GLUE accepts. If the examples have labels, the metrics
+    are printed as well. A text that begins with =, +, - or @ is written with an apostrophe in front, so that no
+    spreadsheet runs it as a formula.
     """
     from cpuft.execute import run_step
     from cpuft.plan import Plan, format_plan

@@ -7,8 +7,8 @@ import sys
 
 import click
 
+from cpuft.cli.options import Verb, complete_runs
 from cpuft.launch.stack_dumps import RankDump, describe_state
-from cpuft.options import Verb, complete_runs
 
 _WIDTH = 400
 _COLUMNS = ("rank", "host", "pid", "state", "operation", "stands at")
@@ -16,9 +16,9 @@ _COLUMNS = ("rank", "host", "pid", "state", "operation", "stands at")
 
 @click.command(cls=Verb, params=[click.Argument(["run"], metavar="RUN", shell_complete=complete_runs)])
 def stacks(run: str) -> None:
-    """Show what every rank of RUN, which goes on, is doing, and which of them holds up the others.
+    """Show what every rank of an active run is doing, and which rank the others wait for.
 
-    All stacks are kept in RUN/logs/rank-N.stack; of a run on hosts with disks of their own, they come back with it.
+    RUN is the folder of the run. The full stack dumps are written to RUN/logs/rank-N.stack on the head host.
     """
     from cpuft.launch.active_runs import find_active_run
     from cpuft.launch.stack_dumps import diagnose, gather_dumps, write_dumps

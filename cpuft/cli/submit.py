@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.errors import CpuftError
-from cpuft.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.schedulers import SCHEDULERS, parse_job
 from cpuft.schedulers.base import JobLaunch, follow_job
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cpuft import hardware, plan, serialization, words
 from cpuft.cli.estimate import parse_hosts
+from cpuft.cli.options import read_config
 from cpuft.cli.stacks import format_dumps
 from cpuft.comm.selection import read_choice
 from cpuft.config import (
@@ -36,7 +37,6 @@ from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.settings import user_variables
 from cpuft.launch.stack_dumps import parse_dump, parse_rank_dump
-from cpuft.options import read_config
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from

@@ -38,7 +38,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["lanch"], "No such command 'lanch'."),
+        (["lanch"], "there is no command cpuft lanch: did you mean launch or bench? (see cpuft --help)"),
         (["launch", "--tsk", "x"], "No such option '--tsk'. Did you mean '--task'? (see cpuft launch --help)"),
         (["launch", "--task", "mprc"], "'mprc' is not a value of --task: did you mean mrpc? (see cpuft launch --help)"),
         (["launch", "--np", "0"], "Invalid value for '--np': 0 is not in the range x>=1. (see cpuft launch --help)"),
@@ -77,7 +77,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["compare", "--np", "9" * 5000], "999' is not a whole number from 1: give the numbers of ranks to"),
         (["launch", "--epochs", "nan"], "'--epochs': 'nan' is not a number (see cpuft launch --help)"),
         (["launch", "--learning-rate", "inf"], "'--learning-rate': 'inf' is not a number (see cpuft launch --help)"),
-        (["report", "none", "--estimate", "e.json"], "--estimate says what the page shows: add --html"),
+        (["report", "none", "--estimate", "e.json"], "--estimate adds estimates to the HTML page: give --html as well"),
         (["report", "none"], "there is no file or folder none: give the folder of an earlier run"),
         (["estimate", "none", "--bandwidth", "1gbit"], "there is no file or folder none: give the folder"),
         (["stacks", "none"], "there is no folder "),
@@ -172,7 +172,7 @@ TOO_LONG = ("a" * 300, "/" + "a/" * 3000 + "b")
 def test_a_path_too_long_for_the_file_system(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], path: str
 ) -> None:
-    shutil.copy(Path(__file__).parents[1] / "ami" / "recipe.yaml", "recipe.yaml")
+    shutil.copy(Path(__file__).parents[2] / "ami" / "recipe.yaml", "recipe.yaml")
     with pytest.raises(SystemExit) as ended:
         main((*words, path))
     said = capsys.readouterr().err

@@ -14,6 +14,7 @@ import click
 import pytest
 from click.shell_completion import ShellComplete
 
+from cpuft.cli import VERBS as SENTENCES
 from cpuft.cli import cli
 from cpuft.config import SECTIONS
 from cpuft.record import FILE_NAME
@@ -39,6 +40,11 @@ def help_of(name: str) -> str:
     command._help_option = None  # click keeps the first that it made, whatever the names were then
     context = click.Context(command, info_name=name, terminal_width=78, help_option_names=["-h", "--help"])
     return context.get_help() + "\n"
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_sentence_in_the_list_of_verbs_begins_the_help_of_the_verb(name: str) -> None:
+    assert VERBS[f"cpuft {name}"].get_short_help_str(1000) == SENTENCES[name]
 
 
 @pytest.mark.parametrize("name", ["cpuft", "cpuft launch"])

@@ -24,7 +24,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "lanch",
         {},
-        "No such command 'lanch'. (Did you mean one of: 'bench', 'launch'?) (see cpuft --help)",
+        "there is no command cpuft lanch: did you mean launch or bench? (see cpuft --help)",
     ),
     (
         "launch --tsk x",
@@ -129,7 +129,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch train.py --lr 1e-4",
         {"train.py": ""},
-        "put -- before train.py: the words after a script are its own options (see cpuft launch --help)",
+        "put -- before train.py: what follows a script are the script's own options (see cpuft launch --help)",
     ),
     (
         "launch --task mrpc -- train.py",

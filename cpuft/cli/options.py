@@ -7,19 +7,18 @@ aliases.txt, beside this file.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import glob
 import itertools
 import math
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import click
 from click.core import ParameterSource
 
+from cpuft.cli.aliases import suggest_options
 from cpuft.config import (
     OLD_NAMES,
     ONE_OF,
@@ -35,74 +34,6 @@ from cpuft.serialization import find_control, load, parse_yaml
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
-
-TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What others call one thing."""
-
-    ours: str
-    """What to write here; empty: leave it out."""
-    theirs: str
-    """Each tool with its names for it; dashes and underscores are one in them."""
-    why: str = ""
-    """How ours differs, or why it is left out."""
-
-    def names(self, *tools: str) -> list[str]:
-        """What these tools call it."""
-        parts = [part.split() for part in self.theirs.split("; ")]
-        return [name for tool, *names in parts for name in names if tool in tools]
-
-
-@functools.cache
-def read_table() -> tuple[Row, ...]:
-    """The rows of aliases.txt, beside this file."""
-    lines = Path(__file__).with_name("aliases.txt").read_text(encoding="utf-8").splitlines()
-    parts = [[part.strip() for part in line.split("|")] for line in lines if not line.startswith("#")]
-    return tuple(Row(ours.strip("-") and ours, *rest) for ours, *rest in parts)
-
-
-def find_row(name: str) -> Row | None:
-    """The row that has this option of theirs."""
-    return next((row for row in read_table() if _plain(name) in map(_plain, row.names(*TOOLS))), None)
-
-
-def _plain(name: str) -> str:
-    return name[:2] + name[2:].replace("_", "-")
-
-
-def translate(words: Sequence[str], flags: Collection[str], script: bool = False) -> str:
-    """What to write instead of the options of others among `words`; empty where there are none.
-
-    Parameters
-    ----------
-    words: the command line up to `--`.
-    flags: the verb's own options; what others than these would answer is no business of the verb.
-    script: whether it runs scripts, whose options stand behind `--`.
-    """
-    place = next((i for i, word in enumerate(words) if script and word.endswith(".py") and word[0] != "-"), len(words))
-    written: list[str] = []
-    left: list[tuple[str, str]] = []
-    for word in dict.fromkeys(word.partition("=")[0] for word in words[:place]):
-        row = find_row(word) if word not in flags else None
-        if row and row.ours.partition(" ")[0] in {*flags, ""}:
-            why = f" ({row.why})" if row.why else ""
-            if row.ours:
-                written.append(f"{row.ours} instead of {word}{why}")
-            else:
-                left.append((word, row.why))
-    parts = [f"write {', '.join(written)}"] * bool(written)
-    if len(left) == 1:
-        parts.append("cpuft does not have the option {}, so leave it out: {}".format(*left[0]))
-    elif left:
-        listed = ", ".join(f"{word} ({why})" for word, why in left)
-        parts.append(f"cpuft does not have these options, so leave them out: {listed}")
-    if any(word.startswith("--") and word.partition("=")[0] not in flags for word in words[place:]):
-        parts.append(f"put -- before {words[place]}: the words after a script are its own options")
-    return "; ".join(parts)
-
 
 _RUN_FILES = ("record.jsonl", "plan.sh")
 """A folder that holds one of them is a run's."""
@@ -249,7 +180,7 @@ class Verb(Sectioned):
         if ctx.resilient_parsing:  # A shell completes the line: nothing is refused, and no file read.
             return super().parse_args(ctx, args)
         flags = {flag for option in self.get_params(ctx) for flag in (*option.opts, *option.secondary_opts)}
-        answer = translate(words, flags, "script" in flags)
+        answer = suggest_options(words, flags, "script" in flags)
         if answer:
             raise click.UsageError(answer, ctx)
         for word, following in zip(words, [*words[1:], ""]):
@@ -384,7 +315,7 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
         raise CpuftError(f"--config {path} holds no mapping: write `option: value` lines")
     flags = {f"--{name}" for name in known} | {format_flag(name) for name in known}
     old = {name: find_new_name(name.replace("-", "_"), known)[0] for name in values or {}}
-    answer = translate([f"--{name}" for name, key in old.items() if key == name.replace("-", "_")], flags)
+    answer = suggest_options([f"--{name}" for name, key in old.items() if key == name.replace("-", "_")], flags)
     if answer:
         raise CpuftError(f"--config {path}: {answer.replace('--', '')}")
     options: dict[str, str] = {}

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cpuft import cli
-from cpuft.options import TOOLS, Row, read_config, read_table, translate
+from cpuft.cli import main
+from cpuft.cli.aliases import TOOLS, Alias, read_aliases, suggest_options
+from cpuft.cli.launch import launch as LAUNCH
+from cpuft.cli.options import read_config
 from tests.conftest import DATA, run_cpuft
 
 ALL = " (ranks of all hosts; --ppn is those of one)"
-LAUNCH = cli.cli.commands["launch"]
 FLAGS = {flag for option in LAUNCH.params for flag in (*option.opts, *option.secondary_opts)}
 
 
@@ -38,13 +39,13 @@ def names_of_tools() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_every_name_is_one_of_that_tool_s(tool: str) -> None:
-    ours = {name.replace("_", "-") for row in read_table() for name in row.names(tool)}
+    ours = {name.replace("_", "-") for row in read_aliases() for name in row.names(tool)}
     assert ours
     assert ours <= names_of_tools()[tool]
 
 
-@pytest.mark.parametrize("row", read_table(), ids=lambda row: row.ours + row.why)
-def test_what_we_answer_with_is_an_option_of_launch(row: Row) -> None:
+@pytest.mark.parametrize("row", read_aliases(), ids=lambda row: row.ours + row.why)
+def test_what_we_answer_with_is_an_option_of_launch(row: Alias) -> None:
     known = {option.opts[0]: option.type for option in LAUNCH.params}
     ours = row.ours.split()
     assert set(ours[:1]) <= FLAGS
@@ -53,7 +54,7 @@ def test_what_we_answer_with_is_an_option_of_launch(row: Row) -> None:
 
 
 def test_no_name_has_two_answers() -> None:
-    names = [{name.replace("_", "-") for name in row.names(*TOOLS)} for row in read_table()]
+    names = [{name.replace("_", "-") for name in row.names(*TOOLS)} for row in read_aliases()]
     counted = collections.Counter(name for row in names for name in row - FLAGS)
     assert max(counted.values()) == 1
 
@@ -98,16 +99,16 @@ def test_no_name_has_two_answers() -> None:
         ),
         (["--np", "2", "--task", "mrpc"], ""),
         (["train.py", "--np", "2"], ""),
-        (["train.py", "--lr", "2"], "put -- before train.py: the words after a script are its own options"),
+        (["train.py", "--lr", "2"], "put -- before train.py: what follows a script are the script's own options"),
         (
             ["--nproc_per_node", "2", "run_glue.py", "--task_name", "mrpc"],
             "write --np instead of --nproc_per_node (ranks of all hosts; --ppn is those of one); "
-            "put -- before run_glue.py: the words after a script are its own options",
+            "put -- before run_glue.py: what follows a script are the script's own options",
         ),
     ],
 )  # fmt: skip
 def test_what_is_answered(words: list[str], message: str) -> None:
-    assert translate(words, FLAGS, script=True) == message
+    assert suggest_options(words, FLAGS, script=True) == message
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_what_is_answered(words: list[str], message: str) -> None:
         (["launch", "-hostfile", "hosts"], "write --hostfile instead of -hostfile (see cpuft launch --help)"),
         (
             ["launch", "train.py", "--lr", "1"],
-            "put -- before train.py: the words after a script are its own options (see cpuft launch",
+            "put -- before train.py: what follows a script are the script's own options (see cpuft launch",
         ),
         (
             ["compare", "--num_train_epochs", "3"],
@@ -136,7 +137,7 @@ def test_every_verb_answers_with_what_it_has(
 ) -> None:
     (tmp_path / "glue.yaml").write_text("per_device_train_batch_size: 16\n")
     with pytest.raises(SystemExit) as ended:
-        cli.main(words)
+        main(words)
     said = capsys.readouterr()
     assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1)
     assert said.err.startswith(f"cpuft: error: {message}")

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.cli import main
+from cpuft.cli.options import CONFIG_FILE, Verb, make_options, read_config
 from cpuft.config import LaunchConfig, TrainConfig, WorkerConfig, format_arguments, option_names, parse_arguments
 from cpuft.errors import CpuftError
-from cpuft.options import CONFIG_FILE, Verb, make_options, read_config
 from cpuft.provision.options import LocalConfig
 from cpuft.train.__main__ import parse_worker
 

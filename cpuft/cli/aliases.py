@@ -1,0 +1,81 @@
+"""Options of other launchers and trainers, and what to write in cpuft instead: the table aliases.txt, beside this file.
+
+The command line answers such an option with cpuft's own name, and the README shows the table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq")
+
+
+@dataclass(frozen=True)
+class Alias:
+    """One line of the table: an option of cpuft, and what other tools call it."""
+
+    ours: str
+    """What to write in cpuft, perhaps with a value; empty if the option is to be left out."""
+    theirs: str
+    """The other tools with their names, as in `torchrun --log_dir; mpirun -n -np`."""
+    why: str = ""
+    """How cpuft's option differs, or why there is none."""
+
+    def names(self, *tools: str) -> list[str]:
+        """Return the names that these tools have for the option."""
+        parts = [part.split() for part in self.theirs.split("; ")]
+        return [name for tool, *names in parts for name in names if tool in tools]
+
+
+@functools.cache
+def read_aliases() -> tuple[Alias, ...]:
+    """Return the lines of aliases.txt."""
+    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    parts = [[part.strip() for part in line.split("|")] for line in lines if not line.startswith("#")]
+    return tuple(Alias(ours.strip("-") and ours, *rest) for ours, *rest in parts)
+
+
+def find_alias(name: str) -> Alias | None:
+    """Return the line with this option of another tool; dashes and underscores are the same in names."""
+    return next((alias for alias in read_aliases() if _dashed(name) in map(_dashed, alias.names(*TOOLS))), None)
+
+
+def _dashed(name: str) -> str:
+    return name[:2] + name[2:].replace("_", "-")
+
+
+def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bool = False) -> str:
+    """Return what to write instead of the options of other tools; empty if there are none among the arguments.
+
+    Parameters
+    ----------
+    arguments: the command line up to `--`.
+    flags: the flags of the verb. An option of another tool is only answered if the verb has cpuft's option for it.
+    script: whether the verb runs scripts, whose own options stand after `--`.
+    """
+    place = next(
+        (number for number, text in enumerate(arguments) if script and text.endswith(".py") and text[0] != "-"),
+        len(arguments),
+    )
+    replaced: list[str] = []
+    left_out: list[tuple[str, str]] = []
+    for name in dict.fromkeys(text.partition("=")[0] for text in arguments[:place]):
+        alias = find_alias(name) if name not in flags else None
+        if alias and alias.ours.partition(" ")[0] in {*flags, ""}:
+            why = f" ({alias.why})" if alias.why else ""
+            if alias.ours:
+                replaced.append(f"{alias.ours} instead of {name}{why}")
+            else:
+                left_out.append((name, alias.why))
+    parts = [f"write {', '.join(replaced)}"] * bool(replaced)
+    if len(left_out) == 1:
+        parts.append("cpuft does not have the option {}, so leave it out: {}".format(*left_out[0]))
+    elif left_out:
+        listed = ", ".join(f"{name} ({why})" for name, why in left_out)
+        parts.append(f"cpuft does not have these options, so leave them out: {listed}")
+    if any(text.startswith("--") and text.partition("=")[0] not in flags for text in arguments[place:]):
+        parts.append(f"put -- before {arguments[place]}: what follows a script are the script's own options")
+    return "; ".join(parts)

@@ -1,0 +1,55 @@
+"""`cpuft bench`: measurements of the hosts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from cpuft.cli.common import check_hosts, print_plans, say
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
+from cpuft.config import LAUNCH_ONLY, BenchConfig, LaunchConfig
+from cpuft.errors import CpuftError
+
+
+@click.group(cls=Verbs)
+def bench() -> None:
+    """Measure the communication between ranks."""
+
+
+@bench.command(
+    cls=Verb,
+    params=[*make_options(BenchConfig), *make_options(LaunchConfig, *LAUNCH_ONLY), DRY_RUN, CONFIG_FILE],
+)
+def comm(dry_run: bool, **values: Any) -> None:
+    """Measure latency and bandwidth of every backend between the ranks.
+
+    Algorithm bandwidth and bus bandwidth are defined as in nccl-tests. In the table, ms is the median time, followed by
+    the range of the middle half of all repetitions; busy is the fraction of a rank's cores that the backend keeps busy;
+    x gloo is the speed relative to gloo.
+    """
+    from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.inputs import add_transfers
+    from cpuft.launch.plan import choose_run_dir, plan_bench
+    from cpuft.launch.remote import run_attempt
+    from cpuft.report.plots import write_plot
+
+    config = pick(LaunchConfig, values)
+    run_dir = choose_run_dir(config.run_dir, f"comm-np{config.np}")
+    cluster = gather_cluster(config)
+    plan = plan_bench(cluster, config, pick(BenchConfig, values), cluster.work_dir(run_dir), os.environ)
+    plan = add_transfers(plan, (), {}, cluster, run_dir)
+    if dry_run:
+        print_plans([plan])
+        return
+    check_hosts(cluster, config)
+    code = run_attempt(plan, run_dir, cluster, config.time_limit, say)
+    if not code:
+        click.echo(f"record: {run_dir}/comm.jsonl")
+        try:
+            click.echo(f"plot: {write_plot(f'{run_dir}/comm.jsonl')}")
+        except CpuftError as error:
+            click.echo(f"no plot: {error}")
+    sys.exit(code)

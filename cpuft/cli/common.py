@@ -1,0 +1,45 @@
+"""What several verbs share: printing plans and messages, and the check of the hosts before a launch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from cpuft.config import LaunchConfig
+    from cpuft.hosts.cluster import Cluster
+    from cpuft.plan import RunPlan
+
+
+def say(line: str) -> None:
+    """Print a line on standard error."""
+    click.echo(line, err=True)
+
+
+def choose_progress() -> str:
+    """Return how rank 0 shows its progress: `bar` on a terminal, otherwise `lines`."""
+    return "bar" if sys.stderr.isatty() else "lines"
+
+
+def print_plans(plans: Sequence[RunPlan]) -> None:
+    """Print the plans of runs, one after another, as one shell script."""
+    from cpuft.plan import Plan, format_plan
+
+    stages = tuple(stage for plan in plans for stage in plan.whole.stages)
+    ways = {host: way for plan in plans for host, way in plan.ways.items()}
+    click.echo(format_plan(Plan(stages, plans[0].notes, ways), os.getcwd()), nl=False)
+
+
+def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
+    """Run a short form of the doctor's checks on the hosts of a cluster, unless --no-check was given.
+
+    Raises CpuftError: a check found a problem that would make the run fail.
+    """
+    from cpuft.doctor.examine import check_before_launch
+
+    if config.check:
+        check_before_launch(cluster, say)

@@ -1,0 +1,50 @@
+"""`cpuft compare`: the same training on several numbers of ranks, and a report of the speedup."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from cpuft.cli.common import check_hosts, choose_progress, print_plans, say
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
+from cpuft.config import LAUNCH_ONLY, CompareConfig, LaunchConfig, TrainConfig
+
+
+@click.command(
+    cls=Verb,
+    params=[
+        *make_options(CompareConfig),
+        *make_options(TrainConfig),
+        *make_options(LaunchConfig, "np", *LAUNCH_ONLY),
+        DRY_RUN,
+        CONFIG_FILE,
+    ],
+)
+def compare(dry_run: bool, **values: Any) -> None:
+    """Train on several numbers of ranks, one after another, and report the speedup.
+
+    Speedup and efficiency are relative to the run with the fewest ranks.
+    """
+    from cpuft.launch.comparison import parse_numbers, plan_comparison
+    from cpuft.launch.plan import choose_run_dir
+    from cpuft.launch.remote import run_attempt
+    from cpuft.report.page import write_all
+
+    config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)
+    comparison = pick(CompareConfig, values)
+    ranks = parse_numbers(comparison.np)
+    run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
+    planned = plan_comparison(ranks, config, train, comparison, run_dir, choose_progress(), os.environ)
+    if dry_run:
+        print_plans([run.plan for run in planned])
+        return
+    check_hosts(planned[-1].cluster, config)
+    for run in planned:
+        say(f"{run.label}:")
+        if code := run_attempt(run.plan, run.run_dir, run.cluster, config.time_limit, say):
+            sys.exit(code)
+    for line in write_all([run.run_dir for run in planned], run_dir):
+        click.echo(line)

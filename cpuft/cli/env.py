@@ -1,0 +1,35 @@
+"""`cpuft env`: the environment variables of a launch, for a shell."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from cpuft.cli.common import say
+from cpuft.cli.options import CONFIG_FILE, Verb, make_options, pick
+from cpuft.config import LAUNCH_ONLY, LaunchConfig
+
+
+@click.command(
+    cls=Verb, params=[*make_options(LaunchConfig, "run_dir", "time_limit", "check", *LAUNCH_ONLY), CONFIG_FILE]
+)
+def env(**values: Any) -> None:
+    """Print the environment variables that cpuft sets for its ranks, as export lines.
+
+    Each line has its reason. To set the variables in a shell, run: eval "$(cpuft env)"
+    """
+    from cpuft.hosts.cluster import gather_cluster, read_hosts
+    from cpuft.launch.plan import plan_settings
+    from cpuft.launch.settings import export_settings, unexportable_names
+    from cpuft.plan import format_export
+
+    config = pick(LaunchConfig, values)
+    config = replace(config, np=max(config.np, len(read_hosts(config))))
+    shared, per_host = plan_settings(gather_cluster(config), config, "gloo", os.environ)
+    for name in unexportable_names(os.environ):
+        say(f"cpuft: left out, because no shell can set it: {name}")
+    for setting in export_settings(shared + per_host[0]):
+        click.echo(format_export(setting))

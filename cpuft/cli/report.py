@@ -1,0 +1,58 @@
+"""`cpuft report`: recorded runs as a table, as JSON, or as an HTML page."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from cpuft.cli.common import say
+from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs
+from cpuft.errors import CpuftError
+
+
+@click.command(
+    cls=Verb,
+    params=[
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the table as one JSON object."),
+        click.Option(["--markdown"], is_flag=True, help="Print the table in Markdown."),
+        click.Option(
+            ["--html"],
+            is_flag=True,
+            help="Write a page with plots to report.html: in the folder RUN if there is one RUN, otherwise in the "
+            "current folder.",
+        ),
+        click.Option(
+            ["--estimate"],
+            default="",
+            metavar="FILE",
+            help="With --html, also draw the estimates in this file, the output of cpuft estimate --json.",
+        ),
+        CONFIG_FILE,
+        click.Argument(["runs"], nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs),
+    ],
+)
+def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, config: str) -> None:
+    """Show recorded runs side by side, as a table or an HTML page.
+
+    RUN is the folder of a run or of a comparison.
+    """
+    from cpuft.record import read_record
+    from cpuft.report.comparison import compare
+    from cpuft.report.page import find_runs, page_path, read_predictions, write_page
+    from cpuft.report.tables import format_markdown, format_text, to_json
+
+    if estimate and not html:
+        raise CpuftError("--estimate adds estimates to the HTML page: give --html as well")
+    found, others = find_runs(runs)
+    if others:
+        say(f"skipped, because there is no record.jsonl in them: {', '.join(others)}")
+    records = [read_record(run) for run in found]
+    comparison = compare(records)
+    if html:
+        predictions = read_predictions(estimate) if estimate else []
+        click.echo(f"page: {write_page(records, page_path(runs), predictions)}")
+    elif as_json:
+        click.echo(json.dumps(to_json(comparison), indent=2))
+    else:
+        click.echo(format_markdown(comparison) if markdown else format_text(comparison), nl=False)

@@ -1,0 +1,163 @@
+"""`cpuft launch` from options to results: check what is asked for, plan it, run it, and describe how it ended."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.hosts.cluster import Cluster, gather_cluster
+from cpuft.launch.active_runs import lock_run
+from cpuft.launch.failures import describe_end
+from cpuft.launch.inputs import list_input_paths, load_allowed_paths, save_allowed_paths
+from cpuft.launch.plan import (
+    Job,
+    Launch,
+    choose_run_dir,
+    name_script,
+    plan_fetching,
+    plan_run,
+    plan_script,
+    refuse_other_launchers,
+    wrap_script,
+)
+from cpuft.launch.remote import fetch_finished, run_attempt
+from cpuft.launch.restart import describe_limit, run_with_restarts
+from cpuft.launch.resume import ResumedRun, check_newest_checkpoint, gather_resumed_run
+from cpuft.launch.supervise import SCRIPT_SECONDS, TRAINING_SECONDS
+from cpuft.plan import RunPlan
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """What the user asks `cpuft launch` for."""
+
+    config: LaunchConfig
+    train: TrainConfig
+    script_options: ScriptConfig
+    script: tuple[str, ...]
+    """The user's own script and its arguments; empty for a training."""
+    resume: str
+    """The folder of the run to resume; empty for a new run."""
+    given: frozenset[str]
+    """Names of the options that are not defaults."""
+    progress: str
+    """How rank 0 shows its progress: `bar` or `lines`."""
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """A launch that is ready to start."""
+
+    run_dir: str
+    cluster: Cluster
+    plan: RunPlan
+    job: Job | None = None
+    """None if the run has finished on the head host, and its results are only to be fetched."""
+    finished_on: str = ""
+    """The host on which a resumed run has finished."""
+    input_paths: frozenset[str] = frozenset()
+    """Files and folders of this machine that may be sent to hosts when the run is resumed."""
+
+
+def plan_request(
+    request: LaunchRequest, environ: Mapping[str, str], say: Say, locks: ExitStack | None
+) -> PlannedLaunch:
+    """Check a request and plan it. Nothing starts, and nothing changes but the locks.
+
+    Parameters
+    ----------
+    locks: gets the lock of the run's folder, which keeps other launches out; None for a dry run.
+
+    Raises CpuftError: the request cannot be carried out.
+    """
+    command = _check_script(request)
+    if request.resume and locks:  # before the state of the run is read: another launch would change it
+        locks.enter_context(lock_run(request.resume))
+    config, train = request.config, request.train
+    resumed = gather_resumed_run(request.resume, config, bool(request.script)) if request.resume else None
+    if resumed and resumed.finished_on:
+        head = tuple(host for host in resumed.hosts if host.name == resumed.finished_on)
+        cluster = gather_cluster(replace(config, np=1), head)
+        plan = plan_fetching(cluster, resumed)
+        return PlannedLaunch(resumed.run_dir, cluster, plan, finished_on=resumed.finished_on)
+    if resumed:
+        config, train = resumed.take_over(config, train, request.given)
+        for reason in resumed.silent:
+            say(f"{reason}; the run continues without it")
+        run_dir = resumed.run_dir
+    else:
+        name = name_script(command) if command else train.task
+        run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
+        if locks:
+            locks.enter_context(lock_run(run_dir))
+    cluster = gather_cluster(config, resumed.hosts if resumed else ())
+    if resumed:
+        check_newest_checkpoint(resumed.kept, cluster, run_dir)
+    input_paths = _find_input_paths(request, train, resumed, environ)
+    options = request.script_options
+    allowed = input_paths if resumed else None
+    job = Job(config, train, command, options.wrap, options.independent, request.progress, allowed)
+    plan = plan_run(job, cluster, run_dir, environ, resumed)
+    return PlannedLaunch(run_dir, cluster, plan, job, input_paths=input_paths)
+
+
+def _check_script(request: LaunchRequest) -> tuple[str, ...]:
+    """Return the command that runs the user's script; empty for a training. Raises CpuftError: it cannot be run."""
+    script, options = request.script, request.script_options
+    if options.independent and not script:
+        raise CpuftError("--independent is for a script of your own: cpuft launch --independent -- train.py ...")
+    command = plan_script(script) if script else ()
+    if options.wrap:
+        wrap_script(command, sys.executable, options.wrap)
+    if script and request.config.np > 1 and not options.independent:
+        refuse_other_launchers(script)
+    return command
+
+
+def _find_input_paths(
+    request: LaunchRequest, train: TrainConfig, resumed: ResumedRun | None, environ: Mapping[str, str]
+) -> frozenset[str]:
+    """Return the files and folders that the user has named on this machine, now or when the run was started."""
+    if not resumed:
+        return frozenset(list_input_paths(train))
+    return frozenset(list_input_paths(train, request.given) | load_allowed_paths(resumed.run_dir, environ))
+
+
+def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
+    """Return the plan to print for a dry run; its notes also say how often the run would be restarted."""
+    if not planned.job:
+        return planned.plan
+    return replace(planned.plan, notes=(*describe_limit(planned.job, planned.cluster), *planned.plan.notes))
+
+
+def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say) -> tuple[int, str]:
+    """Carry out a planned launch, with restarts.
+
+    Returns
+    -------
+    (exit code, closing line for the user; perhaps empty)
+    """
+    job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
+    if not job:
+        say(f"cpuft: the run has finished on {planned.finished_on}: fetching its results")
+        fetch_finished(planned.plan, run_dir, cluster, say)
+        save_allowed_paths(run_dir, (), environ)
+        return 0, f"run: {run_dir}"
+    if not job.script:
+        save_allowed_paths(run_dir, planned.input_paths, environ)
+    grace = job.config.grace_period if job.train.engine == "torch" else None
+    patience = TRAINING_SECONDS
+    if job.script:
+        patience = SCRIPT_SECONDS if job.script[0] == sys.executable else 0.0
+    start = partial(run_attempt, say=say, grace=grace, patience=patience)
+    code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say)
+    if not code and not job.script:
+        save_allowed_paths(run_dir, (), environ)
+    return describe_end(code, run_dir, cluster.rank_hosts, job.config, request.script, request.script_options)
