@@ -82,8 +82,8 @@ BUCKET_NUMBERS = 2**20
 WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "powersgd": 2.0}
 """Of one number on its way: powersgd's are those of its factors, and its words' rows go as int8."""
 CODING_SECONDS = {"int8": 4e-9, "powersgd": 4e-9}
-"""Of a core, for each number in blocks, by `cpuft.comm.compression.int8.average_seconds` on a Xeon with AMX, or in
-factors, which took 3.5e-9 there."""
+"""Of a core, for each number in blocks, by `cpuft.comm.compression.int8.measure_coding_seconds` on a Xeon with AMX, or
+in factors, which took 3.5e-9 there."""
 ETHERNET = 1448 / 1538
 """TCP's payload over what a frame of 1,500 bytes takes on the wire: headers of IP and TCP with time stamps, Ethernet's
 own with preamble and gap (RFC 9293, IEEE 802.3)."""

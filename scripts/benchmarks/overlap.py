@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft.comm import start, take_traffic
-from cpuft.comm.compression.embedding_rows import exchange_rows
+from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import make_reduce
 from cpuft.comm.registration import leave
 from cpuft.train.model import find_model
@@ -68,7 +68,7 @@ class Step:
         assert dist.group.WORLD is not None
         self._reduce = make_reduce("bf16", dist.group.WORLD)
         self._buckets: dict[int, torch.Tensor] = {}
-        exchange = exchange_rows(model, "bf16", dist.group.WORLD)
+        exchange = make_row_exchange(model, "bf16", dist.group.WORLD)
         assert exchange is not None
         self.rows, self.model = exchange, model
         self.parallel = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)

@@ -90,14 +90,14 @@ def check_all_is_well(hub: Hub) -> None:
         (b"0 " + b"0" * 64 + b"\n", "does not know the run's key"),
         (b"\n\n\n", "does not know the run's key"),
         (b"\xff\x00 \xff\n", "does not know the run's key"),
-        (b"GET / HTTP/1.1", f"said no hello in {HELLO_SECONDS:g} s"),
-        (b"", f"said no hello in {HELLO_SECONDS:g} s"),
+        (b"GET / HTTP/1.1", f"sent no hello in {HELLO_SECONDS:g} s"),
+        (b"", f"sent no hello in {HELLO_SECONDS:g} s"),
     ],
     ids=["deep", "endless", "json", "proof", "empty", "bytes", "late", "silent"],
 )
 def test_a_stranger_is_dropped_and_told(hub: Hub, knock: Knock, told: list[str], noise: bytes, reason: str) -> None:
     assert is_dropped(knock(noise))
-    assert told == [f"cpuft comm: the hub dropped a connection from 127.0.0.1: it {reason}"]
+    assert told == [f"cpuft comm: the liveness hub closed a connection from 127.0.0.1, which {reason}"]
     check_all_is_well(hub)
 
 
@@ -112,7 +112,7 @@ def test_more_strangers_than_there_is_room_for_are_dropped(hub: Hub, knock: Knoc
     assert all(is_dropped(connection) for connection in crowd[:10])
     check_all_is_well(hub)
     assert len(told) == 5
-    assert told[-1].endswith("; no more of these are told")
+    assert told[-1].endswith("; further ones are not reported")
 
 
 def test_no_file_descriptor_is_left(hub: Hub, knock: Knock, told: list[str]) -> None:
@@ -137,9 +137,9 @@ def test_a_rank_beyond_the_world_or_a_second_time_is_refused(hub: Hub, told: lis
     # Nobody heard of them, and rank 0 is still there.
     second, _ = join(hub, b"1", more=b'{"ask": 1}\n')
     assert first.recv(100) == b'{"ask": 1}\n'
-    assert [line.rpartition(": it ")[2] for line in told] == [
-        "says it is rank 77, which is in already or not of this run",
-        "says it is rank 0, which is in already or not of this run",
+    assert [line.rpartition(", which ")[2] for line in told] == [
+        "is connected already or not of this run",
+        "is connected already or not of this run",
         "does not know the run's key",
     ]
     first.close()
@@ -178,7 +178,7 @@ def test_a_hub_of_somebody_else_is_not_believed(monkeypatch: pytest.MonkeyPatch,
     store = HashStore()
     line = meet(store, 0, [])
     monkeypatch.setenv(KEY_VARIABLE, key)
-    told = "an entry of torch's store is not the run's own: .* not written with rank 1's CPUFT_RUN_KEY"
+    told = "not the run's own: .* not written with rank 1's CPUFT_RUN_KEY"
     with pytest.raises(liveness.StartupDisturbedError, match=told) as raised:
         meet(store, 1, [])
     assert raised.value.exit_code == 1  # no refusal: the run may be started again
@@ -233,7 +233,7 @@ def test_another_host_that_writes_to_torchs_store_ends_nothing(monkeypatch: pyte
 def test_a_rank_that_is_there_already_is_not_let_in() -> None:
     store = HashStore()
     line = meet(store, 0, [])
-    with pytest.raises(CpuftError, match=re.escape("look whether this rank runs twice")):
+    with pytest.raises(CpuftError, match=re.escape("check whether this rank runs twice")):
         LivenessConnection(store, 0, (0, 1), False, lambda _: None, join_seconds=0.5)
     line.close()
 

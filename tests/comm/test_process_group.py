@@ -9,7 +9,7 @@ import pytest
 
 from tests.comm.ranks import mpirun
 
-LEAST_CASES = {"ccl": 460, "mpi": 460, "gloo": 180}
+LEAST_CASES = {"ccl": 460, "mpi": 460, "gloo": 320}
 
 
 @pytest.mark.parametrize(

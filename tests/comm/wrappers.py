@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft import comm
-from cpuft.comm.compression.embedding_rows import exchange_rows
+from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import compress_gradients
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.zero1 import ShardExchange
@@ -123,7 +123,7 @@ def embedding_gradient(compression: str, by_rows: bool) -> tuple[torch.Tensor, i
     """The word embedding's mean gradient after two accumulated passes of a rank, and the bytes that took."""
     model = Lookup()
     assert dist.group.WORLD is not None
-    exchange = exchange_rows(model, compression, dist.group.WORLD) if by_rows else None
+    exchange = make_row_exchange(model, compression, dist.group.WORLD) if by_rows else None
     parallel = DistributedDataParallel(model)
     compress_gradients(parallel, compression)
     # Ranks name words of their own, and words of both; word 7 twice in a row.

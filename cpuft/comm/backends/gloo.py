@@ -151,6 +151,7 @@ class WatchedGlooGroup(dist.ProcessGroup):
         torch 2.8's gloo returns the sum of a tensor where the mean was requested, without an error.
         """
         membership, nbytes = self._membership, _count_bytes(source)
+        dense = _to_contiguous(output)
         opts = opts or dist.ReduceScatterOptions()
         is_mean = opts.reduceOp == dist.ReduceOp.AVG
         if is_mean:
@@ -161,10 +162,24 @@ class WatchedGlooGroup(dist.ProcessGroup):
 
         def finish() -> None:
             if is_mean:
-                for tensor in [output] if isinstance(output, torch.Tensor) else output:
+                for tensor in [dense] if isinstance(dense, torch.Tensor) else dense:
                     tensor.div_(membership.size)
+            _copy_back(dense, output)
 
-        return GlooWork([getattr(self._gloo, method)(output, source, opts)], begin, self._register.end, finish)
+        work = getattr(self._gloo, method)(dense, _to_contiguous(source), opts)
+        return GlooWork([work], begin, self._register.end, finish)
+
+    def _run_on_copies(self, method: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> GlooWork:
+        """Run an operation on contiguous copies of its tensors, and copy the outputs, its first argument, back."""
+        membership, nbytes = self._membership, _count_bytes(arguments[0])
+        copies = [_to_contiguous(argument) for argument in arguments]
+
+        def begin() -> Operation:
+            return self._register.begin(membership.label, name, nbytes, membership.ranks, self._timeout)
+
+        work = getattr(self._gloo, method)(*copies, **options)
+        finish, fail = lambda: _copy_back(copies[0], arguments[0]), self._watchdog.exit_if_rank_lost
+        return GlooWork([work], begin, self._register.end, finish, fail, outputs=arguments[0])
 
     def _can_gather_in_pairs(self, output: torch.Tensor, source: torch.Tensor) -> bool:
         size = self._membership.size
@@ -228,6 +243,25 @@ def _count_bytes(value: Any) -> int:
     return sum(_count_bytes(part) for part in value) if isinstance(value, list) else 0
 
 
+def _to_contiguous(value: Any) -> Any:
+    """Return a tensor, or nested lists of tensors, with contiguous copies of those that are not contiguous."""
+    if isinstance(value, torch.Tensor):
+        return value.contiguous()
+    return [_to_contiguous(part) for part in value] if isinstance(value, list) else value
+
+
+@torch.no_grad()
+def _copy_back(copies: Any, tensors: Any) -> None:
+    if isinstance(tensors, list):
+        for copy, tensor in zip(copies, tensors, strict=True):
+            _copy_back(copy, tensor)
+    elif copies is not tensors:
+        tensors.copy_(copies)
+
+
+_UNSAFE_IF_STRIDED = ("allreduce", "broadcast", "scatter")
+"""Methods of gloo that silently return wrong values for tensors that are not contiguous, as reduce_scatter does."""
+
 _OPERATIONS = {
     # method of ProcessGroup -> (operation in messages, index of the argument that is this rank's contribution)
     "allreduce": ("all_reduce", 0),
@@ -258,6 +292,12 @@ def _make_watched_method(method: str, name: str, contribution: int) -> Callable[
             return self._reduce_scatter(method, *arguments, **options)
         if method in ("all_gather_single", "_allgather_base") and self._can_gather_in_pairs(*arguments[:2]):
             return self._gather_in_pairs(*arguments[:2])
+        if (
+            method in _UNSAFE_IF_STRIDED
+            and isinstance(arguments[0], list)
+            and not all(map(torch.Tensor.is_contiguous, arguments[0]))
+        ):
+            return self._run_on_copies(method, name, arguments, options)
         nbytes = _count_bytes(arguments[contribution]) if contribution >= 0 else 0
         return self._watch(name, lambda: getattr(self._gloo, method)(*arguments, **options), nbytes)
 

@@ -1,8 +1,9 @@
-"""Means over ranks in a quarter of fp32's bytes: 8-bit numbers in blocks, and what rounding misses is sent next time.
+"""int8: means over ranks in a quarter of the bytes of fp32, as blocks of 8-bit numbers with error feedback.
 
-Blocks with a scale each are those of Dettmers et al. 2021 (arXiv:2110.02861), error feedback is Seide et al. 2014's
-(1-bit SGD) and Karimireddy et al. 2019's (arXiv:1901.09847). Integers of several ranks cannot be added without
-overflow. So each rank gets its part of all messages, adds in fp32, rounds the mean anew and gives it to all.
+Blocks with a scale each are those of Dettmers et al. 2021 (arXiv:2110.02861). Error feedback, which adds the rounding
+error of an update to the next one, is that of Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019
+(arXiv:1901.09847). Integers of several ranks cannot be summed without overflow. So each rank receives its share of all
+ranks' numbers, sums them in fp32, rounds the mean again, and sends it to all ranks.
 """
 
 from __future__ import annotations
@@ -18,173 +19,184 @@ from torch._C._distributed_c10d import GradBucket
 from cpuft.comm.process_group import ProgressThread
 
 BLOCK = 256
-"""Numbers that share a scale: its four bytes are 1.6 % of the message."""
-_AHEAD = 4
-"""Buckets whose parts may be on their way before backward waits for the first."""
+"""Numbers that share a scale, whose four bytes are 1.6 % of the message."""
+_MAX_AHEAD = 4
+"""Buckets whose shares may be under way before the backward pass waits for the first of them."""
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch 2.13 warns of the name that torch 2.8 has."""
+"""torch 2.13 warns about the second name, and torch 2.8 has only that one."""
 
 
-def coded_bytes(count: int, ranks: int) -> int:
-    """Bytes of `count` numbers as blocks, cut into a part for each rank."""
-    return ranks * _row_bytes(_part(count, ranks))
+def encoded_bytes(count: int, ranks: int) -> int:
+    """Return the bytes of `count` numbers as blocks, with a share of whole blocks for each rank."""
+    return ranks * _message_bytes(_share_length(count, ranks))
 
 
-def _part(count: int, ranks: int) -> int:
-    """Numbers of a rank's part, whole blocks, one at least."""
+def _share_length(count: int, ranks: int) -> int:
+    """Return how many numbers each rank averages: whole blocks, at least one."""
     return max(1, -(-count // (ranks * BLOCK))) * BLOCK
 
 
-def _row_bytes(width: int) -> int:
-    return width + width // BLOCK * torch.float32.itemsize
+def _message_bytes(length: int) -> int:
+    return length + length // BLOCK * torch.float32.itemsize
 
 
-def encode(rows: torch.Tensor) -> torch.Tensor:
-    """Numbers, fp32, shape (k, width), whole blocks, as a message for each row: int8, shape (k, bytes).
+def encode(shares: torch.Tensor) -> torch.Tensor:
+    """Encode numbers as 8-bit codes and scales.
 
-    A number is off by half a 127th of its block's largest magnitude at most. A block with an infinity or a NaN is NaN.
-    """
-    count, width = rows.shape
-    blocks = rows.view(count, -1, BLOCK)
-    # Zeros need a scale by which they can be divided.
-    scales = blocks.abs().amax(2, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = blocks.div(scales).round_()
-    message = torch.empty((count, _row_bytes(width)), dtype=torch.int8)
-    message[:, :width].view(codes.shape).copy_(codes)
-    message[:, width:] = scales.view(count, -1).view(torch.int8)
-    return message
-
-
-def decode(message: torch.Tensor, width: int) -> torch.Tensor:
-    """The numbers of a message, fp32, shape (k, width)."""
-    scales = message[:, width:].contiguous().view(torch.float32)
-    numbers = message[:, :width].float().view(len(message), -1, BLOCK).mul_(scales[:, :, None])
-    return numbers.view(len(message), width)
-
-
-class BlockMean:
-    """Numbers on their way to their mean over a group's ranks. `turn` and `finish` are collectives, like making one.
+    The error of a number is at most 1/254 of the largest magnitude in its block. A block with an infinity or a NaN
+    becomes NaN.
 
     Parameters
     ----------
-    numbers: fp32, one-dimensional.
+    shares: fp32, shape (n, length); the length is a multiple of BLOCK.
+
+    Returns the messages: int8, shape (n, bytes), with the codes first and then the scales.
+    """
+    count, length = shares.shape
+    blocks = shares.view(count, -1, BLOCK)
+    # A block of zeros needs a scale that is not zero.
+    scales = blocks.abs().amax(2, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = blocks.div(scales).round_()
+    message = torch.empty((count, _message_bytes(length)), dtype=torch.int8)
+    message[:, :length].view(codes.shape).copy_(codes)
+    message[:, length:] = scales.view(count, -1).view(torch.int8)
+    return message
+
+
+def decode(message: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the numbers of messages of `encode`: fp32, shape (n, length)."""
+    scales = message[:, length:].contiguous().view(torch.float32)
+    numbers = message[:, :length].float().view(len(message), -1, BLOCK).mul_(scales[:, :, None])
+    return numbers.view(len(message), length)
+
+
+class BlockMean:
+    """The mean of each rank's numbers over a group, while it is under way.
+
+    All ranks must make one, and then call `average_share` and `finish`, in the same order.
+
+    Parameters
+    ----------
+    numbers: fp32, one-dimensional. They are not changed.
     """
 
     def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._group, self._count, ranks = group, len(numbers), group.size()
-        self._width = _part(self._count, ranks)
-        rows = torch.nn.functional.pad(numbers, (0, ranks * self._width - self._count)).view(ranks, self._width)
-        self._message = encode(rows)
-        self._missed = rows.sub_(decode(self._message, self._width))
-        self._parts = torch.empty_like(self._message)
-        self._work = dist.all_to_all_single(self._parts, self._message, group=group, async_op=True)
+        self._length = _share_length(self._count, ranks)
+        shares = torch.nn.functional.pad(numbers, (0, ranks * self._length - self._count)).view(ranks, self._length)
+        self._message = encode(shares)
+        self._error = shares.sub_(decode(self._message, self._length))
+        self._received = torch.empty_like(self._message)
+        self._work = dist.all_to_all_single(self._received, self._message, group=group, async_op=True)
 
     @property
-    def missed(self) -> torch.Tensor:
-        """What the mean lacks of this rank's numbers: to be added to what it sends next. Whole after `turn`."""
-        return self._missed.view(-1)[: self._count]
+    def error(self) -> torch.Tensor:
+        """What the mean lacks of this rank's numbers, which must be added to the next ones; after `average_share`."""
+        return self._error.view(-1)[: self._count]
 
-    def turn(self) -> None:
-        """Wait for all ranks' numbers of this rank's part, and send their mean to all."""
+    def average_share(self) -> None:
+        """Wait for all ranks' numbers of this rank's share, and start to send their mean to all ranks."""
         assert self._work is not None
         self._work.wait()
-        mean = decode(self._parts, self._width).mean(0, keepdim=True)
-        own = encode(mean)
-        # The mean's rounding misses as much of every rank's numbers: this one sends it for all of them.
-        missed = mean.sub_(decode(own, self._width)).mul_(self._group.size())
-        self._missed[self._group.rank()] += missed[0]
-        self._message = torch.empty_like(self._parts)
-        self._work = all_gather(self._message, own, group=self._group, async_op=True)
+        mean = decode(self._received, self._length).mean(0, keepdim=True)
+        message = encode(mean)
+        # Rounding the mean loses as much of every rank's numbers: this rank adds the loss of all of them to its own.
+        error = mean.sub_(decode(message, self._length)).mul_(self._group.size())
+        self._error[self._group.rank()] += error[0]
+        self._message = torch.empty_like(self._received)
+        self._work = all_gather(self._message, message, group=self._group, async_op=True)
 
     def finish(self) -> torch.Tensor:
-        """Wait for the mean: fp32, one-dimensional, the same bits on all ranks."""
+        """Wait for the mean and return it: fp32, one-dimensional, with the same bits on all ranks."""
         assert self._work is not None
         self._work.wait()
-        return decode(self._message, self._width).view(-1)[: self._count]
+        return decode(self._message, self._length).view(-1)[: self._count]
 
 
 class BackgroundMean:
-    """A mean that goes on beside whatever this thread does; of one group, one at a time.
+    """A mean that is computed while the calling thread does something else.
 
     Parameters
     ----------
-    group: nothing else may be under way on it.
-    queue: the thread that waits.
+    numbers: fp32, one-dimensional.
+    group: no other operation may be under way on it.
+    thread: waits for the other ranks.
     """
 
-    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, queue: ProgressThread) -> None:
+    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, thread: ProgressThread) -> None:
         self._mean = BlockMean(numbers, group)
-        self._turned: concurrent.futures.Future[None] = concurrent.futures.Future()
-        queue.put(self._turn)
+        self._averaged: concurrent.futures.Future[None] = concurrent.futures.Future()
+        thread.put(self._average_share)
 
-    def _turn(self) -> None:
+    def _average_share(self) -> None:
         try:
-            self._mean.turn()
-            self._turned.set_result(None)
-        except Exception as error:  # to be raised where it is waited for
-            self._turned.set_exception(error)
+            self._mean.average_share()
+            self._averaged.set_result(None)
+        except Exception as error:  # finish() raises it
+            self._averaged.set_exception(error)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the mean, and what is to be added to what this rank sends next."""
-        self._turned.result()
-        return self._mean.finish(), self._mean.missed
+        """Wait, and return (the mean, this rank's error, which must be added to its next numbers)."""
+        self._averaged.result()
+        return self._mean.finish(), self._mean.error
 
 
 def average_blocks(numbers: torch.Tensor, unsent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The mean over the ranks of numbers and what was not sent of them before, fp32, one-dimensional. A collective.
+    """Return the mean over the ranks of `numbers + unsent`: fp32, one-dimensional. All ranks must call it together.
 
-    `unsent`, of the same shape, becomes what is to be sent with these numbers next time.
+    Parameters
+    ----------
+    numbers: fp32, one-dimensional.
+    unsent: of the same shape: what was not sent before. It becomes what must be sent with the next numbers.
     """
     mean = BlockMean(numbers + unsent, group)
-    mean.turn()
-    unsent.copy_(mean.missed)
+    mean.average_share()
+    unsent.copy_(mean.error)
     return mean.finish()
 
 
-def average_seconds() -> float:
-    """What coding a number costs a rank in a mean over ranks, in seconds: measured in some milliseconds."""
-    rows = torch.randn(1, 2**18)
-    decode(encode(rows), rows.shape[1])
+def measure_coding_seconds() -> float:
+    """Return the seconds of this rank per number for the coding of a mean, measured within some milliseconds."""
+    shares = torch.randn(1, 2**18)
+    decode(encode(shares), shares.shape[1])
     start = time.perf_counter()
-    decode(encode(rows), rows.shape[1])
-    # This rank's numbers, all ranks' of its part, and the mean.
-    return 2 * (time.perf_counter() - start) / rows.shape[1]
+    decode(encode(shares), shares.shape[1])
+    # Twice, for this rank's numbers, and for its share of all ranks' numbers and of their mean.
+    return 2 * (time.perf_counter() - start) / shares.shape[1]
 
 
 class BlockReducer:
-    """Averages DDP's buckets over a group's ranks, as blocks. All collectives are started from backward, in order."""
+    """Averages DDP's buckets over a group's ranks as blocks. All collectives start in order in the backward pass."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._unsent: dict[torch.Tensor, torch.Tensor] = {}
-        # Buckets whose parts are on their way, and those whose means are.
-        self._parting: list[tuple[BlockMean, GradBucket]] = []
+        """Parameter -> what was not sent of its gradients. DDP changes its buckets after the first step."""
+        self._scattering: list[tuple[BlockMean, GradBucket]] = []
+        """Buckets whose shares are under way."""
         self._gathering: list[tuple[BlockMean, GradBucket]] = []
+        """Buckets whose means are under way."""
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """A DDP hook. The futures of all buckets are complete when the last one's call returns."""
+        """Average a bucket; a DDP communication hook. All futures are complete when the last bucket's call returns."""
         numbers = bucket.buffer().to(torch.float32, copy=True)
-        for unsent, gradient in zip(self._unsent_of(bucket), _split(numbers, bucket), strict=True):
-            gradient.add_(unsent)
-        self._parting.append((BlockMean(numbers, self._group), bucket))
+        for parameter, gradient in zip(bucket.parameters(), _split(numbers, bucket), strict=True):
+            gradient.add_(self._unsent.get(parameter, torch.zeros(())))
+        self._scattering.append((BlockMean(numbers, self._group), bucket))
         self._futures.append(torch.futures.Future())
         future = self._futures[-1]
-        while len(self._parting) > (0 if bucket.is_last() else _AHEAD):
-            self._turn()
+        while len(self._scattering) > (0 if bucket.is_last() else _MAX_AHEAD):
+            self._average_oldest()
         if bucket.is_last():
             self._finish()
         return future
 
-    def _unsent_of(self, bucket: GradBucket) -> list[torch.Tensor]:
-        """What each of a bucket's parameters has not sent. By parameter: DDP makes its buckets anew after a step."""
-        return [self._unsent.get(parameter, torch.zeros(())) for parameter in bucket.parameters()]
-
-    def _turn(self) -> None:
-        mean, bucket = self._parting.pop(0)
-        mean.turn()
-        self._unsent.update(zip(bucket.parameters(), _split(mean.missed, bucket), strict=True))
+    def _average_oldest(self) -> None:
+        mean, bucket = self._scattering.pop(0)
+        mean.average_share()
+        self._unsent.update(zip(bucket.parameters(), _split(mean.error, bucket), strict=True))
         self._gathering.append((mean, bucket))
 
     def _finish(self) -> None:
@@ -195,5 +207,5 @@ class BlockReducer:
 
 
 def _split(numbers: torch.Tensor, bucket: GradBucket) -> tuple[torch.Tensor, ...]:
-    """A bucket's numbers, by parameter."""
+    """Split a bucket's numbers by parameter."""
     return torch.split(numbers, [parameter.numel() for parameter in bucket.parameters()])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm.compression.embedding_rows import find_embedding
-from cpuft.comm.compression.int8 import average_seconds, coded_bytes
+from cpuft.comm.compression.int8 import encoded_bytes, measure_coding_seconds
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level
 from cpuft.comm.compression.powersgd import count_bytes, count_numbers
 from cpuft.comm.compression.table import resolve_compression
@@ -53,7 +53,9 @@ def settle(
     exact = make_rungs(model, words, world.size, 0.0)[0]
     if (exact.layer_bytes + exact.row_bytes) * wire.seconds_per_byte <= _FAST_SECONDS:
         return base, ""
-    measured = torch.tensor([_measure_compute(config, precision, model, objective, prepared, world), average_seconds()])
+    measured = torch.tensor(
+        [_measure_compute(config, precision, model, objective, prepared, world), measure_coding_seconds()]
+    )
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's, and the same choice on all
     seconds, coding = measured.tolist()
     rungs = {rung.name: rung for rung in make_rungs(model, words, world.size, coding)}
@@ -79,11 +81,11 @@ def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds:
     layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
     count, rows = sum(p.numel() for p in layers), 0 if weight is None else round(words * weight.shape[1])
     coding = coding_seconds * (count + rows)
-    blocks = coded_bytes(rows, ranks)
+    blocks = encoded_bytes(rows, ranks)
     return [
         CompressionLevel("none", sum(p.nbytes for p in layers), 4 * rows, 2, 0.0),
         CompressionLevel("bf16", 2 * count, 2 * rows, 2, 0.0),
-        CompressionLevel("int8", coded_bytes(count, ranks), blocks, 4, coding),
+        CompressionLevel("int8", encoded_bytes(count, ranks), blocks, 4, coding),
         CompressionLevel("powersgd", sum(count_bytes(p.shape) for p in layers), blocks, 5, coding),
     ]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cpuft.comm.compression.embedding_rows import exchange_rows
+from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import make_reduce, resolve_compression
 from cpuft.comm.selection import BUCKET_ELEMENTS
 from cpuft.config import TrainConfig
@@ -43,7 +43,7 @@ class GradientExchange(Exchange):
         super().__init__(own, optimizer, config, precision)
         compression, group = resolve_compression(config.grad_compression, precision), dist.group.WORLD
         assert group is not None
-        self._rows, self._reduce = exchange_rows(own, compression, group), make_reduce(compression, group)
+        self._rows, self._reduce = make_row_exchange(own, compression, group), make_reduce(compression, group)
         self._ready = self._within = 0.0
         if self._rows:
             weight: Any = self._rows.weight  # torch has no types for its hooks

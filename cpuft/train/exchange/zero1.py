@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cpuft.comm.compression.embedding_rows import exchange_rows
+from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import resolve_compression, to_wire_type
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
@@ -54,7 +54,7 @@ class ShardExchange(Exchange):
         group = dist.group.WORLD
         assert group is not None
         self._ranks, self._compression = group.size(), resolve_compression(config.grad_compression, precision)
-        self._rows = exchange_rows(own, self._compression, group)
+        self._rows = make_row_exchange(own, self._compression, group)
         words = self._rows.weight if self._rows else None
         self.parts = self._parts = Parts(own, optimizer, words)
         self._words = next((one for one in self._parts.buckets if one.parameters[0] is words), None)

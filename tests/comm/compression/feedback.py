@@ -1,4 +1,4 @@
-"""Run by mpirun: what the thrifty rungs send and keep, between the ranks of a gloo world. Usage: rungs.py FOLDER.
+"""Run by mpirun: what the thrifty rungs send and keep, between the ranks of a gloo world. Usage: feedback.py FOLDER.
 
 Writes FOLDER/RANK.json: by rung, how far sums over steps are from the exact ones.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.comm.compression.int8 import BlockMean, BlockReducer
-from cpuft.comm.compression.local_updates import LocalUpdates
+from cpuft.comm.compression.local_sgd import LocalSGD
 from cpuft.comm.compression.powersgd import PowerSGD
 from tests.comm.ranks import become_rank
 
@@ -85,14 +85,14 @@ def blocks(reducer: BlockReducer, parameter: torch.Tensor) -> torch.Tensor:
 
 def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
     """Gradients that go whole, as bf16, keep nothing."""
-    return reducer._kept[parameter].unsent if parameter in reducer._kept else torch.zeros(parameter.shape)
+    return reducer._matrices[parameter].unsent if parameter in reducer._matrices else torch.zeros(parameter.shape)
 
 
 def untouched() -> bool:
     """Whether numbers that are averaged stay as they are, where no padding copies them."""
     numbers = torch.arange(512.0)
     moving = BlockMean(numbers, dist.group.WORLD)  # type: ignore[arg-type]
-    moving.turn()
+    moving.average_share()
     moving.finish()
     return torch.equal(numbers, torch.arange(512.0))
 
@@ -106,18 +106,18 @@ def walk(compression: str, momentum: float) -> dict[str, float]:
     dist.broadcast(weight.data, 0)
     dist.broadcast(words.data, 0)
     start = torch.cat([weight.detach().reshape(-1), words.detach().reshape(-1)])
-    local = LocalUpdates([weight, words], compression, momentum, words)
+    local = LocalSGD([weight, words], compression, momentum, words)
     gained = torch.zeros_like(start)
     named: list[int] = []
     for meeting, more in enumerate(([1, 4], [4], [0, 8, 3])):
-        local.name(torch.tensor([more]))
+        local.note_tokens(torch.tensor([more]))
         named = sorted({*named, *more})
         layer, rows = torch.randn(70, 5), torch.zeros(9, 3)
         rows[named] = torch.randn(len(named), 3)
         weight.data += layer
         words.data += rows
         gained += torch.cat([layer.view(-1), rows.view(-1)])
-        (local.finish if meeting == 2 else local.meet)()
+        (local.finish if meeting == 2 else local.synchronize)()
     end = torch.cat([weight.detach().reshape(-1), words.detach().reshape(-1)])
     exact = start.double() + mean(gained)
     return {
@@ -130,9 +130,9 @@ def walk(compression: str, momentum: float) -> dict[str, float]:
 def outer(momentum: float) -> list[float]:
     """Where one number is after each meeting, when every rank gains 1 in each and 1 again before the end."""
     number = torch.nn.Parameter(torch.zeros(1))
-    local = LocalUpdates([number], "none", momentum)
+    local = LocalSGD([number], "none", momentum)
     places = []
-    for meet in (local.meet, local.meet, local.meet, local.finish):
+    for meet in (local.synchronize, local.synchronize, local.synchronize, local.finish):
         number.data += 1.0
         meet()
         places.append(round(number.item(), 5))

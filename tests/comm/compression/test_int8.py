@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.comm.compression.int8 import BLOCK, coded_bytes, decode, encode
+from cpuft.comm.compression.int8 import BLOCK, decode, encode, encoded_bytes
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.floats(-38, 30))
@@ -36,6 +36,6 @@ def test_zeros_stay_zeros_and_what_is_no_number_spoils_its_own_block_only() -> N
     [(0, 2, 2 * 260), (1, 2, 2 * 260), (512, 2, 2 * 260), (513, 2, 4 * 260), (10**7, 4, 10_156_640)],
 )
 def test_a_message_is_a_quarter_of_fp32s(count: int, ranks: int, nbytes: int) -> None:
-    assert coded_bytes(count, ranks) == nbytes
+    assert encoded_bytes(count, ranks) == nbytes
     part = nbytes // ranks * BLOCK // (BLOCK + 4)
     assert encode(torch.zeros(ranks, part)).nbytes == nbytes

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.comm.compression.local_updates import LocalUpdates
+from cpuft.comm.compression.local_sgd import LocalSGD
 from cpuft.errors import CpuftError
 
 
@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 def test_changes_of_parameters_have_types_of_their_own(compression: str) -> None:
     # Refused before any rank waits for another: there is no process group here.
     with pytest.raises(CpuftError, match=f"cannot be sent as {compression}: .*int8") as refused:
-        LocalUpdates([torch.nn.Parameter(torch.zeros(1))], compression)
+        LocalSGD([torch.nn.Parameter(torch.zeros(1))], compression)
     assert "\n" not in str(refused.value)
 
 
@@ -23,9 +23,9 @@ def test_ranks_without_words_of_their_own_are_told_of_words() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        local = LocalUpdates([parameter], "none")
+        local = LocalSGD([parameter], "none")
         parameter.data.add_(1.0)
-        local.name(torch.tensor([5, 1]))
+        local.note_tokens(torch.tensor([5, 1]))
         local.finish()
     finally:
         dist.destroy_process_group()
@@ -37,10 +37,10 @@ def test_what_a_resumed_run_brings_with_it_is_no_gain() -> None:
     learnt = torch.tensor([1.0, -2.0, 3.0])
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        local = LocalUpdates([parameter], "none", momentum=0.9)
+        local = LocalSGD([parameter], "none", momentum=0.9)
         parameter.data.copy_(learnt)
-        local.begin_anew()
-        local.meet()
+        local.restart()
+        local.synchronize()
         local.finish()
     finally:
         dist.destroy_process_group()
@@ -50,9 +50,9 @@ def test_what_a_resumed_run_brings_with_it_is_no_gain() -> None:
 def test_names_of_words_say_nothing_where_no_look_up_travels_by_rows() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        local = LocalUpdates([torch.nn.Parameter(torch.zeros(3))], "none")
-        local.name(torch.arange(9))
-        local.meet()
+        local = LocalSGD([torch.nn.Parameter(torch.zeros(3))], "none")
+        local.note_tokens(torch.arange(9))
+        local.synchronize()
         local.finish()
     finally:
         dist.destroy_process_group()
