@@ -128,7 +128,7 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
 
 
 def test_buckets_are_those_that_ranks_send() -> None:
-    assert estimate.BUCKET_ELEMENTS == selection.BUCKET_ELEMENTS
+    assert estimate.BUCKET_NUMBERS == selection.BUCKET_ELEMENTS
 
 
 def test_one_host_is_what_was_recorded() -> None:
