@@ -32,7 +32,7 @@ def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
     nodes = Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(tmp_path)}, "hostfile")
     with nodes._door(()) as transport:
         assert transport.way(Host("127.0.0.1"))[0] == "ssh"
-    assert nodes._kept_door().elsewhere
+    assert nodes._make_transport().elsewhere
 
 
 @pytest.mark.parametrize(
