@@ -4,13 +4,13 @@
 set -eu
 missing=
 need() { dpkg -s "$1" >/dev/null 2>&1 || missing="$missing $1"; }
-# hosts with internet fetch from package indexes
+# needed to download packages over https
 need ca-certificates
-# training builds its fast kernels for the host's own CPU
+# training compiles its fast kernels for the CPU of the host
 need g++
-# the doctor looks at interfaces, local clusters shape them
+# configures network interfaces, also of simulated hosts
 need iproute2
-# keeps freed blocks; some 6 % of a training step
+# a memory allocator that saves about 6 % of a training step
 need libtcmalloc-minimal4
 # mpirun starts ranks by ssh
 need openssh-client
@@ -18,15 +18,15 @@ need openssh-client
 need openssh-server
 # runs the training environment
 need python3
-# makes the environment where wheels come from an index
+# makes the environment if wheels come from a package index
 need python3-venv
 [ -z "$missing" ] || { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends $missing; }
-# fast fabrics register buffers, which locks them; every rank is a connection to every other
+# fast fabrics lock the memory of their buffers, and every rank has a connection to every other
 mkdir -p /etc/security/limits.d
 printf %s '* - memlock unlimited
 * - nofile 65536
 ' >/etc/security/limits.d/cpuft.conf
-# keys only; all hosts connect at once; sessions of a host that was lost end within 15 s
+# login by key only; all hosts connect at the same time; sessions of a lost host end within 15 s
 mkdir -p /etc/ssh/sshd_config.d
 printf %s 'PasswordAuthentication no
 MaxStartups 100:30:300
@@ -34,19 +34,19 @@ MaxSessions 100
 ClientAliveInterval 5
 ClientAliveCountMax 3
 ' >/etc/ssh/sshd_config.d/cpuft.conf
-# room for gradients in flight; a rank that swaps holds up all others
+# large socket buffers for gradients; almost no swapping, because all ranks wait for one that swaps
 mkdir -p /etc/sysctl.d
 printf %s 'net.core.rmem_max = 16777216
 net.core.wmem_max = 16777216
 vm.swappiness = 1
 ' >/etc/sysctl.d/90-cpuft.conf
-# large tensors on huge pages; cores that wait for the network keep their clock
+# huge pages for large tensors; cores that wait for the network keep their clock rate
 mkdir -p /etc/tmpfiles.d
 printf %s 'w /sys/kernel/mm/transparent_hugepage/enabled - - - - madvise
 w /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor - - - - performance
 ' >/etc/tmpfiles.d/cpuft.conf
 [ $# -gt 0 ] || exit 0
-# the same path as on servers that cpuft provision hosts installs, from the same pins
+# the same path and the same versions as on servers that cpuft provision hosts sets up
 remove() {
     root=$(readlink -f -- "$1") || root=/
     home=$(readlink -f -- "${HOME:-/}") || home=/

@@ -64,7 +64,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     repairs every host of an existing one.
     """
     from cpuft.provision.base import run_stages
-    from cpuft.provision.simulated import Local
+    from cpuft.provision.simulated import SimulatedCluster
 
     config = pick(LocalConfig, values)
     if not fault:
@@ -74,7 +74,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
     if not node:
         raise click.UsageError(f"{fault}: which host? Give its number, name or address, such as `{fault} 2`")
     cluster = load_cluster(config.name, os.environ)
-    if not isinstance(cluster, Local):
+    if not isinstance(cluster, SimulatedCluster):
         raise CpuftError(f"{config.name} is a cluster of kind {cluster.kind}: {fault} is for simulated hosts only")
     plan = cluster.plan_fault(fault, node)
     if dry_run:

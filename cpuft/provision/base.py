@@ -290,8 +290,8 @@ class Kind:
 
 
 PROVIDERS = {
-    "local": Kind("cpuft.provision.simulated:Local", "cpuft.provision.options:LocalConfig"),
-    "plain": Kind("cpuft.provision.simulated:Plain", ""),
+    "local": Kind("cpuft.provision.simulated:SimulatedCluster", "cpuft.provision.options:LocalConfig"),
+    "plain": Kind("cpuft.provision.simulated:HostfileOnly", ""),
     "hosts": Kind("cpuft.provision.servers:Servers", "cpuft.provision.options:HostsConfig"),
     "aws": Kind("cpuft.provision.aws.provider:Aws", "cpuft.provision.aws.options:AwsConfig"),
 }

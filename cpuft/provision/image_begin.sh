@@ -1,4 +1,4 @@
-# A folder for a new image: what carries the stamp, written first and whole at the end, is an image of ours or was to be.
+# Makes an empty directory for a new image. The stamp file marks it as cpuft's from the start.
 #   arguments: ROOT STAMP
 if [ -e "$1" ] && [ ! -f "$1/$2" ]; then
     echo "$1 is not cpuft's: move it away, or name another --output" >&2

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs what proves an image inside it: in namespaces of its own, so without a network, and with nothing of this machine
-# but its kernel.
+# Runs image_prove.sh inside an image: in namespaces of its own, so without a network and without the files of this
+# machine.
 #
 #   unshare --net --mount --pid --uts --ipc --fork --kill-child image_check.sh ROOT PYTHON PROVE
 set -eu

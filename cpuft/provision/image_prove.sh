@@ -1,4 +1,5 @@
-# Proves that an environment trains: its packages import, its mpirun runs, two ranks add up numbers over every backend.
+# Checks that an environment can train: its packages import, mpirun works, and two ranks do an all-reduce over every
+# backend.
 #   arguments: PYTHON
 set -eu
 python=$1 folder=$(mktemp -d)
@@ -12,7 +13,7 @@ dist.init_process_group(sys.argv[1])
 numbers = torch.full((1000,), 1.0 + dist.get_rank())
 dist.all_reduce(numbers)
 dist.destroy_process_group()
-sys.exit(0 if bool((numbers == 3).all()) else f"{sys.argv[1]} adds up wrongly: {numbers[0]}")
+sys.exit(0 if bool((numbers == 3).all()) else f"{sys.argv[1]} computed {numbers[0]} instead of 3")
 END
 "$python" -c 'import accelerate, cpuft, datasets, mpi4py.MPI, numpy, scipy, sklearn, torch, transformers'
 "$(dirname "$python")/mpiexec.hydra" --version

@@ -1,4 +1,7 @@
-"""Simulated clusters: network namespaces of this machine as hosts, or only a hostfile of this machine."""
+"""Simulated clusters: hosts that are network namespaces of this machine, or only a hostfile that lists this machine.
+
+simulated_node.sh beside this file starts, limits, disturbs and removes one simulated host.
+"""
 
 from __future__ import annotations
 
@@ -48,62 +51,70 @@ from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
 
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
-"""Programs that a local cluster needs, and the Debian package of each."""
-
+"""Programs that a simulated cluster needs, and the Debian package of each."""
+SCRIPT = str(Path(__file__).with_name("simulated_node.sh"))
+FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
+"""Action of simulated_node.sh for each fault of `cpuft provision local FAULT NODE`."""
+_MAX_NODES = 99
+_MAX_LINK_NAME = 15
+"""Characters in the name of a network interface: IFNAMSIZ of linux/if.h without the closing 0."""
 _BOOT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One host of the cluster as it is now."""
+    """The present state of one simulated host."""
 
     running: bool = False
     answers: bool = False
-    """Its sshd answers, or cannot because the host is paused or cut off."""
+    """Whether its sshd answers, or cannot answer because the host is paused or disconnected."""
     paused: bool = False
     cut: bool = False
+    """Whether its network link is down."""
     quota: str = ""
-    """Microseconds of CPU time, and in how many; empty for no limit."""
+    """CPU time limit as in cpu.max: microseconds per period, and the period. Empty for no limit."""
     rate_bits: int = 0
-    """Bits a second of its link; 0 for no limit."""
+    """Rate of its network link in bits per second. 0 for no limit."""
     booted: str = ""
-    """Fingerprint of the settings it was started with."""
+    """Hash of the settings with which it was started."""
     processes: int = 0
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What planning a local cluster needs to know of this machine."""
+    """What planning a simulated cluster needs to know of this machine."""
 
     groups: tuple[str, ...]
     """Directories of the control group controllers that limit and freeze a host."""
     network: str
-    """Of the bridge when it is there, else the first private one that nothing here uses."""
+    """Network of the cluster's bridge if that exists, else the first private network that nothing here uses."""
     bridge: bool
+    """Whether the cluster's bridge exists."""
     nodes: dict[int, NodeFacts]
+    """By the numbers of the hosts, from 1."""
     files: dict[str, str]
-    """Texts of the cluster's files, by path; private keys only as a mark that they exist."""
+    """Texts of the cluster's files by path. The text of a private key is "private"."""
     cpus: tuple[int, ...] = (0,)
-    """Hardware threads that hosts share out among them."""
+    """Hardware threads that the hosts share."""
 
 
 def check_machine(as_root: bool) -> None:
-    """Raises CpuftError when this machine or user cannot make network namespaces."""
+    """Raise CpuftError if this user may not make network namespaces, or a program for them is missing."""
     if not as_root:
-        raise CpuftError("network namespaces need root: run it with sudo, or say --without-root for a hostfile only")
+        raise CpuftError("network namespaces need root: run the command with sudo, or use --without-root")
     missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not execute.find_program(name)})
     if missing:
-        raise CpuftError(f"this machine lacks {', '.join(missing)}: install what is missing, or say --without-root")
+        raise CpuftError(f"programs are missing on this machine, install them: {', '.join(missing)}")
 
 
 def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
-    """Facts of the local cluster `name`, whose files are in `directory`."""
+    """Return the facts of the simulated cluster `name`, whose files are in `directory`. Changes nothing."""
     bridge = f"cpuft-{name}"
-    addresses = parse_networks(_ip("address"))
+    addresses = parse_networks(_run_ip("address"))
     network = addresses.get(bridge) or choose_network(
-        [*addresses.values(), *parse_routes(_ip("route", "show", "table", "all"))]
+        [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
     )
-    links = {link["ifname"]: link for link in json.loads(_ip("link"))}
+    links = {link["ifname"]: link for link in json.loads(_run_ip("link"))}
     groups = find_groups()
     nodes = {
         index: _gather_node(directory / f"nodes/{index}", name, network, links, groups)
@@ -114,22 +125,23 @@ def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
 
 
 def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
-    """Numbers of all hosts of which anything is there: files, a link or a control group."""
+    """Return the numbers of all hosts of which anything exists: files, a network link or a control group."""
     names = [path.parent.name for path in directory.glob("nodes/*/booted")]
     names += [link.removeprefix(f"{bridge}-") for link in links if link.startswith(f"{bridge}-")]
     names += [path.name for group in groups for path in Path(group, bridge).glob("*") if path.is_dir()]
     return sorted({int(name) for name in names if name.isdecimal()})
 
 
-def _ip(*words: str) -> str:
-    answer = execute.run_quietly((execute.find_program("ip"), "-json", "-4", *words), seconds=10)
+def _run_ip(*argv: str) -> str:
+    """Return the JSON output of `ip`. Raise CpuftError if it fails."""
+    answer = execute.run_quietly((execute.find_program("ip"), "-json", "-4", *argv), seconds=10)
     if answer.exit_code:
-        raise CpuftError(f"ip {' '.join(words)} failed ({answer.said.strip()[:200]}): check that iproute2 works here")
+        raise CpuftError(f"ip {' '.join(argv)} failed ({answer.said.strip()[:200]}): check that iproute2 works here")
     return answer.output or "[]"
 
 
 def parse_networks(text: str) -> dict[str, str]:
-    """The first IPv4 network of each interface, from `ip -json address`."""
+    """Return the first IPv4 network of each interface, from the output of `ip -json address`."""
     networks = {}
     for link in json.loads(text):
         for info in link.get("addr_info", [])[:1]:
@@ -139,25 +151,26 @@ def parse_networks(text: str) -> dict[str, str]:
 
 
 def parse_routes(text: str) -> list[str]:
-    """IPv4 networks that have a route, from `ip -json route`; the default route is none."""
+    """Return the IPv4 networks that have a route, without the default route, from the output of `ip -json route`."""
     targets = (str(route["dst"]) for route in json.loads(text))
     return [target for target in targets if target[0].isdecimal()]
 
 
-def choose_network(taken: list[str]) -> str:
-    """A private /24 that overlaps none of `taken`."""
-    used = [IPv4Network(network, strict=False) for network in taken]
+def choose_network(used: list[str]) -> str:
+    """Return a private /24 network that overlaps none of the `used` ones. Raise CpuftError if there is none."""
+    networks = [IPv4Network(network, strict=False) for network in used]
     for number in range(77, 255):
         candidate = IPv4Network(f"10.{number}.0.0/24")
-        if not any(candidate.overlaps(network) for network in used):
+        if not any(candidate.overlaps(network) for network in networks):
             return str(candidate)
-    raise CpuftError("all of 10.77.0.0 to 10.254.0.0 is in use here: take away clusters with cpuft provision down")
+    raise CpuftError("all networks from 10.77.0.0 to 10.254.0.0 are in use: remove clusters with cpuft provision down")
 
 
 def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
-    """Control group directories: the one of v2, or those of v1's cpu and freezer; none where nothing may be written.
+    """Return the control group directories in which hosts can be limited and frozen.
 
-    On a hybrid machine v2 is mounted too, but v1 holds the cpu controller.
+    That is the root of cgroup v2, or the directories of cgroup v1's cpu and freezer controllers. On a hybrid machine,
+    v2 is mounted too, but v1 has the cpu controller. Empty if cgroups cannot be written.
     """
     if "cpu" in _read(Path(root, "cgroup.controllers")).split():
         return (root,)
@@ -168,10 +181,11 @@ def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
 def _gather_node(
     path: Path, name: str, network: str, links: dict[str, dict[str, Any]], groups: tuple[str, ...]
 ) -> NodeFacts:
+    """Return the state of the host whose files are at `path`."""
     index = int(path.name)
     link = f"cpuft-{name}-{index}"
     own = [f"{group}/cpuft-{name}/{index}" for group in groups]
-    running = _is_holder(_read(path / "pid"))
+    running = _is_first_process(_read(path / "pid"))
     paused = running and any(_read(Path(group) / "cgroup.freeze") == "1" for group in own)
     paused |= running and any(_read(Path(group) / "freezer.state").startswith("FR") for group in own)
     cut = link in links and "UP" not in links[link]["flags"]
@@ -193,13 +207,14 @@ def _read(path: Path) -> str:
     return read_raw(path).strip()
 
 
-def _is_holder(pid: str) -> bool:
-    """Whether the process of that number is a host's: numbers are used again after a reboot."""
-    words = _read(Path("/proc") / (pid or "none") / "cmdline").split("\0")
-    return words[0] == "unshare" and "boot" in words
+def _is_first_process(pid: str) -> bool:
+    """Return whether the process of this number is the first of a simulated host: numbers are reused after a reboot."""
+    argv = _read(Path("/proc") / (pid or "none") / "cmdline").split("\0")
+    return argv[0] == "unshare" and "boot" in argv
 
 
 def _read_quota(groups: list[str]) -> str:
+    """Return the CPU time limit of the first group that has one, in the form of cpu.max."""
     for group in map(Path, groups):
         text = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
         if text[0].isdecimal():
@@ -208,7 +223,7 @@ def _read_quota(groups: list[str]) -> str:
 
 
 def parse_rate(text: str) -> int:
-    """Bits a second that a token bucket lets through, from `tc -json qdisc`; 0 without one."""
+    """Return the rate of a token bucket filter in bits per second, from `tc -json qdisc`; 0 if there is none."""
     for discipline in json.loads(text or "[]"):
         if discipline.get("kind") == "tbf":
             return int(discipline["options"]["rate"]) * 8
@@ -216,7 +231,7 @@ def parse_rate(text: str) -> int:
 
 
 def wait_for_ssh(address: str, seconds: float) -> bool:
-    """Whether an ssh server greets at `address` within `seconds`."""
+    """Return whether an ssh server answers at `address` within `seconds`."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -230,64 +245,62 @@ def wait_for_ssh(address: str, seconds: float) -> bool:
         time.sleep(0.05)
 
 
-SCRIPT = str(Path(__file__).with_name("simulated_node.sh"))
-FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
-"""Words of `cpuft provision local WORD NODE`, and node.sh's own."""
-
-_LINK_NAME = 15
-"""Characters of an interface's name: IFNAMSIZ of linux/if.h, less the closing 0."""
-
-
 @dataclass(frozen=True)
 class Layout:
-    """Where a local cluster keeps its files, and which Python its hosts run."""
+    """Where a simulated cluster keeps its files, and which Python its hosts run."""
 
     directory: str
     hostfile: str
     python: str
     settings: dict[str, str]
+    """Environment variables of cpuft's own commands on the hosts."""
     there: str = ""
-    """Folder of the cluster's files on the disks of its hosts; empty where they have none, or no environment."""
+    """Folder of the cluster's files on the hosts' own disks. Empty if they have no disks or no environment."""
     image: str = ""
-    """Fingerprint of the image's contents."""
+    """Hash of the image's contents."""
 
 
 def check_config(config: LocalConfig) -> None:
-    """Raises CpuftError for a name, a rate or a number of hosts that cannot be."""
+    """Raise CpuftError for a name, rate, size, path or number of hosts that is not possible."""
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     _check_nodes(config.nodes)
-    if len(link) > _LINK_NAME:
-        most = len(config.name) - len(link) + _LINK_NAME
-        raise CpuftError(f"--name {config.name!r}: interface names are short: with so many hosts use {most} at most")
+    if len(link) > _MAX_LINK_NAME:
+        most = len(config.name) - len(link) + _MAX_LINK_NAME
+        raise CpuftError(
+            f"--name {config.name!r} is too long for network interfaces: with {config.nodes} hosts, use at most {most} "
+            "characters"
+        )
     parse_bits(config.net)
     if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
-        raise CpuftError(f"--image {config.image}: overlay mounts take no comma, colon or space in a path: move it")
+        raise CpuftError(
+            f"--image {config.image}: overlay mounts allow no comma, colon, backslash or space in a path: move it"
+        )
     if not re.fullmatch(r"[0-9]{1,9}[kmg]?", config.shm):
         raise CpuftError(f"--shm {config.shm[:60]!r} is no size: write e.g. 256m or 1g")
 
 
 def _check_nodes(nodes: int) -> None:
-    if nodes > 99:
-        raise CpuftError(f"--nodes {nodes}: one machine holds 99 hosts at most: lower it")
+    if nodes > _MAX_NODES:
+        raise CpuftError(f"--nodes {nodes}: one machine holds {_MAX_NODES} hosts at most: lower it")
 
 
 def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
-    """Hosts with their names and addresses, the master first. Raises CpuftError for more than a machine holds."""
+    """Return the hosts with their names and addresses, the head host first. Raise CpuftError if there are too many."""
     _check_nodes(config.nodes)
     addresses = IPv4Network(network)
     return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
 
 
-def plan_local(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
-    """What is missing of the cluster; keys first, because files are made from them."""
+def plan_cluster(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
+    """Plan what is missing of the cluster. If keys are missing, plan those only: other files are made from them."""
     if config.cores_per_node and not facts.groups:
-        raise CpuftError("control groups cannot be written here, so there is no CPU limit: leave out --cores-per-node")
+        raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
     keys = _plan_keys(config, facts, layout)
-    # Remembered before anything is made, so that `down` finds what a killed run has left.
-    texts = _plan_entry(config, layout) if keys else plan_texts(config, facts, layout)
+    # The registry entry comes before everything else, so that `down` finds what a killed run left behind.
+    texts = _format_own_entry(config, layout) if keys else plan_texts(config, facts, layout)
     check_hostfile(layout.hostfile, facts.files.get(layout.hostfile, ""))
     stages = [plan_files(texts, facts.files, "write the cluster's ssh files and hostfile"), keys]
-    down = partial(plan_node_step, config, facts, layout, action="down", why="take away hosts beyond --nodes")
+    down = partial(plan_node_step, config, facts, layout, action="down", why="remove hosts beyond --nodes")
     stages += [_plan_bridge(config, facts), [down(index=index) for index in facts.nodes if index > config.nodes]]
     if not keys:
         stages.append(_plan_nodes(config, facts, layout))
@@ -295,9 +308,9 @@ def plan_local(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan
 
 
 def _plan_keys(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list[Step]:
-    wanted = {f"{layout.directory}/id_ed25519": "make the cluster's own login key"}
+    wanted = {f"{layout.directory}/id_ed25519": "generate the cluster's own login key"}
     for index in range(1, config.nodes + 1):
-        wanted[f"{layout.directory}/nodes/{index}/host_key"] = "make host keys for this cluster"
+        wanted[f"{layout.directory}/nodes/{index}/host_key"] = "generate the host keys of the cluster"
     return [
         Step(why, ("sh", "-c", KEYGEN, "keygen", path, KEY_MARK))
         for path, why in wanted.items()
@@ -306,24 +319,26 @@ def _plan_keys(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list
 
 
 def make_entry(config: LocalConfig, layout: Layout) -> Entry:
-    """What is remembered of the cluster."""
+    """Return the registry entry of the cluster."""
     options = {key: str(value) for key, value in vars(config).items()}
     there = f"{layout.there}/ssh_config" if layout.there else ""
     own = f"{layout.directory}/ssh_config"
-    shares = not config.image
-    return Entry(config.name, "local", layout.hostfile, own, layout.python, layout.settings, options, there, shares)
+    shares_files = not config.image
+    return Entry(
+        config.name, "local", layout.hostfile, own, layout.python, layout.settings, options, there, shares_files
+    )
 
 
 def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict[str, str]:
-    """Every file of the cluster that is not a key, by path."""
+    """Return the texts of all files of the cluster except keys, by path."""
     base = layout.directory
     members = tuple(
         replace(member, key=facts.files[f"{base}/nodes/{index}/host_key.pub"])
         for index, member in enumerate(plan_members(config, facts.network), start=1)
     )
     hosts = tuple(Host(member.address) for member in members)
-    head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} takes it away.\n"
-    texts = _plan_entry(config, layout) | {
+    head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} removes it.\n"
+    texts = _format_own_entry(config, layout) | {
         f"{base}/authorized_keys": facts.files[f"{base}/id_ed25519.pub"],
         f"{base}/hosts": format_hosts(members),
         f"{base}/known_hosts": format_known_hosts(members),
@@ -340,18 +355,19 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict
     return texts
 
 
-def _plan_entry(config: LocalConfig, layout: Layout) -> dict[str, str]:
+def _format_own_entry(config: LocalConfig, layout: Layout) -> dict[str, str]:
     return {f"{layout.directory}/{FILE_NAME}": format_entry(make_entry(config, layout))}
 
 
 def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
+    """Plan the bridge that connects the hosts, and the control groups that hold those of the hosts."""
     if facts.bridge:
         return []
     bridge, gateway = f"cpuft-{config.name}", f"{IPv4Network(facts.network)[254]}/24"
     script = 'ip link add dev "$1" type bridge && ip address add "$2" dev "$1" && ip link set dev "$1" up'
     steps = [Step(f"connect the hosts by a bridge at {gateway}", ("sh", "-c", script, "bridge", bridge, gateway))]
     for group in facts.groups:
-        # cgroup v2 gives controllers to a directory's children only when told so, level by level.
+        # In cgroup v2, each level must enable a controller for the level below.
         script = (
             'mkdir -p "$1/$2"; [ ! -e "$1/cgroup.subtree_control" ] || '
             'for d in "$1" "$1/$2"; do echo +cpu >"$d/cgroup.subtree_control"; done'
@@ -364,39 +380,43 @@ def _plan_nodes(config: LocalConfig, facts: MachineFacts, layout: Layout) -> lis
     steps = []
     for index in range(1, config.nodes + 1):
         node = facts.nodes.get(index, NodeFacts())
-        action, why = _missing(config, node, _fingerprint(config, facts, layout, index))
+        action, why = _choose_action(config, node, _hash_boot_settings(config, facts, layout, index))
         if action:
             steps.append(plan_node_step(config, facts, layout, index, action, why))
     return steps
 
 
-def _missing(config: LocalConfig, node: NodeFacts, fingerprint: str) -> tuple[str, str]:
-    """node.sh's action that brings a host nearer to what is wanted, and why; two empty texts when it is there."""
+def _choose_action(config: LocalConfig, node: NodeFacts, boot_hash: str) -> tuple[str, str]:
+    """Return the action of simulated_node.sh that repairs a host, and its reason; both empty if the host is right.
+
+    `boot_hash` is the hash of the settings with which the host should have been started.
+    """
     if node.paused:
-        return "resume", "let paused hosts go on"
+        return "resume", "resume paused hosts"
     if node.running and node.cut:
-        return "join", "plug in hosts that were cut off"
-    if not node.running or not node.answers or node.booted != fingerprint:
+        return "join", "connect hosts that were disconnected from the network"
+    if not node.running or not node.answers or node.booted != boot_hash:
         return "up", "start hosts: namespaces, address, control group, link rate, sshd"
-    if node.quota != _quota(config) or node.rate_bits != parse_bits(config.net):
+    if node.quota != _format_quota(config) or node.rate_bits != parse_bits(config.net):
         return "limit", "set CPU and link limits"
     return "", ""
 
 
-def _quota(config: LocalConfig) -> str:
-    """Microseconds of CPU time, and in how many of them; empty for no limit.
+def _format_quota(config: LocalConfig) -> str:
+    """Return the CPU time limit of a host in the form of cpu.max; empty for no limit.
 
-    A host that has had its share waits for the period's end, and the others for it: of the kernel's 100 ms, a step's
-    length or more, that is a cost which hosts of their own do not have. The kernel takes no quota below 1 ms.
+    A host that has used its quota waits until the period ends, and the others wait for it. The kernel's default period
+    of 100 ms is longer than a training step and would add a cost that real hosts do not have. The kernel accepts no
+    quota below 1 ms.
     """
     period = 10_000 if config.cores_per_node >= 0.1 else 100_000
     return f"{int(config.cores_per_node * period)} {period}" if config.cores_per_node else ""
 
 
 def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
-    """The hardware threads of host `index` (from 1): as many as it has cores, in turn, at least one.
+    """Return the hardware threads of host `index` (from 1): as many as it has cores, at least one, dealt out in turn.
 
-    Hosts on each other's threads slow down far more than by half, since waiting OpenMP threads and MPI spin.
+    Hosts that share threads slow each other down by far more than half, because waiting OpenMP threads and MPI spin.
     """
     count = len(facts.cpus)
     share = config.cores_per_node or count / config.nodes
@@ -404,8 +424,8 @@ def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int
     return tuple(sorted({facts.cpus[(first + at) % count] for at in range(max(1, math.ceil(share)))}))
 
 
-def _fingerprint(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int) -> str:
-    """Of all that a host reads only when it starts."""
+def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int) -> str:
+    """Return a hash of everything that a host reads only when it starts."""
     texts = plan_texts(config, facts, layout)
     base = layout.directory
     parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
@@ -416,86 +436,99 @@ def _fingerprint(config: LocalConfig, facts: MachineFacts, layout: Layout, index
 
 
 def format_mac(network: str, index: int) -> str:
-    """A locally administered hardware address made from the host's IPv4 address."""
+    """Return a locally administered MAC address that contains the host's IPv4 address."""
     return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
 
 
 def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int, action: str, why: str) -> Step:
-    """One call of node.sh for one host."""
+    """Return the step that runs an action of simulated_node.sh for one host."""
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
-    booted = _fingerprint(config, facts, layout, index) if action == "up" else ""
+    booted = _hash_boot_settings(config, facts, layout, index) if action == "up" else ""
     values = {
-        "NODE": (f"{config.name}-{index}", "its hostname"),
-        "NODE_DIR": (f"{layout.directory}/nodes/{index}", "its own files"),
+        "NODE": (f"{config.name}-{index}", "hostname"),
+        "NODE_DIR": (f"{layout.directory}/nodes/{index}", "directory of the host's own files"),
         "NODE_HOSTS": (f"{layout.directory}/hosts", "its /etc/hosts"),
-        "NODE_KEYS": (f"{layout.directory}/authorized_keys", "who may log in"),
+        "NODE_KEYS": (f"{layout.directory}/authorized_keys", "public keys that may log in"),
         "NODE_ADDRESS": (f"{IPv4Network(facts.network)[index]}/24", "its address"),
-        "NODE_MAC": (format_mac(facts.network, index), "its network card's number"),
-        "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its cable"),
-        "NODE_BRIDGE": (f"cpuft-{config.name}", "what the cable is plugged into"),
-        "NODE_CGROUPS": (groups, "its CPU limit, and how it is paused"),
-        "NODE_CPUS": (",".join(map(str, plan_cpus(config, facts, index))), "the hardware threads it runs on"),
-        "NODE_QUOTA": (_quota(config), "µs of CPU time, in so many; empty for no limit"),
-        "NODE_RATE": (config.net, "its link's rate; empty for no limit"),
+        "NODE_MAC": (format_mac(facts.network, index), "MAC address of its network interface"),
+        "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its network link"),
+        "NODE_BRIDGE": (f"cpuft-{config.name}", "bridge to which the link is connected"),
+        "NODE_CGROUPS": (groups, "control groups that limit its CPU time and pause it"),
+        "NODE_CPUS": (",".join(map(str, plan_cpus(config, facts, index))), "hardware threads that it runs on"),
+        "NODE_QUOTA": (_format_quota(config), "CPU time in µs, and the period; empty for no limit"),
+        "NODE_RATE": (config.net, "rate of its network link; empty for no limit"),
         "NODE_SHM": (config.shm, "size of its /dev/shm"),
         "NODE_IMAGE": (config.image, "its root filesystem; empty for this machine's own"),
-        "NODE_CONTENTS": (layout.image, "fingerprint of that: a disk written over another image is of no use"),
-        "NODE_CLUSTER": (layout.directory, "the cluster's files"),
-        "NODE_THERE": (layout.there, "where they go on its own disk, so that it can launch; empty for nowhere"),
-        "NODE_BOOTED": (booted, "to see what has changed"),
+        "NODE_CONTENTS": (layout.image, "hash of the image; a disk that was written over another image is discarded"),
+        "NODE_CLUSTER": (layout.directory, "directory of the cluster's files"),
+        "NODE_THERE": (layout.there, "where the host keeps the cluster's files, to launch runs; empty for nowhere"),
+        "NODE_BOOTED": (booted, "hash of all settings that it reads only at its start"),
     }
     settings = tuple(Setting(name, value, reason) for name, (value, reason) in values.items())
     return Step(why, ("sh", SCRIPT, action), settings)
 
 
-def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, word: str, node: str) -> Plan:
-    """Make a fault, or take it back. `node` is a number, a name or an address. Raises CpuftError for an unknown one."""
+def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: str, node: str) -> Plan:
+    """Plan a fault of a host, or its end.
+
+    Parameters
+    ----------
+    fault
+        A key of `FAULTS`.
+    node
+        Number (from 1), name or address of the host.
+
+    Raises
+    ------
+    CpuftError
+        There is no such host.
+    """
     members = plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):
-            step = plan_node_step(config, facts, layout, index, FAULTS[word], f"{word} {member.name}")
+            step = plan_node_step(config, facts, layout, index, FAULTS[fault], f"{fault} {member.name}")
             return Plan(((step,),))
     raise CpuftError(f"cluster {config.name} has no host {node!r}: choose one of {', '.join(m.name for m in members)}")
 
 
-def plan_local_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
-    """Take away all that the cluster has on this machine, its files last so that a second try finds the rest."""
+def plan_cluster_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
+    """Plan the removal of all that the cluster has here. Its files go last, so that a second try can continue."""
     downs = [
         plan_node_step(config, facts, layout, index, "down", "end the hosts' processes, links and control groups")
         for index in sorted(facts.nodes)
     ]
-    unplug = Step("take away the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))
-    rest = [unplug] if facts.bridge else []
+    delete = Step("remove the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))
+    rest = [delete] if facts.bridge else []
     for group in facts.groups:
         path = f"{group}/cpuft-{config.name}"
-        rest.append(Step("take away the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
+        rest.append(Step("remove the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
     ours = is_ours(facts.files, layout.directory)
     removal = plan_removal(facts.files, layout.directory, layout.hostfile) if ours else ()
     stages = (tuple(downs), tuple(rest), removal) if ours or facts.bridge or downs else ()
     return Plan(tuple(stage for stage in stages if stage))
 
 
-class Local(Provider[LocalConfig, MachineFacts]):
-    """Network namespaces of this machine, as hosts."""
+class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
+    """A cluster whose hosts are network namespaces of this machine."""
 
     kind = "local"
     options = LocalConfig
 
     def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
-        # What is remembered must hold wherever the next command is typed.
+        # The registry stores the options, and later commands may run in another working directory.
         config = replace(config, image=os.path.abspath(config.image)) if config.image else config
         super().__init__(config, environ, entry)
         self.summary = f"{config.nodes} hosts"
-        self.layout = self._lay_out()
+        self.layout = self._make_layout()
         if entry:
             self.layout = replace(self.layout, python=entry.python or self.layout.python, settings=entry.settings)
 
-    def _lay_out(self) -> Layout:
-        """Without an image the hosts see this machine's files and run this very cpuft; with one, the image's."""
+    def _make_layout(self) -> Layout:
+        """Return the layout: without an image, the hosts see this machine's files and run this cpuft."""
         directory, hostfile, image = str(self.directory), self.hostfile, self.config.image
         if not image:
             settings = {"PYTHONPATH": str(Path(cpuft.__file__).parents[1])}
-            # A login to a host has the home of the user database: who runs with another home keeps their own cache.
+            # An ssh login sets HOME from the user database. A user with another HOME must keep their own cache.
             if cache_path(self.environ) != cache_path({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}):
                 settings["XDG_CACHE_HOME"] = str(cache_path(self.environ).parent)
             return Layout(directory, hostfile, sys.executable, settings)
@@ -505,56 +538,57 @@ class Local(Provider[LocalConfig, MachineFacts]):
         return Layout(directory, hostfile, python or "python3", {}, there, str(stamp.get("contents", "")))
 
     @classmethod
-    def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Local | None:
+    def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> SimulatedCluster | None:
         """Return a cluster of which something is left on this machine; None when nothing is, or with a region."""
         found = None if region else cls(LocalConfig(name=name), environ)
         return found if found and found.show_down().stages else None
 
     def check(self) -> None:
-        """Also what this machine cannot do."""
+        """Check also the options, the image, and what this machine can do."""
         check_config(self.config)
         check_image(self.config.image)
         check_machine(os.geteuid() == 0)
         super().check()
 
     def gather(self) -> MachineFacts:
-        """What the cluster has on this machine."""
+        """Return what the cluster has on this machine."""
         return gather_machine(self.name, self.directory, Path(self.hostfile))
 
     def plan(self, facts: MachineFacts) -> Plan:
-        """What is missing."""
-        return plan_local(self.config, facts, self.layout)
+        """Plan what is missing."""
+        return plan_cluster(self.config, facts, self.layout)
 
     def plan_down(self, facts: MachineFacts) -> Plan:
-        """What is left."""
-        return plan_local_down(self.config, facts, self.layout)
+        """Plan the removal of everything that is left."""
+        return plan_cluster_down(self.config, facts, self.layout)
 
-    def plan_fault(self, word: str, node: str) -> Plan:
-        """Crash, pause or cut off a host, or take that back."""
-        return plan_fault(self.config, self.gather(), self.layout, word, node)
+    def plan_fault(self, fault: str, node: str) -> Plan:
+        """Plan a fault of a host, or its end, as the function `plan_fault`."""
+        return plan_fault(self.config, self.gather(), self.layout, fault, node)
 
     def describe_hosts(self) -> list[str]:
-        """A host's name, address and what it is doing."""
+        """Return one line with the name, address and state of each host."""
         facts = self.gather()
         members = plan_members(self.config, facts.network)
-        return [f"{one.name}  {one.address}  {_state(facts, index)}" for index, one in enumerate(members, start=1)]
+        return [
+            f"{one.name}  {one.address}  {_describe_node(facts.nodes.get(index))}"
+            for index, one in enumerate(members, start=1)
+        ]
 
 
-def _state(facts: MachineFacts, index: int) -> str:
-    node = facts.nodes.get(index)
+def _describe_node(node: NodeFacts | None) -> str:
     if node is None or not node.running:
         return "down"
-    words = ["paused"] if node.paused else []
-    words += ["cut off"] if node.cut else []
-    return ", ".join(words or ["up" if node.answers else "sshd does not answer"]) + f", {node.processes} processes"
+    faults = ["paused"] * node.paused + ["cut off"] * node.cut
+    return ", ".join(faults or ["up" if node.answers else "sshd does not answer"]) + f", {node.processes} processes"
 
 
 Files = dict[str, str]
 """Texts by path."""
 
 
-class Plain(Provider[LocalConfig, Files]):
-    """This machine, with a slot for each host that was asked for."""
+class HostfileOnly(Provider[LocalConfig, Files]):
+    """A hostfile that lists this machine with a slot for each host (`cpuft provision local --without-root`)."""
 
     kind = "plain"
     options = LocalConfig
@@ -564,30 +598,30 @@ class Plain(Provider[LocalConfig, Files]):
         self.summary = f"this machine with {config.nodes} slots"
 
     def check(self) -> None:
-        """Also the wishes."""
+        """Check also the options."""
         check_config(self.config)
         super().check()
 
     def gather(self) -> Files:
-        """The cluster's files."""
+        """Return the cluster's files."""
         return read_files(self.directory, Path(self.hostfile))
 
     def plan(self, facts: Files) -> Plan:
-        """The files that differ."""
+        """Plan the files that differ."""
         options = {key: str(value) for key, value in asdict(self.config).items()}
         hosts = (Host("localhost", self.config.nodes),)
         texts = {
             f"{self.directory}/{FILE_NAME}": format_entry(Entry(self.name, self.kind, self.hostfile, options=options)),
             self.hostfile: f"# Cluster {self.name}, made by cpuft provision.\n{format_hostfile(hosts)}",
         }
-        steps = plan_files(texts, facts, "write the hostfile, and remember it")
+        steps = plan_files(texts, facts, "write the hostfile, and register the cluster")
         return Plan(tuple((step,) for step in steps))
 
     def plan_down(self, facts: Files) -> Plan:
-        """Its files."""
+        """Plan the removal of the files."""
         directory = str(self.directory)
         return Plan((plan_removal(facts, directory, self.hostfile),) if is_ours(facts, directory) else ())
 
     def describe_hosts(self) -> list[str]:
-        """This machine tells nothing more."""
+        """Return nothing: this machine is the only host."""
         return []

@@ -1,18 +1,20 @@
 #!/bin/sh
-# One host of a cluster on this machine: a process that holds namespaces of its own, wired to the cluster's bridge.
+# One simulated host: a process with its own namespaces, connected to the cluster's bridge by a veth pair.
 #
-#   node.sh up|limit|down|pause|resume|crash|cut|join
+#   simulated_node.sh up|limit|down|pause|resume|crash|cut|join
 #
-# What it works on comes from the environment:
-#   NODE NODE_DIR NODE_HOSTS NODE_KEYS   hostname, its own files, its /etc/hosts, its authorized_keys
-#   NODE_ADDRESS NODE_LINK NODE_BRIDGE   address with prefix length, the machine's end of its cable, the bridge
-#   NODE_CGROUPS NODE_QUOTA_US           control groups (a space between), CPU time in 100 ms (empty: no limit)
-#   NODE_RATE NODE_SHM NODE_IMAGE        tc's rate (empty: no limit), size of /dev/shm, root filesystem (empty: ours)
-#   NODE_MAC NODE_BOOTED                 its network card's number, fingerprint of all that is read only here
-#   NODE_CONTENTS                        fingerprint of the image
+# Its parameters come from the environment:
+#   NODE NODE_DIR NODE_HOSTS NODE_KEYS   hostname, directory of its own files, its /etc/hosts, its authorized_keys
+#   NODE_ADDRESS NODE_MAC                address with prefix length, MAC address
+#   NODE_LINK NODE_BRIDGE                this machine's end of its network link, the bridge
+#   NODE_CGROUPS NODE_CPUS NODE_QUOTA    control groups (separated by spaces), hardware threads, CPU time in
+#                                        microseconds and the period (empty: no limit)
+#   NODE_RATE NODE_SHM                   rate of the link as tc writes it (empty: no limit), size of /dev/shm
+#   NODE_IMAGE NODE_CONTENTS             root filesystem (empty: this machine's), hash of its contents
 #   NODE_CLUSTER NODE_THERE              the cluster's files, and where they go on its own disk (empty: nowhere)
+#   NODE_BOOTED                          hash of all settings that are read only at its start
 #
-# There is no `ip netns` here, because that leaves a mount of its own behind: these namespaces end with their process.
+# It does not use `ip netns`, which leaves a mount behind: these namespaces end with their process.
 set -eu
 
 wait_for() {
@@ -37,13 +39,13 @@ up() {
     for group in $NODE_CGROUPS; do mkdir -p "$group"; done
     setsid sh "$0" hold </dev/null >"$NODE_DIR/log" 2>&1 &
     wait_for "its first process" test -s "$NODE_DIR/pid"
-    # The same card after every start: neighbours remember which one an address was at.
+    # The same MAC address after every start: the neighbours' ARP caches remember it.
     ip link add dev "$NODE_LINK" type veth peer name eth0 address "$NODE_MAC" netns "$(cat "$NODE_DIR/pid")"
     ip link set dev "$NODE_LINK" master "$NODE_BRIDGE" up
     limit
 }
 
-# Both ends of the cable: a host neither sends nor receives faster than its link.
+# Limits both ends of the link, so that a host neither sends nor receives faster.
 limit() {
     for group in $NODE_CGROUPS; do
         if [ -e "$group/cpu.max" ]; then
@@ -71,17 +73,17 @@ shape() {
 hold() {
     for group in $NODE_CGROUPS; do echo $$ >"$group/cgroup.procs"; done
     taskset -cp "$NODE_CPUS" $$ >/dev/null
-    NODE_HOLDER=$$
-    export NODE_HOLDER
+    NODE_FIRST_PID=$$
+    export NODE_FIRST_PID
     exec unshare --net --mount --uts --ipc --pid --fork --kill-child --mount-proc sh "$0" boot
 }
 
 boot() {
     hostname "$NODE"
     echo "$NODE" >"$NODE_DIR/hostname"
-    echo "$NODE_HOLDER" >"$NODE_DIR/pid.tmp"
+    echo "$NODE_FIRST_PID" >"$NODE_DIR/pid.tmp"
     mv "$NODE_DIR/pid.tmp" "$NODE_DIR/pid"
-    wait_for "its cable" ip link show dev eth0
+    wait_for "its network link" ip link show dev eth0
     ip link set dev lo up
     ip address add "$NODE_ADDRESS" dev eth0
     ip link set dev eth0 up
@@ -97,7 +99,7 @@ boot() {
         mount --bind "$NODE_HOSTS" /etc/hosts
         [ ! -e /etc/hostname ] || mount --bind "$NODE_DIR/hostname" /etc/hostname
     fi
-    # By way of /dev/shm, because these files may lie below /run themselves.
+    # Copied by way of /dev/shm, because the files themselves may be below /run, which is mounted next.
     mkdir -m 700 "$root/dev/shm/etc"
     cp "$NODE_KEYS" "$NODE_DIR/host_key" "$NODE_DIR/sshd_config" "$root/dev/shm/etc"
     mount -t tmpfs -o mode=755 tmpfs "$root/run"
@@ -111,7 +113,8 @@ boot() {
     exec chroot . sh -c "umount -l /.machine; rmdir /.machine; $serve"
 }
 
-# The host's disk: the golden image below, what the host writes above it. It outlives a crash, as a disk does.
+# Mounts the host's disk, an overlay of the golden image and what the host has written. Like a disk, it survives a
+# crash.
 mount_image() {
     root=$NODE_DIR/root
     if [ "$(cat "$NODE_DIR/contents" 2>/dev/null)" != "$NODE_IMAGE $NODE_CONTENTS" ]; then
@@ -133,7 +136,7 @@ mount_image() {
     done
 }
 
-# A /sys that shows this host's interfaces and its own CPU limit, a /dev/shm that no other host sees.
+# Mounts a /sys that shows this host's interfaces and CPU limit, and a /dev/shm that no other host sees.
 mount_system() {
     mount -t tmpfs -o "size=$NODE_SHM,mode=1777" tmpfs "$root/dev/shm"
     group_here=$root/dev/shm/group
@@ -153,7 +156,7 @@ mount_system() {
     rmdir "$group_here"
 }
 
-# A frozen process does not die of SIGKILL before it is thawed (cgroup v1).
+# In cgroup v1, SIGKILL ends a frozen process only after it is thawed, so this resumes the host first.
 down() {
     resume
     crash
@@ -164,8 +167,8 @@ down() {
     rm -f "$NODE_DIR/pid" "$NODE_DIR/log" "$NODE_DIR/hostname" "$NODE_DIR/booted"
 }
 
-# The number may be another process's by now: only one that runs this file's `unshare` is ours.
-kill_holder() {
+# The process number may have been reused: only a process that runs this file's `unshare` is a host.
+kill_first_process() {
     if tr '\0' ' ' <"/proc/$1/cmdline" 2>/dev/null | grep -q "^unshare .* boot "; then
         kill -KILL "$1" 2>/dev/null || true
         wait_for "its processes to end" sh -c "! kill -0 $1"
@@ -184,9 +187,9 @@ resume() { freeze 0 THAWED; }
 cut() { ip link set dev "$NODE_LINK" down; }
 join() { ip link set dev "$NODE_LINK" up; }
 crash() {
-    [ ! -s "$NODE_DIR/pid" ] || kill_holder "$(cat "$NODE_DIR/pid")"
+    [ ! -s "$NODE_DIR/pid" ] || kill_first_process "$(cat "$NODE_DIR/pid")"
     for group in $NODE_CGROUPS; do
-        # Its size says nothing: the kernel's own files are all of size 0.
+        # Files of the kernel always have size 0, so that test -s would not work.
         [ ! -e "$group/cgroup.procs" ] || xargs -r kill -KILL <"$group/cgroup.procs" 2>/dev/null || true
     done
 }

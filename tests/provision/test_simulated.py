@@ -21,9 +21,9 @@ from cpuft.provision.options import LocalConfig
 from cpuft.provision.simulated import (
     SCRIPT,
     Layout,
-    Local,
     MachineFacts,
     NodeFacts,
+    SimulatedCluster,
     _read_quota,
     check_config,
     choose_network,
@@ -32,10 +32,10 @@ from cpuft.provision.simulated import (
     parse_networks,
     parse_rate,
     parse_routes,
+    plan_cluster,
+    plan_cluster_down,
     plan_cpus,
     plan_fault,
-    plan_local,
-    plan_local_down,
     plan_texts,
 )
 from tests.provision.simulated import needs_root
@@ -54,7 +54,7 @@ def whole(config: LocalConfig = CONFIG) -> MachineFacts:
     """Facts of a cluster to which nothing is missing."""
     keyed = replace(EMPTY, files=KEYS)
     files = KEYS | plan_texts(config, keyed, LAYOUT)
-    first = [step for stage in plan_local(config, keyed, LAYOUT).stages for step in stage]
+    first = [step for stage in plan_cluster(config, keyed, LAYOUT).stages for step in stage]
     booted = [s.value for step in first for s in step.settings if s.name == "NODE_BOOTED"]
     up = NodeFacts(True, True, quota="5000 10000", rate_bits=10**9)
     nodes = {index: replace(up, booted=mark) for index, mark in enumerate(booted, start=1)}
@@ -62,19 +62,19 @@ def whole(config: LocalConfig = CONFIG) -> MachineFacts:
 
 
 def actions(facts: MachineFacts, config: LocalConfig = CONFIG) -> list[str]:
-    plan = plan_local(config, facts, LAYOUT)
+    plan = plan_cluster(config, facts, LAYOUT)
     return [step.command[-1] for stage in plan.stages for step in stage if step.settings]
 
 
 def test_keys_come_before_the_files_that_are_made_from_them() -> None:
-    remembered, keys, *stages = plan_local(CONFIG, EMPTY, LAYOUT).stages
+    remembered, keys, *stages = plan_cluster(CONFIG, EMPTY, LAYOUT).stages
     assert [step.command[-2] for step in remembered] == ["/state/local/cluster.json"]
     assert [step.command[-2] for step in keys] == [path for path in KEYS if not path.endswith(".pub")]
     assert not any(step.settings for stage in stages for step in stage)
 
 
 def test_a_whole_cluster_is_missing_nothing() -> None:
-    assert plan_local(CONFIG, whole(), LAYOUT).stages == ()
+    assert plan_cluster(CONFIG, whole(), LAYOUT).stages == ()
 
 
 def test_every_file_that_is_planned_is_found_again(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_fewer_nodes_take_the_surplus_away() -> None:
 def test_one_file_changed_is_written_again() -> None:
     facts = whole()
     files = facts.files | {LAYOUT.hostfile: "# made by cpuft provision\n10.0.0.1\n"}
-    steps = [step for stage in plan_local(CONFIG, replace(facts, files=files), LAYOUT).stages for step in stage]
+    steps = [step for stage in plan_cluster(CONFIG, replace(facts, files=files), LAYOUT).stages for step in stage]
     assert [step.stdin for step in steps] == [facts.files[LAYOUT.hostfile]]
 
 
@@ -139,14 +139,14 @@ def test_hosts_share_out_the_machines_cores(cores: float, cpus: tuple[int, ...],
 
 def test_a_hostfile_of_the_users_is_kept() -> None:
     with pytest.raises(CpuftError, match=r"is not cpuft's: move it away, or choose another --name$"):
-        plan_local(CONFIG, replace(whole(), files=KEYS | {LAYOUT.hostfile: "node1\n"}), LAYOUT)
+        plan_cluster(CONFIG, replace(whole(), files=KEYS | {LAYOUT.hostfile: "node1\n"}), LAYOUT)
 
 
 def test_no_control_groups_is_an_error_only_where_a_limit_is_asked_for() -> None:
     facts = replace(EMPTY, groups=())
-    assert plan_local(replace(CONFIG, cores_per_node=0.0), facts, LAYOUT).stages
-    with pytest.raises(CpuftError, match=r"leave out --cores-per-node$"):
-        plan_local(CONFIG, facts, LAYOUT)
+    assert plan_cluster(replace(CONFIG, cores_per_node=0.0), facts, LAYOUT).stages
+    with pytest.raises(CpuftError, match=r"omit --cores-per-node$"):
+        plan_cluster(CONFIG, facts, LAYOUT)
 
 
 @pytest.mark.parametrize("node", ["2", "local-2", "10.77.0.2"])
@@ -167,18 +167,18 @@ def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
 
 
 def test_down_of_nothing_is_nothing() -> None:
-    assert plan_local_down(CONFIG, replace(EMPTY, files={}), LAYOUT).stages == ()
+    assert plan_cluster_down(CONFIG, replace(EMPTY, files={}), LAYOUT).stages == ()
 
 
 def test_down_takes_files_last() -> None:
-    stages = plan_local_down(CONFIG, whole(), LAYOUT).stages
+    stages = plan_cluster_down(CONFIG, whole(), LAYOUT).stages
     assert [step.command[-1] for step in stages[0]] == ["down", "down"]
     assert stages[-1][0].command[-2:] == (LAYOUT.directory, LAYOUT.hostfile)
 
 
 def removals(files: dict[str, str], bridge: bool = False) -> list[tuple[str, ...]]:
     """What the last step of `down` takes away, for these files by path."""
-    stages = plan_local_down(CONFIG, replace(EMPTY, bridge=bridge, files=files), LAYOUT).stages
+    stages = plan_cluster_down(CONFIG, replace(EMPTY, bridge=bridge, files=files), LAYOUT).stages
     return [step.command[4:] for stage in stages for step in stage if step.command[3] == "remove"]
 
 
@@ -251,7 +251,7 @@ def test_the_entry_is_read_back(tmp_path: Path) -> None:
     ],
 )
 def test_hosts_use_the_cache_of_whoever_makes_them(environ: dict[str, str], cache: str | None, tmp_path: Path) -> None:
-    made = Local(LocalConfig(), environ | {"CPUFT_STATE": str(tmp_path)})
+    made = SimulatedCluster(LocalConfig(), environ | {"CPUFT_STATE": str(tmp_path)})
     entry = make_entry(made.config, made.layout)
     assert entry.settings.get("XDG_CACHE_HOME") == cache
 
