@@ -29,7 +29,7 @@ def obey(loop: Loop, keeper: Keeper | None, record: Callable[[Line], None]) -> N
     def keep(update: int, leaving: Line | None = None) -> bool:
         if keeper:
             return keeper.keep(update, wait=leaving is not None, last=leaving)
-        loop.exchange.stand_by()
+        loop.exchange.contribute_to_checkpoint()
         return False
 
     def rest(update: int, leaves: bool) -> None:

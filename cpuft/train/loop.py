@@ -23,9 +23,9 @@ from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import Order, count_updates, deal, plan_updates
-from cpuft.train.exchange import choose_exchange
-from cpuft.train.exchange.compression import settle
+from cpuft.train.exchange.compression import choose_compression
 from cpuft.train.exchange.data_parallel import UNUSED_ATTRIBUTE
+from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.model import name_model
 from cpuft.train.objective.base import Batch, Objective
 from cpuft.train.optimizer import learning_rate_factor, make_optimizer
@@ -78,7 +78,9 @@ class Loop:
         self.optimizer = make_optimizer(model, config, precision)
         self.gradients, self.rung_reason = "", ""
         if not apart:
-            self.gradients, self.rung_reason = settle(config, precision, model, objective, prepared, world, known)
+            self.gradients, self.rung_reason = choose_compression(
+                config, precision, model, objective, prepared, world, known
+            )
         config = replace(config, grad_compression=self.gradients or config.grad_compression)
         self.exchange = choose_exchange(config, 1 if apart else world.size)(model, self.optimizer, config, precision)
         self.optimizer = self.exchange.optimizer
@@ -154,7 +156,7 @@ def warm_up(loop: Loop, rows: Order) -> None:
         batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size), 0)
         with loop.exchange.micro_batch(last=False):
             _forward_backward(loop, Clock(), batch, 0.0)
-        loop.exchange.clear()
+        loop.exchange.clear_gradients()
     if loop.world.size > 1:
         dist.barrier()  # else the first step of the ranks that are ready would include waiting for the slowest
 
@@ -162,7 +164,7 @@ def warm_up(loop: Loop, rows: Order) -> None:
 def train(loop: Loop) -> Iterator[StepLine]:
     """Run all updates; a line for each. Raises CpuftError: the loss is no finite number."""
     config = loop.config
-    loop.exchange.model.train()
+    loop.exchange.forward_model.train()
     for _, rows in islice(_plan(loop), loop.done, loop.done + 1):
         warm_up(loop, rows)
     take_traffic()  # what was sent while the ranks met is no step's
@@ -202,14 +204,14 @@ def _update(loop: Loop, number: int, epoch: int, rows: Order, rests: bool) -> Ca
     for batch in batches:
         with exchange.micro_batch(last=batch is batches[-1]):
             loss_sum += weight * _forward_backward(loop, clock, batch, weight * loop.world.size / terms)
-    waited = exchange.average(lambda: loop.objective.list_token_ids(loop.prepared.train, rows))
+    waited = exchange.average_gradients(lambda: loop.objective.list_token_ids(loop.prepared.train, rows))
     clock.lap("communication")
-    exchange.clip()
+    exchange.clip_gradients()
     rate = set_rate(loop, number)
     loop.optimizer.step()
-    exchange.clear()
+    exchange.clear_gradients()
     clock.lap("update")
-    exchange.meet(number, last=rests or number == loop.updates)
+    exchange.synchronize_parameters(number, wait=rests or number == loop.updates)
     own = [loop.asks(), loss_sum, *(weight * counted for counted in seen)]
     totals: Callable[[], list[float]] = (
         (lambda: own) if loop.apart else _add_up(loop.world, [*own, clock.compute_seconds - waited])
@@ -237,11 +239,11 @@ def settle_messages(loop: Loop) -> None:
         return
     rows = np.arange(min(loop.world.size, len(loop.prepared.train)))
     batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size), 0)
-    loop.exchange.model.train()
+    loop.exchange.forward_model.train()
     with loop.exchange.micro_batch(last=True):
         _forward_backward(loop, Clock(), batch, 0.0)
-    loop.exchange.average(lambda: loop.objective.list_token_ids(loop.prepared.train, rows))
-    loop.exchange.clear()
+    loop.exchange.average_gradients(lambda: loop.objective.list_token_ids(loop.prepared.train, rows))
+    loop.exchange.clear_gradients()
 
 
 def seed_update(seed: int, update: int, rank: int) -> None:
@@ -283,7 +285,7 @@ def _forward_backward(loop: Loop, clock: Clock, batch: Batch, factor: float) -> 
     The exchange averages over ranks: with ranks / terms it is the gradient of the mean over all of the update's terms.
     """
     with autocast(loop.precision):
-        losses = loop.objective.losses(loop.exchange.model, batch)
+        losses = loop.objective.losses(loop.exchange.forward_model, batch)
     clock.lap("forward")
     torch.autograd.backward(losses.sum() * factor)
     clock.lap("backward")

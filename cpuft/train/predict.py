@@ -276,7 +276,7 @@ def answer(
     # They bring torch, which bad input need not wait for.
     from cpuft.train.evaluate import ask_all
     from cpuft.train.fast.acceleration import patch_model
-    from cpuft.train.objective import make_objective
+    from cpuft.train.objective.table import make_objective
     from cpuft.train.run import read_cpu
 
     wanted = run.precision if asked.precision == "auto" else asked.precision

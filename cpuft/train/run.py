@@ -43,13 +43,13 @@ from cpuft.train.data.archive import Prepared, read_prepared
 from cpuft.train.data.prepare import describe_data, prepare, warn_of_unknown
 from cpuft.train.engines import check_engine, name_packages
 from cpuft.train.evaluate import evaluate
-from cpuft.train.exchange.compression import count_travels
+from cpuft.train.exchange.compression import count_sent_numbers
 from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.interruption import obey
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.lora import check_lora
 from cpuft.train.model import count_parameters, name_model
-from cpuft.train.objective import make_objective
+from cpuft.train.objective.table import make_objective
 from cpuft.train.optimizer import describe_fast_path
 from cpuft.train.precision import format_products
 from cpuft.train.process_group import gather, process_group, prove_equal_parameters, prove_one_job
@@ -108,7 +108,9 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         header = replace(header, products=find_products(header, measured), kernels=kernels)
         apart, batch = worker.apart, worker.global_batch
         loop = Loop(model, objective, config, prepared, precision.name, world, apart, batch, measured.gradients)
-        travels = count_travels(model, objective, config, prepared)  # after Loop, which looks at the word embedding
+        travels = count_sent_numbers(
+            model, objective, config, prepared
+        )  # after Loop, which looks at the word embedding
         header = replace(header, apart=worker.apart, gradients=loop.gradients, global_batch=loop.global_batch)
         header = replace(header, fast_path=describe_fast_path(model, config))
         header = replace(header, travels=travels, rows=len(prepared.train), cores_allowed=worker.cores_allowed)
@@ -122,12 +124,12 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         if loop.rung_reason:
             story.progress.note(f"gradients as {loop.gradients}: {loop.rung_reason}")
         begin(story, loop, worker, header, stack)
-        with loop.exchange.whole():
+        with loop.exchange.full_weights():
             prove_equal_parameters(model, "before the first step")
         settle()
         steps, phases, checksum = (train_apart if worker.apart else train_together)(loop, story, worker)
         peak = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
-        with loop.exchange.whole():
+        with loop.exchange.full_weights():
             if story.writer and config.save_model and not worker.apart:
                 source = config.tokenizer or config.model
                 save_model(model, source, worker.run_dir, config.lora_merge, prepared.tokenizer)
@@ -141,12 +143,12 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
     config, world, past = loop.config, loop.world, Past()
     keeps = bool(worker.run_dir) and not worker.apart and config.engine == "torch"
     root = Path(worker.run_dir, FOLDER)
-    parts = loop.exchange.parts
+    parts = loop.exchange.shards
     state = State(loop.model, loop.optimizer, parts) if keeps or worker.resume >= 0 else None
     if state and worker.resume >= 0:
         settle_messages(loop)
         past = resume(state, root, world, header.options, header.data)
-        loop.exchange.begin_anew()
+        loop.exchange.reset()
         loop.done, story.past = past.update, past.record.steps if past.record else []
     lines = past.text or format_line(header) + "\n"
     if worker.run_dir and world.rank == 0:
@@ -158,7 +160,7 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
         story.keeps = True
         if world.rank in find_keepers(header.ranks):
             every = config.checkpoint_every or math.inf
-            story.keeper = Keeper(state, root, world.rank, every, loop.exchange.stand_by)
+            story.keeper = Keeper(state, root, world.rank, every, loop.exchange.contribute_to_checkpoint)
             story.keeper.begin(lines.splitlines(), past.update)
         obey(loop, story.keeper, story.add)
         listen()
@@ -210,7 +212,7 @@ def keep_final_state(loop: Loop, story: Story, worker: WorkerConfig) -> None:
     if story.keeper:
         story.keeper.keep(loop.updates, skip_if_busy=False)
     else:
-        loop.exchange.stand_by()
+        loop.exchange.contribute_to_checkpoint()
 
 
 def train_together(loop: Loop, story: Story, worker: WorkerConfig) -> Trained:
@@ -222,11 +224,11 @@ def train_together(loop: Loop, story: Story, worker: WorkerConfig) -> Trained:
         story.add(line)
         # Between two averages of parameters (--sync-every) ranks differ by intention.
         if line.step - loop.done in _EARLY_PROOFS and loop.config.sync_every == 1 and line.step < loop.updates:
-            with loop.exchange.whole():
+            with loop.exchange.full_weights():
                 prove_equal_parameters(loop.model, f"after update {line.step}")
             take_traffic()  # no step's
     keep_final_state(loop, story, worker)
-    with loop.exchange.whole():
+    with loop.exchange.full_weights():
         checksum = prove_equal_parameters(loop.model, "after the last step")
     story.progress.evaluating(sum(len(rows) for rows in loop.prepared.validation.values()))
     evaluation = evaluate(loop, loop.updates)

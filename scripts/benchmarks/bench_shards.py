@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from cpuft.comm import start, take_traffic
 from cpuft.config import TrainConfig
 from cpuft.terminal import format_table
-from cpuft.train.exchange import choose_exchange
+from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.optimizer import group_parameters, make_optimizer
 from cpuft.train.precision import autocast
@@ -69,13 +69,13 @@ def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]
     def step(batch: dict[str, Any], words: torch.Tensor) -> None:
         with exchange.micro_batch(last=True):
             with autocast(asked.precision):
-                loss = exchange.model(**batch).loss
+                loss = exchange.forward_model(**batch).loss
             loss.backward()
-        exchange.average(lambda: words)
-        exchange.clip()
+        exchange.average_gradients(lambda: words)
+        exchange.clip_gradients()
         optimizer.step()
-        exchange.clear()
-        exchange.meet(1, last=False)
+        exchange.clear_gradients()
+        exchange.synchronize_parameters(1, wait=False)
 
     return step, lambda: count_moments(optimizer)
 

@@ -23,7 +23,7 @@ from cpuft import comm
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import compress_gradients
 from cpuft.config import TrainConfig
-from cpuft.train.exchange.zero1 import ShardExchange
+from cpuft.train.exchange.zero1 import ShardedExchange
 from tests.comm.ranks import become_rank
 
 STEPS = 14
@@ -75,14 +75,14 @@ def shards() -> Result:
     """Ours, in the place of the optimizer that torch shares out."""
     model = make_model()
     optimizer = adam(model.parameters())
-    exchange = ShardExchange(model, optimizer, TrainConfig(grad_compression="none"), "fp32")
+    exchange = ShardedExchange(model, optimizer, TrainConfig(grad_compression="none"), "fp32")
 
     def average(*_: object) -> None:
-        exchange.average(lambda: torch.zeros(0))
+        exchange.average_gradients(lambda: torch.zeros(0))
 
     def meet() -> None:
-        exchange.meet(1, last=False)
-        exchange.clear()
+        exchange.synchronize_parameters(1, wait=False)
+        exchange.clear_gradients()
         exchange.micro_batch(last=True)
 
     exchange.micro_batch(last=True)

@@ -27,7 +27,7 @@ from cpuft.train.data.prepare import prepare
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
 from cpuft.train.model import find_model
-from cpuft.train.objective import make_objective
+from cpuft.train.objective.table import make_objective
 from cpuft.train.process_group import prove_equal_parameters
 from tests.comm.ranks import become_rank
 from tests.train.tiny import WORDS

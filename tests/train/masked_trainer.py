@@ -21,7 +21,7 @@ from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Prepared, read_prepared
 from cpuft.train.data.order import plan_updates
 from cpuft.train.model import find_model
-from cpuft.train.objective import make_objective
+from cpuft.train.objective.table import make_objective
 
 Batches = list[dict[str, torch.Tensor]]
 

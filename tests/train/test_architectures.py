@@ -21,10 +21,10 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare, warn_of_unknown
-from cpuft.train.exchange import choose_exchange
+from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.loop import find_unused, try_model
 from cpuft.train.model import check_weights
-from cpuft.train.objective import make_objective
+from cpuft.train.objective.table import make_objective
 from tests.comm.ranks import mpirun
 from tests.train.architectures import SIZES, save_architecture
 from tests.train.tiny import make_config, save_tokenizer
@@ -57,10 +57,10 @@ def test_an_architecture_trains_under_the_exchange_of_gradients(tmp_path: Path, 
         for rows in (np.arange(4), np.arange(4, 8)):
             batch = objective.make_batch(prepared.train, rows)
             with exchange.micro_batch(last=True):
-                torch.autograd.backward(objective.losses(exchange.model, batch).sum())
-            exchange.average(partial(objective.list_token_ids, prepared.train, rows))
+                torch.autograd.backward(objective.losses(exchange.forward_model, batch).sum())
+            exchange.average_gradients(partial(objective.list_token_ids, prepared.train, rows))
             assert all(parameter.grad is not None for parameter in model.parameters()) == (name != "xlnet")
-            exchange.clear()
+            exchange.clear_gradients()
     finally:
         dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.lora import adapt
-from cpuft.train.optimizer import make_optimizer, recompute_layers
+from cpuft.train.optimizer import checkpoint_gradients, make_optimizer
 from cpuft.train.precision import autocast
 from tests.train.fast.encoders import KINDS, LENGTHS, make_batch, make_model
 from tests.train.kept import count_kept, make_encoder, make_full_batch
@@ -93,4 +93,4 @@ def test_products_whose_results_no_gradient_needs_are_not_computed_again() -> No
 
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(CpuftError, match="--gradient-checkpointing finds no layers in Linear that can compute again"):
-        recompute_layers(nn.Linear(2, 2))
+        checkpoint_gradients(nn.Linear(2, 2))

@@ -14,8 +14,8 @@ from cpuft.comm.selection import Choice
 from cpuft.config import TrainConfig
 from cpuft.rank.measured import Measured, describe_products, list_measured
 from cpuft.rank.world import World
-from cpuft.train.exchange.compression import settle
-from cpuft.train.objective import make_objective
+from cpuft.train.exchange.compression import choose_compression
+from cpuft.train.objective.table import make_objective
 from cpuft.train.recall import find_products, recall, recall_backend
 from tests.records import make_record
 from tests.train.exchange.test_compression import PREPARED
@@ -72,13 +72,13 @@ def test_what_gradients_are_sent_as_stays_where_it_is_a_question(
     """Nothing is measured: there is no process group here."""
     config, world = TrainConfig(grad_compression=asked), World(0, 2, 0, on_a_host)
     objective = make_objective(config, PREPARED)
-    assert settle(config, "fp32", torch.nn.Linear(2, 2), objective, PREPARED, world, "int8") == found
+    assert choose_compression(config, "fp32", torch.nn.Linear(2, 2), objective, PREPARED, world, "int8") == found
 
 
 def test_what_cannot_be_shared_out_is_not_gone_on_with() -> None:
     config, world = TrainConfig(shard="optimizer"), World(0, 2, 0, 1)
     objective = make_objective(config, PREPARED)
-    settled = partial(settle, config, "fp32", torch.nn.Linear(2, 2), objective, PREPARED, world)
+    settled = partial(choose_compression, config, "fp32", torch.nn.Linear(2, 2), objective, PREPARED, world)
     assert settled("bf16") == ("bf16", "as when the run began")
     # To measure anew it would have to have other ranks.
     with pytest.raises(ValueError, match="process group"):

@@ -26,7 +26,7 @@ from cpuft.train.data.prepare import prepare
 from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.loop import Loop, train
-from cpuft.train.objective import make_objective
+from cpuft.train.objective.table import make_objective
 from tests.conftest import TEXTS, needs_texts, run_cpuft
 from tests.train.tiny import save_tiny
 

@@ -21,7 +21,7 @@ from cpuft.train.data.prepare import prepare
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
 from cpuft.train.model import find_model
-from cpuft.train.objective import make_objective
+from cpuft.train.objective.table import make_objective
 from cpuft.train.run import make_header
 
 COLOURS, ANIMALS, OTHERS = ("red", "green"), ("cat", "dog"), ("the", "is", "old")

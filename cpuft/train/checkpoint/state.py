@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cpuft.errors import CpuftError
-from cpuft.train.exchange.optimizer_shards import MOMENTS, WEIGHTS, Parts
+from cpuft.train.exchange.optimizer_shards import MOMENTS, WEIGHTS, OptimizerShards
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 _NAMES = {
@@ -54,7 +54,7 @@ class State:
     `parts`: where ranks have parts of them only. Their block is the same.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, parts: Parts | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, parts: OptimizerShards | None = None) -> None:
         self._model, self._optimizer, self._parts = model, optimizer, parts
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         # Not asked for a state_dict, which gives whole weights: there may be parts of them only.
@@ -105,7 +105,7 @@ class State:
         steps = self._places[_STEP].view(block)
         if self._parts:
             names = {parameter: name for name, parameter in self._stepped.items()}
-            for kind, parameter, value in self._parts.gather():
+            for kind, parameter, value in self._parts.gather_state():
                 self._place(block, kind, names[parameter]).copy_(value)
             steps.fill_(self._parts.step)
             return

@@ -192,7 +192,7 @@ def _describe(
 
 
 def _split(ids: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """Parts of token ids that may be more than memory holds."""
+    """OptimizerShards of token ids that may be more than memory holds."""
     return [ids[start : start + 2**24] for start in range(0, len(ids), 2**24)]
 
 

@@ -4,65 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch.optim import Optimizer
 
 from cpuft.config import TrainConfig
-from cpuft.train.exchange.optimizer_shards import Parts
+from cpuft.train.exchange.optimizer_shards import OptimizerShards
 from cpuft.train.fast.adamw import clip_gradients
 
 
 class Exchange:
-    """What brings ranks together in an update. As it stands: one rank, and nothing travels.
+    """What brings ranks together in an update. This class itself is the exchange of one rank: nothing is sent.
 
-    To be made when the optimizer has its parameters; an update calls its methods once each, in their order.
+    An exchange is made after the optimizer has the model's parameters. In every update the training loop calls, on all
+    ranks and in this order: `micro_batch` around each forward and backward pass, `average_gradients`, `clip_gradients`,
+    the optimizer's step, `clear_gradients` and `synchronize_parameters`. Between updates it may call `full_weights` and
+    `contribute_to_checkpoint`. Subclasses override what differs from one rank alone.
     """
 
-    def __init__(self, own: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
-        self.own, self.optimizer, self.config = own, optimizer, config
-        self.model = own
-        """What forward passes go through."""
-        self.parts: Parts | None = None
-        """What this rank holds of the optimizer, where that is not all of it."""
+    sends_gradients: ClassVar[bool] = False
+    """Whether gradients are sent in every update, so that `--grad-compression auto` has something to choose."""
+    allows_warm_up: ClassVar[bool] = True
+    """Whether a backward pass outside of an update is harmless."""
 
-    def begin_anew(self) -> None:
-        """Called when parameters, the same on all ranks, were put in the place of those that it was made with."""
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
+        self.config = config
+        self.bare_model = model
+        """The model itself."""
+        self.forward_model = model
+        """What forward passes go through: the model or a wrapper around it."""
+        self.optimizer = optimizer
+        """The optimizer that the loop steps: the given one or a wrapper around it."""
+        self.shards: OptimizerShards | None = None
+        """This rank's shards of the optimizer state; None if each rank has all of it."""
 
-    def whole(self) -> AbstractContextManager[object]:
-        """Inside, this rank's model has all of its fp32 weights, to be looked at or saved. A collective."""
-        return self.parts.whole() if self.parts else nullcontext()
+    @staticmethod
+    def is_selected(config: TrainConfig, ranks: int) -> bool:
+        """Return whether a run with these options on this number of ranks uses this exchange."""
+        return ranks == 1
 
-    def stand_by(self) -> None:
-        """Give ranks that take a snapshot what they need of this one, which takes none. A collective, with theirs."""
-        for _ in self.parts.gather() if self.parts else ():
+    def reset(self) -> None:
+        """Accept that all parameters were replaced since this exchange was made, by the same ones on all ranks."""
+
+    def full_weights(self) -> AbstractContextManager[object]:
+        """Return a context in which the model of this rank has all of its fp32 weights, to read or save. Collective."""
+        return self.shards.full_weights() if self.shards else nullcontext()
+
+    def contribute_to_checkpoint(self) -> None:
+        """Take part in the snapshots that other ranks make, while this rank makes none. Collective with those."""
+        for _ in self.shards.gather_state() if self.shards else ():
             pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Around each forward and backward pass; gradients may travel in the `last`."""
+        """Return the context of a forward and a backward pass; gradients are sent in the `last` one of an update."""
         return nullcontext()
 
-    def average(self, name_tokens: Callable[[], torch.Tensor]) -> float:
-        """Make gradients the mean over ranks of what each has added up.
+    def average_gradients(self, find_token_ids: Callable[[], torch.Tensor]) -> float:
+        """Make the gradients the mean over ranks of the sums that each rank has accumulated.
 
         Parameters
         ----------
-        name_tokens: gives all words that any rank looked up, int64, with repetitions.
+        find_token_ids: returns all token ids that any rank looked up in this update, int64, with repetitions.
 
         Returns
         -------
-        Seconds of backward in which all gradients of this rank were ready.
+        Seconds of the last backward pass in which this rank only waited for messages.
         """
         return 0.0
 
-    def clip(self) -> None:
-        """Scale all gradients down to the norm asked for; 0 asks for none."""
+    def clip_gradients(self) -> None:
+        """Scale all gradients down to the norm `--max-grad-norm`, if it is not 0 and they exceed it."""
         if self.config.max_grad_norm:
-            clip_gradients(self.optimizer, self.own.parameters(), self.config.max_grad_norm)
+            clip_gradients(self.optimizer, self.bare_model.parameters(), self.config.max_grad_norm)
 
-    def clear(self) -> None:
-        """Forget gradients that the optimizer has used."""
+    def clear_gradients(self) -> None:
+        """Drop the gradients that the optimizer has used."""
         self.optimizer.zero_grad()
 
-    def meet(self, update: int, last: bool) -> None:
-        """Bring parameters together after this update, counted from 1, where it is time to; it is after the `last`."""
+    def synchronize_parameters(self, update: int, wait: bool) -> None:
+        """Bring the ranks' parameters together after this update (counted from 1), if the exchange sends parameters.
+
+        With `wait`, all ranks have the same parameters afterwards. Otherwise the exchange decides when they do.
+        """

@@ -1,4 +1,8 @@
-"""What --grad-compression auto chooses for this job between these hosts, and what an update sends."""
+"""Which gradient compression `--grad-compression auto` chooses for a job, and what an update sends.
+
+The choice is measured before the first update. The numbers of what an update sends go into the record, from which
+`cpuft estimate` estimates the step time on any number of hosts.
+"""
 
 from __future__ import annotations
 
@@ -20,78 +24,87 @@ from cpuft.rank.world import World
 from cpuft.record import Travels
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import deal, plan_updates
+from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.objective.base import Objective
 from cpuft.train.precision import autocast
 
+RANK_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _FAST_SECONDS = 0.02
-"""An exchange that takes no longer is not worth a look at the step."""
+"""If an exchange takes no longer than this, no compression can gain much, and the step is not measured."""
+_SAMPLED_UPDATES = 4
+"""Updates in which tokens are counted, for each number of ranks: with 32 examples each, their numbers of distinct
+tokens differ by a few percent only."""
 
 
-def settle(
+def choose_compression(
     config: TrainConfig,
     precision: str,
     model: torch.nn.Module,
     objective: Objective,
     prepared: Prepared,
     world: World,
-    known: str = "",
+    earlier: str = "",
 ) -> tuple[str, str]:
-    """What `auto` sends gradients as, the same on all ranks, and why in one line; each '' where it was no question.
+    """Choose the compression of gradients for `--grad-compression auto`, the same on all ranks. Collective.
 
-    Several hosts with a slow link are one. To be called when the model has its fast layers, and by all ranks. `known`
-    is what it was between these hosts when the run began.
+    It is called when the model has its fast layers. Several hosts with a slow link between them may need compression.
+
+    Parameters
+    ----------
+    earlier: what was chosen for these hosts when the run began, if it is being resumed.
+
+    Returns
+    -------
+    The compression and the reason in one line. Both are empty if there was nothing to choose; the reason is empty if
+    the link is fast enough to send gradients as they are.
     """
     base = resolve_compression(config.grad_compression, precision)
-    apart = config.sync_every > 1 or config.engine == "deepspeed"
-    if config.grad_compression != "auto" or apart or not _between_hosts(world):
+    has_choice = config.grad_compression == "auto" and choose_exchange(config, world.size).sends_gradients
+    if not has_choice or world.local_size == world.size:
         return "", ""
     allowed = [name for name in AUTO_COMPRESSIONS if config.shard == "none" or name in SHARDED_COMPRESSIONS]
-    if known in allowed:
-        return known, "as when the run began"
-    wire = measure_wire()
-    words = count_words(objective, config, prepared, world.size)
-    exact = make_rungs(model, words, world.size, 0.0)[0]
-    if (exact.layer_bytes + exact.row_bytes) * wire.seconds_per_byte <= _FAST_SECONDS:
+    if earlier in allowed:
+        return earlier, "as when the run began"
+    link = measure_link()
+    tokens = count_distinct_tokens(objective, config, prepared, world.size)
+    exact = make_levels(model, tokens, world.size, 0.0)[0]
+    if (exact.layer_bytes + exact.row_bytes) * link.seconds_per_byte <= _FAST_SECONDS:
         return base, ""
     measured = torch.tensor(
         [_measure_compute(config, precision, model, objective, prepared, world), measure_coding_seconds()]
     )
-    dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's, and the same choice on all
+    dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's times, so that all ranks choose the same
     seconds, coding = measured.tolist()
-    rungs = {rung.name: rung for rung in make_rungs(model, words, world.size, coding)}
-    names = list(rungs)[list(rungs).index(base) :]
-    rung, reason = choose_level([rungs[name] for name in names if name in allowed], seconds, wire)
-    return rung.name, reason
+    levels = {level.name: level for level in make_levels(model, tokens, world.size, coding)}
+    names = list(levels)[list(levels).index(base) :]
+    level, reason = choose_level([levels[name] for name in names if name in allowed], seconds, link)
+    return level.name, reason
 
 
-def _between_hosts(world: World) -> bool:
-    return world.local_size < world.size
-
-
-def make_rungs(model: torch.nn.Module, words: float, ranks: int, coding_seconds: float) -> list[CompressionLevel]:
-    """What an update of a model sends by each rung, from exact to thrifty.
+def make_levels(model: torch.nn.Module, tokens: float, ranks: int, coding_seconds: float) -> list[CompressionLevel]:
+    """Return what an update of a model sends at each compression level, from exact to the fewest bytes.
 
     Parameters
     ----------
-    words: different ones that an update names.
-    coding_seconds: of a number, for the rungs that code.
+    tokens: number of distinct tokens in an update.
+    coding_seconds: time to encode and decode one number, at the levels that do so.
     """
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
     layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
-    count, rows = sum(p.numel() for p in layers), 0 if weight is None else round(words * weight.shape[1])
-    coding = coding_seconds * (count + rows)
-    blocks = encoded_bytes(rows, ranks)
+    count, in_rows = sum(p.numel() for p in layers), 0 if weight is None else round(tokens * weight.shape[1])
+    coding = coding_seconds * (count + in_rows)
+    coded_rows = encoded_bytes(in_rows, ranks)
     return [
-        CompressionLevel("none", sum(p.nbytes for p in layers), 4 * rows, 2, 0.0),
-        CompressionLevel("bf16", 2 * count, 2 * rows, 2, 0.0),
-        CompressionLevel("int8", encoded_bytes(count, ranks), blocks, 4, coding),
-        CompressionLevel("powersgd", sum(count_bytes(p.shape) for p in layers), blocks, 5, coding),
+        CompressionLevel("none", sum(p.nbytes for p in layers), 4 * in_rows, 2, 0.0),
+        CompressionLevel("bf16", 2 * count, 2 * in_rows, 2, 0.0),
+        CompressionLevel("int8", encoded_bytes(count, ranks), coded_rows, 4, coding),
+        CompressionLevel("powersgd", sum(count_bytes(p.shape) for p in layers), coded_rows, 5, coding),
     ]
 
 
-def measure_wire() -> LinkModel:
-    """An all-reduce's time between these ranks, of a bucket and of next to nothing. A collective."""
+def measure_link() -> LinkModel:
+    """Measure an all-reduce between these ranks, with a message of a bucket's size and a tiny one. Collective."""
     small = measure_collective("", "all_reduce", "float32", 64, 5).median_seconds
     large = measure_collective("", "all_reduce", "float32", MESSAGE_BYTES, 3).median_seconds
     return LinkModel(max(0.0, large - small) / MESSAGE_BYTES, small)
@@ -100,11 +113,11 @@ def measure_wire() -> LinkModel:
 def _measure_compute(
     config: TrainConfig, precision: str, model: torch.nn.Module, objective: Objective, prepared: Prepared, world: World
 ) -> float:
-    """Seconds of an update's forward and backward passes on this rank; the first pass is a warm-up."""
+    """Measure the seconds of an update's forward and backward passes on this rank; the first pass is a warm-up."""
     model.train()
     updates = plan_updates(prepared.train, config.batch_size * world.size, config.seed, 1, config.padding == "dynamic")
-    _, rows = next(iter(updates))
-    batch = objective.make_batch(prepared.train, deal(rows, world.rank, world.size))
+    _, examples = next(iter(updates))
+    batch = objective.make_batch(prepared.train, deal(examples, world.rank, world.size))
     seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()
@@ -116,26 +129,28 @@ def _measure_compute(
     return seconds * config.gradient_accumulation
 
 
-RANKS = (1, 2, 4, 8, 16, 32, 64)
-_UPDATES = 4
-"""Looked at for each number of ranks: of 32 rows each they name as many words within a few percent."""
-
-
-def count_travels(model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared) -> Travels:
-    """What gradients of this model and these rows are made of. Takes no longer than sorting the rows' lengths does."""
+def count_sent_numbers(
+    model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared
+) -> Travels:
+    """Count what an update of this model with these examples sends, as numbers, for several numbers of ranks."""
     embedding = find_embedding(model)
-    apart = None if embedding is None else embedding.weight
-    shapes = [parameter.shape for parameter in model.parameters() if parameter.requires_grad and parameter is not apart]
+    weight = None if embedding is None else embedding.weight
+    shapes = [
+        parameter.shape for parameter in model.parameters() if parameter.requires_grad and parameter is not weight
+    ]
     numbers, factors = sum(shape.numel() for shape in shapes), sum(map(count_numbers, shapes))
     if embedding is None:
         return Travels(numbers, factors=factors)
-    words = {str(ranks): count_words(objective, config, prepared, ranks) for ranks in RANKS}
-    return Travels(numbers, embedding.embedding_dim, factors, words)
+    tokens = {str(ranks): count_distinct_tokens(objective, config, prepared, ranks) for ranks in RANK_COUNTS}
+    return Travels(numbers, embedding.embedding_dim, factors, tokens)
 
 
-def count_words(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
-    """Different words that an update of so many ranks names, on average."""
-    rows, batch = prepared.train, config.batch_size * config.gradient_accumulation * ranks
-    updates: Any = plan_updates(rows, batch, config.seed, _UPDATES, config.padding == "dynamic")
-    named = [len(torch.unique(objective.list_token_ids(rows, order))) for _, order in islice(updates, _UPDATES)]
-    return sum(named) / len(named)
+def count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
+    """Return the mean number of distinct tokens in an update on this number of ranks."""
+    tokens, batch = prepared.train, config.batch_size * config.gradient_accumulation * ranks
+    updates: Any = plan_updates(tokens, batch, config.seed, _SAMPLED_UPDATES, config.padding == "dynamic")
+    found = [
+        len(torch.unique(objective.list_token_ids(tokens, examples)))
+        for _, examples in islice(updates, _SAMPLED_UPDATES)
+    ]
+    return sum(found) / len(found)

@@ -1,4 +1,8 @@
-"""Gradients are averaged at every update: layers' in the course of backward, word embeddings' after it, by rows."""
+"""Data parallel training: gradients are averaged in every update, by DistributedDataParallel.
+
+The gradients of layers are sent during the backward pass. Those of a word embedding are sent after it, and only the
+rows of tokens that were looked up.
+"""
 
 from __future__ import annotations
 
@@ -20,75 +24,84 @@ from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import set_gradient_rows
 
 UNUSED_ATTRIBUTE = "_cpuft_unused"
-"""Attribute of a model: names of trained parameters that a first forward pass did not use (XLNet has some)."""
-LEAST_BUCKETS = 8
-"""Into so many a model's gradients are cut at least, so that what is left when backward is over is little."""
-
-_LEAST_COMPILED = 2**20
-"""Bytes of DistributedDataParallel's own first message: torch's compiler, which cuts a model where messages end, wants
-no smaller ones."""
+"""Attribute of a model: names of trained parameters that the first forward pass did not use (XLNet has some)."""
+MIN_BUCKETS = 8
+"""Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
+_MIN_COMPILED_BYTES = 2**20
+"""Minimum bucket size with --compile: the size of DistributedDataParallel's own first bucket. torch's compiler splits
+a model where buckets end, and fails on smaller ones."""
 
 
 def _bucket_bytes(model: torch.nn.Module, compiled: bool) -> int:
-    """How much of a gradient is sent at a time."""
+    """Return the size of a gradient bucket."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    numbers = min(BUCKET_ELEMENTS, -(-sum(parameter.numel() for parameter in trained) // LEAST_BUCKETS))
-    return max(numbers * trained[0].itemsize, _LEAST_COMPILED * compiled)
+    elements = min(BUCKET_ELEMENTS, -(-sum(parameter.numel() for parameter in trained) // MIN_BUCKETS))
+    return max(elements * trained[0].itemsize, _MIN_COMPILED_BYTES * compiled)
 
 
-class GradientExchange(Exchange):
-    """DistributedDataParallel, with the words that rows name beside it."""
+class DataParallelExchange(Exchange):
+    """DistributedDataParallel for the layers, and an exchange of rows for the word embedding."""
 
-    def __init__(self, own: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
-        super().__init__(own, optimizer, config, precision)
+    sends_gradients = True
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
+        super().__init__(model, optimizer, config, precision)
         compression, group = resolve_compression(config.grad_compression, precision), dist.group.WORLD
         assert group is not None
-        self._rows, self._reduce = make_row_exchange(own, compression, group), make_reduce(compression, group)
-        self._ready = self._within = 0.0
+        self._rows, self._reduce = make_row_exchange(model, compression, group), make_reduce(compression, group)
+        self._last_ready = 0.0
+        """When the last gradient of the backward pass was ready."""
+        self._seconds_in_hook = 0.0
         if self._rows:
             weight: Any = self._rows.weight  # torch has no types for its hooks
-            weight.register_post_accumulate_grad_hook(self._note)
-        elif frozen := [name for name, parameter in own.named_parameters() if not parameter.requires_grad]:
-            # Else a base that all hosts have would be sent to them, before the first of its adapters' small gradients.
+            weight.register_post_accumulate_grad_hook(self._note_ready)
+        elif frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
+            # Without this, DistributedDataParallel would broadcast the frozen weights, which all hosts have already.
             untyped: Any = DistributedDataParallel
-            untyped._set_params_and_buffers_to_ignore_for_model(own, frozen)
-        megabytes = _bucket_bytes(own, config.compile) / 2**20
-        # Looking for unused parameters takes time in every forward pass; not looking for them ends the run.
-        unused = bool(getattr(own, UNUSED_ATTRIBUTE, ()))
+            untyped._set_params_and_buffers_to_ignore_for_model(model, frozen)
+        megabytes = _bucket_bytes(model, config.compile) / 2**20
+        # Looking for unused parameters costs time in every forward pass. Without it, a model that has some would end
+        # with an error.
+        unused = bool(getattr(model, UNUSED_ATTRIBUTE, ()))
         self._parallel = DistributedDataParallel(
-            own, gradient_as_bucket_view=True, bucket_cap_mb=megabytes, find_unused_parameters=unused
+            model, gradient_as_bucket_view=True, bucket_cap_mb=megabytes, find_unused_parameters=unused
         )
-        # Else every forward pass begins with waiting for rank 0, which sends an encoder's constants: numbers of places.
+        # Otherwise every forward pass would wait for rank 0 to broadcast buffers, which are constants like positions.
         self._parallel.broadcast_buffers = False
-        # A lambda, because DDP compares a function's annotations with classes, and ours are texts.
+        # A lambda, because DistributedDataParallel compares a function's annotations with classes; ours are strings.
         self._parallel.register_comm_hook(None, lambda _, bucket: self._send(bucket))
-        self.model = self._parallel
+        self.forward_model = self._parallel
 
-    def _note(self, *_: object) -> None:
-        """A gradient is ready: what backward takes after the last one is waiting for others."""
-        self._ready = time.perf_counter()
+    @staticmethod
+    def is_selected(config: TrainConfig, ranks: int) -> bool:
+        """Return whether there are several ranks: this exchange is the default."""
+        return ranks > 1
+
+    def _note_ready(self, *_: object) -> None:
+        """Note that a gradient is ready. The rest of the backward pass after the last one is waiting for messages."""
+        self._last_ready = time.perf_counter()
 
     def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         start = time.perf_counter()
         sent = self._reduce(bucket)
-        # Thrifty ways wait here for messages before.
-        self._within += time.perf_counter() - start
-        self._note()
+        # Compressions wait here for earlier messages.
+        self._seconds_in_hook += time.perf_counter() - start
+        self._note_ready()
         return sent
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Only in the last one buckets are sent."""
+        """Return the context of a forward and a backward pass; buckets are sent in the `last` one only."""
         return nullcontext() if last else self._parallel.no_sync()
 
-    def average(self, name_tokens: Callable[[], torch.Tensor]) -> float:
-        """What backward has left to do are the words' gradients."""
-        waited, self._within = self._within + time.perf_counter() - self._ready, 0.0
+    def average_gradients(self, find_token_ids: Callable[[], torch.Tensor]) -> float:
+        """Average the gradient rows of the word embedding; the backward pass has averaged everything else."""
+        waited, self._seconds_in_hook = self._seconds_in_hook + time.perf_counter() - self._last_ready, 0.0
         if self._rows:
-            set_gradient_rows(self.own, self._rows.average(name_tokens()))
+            set_gradient_rows(self.bare_model, self._rows.average(find_token_ids()))
         return waited
 
-    def clear(self) -> None:
-        """DDP's gradients are views of its buckets, and must stay where they are."""
+    def clear_gradients(self) -> None:
+        """Set the gradients to zero in place: they are views of DistributedDataParallel's buckets."""
         self.optimizer.zero_grad(set_to_none=False)
         if self._rows:
             self._rows.clear()

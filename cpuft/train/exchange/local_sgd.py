@@ -1,4 +1,4 @@
-"""Parameters are averaged now and then: ranks train apart meanwhile, each on its own gradients."""
+"""Local SGD: each rank updates its own parameters; their changes are averaged every `--sync-every` updates."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import fp32_weights
 
 
-class ParameterExchange(Exchange):
-    """Ranks meet every `sync_every` updates, on fp32 weights where the model has them."""
+class LocalSGDExchange(Exchange):
+    """Average the ranks' parameters every `--sync-every` updates: fp32 master weights if the model has them."""
 
-    def __init__(self, own: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
-        super().__init__(own, optimizer, config, precision)
-        words = find_embedding(own)
-        sent_as = "int8" if config.grad_compression == "auto" else config.grad_compression
-        with fp32_weights(own):
-            weight = None if words is None else words.weight
-            self._local = LocalSGD(own.parameters(), sent_as, config.outer_momentum, weight)
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
+        super().__init__(model, optimizer, config, precision)
+        embedding = find_embedding(model)
+        compression = "int8" if config.grad_compression == "auto" else config.grad_compression
+        with fp32_weights(model):
+            weight = None if embedding is None else embedding.weight
+            self._local = LocalSGD(model.parameters(), compression, config.outer_momentum, weight)
 
-    def begin_anew(self) -> None:
-        """What was learnt before is no gain of this start, which would be sent, and doubled by the outer momentum."""
-        with fp32_weights(self.own):
+    @staticmethod
+    def is_selected(config: TrainConfig, ranks: int) -> bool:
+        """Return whether several ranks average parameters instead of gradients."""
+        return ranks > 1 and config.sync_every > 1
+
+    def reset(self) -> None:
+        """Count changes from the parameters of now: those of a checkpoint are no change that this start has made."""
+        with fp32_weights(self.bare_model):
             self._local.restart()
 
-    def average(self, name_tokens: Callable[[], torch.Tensor]) -> float:
-        """Gradients stay apart; words are remembered."""
-        self._local.note_tokens(name_tokens())
+    def average_gradients(self, find_token_ids: Callable[[], torch.Tensor]) -> float:
+        """Leave gradients as they are, and remember which rows of the word embedding have one."""
+        self._local.note_tokens(find_token_ids())
         return 0.0
 
-    def meet(self, update: int, last: bool) -> None:
-        """What was sent is there by the next meeting; after the last update all ranks wait for it."""
-        if last or update % self.config.sync_every == 0:
-            with fp32_weights(self.own):
-                (self._local.finish if last else self._local.synchronize)()
+    def synchronize_parameters(self, update: int, wait: bool) -> None:
+        """Send the changes of every `--sync-every`-th update in the background; with `wait`, finish the average now."""
+        if wait or update % self.config.sync_every == 0:
+            with fp32_weights(self.bare_model):
+                (self._local.finish if wait else self._local.synchronize)()

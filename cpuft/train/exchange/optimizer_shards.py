@@ -1,6 +1,14 @@
-"""Which numbers a rank keeps the optimizer's state of: an equal run of every bucket, whatever parameters it cuts.
+"""A rank's shards of an optimizer (ZeRO stage 1): fp32 weights and moments of an Nth of all parameters.
 
-A bucket is parameters side by side, about as many numbers as are worth a message.
+Parameters lie side by side in buckets, each about as large as a message should be. A rank's shard of a bucket is a
+slice of equal length, which may begin and end within parameters. The optimizer gets shards in the place of
+parameters, and updates them with the kernel that it has. Parameters are views of their bucket's weights, of which
+shards are gathered in place. An fp32 parameter is used in computation as it is, so only its moments are sharded. A bf16
+parameter has an fp32 master weight, which is sharded, too: no rank has all master weights.
+
+Why not torch's own: ZeroRedundancyOptimizer assigns whole parameters to ranks (one of MiniLM's has half of all
+elements) and sends them one by one. FSDP2 gathers weights in hooks around each module, but the fast layers read weights
+of modules that they do not call.
 """
 
 from __future__ import annotations
@@ -20,169 +28,186 @@ from cpuft.comm.compression.int8 import all_gather
 from cpuft.comm.selection import BUCKET_ELEMENTS
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
-ALIGNED = 16
-"""A part has a whole multiple of so many numbers: a cache line of fp32."""
+WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
+"""Names of what `OptimizerShards.gather_state` yields; checkpoints have them, too."""
+ALIGNMENT = 16
+"""The length of a shard is a multiple of this number of elements: a cache line of fp32."""
 
 
 @dataclass(frozen=True)
-class Member:
-    """What matters of a parameter."""
+class ParameterInfo:
+    """What decides in which bucket a parameter lies."""
 
     size: int
     kind: Hashable
     """Parameters of one kind may share a bucket."""
     block: Hashable
-    """Those that lie in one block of memory stay side by side: layers that are packed are multiplied as one."""
+    """Parameters in one block of memory stay side by side: the fast path multiplies packed layers as one."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Numbers of one parameter that are in a rank's part."""
+class ShardPiece:
+    """The elements of one parameter that are in a rank's shard of a bucket."""
 
-    member: int
-    """Which of the bucket's parameters."""
+    parameter: int
+    """Number of the parameter in the bucket."""
     start: int
-    """The first of them in the parameter, flattened."""
+    """The first of these elements in the flattened parameter."""
     place: int
-    """Where that one is in the part."""
+    """The place of that element in the shard."""
     length: int
 
 
-def plan_buckets(members: Sequence[Member], least: int) -> list[list[int]]:
-    """Numbers of the parameters in each bucket, ascending: `least` numbers in each, but for the last of a kind.
+def plan_buckets(parameters: Sequence[ParameterInfo], min_elements: int) -> list[list[int]]:
+    """Return the numbers of the parameters in each bucket, ascending.
 
-    Buckets come in the order in which backward has all of their gradients, if it goes through parameters backwards.
+    Each bucket has at least `min_elements` elements, except the last one of each kind. Buckets are in the order in
+    which their gradients are complete, if the backward pass goes through the parameters backwards.
     """
-    filling: dict[Hashable, list[int]] = {}
+    open_buckets: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
-    for number in reversed(range(len(members))):
-        member = members[number]
-        bucket = filling.setdefault(member.kind, [])
-        if sum(members[other].size for other in bucket) >= least and members[bucket[0]].block != member.block:
+    for number in reversed(range(len(parameters))):
+        parameter = parameters[number]
+        bucket = open_buckets.setdefault(parameter.kind, [])
+        is_full = sum(parameters[other].size for other in bucket) >= min_elements
+        if is_full and parameters[bucket[0]].block != parameter.block:
             full.append(bucket)
-            bucket = filling[member.kind] = []
+            bucket = open_buckets[parameter.kind] = []
         bucket.insert(0, number)
-    return sorted([*full, *filling.values()], key=lambda bucket: -bucket[0])
+    return sorted([*full, *open_buckets.values()], key=lambda bucket: -bucket[0])
 
 
-def part_width(count: int, ranks: int, unit: int = ALIGNED) -> int:
-    """Numbers of each rank's part of a bucket of `count`, whole units; the last parts end in padding."""
-    return -(-count // (ranks * unit)) * unit
+def shard_length(elements: int, ranks: int, unit: int = ALIGNMENT) -> int:
+    """Return the length of each rank's shard of a bucket, a multiple of `unit`; the last shards end in padding."""
+    return -(-elements // (ranks * unit)) * unit
 
 
-def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNED) -> list[Piece]:
-    """What a rank's part of a bucket has of its parameters, of these sizes."""
-    width, start, found = part_width(sum(sizes), ranks, unit), 0, []
-    begin, end = rank * width, (rank + 1) * width
-    for member, size in enumerate(sizes):
+def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNMENT) -> list[ShardPiece]:
+    """Return what a rank's shard of a bucket holds of the bucket's parameters, which have these sizes."""
+    length, start, found = shard_length(sum(sizes), ranks, unit), 0, []
+    begin, end = rank * length, (rank + 1) * length
+    for parameter, size in enumerate(sizes):
         first, last = max(start, begin), min(start + size, end)
         if first < last:
-            found.append(Piece(member, first - start, first - begin, last - first))
+            found.append(ShardPiece(parameter, first - start, first - begin, last - first))
         start += size
     return found
 
 
-WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
-
-
 class Bucket:
-    """Parameters of one type, side by side in memory, and this rank's part of them."""
+    """Parameters of one type, side by side in memory, and this rank's shard of them."""
 
     @torch.no_grad()
-    def __init__(self, parameters: Sequence[nn.Parameter], masters: dict[Tensor, Tensor], unit: int = ALIGNED) -> None:
-        """`masters`: of the parameters that have one; they are taken out. Parts have so many whole units."""
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], masters: dict[Tensor, Tensor], unit: int = ALIGNMENT
+    ) -> None:
+        """Move the parameters into the bucket.
+
+        Parameters
+        ----------
+        masters: fp32 master weights by parameter; those of this bucket's parameters are removed from it.
+        unit: the length of a shard is a multiple of it.
+        """
         self.parameters, self._sizes = parameters, [p.numel() for p in parameters]
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        width = part_width(sum(self._sizes), ranks, unit)
+        length = shard_length(sum(self._sizes), ranks, unit)
         self._pieces = find_pieces(self._sizes, ranks, rank, unit)
-        self.own = slice(rank * width, (rank + 1) * width)
-        self.weights = torch.zeros(ranks * width, dtype=parameters[0].dtype)
+        self.own = slice(rank * length, (rank + 1) * length)
+        """This rank's shard in `weights`."""
+        self.weights = torch.zeros(ranks * length, dtype=parameters[0].dtype)
         for parameter, view in zip(parameters, self.split(self.weights), strict=True):
             view.copy_(parameter)
             parameter.data = view
         self.has_masters = parameters[0] in masters
-        part = self.weights[self.own]
+        shard = self.weights[self.own]
         if self.has_masters:
-            part = self.fill(torch.zeros(width), masters.pop)
-        self.part = nn.Parameter(part)
+            shard = self.fill(torch.zeros(length), masters.pop)
+        self.shard = nn.Parameter(shard)
+        """What the optimizer updates: a slice of `weights`, or of their fp32 masters."""
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """What of a tensor as long as the bucket belongs to each parameter, in its shape."""
+        """Return the part of each parameter, in its shape, of a tensor as long as the bucket."""
         *found, _ = torch.split(whole, [*self._sizes, len(whole) - sum(self._sizes)])
         return [value.view(parameter.shape) for value, parameter in zip(found, self.parameters, strict=True)]
 
-    def fill(self, part: Tensor, whole: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Put what each parameter has into a tensor as long as a part, as far as it is in this rank's."""
-        values = [whole(parameter).reshape(-1) for parameter in self.parameters]
+    def fill(self, shard: Tensor, find_value: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """Copy into a tensor as long as a shard what is this rank's of the value of each parameter; return it."""
+        values = [find_value(parameter).reshape(-1) for parameter in self.parameters]
         for piece in self._pieces:
-            value = values[piece.member][piece.start : piece.start + piece.length]
-            part[piece.place : piece.place + piece.length].copy_(value)
-        return part
+            value = values[piece.parameter][piece.start : piece.start + piece.length]
+            shard[piece.place : piece.place + piece.length].copy_(value)
+        return shard
 
 
-class Parts:
-    """This rank's parts of all that an optimizer steps, in the place of the parameters themselves.
+class OptimizerShards:
+    """This rank's shards of everything that an optimizer updates. They replace the parameters in the optimizer.
 
-    To be made when the model has its layers, the same weights on all ranks, and the optimizer no state.
+    They are made when the model has its layers, with the same weights on all ranks, and the optimizer has no state yet.
 
     Parameters
     ----------
-    alone: a matrix that shares its bucket with no other parameter. Parts have whole rows of it, and ranks send those
-        that have ever been noted, unless weight decay moves all.
+    embedding: weight of a word embedding, which gets a bucket of its own. Its shards are whole rows. Without weight
+        decay, ranks send only the rows that `mark_rows` was ever called with.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, alone: Tensor | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, embedding: Tensor | None) -> None:
         self._optimizer = optimizer
         self._masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
         groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.parameters = [parameter for parameter in model.parameters() if parameter in groups]
-        members = [
-            Member(p.numel(), (p.dtype, groups[p], p is alone), p.untyped_storage().data_ptr()) for p in self.parameters
+        infos = [
+            ParameterInfo(p.numel(), (p.dtype, groups[p], p is embedding), p.untyped_storage().data_ptr())
+            for p in self.parameters
         ]
-        found, masters = plan_buckets(members, BUCKET_ELEMENTS), self._take_masters()
-        unit = ALIGNED if alone is None else math.lcm(ALIGNED, alone.shape[-1])
+        planned, masters = plan_buckets(infos, BUCKET_ELEMENTS), self._take_masters()
+        unit = ALIGNMENT if embedding is None else math.lcm(ALIGNMENT, embedding.shape[-1])
         self.buckets = [
-            Bucket(some, masters, unit if some[0] is alone else ALIGNED)
-            for some in ([self.parameters[number] for number in bucket] for bucket in found)
+            Bucket(some, masters, unit if some[0] is embedding else ALIGNMENT)
+            for some in ([self.parameters[number] for number in bucket] for bucket in planned)
         ]
-        self._in_rows = next((one for one in self.buckets if one.parameters[0] is alone), None)
-        self._moved: Tensor | None = None
-        """Which rows of `alone`, padding with them, are not as they were on all ranks."""
-        if alone is not None and self._in_rows and not optimizer.param_groups[groups[alone]]["weight_decay"]:
-            self._moved = torch.zeros(self._in_rows.weights.numel() // alone.shape[-1], dtype=torch.bool)
+        self._embedding_bucket = next((one for one in self.buckets if one.parameters[0] is embedding), None)
+        self._changed_rows: Tensor | None = None
+        """Which rows of the embedding and its padding may have changed since the start; None if all may have."""
+        if (
+            embedding is not None
+            and self._embedding_bucket
+            and not optimizer.param_groups[groups[embedding]]["weight_decay"]
+        ):
+            rows = self._embedding_bucket.weights.numel() // embedding.shape[-1]
+            self._changed_rows = torch.zeros(rows, dtype=torch.bool)
         for number, group in enumerate(optimizer.param_groups):
-            group["params"][:] = [one.part for one in self.buckets if groups[one.parameters[0]] == number]
+            group["params"][:] = [one.shard for one in self.buckets if groups[one.parameters[0]] == number]
 
     def _take_masters(self) -> dict[Tensor, Tensor]:
         return self._masters.hand_over(self.parameters) if self._masters else {}
 
-    def note(self, rows: Tensor) -> None:
-        """These rows of `alone` have had gradients; the same on all ranks."""
-        if self._moved is not None:
-            self._moved[rows.reshape(-1)] = True
+    def mark_rows(self, rows: Tensor) -> None:
+        """Note that these rows of the embedding have had gradients; the same ones on all ranks."""
+        if self._changed_rows is not None:
+            self._changed_rows[rows.reshape(-1)] = True
 
     @torch.no_grad()
-    def spread(self) -> None:
-        """Give all ranks the compute weights of all parts. A collective."""
+    def gather_weights(self) -> None:
+        """Give all ranks the weights of all shards. Collective."""
         finish: list[Callable[[], object]] = []
         for bucket in self.buckets:
             own = bucket.weights[bucket.own]
             if bucket.has_masters:
-                own.copy_(bucket.part)
-            if bucket is self._in_rows and self._moved is not None:
-                finish.append(_spread_rows(bucket, self._moved))
+                own.copy_(bucket.shard)
+            if bucket is self._embedding_bucket and self._changed_rows is not None:
+                finish.append(_gather_rows(bucket, self._changed_rows))
             else:
                 finish.append(all_gather(bucket.weights, own, async_op=True).wait)
         for one in finish:
             one()
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside, this rank's model has all fp32 weights, as one that is not shared out. A collective to begin with."""
+    def full_weights(self) -> Iterator[None]:
+        """Inside this context, the model has all of its fp32 weights on this rank. Collective at its beginning."""
         if self._masters is None:
             yield
             return
-        gathered = [(bucket, _gather(bucket.part)) for bucket in self.buckets if bucket.has_masters]
+        gathered = [(bucket, _gather_shards(bucket.shard)) for bucket in self.buckets if bucket.has_masters]
         self._masters.take_back({p: m for one, all_ in gathered for p, m in zip(one.parameters, one.split(all_))})
         try:
             yield
@@ -191,54 +216,59 @@ class Parts:
 
     @property
     def step(self) -> float:
-        """Updates that the optimizer has made."""
+        """Number of updates that the optimizer has made."""
         return max(float(state.get("step", 0)) for state in [*self._optimizer.state.values(), {}])
 
-    def gather(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """All that ranks have parts of, as of a parameter's: WEIGHTS or which of MOMENTS, fp32, in its shape.
+    def gather_state(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Yield all that is sharded: WEIGHTS or one of MOMENTS, the parameter, and the fp32 value in its shape.
 
-        A collective: every rank goes through all of it, one bucket's in memory at a time.
+        Collective: every rank iterates to the end. One bucket at a time is gathered in memory.
         """
         for bucket in self.buckets:
-            state = self._optimizer.state.get(bucket.part, {})
-            parts = {moment: state.get(moment, torch.zeros_like(bucket.part)) for moment in MOMENTS}
-            for kind, part in (parts | ({WEIGHTS: bucket.part} if bucket.has_masters else {})).items():
-                for parameter, value in zip(bucket.parameters, bucket.split(_gather(part)), strict=True):
+            state = self._optimizer.state.get(bucket.shard, {})
+            shards = {moment: state.get(moment, torch.zeros_like(bucket.shard)) for moment in MOMENTS}
+            for kind, shard in (shards | ({WEIGHTS: bucket.shard} if bucket.has_masters else {})).items():
+                for parameter, value in zip(bucket.parameters, bucket.split(_gather_shards(shard)), strict=True):
                     yield kind, parameter, value
 
     @torch.no_grad()
-    def restore(self, value: Callable[[str, nn.Parameter], Tensor], step: Tensor) -> None:
-        """Take this rank's parts of what `gather` had given, after so many updates. The model has its weights again."""
+    def restore(self, find_value: Callable[[str, nn.Parameter], Tensor], step: Tensor) -> None:
+        """Take this rank's shards of the values that `gather_state` has yielded after `step` updates.
+
+        The model has its weights back already.
+        """
         for bucket in self.buckets:
             if bucket.has_masters:
-                bucket.fill(bucket.part, partial(value, WEIGHTS))
-            for name in MOMENTS if step and bucket is self._in_rows else ():
-                self.note(value(name, bucket.parameters[0]).any(1).nonzero())
+                bucket.fill(bucket.shard, partial(find_value, WEIGHTS))
+            for name in MOMENTS if step and bucket is self._embedding_bucket else ():
+                self.mark_rows(find_value(name, bucket.parameters[0]).any(1).nonzero())
             if step:
-                moments = {name: bucket.fill(torch.zeros_like(bucket.part), partial(value, name)) for name in MOMENTS}
-                self._optimizer.state[bucket.part] = {"step": step.clone(), **moments}
+                moments = {
+                    name: bucket.fill(torch.zeros_like(bucket.shard), partial(find_value, name)) for name in MOMENTS
+                }
+                self._optimizer.state[bucket.shard] = {"step": step.clone(), **moments}
 
 
-def _spread_rows(bucket: Bucket, moved: Tensor) -> Callable[[], None]:
-    """Give all ranks those rows of a matrix that have moved, of all parts; what is returned ends that."""
+def _gather_rows(bucket: Bucket, changed: Tensor) -> Callable[[], None]:
+    """Start to give all ranks the changed rows of all shards of a matrix; return a function that finishes this."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     rows = bucket.weights.view(ranks, -1, bucket.parameters[0].shape[-1])
-    places = [some.nonzero()[:, 0] for some in moved.view(ranks, -1)]
+    places = [some.nonzero()[:, 0] for some in changed.view(ranks, -1)]
     received = rows.new_zeros(ranks, max(map(len, places)), rows.shape[-1])
     received[rank, : len(places[rank])] = rows[rank, places[rank]]
     work = all_gather(received.view(-1), received[rank].view(-1), async_op=True)
 
     @torch.no_grad()
-    def put() -> None:
+    def finish() -> None:
         work.wait()
         for whole, some, found in zip(rows, places, received, strict=True):
             whole[some] = found[: len(some)]
 
-    return put
+    return finish
 
 
-def _gather(part: Tensor) -> Tensor:
-    """The parts of all ranks, one after another."""
-    whole = torch.empty(dist.get_world_size() * len(part))
-    all_gather(whole, part.detach())
+def _gather_shards(shard: Tensor) -> Tensor:
+    """Return the shards of all ranks, one after another."""
+    whole = torch.empty(dist.get_world_size() * len(shard))
+    all_gather(whole, shard.detach())
     return whole

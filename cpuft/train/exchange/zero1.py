@@ -1,10 +1,11 @@
-"""Each rank steps its part of all parameters: gradients are added up where their part is, weights gathered from there.
+"""ZeRO stage 1: each rank updates a shard of all parameters (`--shard optimizer`).
 
-An update sends each rank the others' numbers of its part (in the course of backward), and then all ranks its part's
-weights. Ranks add up in their order and in fp32, whatever carries the numbers: an all-to-all is half an all-reduce on
-every backend, where gloo's own reduce-scatter is a whole one. Word embeddings' gradients still travel by rows: that is
-a tenth of what all of them would be. Of their weights those of all rows go that were ever named, since moments move
-them, or with weight decay all.
+In an update, each rank receives the other ranks' gradients of its shards, during the backward pass, and afterwards
+all ranks receive the updated weights of all shards. A rank adds up gradients in the order of ranks and in fp32, on any
+backend. It does so after an all-to-all, which costs half of an all-reduce everywhere; gloo's own reduce-scatter
+costs a whole one. Gradients of word embeddings are still exchanged by rows: that is a tenth of their whole gradient. Of
+the embedding's weights, only rows that ever had a gradient are sent, since moments change them in later updates, too;
+with weight decay all rows change, and all are sent.
 """
 
 from __future__ import annotations
@@ -25,70 +26,79 @@ from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import resolve_compression, to_wire_type
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.exchange.optimizer_shards import Bucket, Parts
+from cpuft.train.exchange.optimizer_shards import Bucket, OptimizerShards
 from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
-_AHEAD = 8
-"""Buckets that may be on their way before backward waits for the first: they are beside the gradients in memory."""
+_MAX_BUCKETS_IN_FLIGHT = 8
+"""Buckets that may be under way before the backward pass waits for the first one: they take memory."""
 
 
 @dataclass(frozen=True)
 class _Message:
-    """A bucket's gradients on their way."""
+    """A bucket's gradients under way."""
 
     bucket: Bucket
     gradients: Tensor
-    """The bucket's own."""
+    """The bucket's own gradients."""
     sent: Tensor
-    """Kept until all have it."""
+    """What is being sent; it must live until it was sent."""
     received: Tensor
-    """Of this rank's part, from each rank."""
+    """From each rank, its gradients of this rank's shard."""
     work: dist.Work
 
 
-class ShardExchange(Exchange):
-    """ZeRO's first stage (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets like DistributedDataParallel's."""
+class ShardedExchange(Exchange):
+    """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets like those of DistributedDataParallel."""
 
-    def __init__(self, own: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
-        super().__init__(own, optimizer, config, precision)
+    sends_gradients = True
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
+        super().__init__(model, optimizer, config, precision)
         group = dist.group.WORLD
         assert group is not None
         self._ranks, self._compression = group.size(), resolve_compression(config.grad_compression, precision)
-        self._rows = make_row_exchange(own, self._compression, group)
-        words = self._rows.weight if self._rows else None
-        self.parts = self._parts = Parts(own, optimizer, words)
-        self._words = next((one for one in self._parts.buckets if one.parameters[0] is words), None)
-        self._dense = [one for one in self._parts.buckets if one is not self._words]
-        self._gradients = [torch.zeros_like(one.weights) for one in self._dense]
+        self._rows = make_row_exchange(model, self._compression, group)
+        embedding = self._rows.weight if self._rows else None
+        self.shards = self._shards = OptimizerShards(model, optimizer, embedding)
+        buckets = self._shards.buckets
+        self._embedding_bucket = next((one for one in buckets if one.parameters[0] is embedding), None)
+        self._dense_buckets = [one for one in buckets if one is not self._embedding_bucket]
+        self._gradients = [torch.zeros_like(one.weights) for one in self._dense_buckets]
         self._missing: list[set[Tensor]] = []
-        """Of each bucket, parameters whose gradients are not all there."""
-        self._next = len(self._dense)
-        """Which bucket is to be sent; that many: none is."""
+        """For each bucket, the parameters whose gradients are not complete yet."""
+        self._next = len(self._dense_buckets)
+        """Number of the bucket to send next; the number of buckets if none is to be sent."""
         self._messages: list[_Message] = []
-        self._within = 0.0
-        for number, (bucket, gradients) in enumerate(zip(self._dense, self._gradients, strict=True)):
+        self._seconds_in_hooks = 0.0
+        for number, (bucket, gradients) in enumerate(zip(self._dense_buckets, self._gradients, strict=True)):
             parameters: list[Any] = [*bucket.parameters]  # torch has no types for its hooks
             for parameter, gradient in zip(parameters, bucket.split(gradients), strict=True):
                 parameter.grad = gradient
-                parameter.register_post_accumulate_grad_hook(partial(self._note, number))
+                parameter.register_post_accumulate_grad_hook(partial(self._note_ready, number))
+
+    @staticmethod
+    def is_selected(config: TrainConfig, ranks: int) -> bool:
+        """Return whether several ranks shard the optimizer."""
+        return ranks > 1 and config.shard == "optimizer"
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Gradients add up in the buckets; in the last one, those that are complete are sent, in their order."""
-        self._missing = [set(bucket.parameters) for bucket in self._dense]
-        self._next = 0 if last else len(self._dense)
+        """Return the context of a forward and a backward pass; complete buckets are sent in the `last` one."""
+        self._missing = [set(bucket.parameters) for bucket in self._dense_buckets]
+        self._next = 0 if last else len(self._dense_buckets)
         return nullcontext()
 
-    def _note(self, number: int, ready: Tensor) -> None:
-        self._missing[number].discard(ready)
-        while self._next < len(self._dense) and not self._missing[self._next]:
+    def _note_ready(self, number: int, parameter: Tensor) -> None:
+        """Note that a parameter of a bucket has its gradient; send complete buckets, in their order."""
+        self._missing[number].discard(parameter)
+        while self._next < len(self._dense_buckets) and not self._missing[self._next]:
             self._send()
             start = time.perf_counter()
-            while len(self._messages) > _AHEAD:
+            while len(self._messages) > _MAX_BUCKETS_IN_FLIGHT:
                 self._receive()
-            self._within += time.perf_counter() - start
+            self._seconds_in_hooks += time.perf_counter() - start
 
     def _send(self) -> None:
-        bucket, gradients = self._dense[self._next], self._gradients[self._next]
+        bucket, gradients = self._dense_buckets[self._next], self._gradients[self._next]
         sent = to_wire_type(gradients, self._compression)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, async_op=True)
@@ -99,49 +109,50 @@ class ShardExchange(Exchange):
     def _receive(self) -> None:
         message = self._messages.pop(0)
         message.work.wait()
-        part = message.bucket.part
-        # Where gradients were, which are all sent: a part of two ranks' bf16 ones has as many bytes in fp32.
-        total = message.gradients.view(torch.float32)[: len(part)]
+        shard = message.bucket.shard
+        # The mean takes the memory of the gradients, which are all sent. The gradients of two bf16 shards or more have
+        # at least as many bytes as one shard in fp32.
+        total = message.gradients.view(torch.float32)[: len(shard)]
         torch.sum(message.received.view(self._ranks, -1), 0, dtype=torch.float32, out=total)
-        part.grad = total.div_(self._ranks)
+        shard.grad = total.div_(self._ranks)
 
     @torch.no_grad()
-    def average(self, name_tokens: Callable[[], Tensor]) -> float:
-        """Only of its part a rank gets the mean."""
-        waited, self._within = self._within, 0.0
-        while self._next < len(self._dense):  # what has parameters that no row has used
+    def average_gradients(self, find_token_ids: Callable[[], Tensor]) -> float:
+        """Finish the mean of the gradients: each rank gets that of its own shards."""
+        waited, self._seconds_in_hooks = self._seconds_in_hooks, 0.0
+        while self._next < len(self._dense_buckets):  # buckets with parameters that no example has used
             self._send()
-        if self._rows and self._words:
-            rows = self._rows.average(name_tokens())
-            set_gradient_rows(self.own, rows)
-            self._parts.note(rows)
-            self._words.part.grad = _cut(self._rows.weight, self._words)
+        if self._rows and self._embedding_bucket:
+            rows = self._rows.average(find_token_ids())
+            set_gradient_rows(self.bare_model, rows)
+            self._shards.mark_rows(rows)
+            self._embedding_bucket.shard.grad = _slice_gradient(self._rows.weight, self._embedding_bucket)
         while self._messages:
             self._receive()
         return waited
 
-    def clip(self) -> None:
-        """The norm is that of all parts together."""
+    def clip_gradients(self) -> None:
+        """Scale gradients down to `--max-grad-norm`; the norm is that of the shards of all ranks together."""
         if self.config.max_grad_norm:
-            parts = [bucket.part for bucket in self._parts.buckets]
-            clip_gradients(self.optimizer, parts, self.config.max_grad_norm, dist.all_reduce)
+            shards = [bucket.shard for bucket in self._shards.buckets]
+            clip_gradients(self.optimizer, shards, self.config.max_grad_norm, dist.all_reduce)
 
-    def clear(self) -> None:
-        """Gradients are views of the buckets, and must stay where they are."""
+    def clear_gradients(self) -> None:
+        """Set the gradients to zero in place: they are views of the buckets."""
         self.optimizer.zero_grad()
         for gradients in self._gradients:
             gradients.zero_()
         if self._rows:
             self._rows.clear()
 
-    def meet(self, update: int, last: bool) -> None:
-        """All ranks get the weights of all parts."""
-        self._parts.spread()
+    def synchronize_parameters(self, update: int, wait: bool) -> None:
+        """Give all ranks the weights of all shards."""
+        self._shards.gather_weights()
 
 
-def _cut(weight: Tensor, bucket: Bucket) -> Tensor:
-    """This rank's part of a weight's gradient, which is alone in its bucket: no copy, unless it ends in padding."""
+def _slice_gradient(weight: Tensor, bucket: Bucket) -> Tensor:
+    """Return this rank's shard of the gradient of a weight that is alone in its bucket; a copy only if it is padded."""
     assert weight.grad is not None
     own = weight.grad.view(-1)[bucket.own]
-    missing = len(bucket.part) - len(own)
+    missing = len(bucket.shard) - len(own)
     return torch.nn.functional.pad(own, (0, missing)) if missing else own

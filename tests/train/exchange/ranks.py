@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.config import TrainConfig
-from cpuft.train.exchange import choose_exchange
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.exchange.compression import make_rungs
+from cpuft.train.exchange.compression import make_levels
+from cpuft.train.exchange.table import choose_exchange
 from tests.comm.ranks import become_rank
 
 WORDS = torch.tensor([[1, 7], [7, 3], [3, 900], [5, 7]])
@@ -71,19 +71,19 @@ def of_gradients(rank: int) -> dict[str, object]:
     sent = []
     for row, last in ((rank, False), (rank + 2, True)):
         with exchange.micro_batch(last):
-            torch.autograd.backward(exchange.model(WORDS[row]).sum() * 2 / 4)
+            torch.autograd.backward(exchange.forward_model(WORDS[row]).sum() * 2 / 4)
         sent.append(comm.take_traffic().nbytes)
-    waited = exchange.average(lambda: WORDS)
+    waited = exchange.average_gradients(lambda: WORDS)
     found: dict[str, object] = {"sent": [*sent, comm.take_traffic().nbytes], "waited": waited}
     found["error"] = differences(flat(model), flat(alone))
-    exchange.clip()
+    exchange.clip_gradients()
     norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.01))
     found |= {"norm": norm, "clipping error": differences(flat(model), flat(alone))}
     bucket = model.layer.weight.grad
     assert bucket is not None
     kept = bucket.data_ptr()
     optimizer.step()
-    exchange.clear()
+    exchange.clear_gradients()
     assert model.layer.weight.grad is not None
     found["numbers"] = (model.numbers - rank).tolist()
     return found | {"cleared": flat(model), "kept": model.layer.weight.grad.data_ptr() == kept}
@@ -97,13 +97,13 @@ def of_parameters(rank: int) -> dict[str, object]:
     values, sent = [], []
     for update in (1, 2, 3):
         with exchange.micro_batch(last=True):
-            torch.autograd.backward(exchange.model(WORDS[rank]).sum())
-        exchange.average(lambda: WORDS)
-        exchange.clip()
-        exchange.clear()
+            torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
+        exchange.average_gradients(lambda: WORDS)
+        exchange.clip_gradients()
+        exchange.clear_gradients()
         with torch.no_grad():
             model.layer.bias.copy_(torch.tensor([10.0 * update + rank]))
-        exchange.meet(update, last=update == 3)
+        exchange.synchronize_parameters(update, wait=update == 3)
         sent.append(comm.take_traffic().nbytes)
         values.append(model.layer.bias.item())
     return {"biases": values, "sent": sent, "gradients": flat(model)}
@@ -123,11 +123,11 @@ def of_frozen(rank: int) -> dict[str, list[int]]:
         exchange, optimizer = make(model, **options)
         sent = [comm.take_traffic().nbytes]
         with exchange.micro_batch(last=True):
-            torch.autograd.backward(exchange.model(WORDS[rank]).sum())
-        exchange.average(lambda: WORDS)
-        exchange.clip()
+            torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
+        exchange.average_gradients(lambda: WORDS)
+        exchange.clip_gradients()
         optimizer.step()
-        exchange.meet(2, last=True)
+        exchange.synchronize_parameters(2, wait=True)
         found[name] = [*sent, comm.take_traffic().nbytes]
     return found
 
@@ -135,12 +135,12 @@ def of_frozen(rank: int) -> dict[str, list[int]]:
 def of_rungs(rank: int) -> dict[str, list[float]]:
     """Of each rung: bytes that it promises for an update of five words, and those that it sends."""
     found = {}
-    for rung in make_rungs(Reader(), 5, 2, 0.0):
+    for rung in make_levels(Reader(), 5, 2, 0.0):
         exchange, _ = make(Reader(), grad_compression=rung.name)
         comm.take_traffic()
         with exchange.micro_batch(last=True):
-            torch.autograd.backward(exchange.model(WORDS[rank::2]).sum())
-        exchange.average(lambda: WORDS)
+            torch.autograd.backward(exchange.forward_model(WORDS[rank::2]).sum())
+        exchange.average_gradients(lambda: WORDS)
         found[rung.name] = [rung.layer_bytes + rung.row_bytes, comm.take_traffic().nbytes]
     return found
 

@@ -26,8 +26,8 @@ from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.policy import Keeper, resume
 from cpuft.train.checkpoint.state import State
 from cpuft.train.data.archive import Prepared
-from cpuft.train.exchange.optimizer_shards import Parts
-from cpuft.train.exchange.zero1 import ShardExchange
+from cpuft.train.exchange.optimizer_shards import OptimizerShards
+from cpuft.train.exchange.zero1 import ShardedExchange
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.loop import Loop, settle_messages, train
 from cpuft.train.objective.base import Batch, Objective, Predictions
@@ -72,7 +72,7 @@ def make_loop(world: World, way: str, shard: str, steps: int) -> Loop:
 
 
 def make_state(loop: Loop) -> State:
-    return State(loop.model, loop.optimizer, loop.exchange.parts)
+    return State(loop.model, loop.optimizer, loop.exchange.shards)
 
 
 def keep(loop: Loop, root: Path) -> None:
@@ -82,7 +82,7 @@ def keep(loop: Loop, root: Path) -> None:
         keeper.note(HEADER)
         assert keeper.keep(KEPT_AFTER, wait=True)
     else:
-        loop.exchange.stand_by()
+        loop.exchange.contribute_to_checkpoint()
 
 
 def go(loop: Loop, root: Path | None = None) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def go(loop: Loop, root: Path | None = None) -> dict[str, Any]:
         found["sent"].append(line.bytes_sent)
         if root and line.step == KEPT_AFTER:
             keep(loop, root)
-    with loop.exchange.whole():
+    with loop.exchange.full_weights():
         found["checksum"] = prove_equal_parameters(loop.model, "at the end")
         found["weights"] = {name: value.clone() for name, value in loop.model.state_dict().items()}
     return found | {"bytes": count_bytes(loop)}
@@ -103,8 +103,8 @@ def count_bytes(loop: Loop) -> int:
     """What this rank has of the optimizer: moments, and fp32 masters of bf16 weights."""
     states = [tensor for state in loop.optimizer.state.values() for name, tensor in state.items() if name != "step"]
     masters = [*getattr(loop.model, MASTERS_ATTRIBUTE)._masters.values()]
-    parts = loop.exchange.parts
-    masters += [bucket.part for bucket in parts.buckets if bucket.has_masters] if parts else []
+    shards = loop.exchange.shards
+    masters += [bucket.shard for bucket in shards.buckets if bucket.has_masters] if shards else []
     return sum(tensor.nbytes for tensor in (*states, *masters))
 
 
@@ -113,7 +113,7 @@ def go_on(world: World, way: str, shard: str, steps: int, root: Path) -> dict[st
     settle_messages(loop)
     state = make_state(loop)
     past = resume(state, root, world, vars(CONFIG), HEADER.data)
-    loop.exchange.begin_anew()
+    loop.exchange.reset()
     loop.done = past.update
     return go(loop)
 
@@ -126,7 +126,7 @@ def furthest(found: dict[str, Any], other: dict[str, Any]) -> float:
 def saves_whole(loop: Loop, weights: dict[str, torch.Tensor], folder: Path) -> bool:
     """Whether a saved model has all bits of its fp32 weights. The first rank saves it, as in a run."""
     model: Any = loop.model
-    with loop.exchange.whole():
+    with loop.exchange.full_weights():
         model.save_pretrained(folder, is_main_process=loop.world.rank == 0)
     dist.barrier()
     saved = load_file(folder / "model.safetensors")
@@ -138,7 +138,7 @@ def gives_back_masters() -> bool:
     model = make_model("bert")
     optimizer = make_optimizer(model, CONFIG, "bf16")
     before = [weakref.ref(master) for master in getattr(model, MASTERS_ATTRIBUTE)._masters.values()]
-    parts = Parts(model, optimizer, None)
+    parts = OptimizerShards(model, optimizer, None)
     return bool(before and parts) and all(one() is None for one in before)
 
 
@@ -146,13 +146,13 @@ def sums_lie_with_gradients() -> bool:
     """Whether a part's gradient takes no memory beside those of its bucket."""
     model = make_model("bert")
     optimizer = make_optimizer(model, CONFIG, "bf16")
-    exchange = ShardExchange(model, optimizer, CONFIG, "bf16")
+    exchange = ShardedExchange(model, optimizer, CONFIG, "bf16")
     blocks = {gradients.untyped_storage().data_ptr() for gradients in exchange._gradients}
     batch = make_batch()
     with exchange.micro_batch(last=True):
         model(**batch).loss.backward()
-    exchange.average(lambda: batch["input_ids"])
-    sums = [bucket.part.grad for bucket in exchange._dense]
+    exchange.average_gradients(lambda: batch["input_ids"])
+    sums = [bucket.shard.grad for bucket in exchange._dense_buckets]
     return bool(sums) and all(one is not None and one.untyped_storage().data_ptr() in blocks for one in sums)
 
 

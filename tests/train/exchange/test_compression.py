@@ -9,7 +9,7 @@ import torch
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import plan_updates
-from cpuft.train.exchange.compression import RANKS, count_travels
+from cpuft.train.exchange.compression import RANK_COUNTS, count_sent_numbers
 from cpuft.train.objective.base import Objective
 from cpuft.train.objective.labels import Classification
 from tests.train.tokens import make_tokens
@@ -31,11 +31,11 @@ class Encoder(torch.nn.Module):
 
 
 def test_words_travel_by_rows_and_all_else_whole() -> None:
-    found = count_travels(Encoder(), OBJECTIVE, TrainConfig(batch_size=2), PREPARED)
+    found = count_sent_numbers(Encoder(), OBJECTIVE, TrainConfig(batch_size=2), PREPARED)
     assert (found.parameters, found.row) == (8 * 3 + 3, 8)
     # A matrix of 8 x 3 has no factors of fewer numbers.
     assert found.factors == 8 * 3 + 3
-    assert list(found.words) == list(map(str, RANKS))
+    assert list(found.words) == list(map(str, RANK_COUNTS))
     # A batch of all eleven rows names every word there is, and the one that pads.
     assert found.words["64"] == len({*TOKENS.ids.tolist(), 0})
 
@@ -43,7 +43,7 @@ def test_words_travel_by_rows_and_all_else_whole() -> None:
 def test_adapters_are_under_three_hundredths_of_what_a_small_encoder_sends() -> None:
     objective = Classification(("no", "yes"), (), 0, 0)
     whole, adapted = (
-        count_travels(objective.load_model(config), objective, config, PREPARED)
+        count_sent_numbers(objective.load_model(config), objective, config, PREPARED)
         for config in (TrainConfig(), TrainConfig(lora_rank=16))
     )
     assert (whole.row, adapted.row) == (384, 0)
@@ -55,14 +55,14 @@ def test_words_are_those_of_the_updates_that_come() -> None:
     config = TrainConfig(batch_size=2, seed=3)
     updates = plan_updates(TOKENS, 4, 3, 4, True)
     named = [len({*np.concatenate([TOKENS.ids[TOKENS.places(rows)], [0]]).tolist()}) for _, rows in updates]
-    assert count_travels(Encoder(), OBJECTIVE, config, PREPARED).words["2"] == pytest.approx(np.mean(named))
+    assert count_sent_numbers(Encoder(), OBJECTIVE, config, PREPARED).words["2"] == pytest.approx(np.mean(named))
 
 
 def test_a_model_without_words_of_its_own_sends_all() -> None:
-    found = count_travels(torch.nn.Linear(8, 3), OBJECTIVE, TrainConfig(), PREPARED)
+    found = count_sent_numbers(torch.nn.Linear(8, 3), OBJECTIVE, TrainConfig(), PREPARED)
     assert (found.parameters, found.row, found.words) == (27, 0, {})
 
 
 def test_factors_are_counted_where_they_are_fewer() -> None:
-    found = count_travels(torch.nn.Linear(64, 100), OBJECTIVE, TrainConfig(), PREPARED)
+    found = count_sent_numbers(torch.nn.Linear(64, 100), OBJECTIVE, TrainConfig(), PREPARED)
     assert (found.parameters, found.factors) == (64 * 100 + 100, (64 + 100) * 16 + 100)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import TrainConfig
-from cpuft.train.exchange import choose_exchange
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.exchange.compression import make_rungs
+from cpuft.train.exchange.compression import make_levels
+from cpuft.train.exchange.table import choose_exchange
 from tests.comm.ranks import mpirun
 
 
@@ -27,15 +27,15 @@ def _alone(model: torch.nn.Module, max_grad_norm: float) -> Exchange:
 def test_a_rank_alone_clips_and_clears(max_grad_norm: float, norm: float) -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     exchange = _alone(model, max_grad_norm)
-    assert exchange.model is model
+    assert exchange.forward_model is model
     with exchange.micro_batch(last=False):
-        torch.autograd.backward(exchange.model(torch.tensor([3.0, 4.0])).sum())
-    assert exchange.average(lambda: torch.arange(1)) == 0.0
-    exchange.clip()
+        torch.autograd.backward(exchange.forward_model(torch.tensor([3.0, 4.0])).sum())
+    assert exchange.average_gradients(lambda: torch.arange(1)) == 0.0
+    exchange.clip_gradients()
     assert model.weight.grad is not None
     assert float(model.weight.grad.norm()) == pytest.approx(norm, rel=1e-5)
-    exchange.clear()
-    exchange.meet(4, last=True)
+    exchange.clear_gradients()
+    exchange.synchronize_parameters(4, wait=True)
     assert model.weight.grad is None
 
 
@@ -45,7 +45,7 @@ def test_a_few_small_gradients_are_those_of_a_compiled_model() -> None:
         model, config = torch.nn.Linear(2, 1, bias=False), TrainConfig(compile=True)
         model.compile(backend="eager")
         exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters()), config, "fp32")
-        torch.autograd.backward(exchange.model(torch.tensor([[3.0, 4.0]])).sum())
+        torch.autograd.backward(exchange.forward_model(torch.tensor([[3.0, 4.0]])).sum())
     finally:
         dist.destroy_process_group()
     assert model.weight.grad is not None
@@ -81,7 +81,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factors() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(768, 768) for _ in range(4)))
-    none, bf16, blocks, factors = (rung.layer_bytes for rung in make_rungs(model, 0, 4, 0.0))
+    none, bf16, blocks, factors = (rung.layer_bytes for rung in make_levels(model, 0, 4, 0.0))
     assert bf16 == none / 2
     assert blocks / none == pytest.approx(0.25, rel=0.02)
     assert factors / none < 0.022

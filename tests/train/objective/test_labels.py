@@ -13,7 +13,6 @@ import torch
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.evaluate import join
-from cpuft.train.objective import make_objective
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.labels import (
     Classification,
@@ -23,6 +22,7 @@ from cpuft.train.objective.labels import (
     compute_label_metrics,
     compute_tag_metrics,
 )
+from cpuft.train.objective.table import make_objective
 from tests.train.tokens import make_tokens
 
 BINARY = (("no", "yes"), ("accuracy", "f1", "matthews_correlation"))

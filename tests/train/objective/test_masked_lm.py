@@ -18,9 +18,9 @@ from cpuft.train.data.order import deal
 from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.kernels import plain_torch
-from cpuft.train.objective import make_objective
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.masked_lm import MaskedLanguageModelling
+from cpuft.train.objective.table import make_objective
 
 WORDS = 40
 PAD, MASK, START, END = 0, 1, 2, 3

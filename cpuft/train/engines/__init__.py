@@ -1,0 +1,130 @@
+"""`--engine`: training systems of others in the place of cpuft's fast path: IPEX, DeepSpeed and ONNX Runtime.
+
+Each has a module in this folder, and here an entry of the table with the versions that it needs. Nothing of an engine
+is imported before its versions were checked: IPEX fails with an AttributeError on any version of torch but its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cpuft.config import TrainConfig
+from cpuft.errors import CpuftError
+
+if TYPE_CHECKING:
+    import torch
+
+IPEX = "intel_extension_for_pytorch"
+ORT = "onnxruntime-training-cpu"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine needs."""
+
+    versions: Mapping[str, str]
+    """Package and the major and minor version that it must have; the engine's own package first."""
+    next_step: str
+    """What a user should do if these versions are not installed."""
+    machine: str = ""
+    """The machine type that it runs on, as `uname -m` prints it; empty for any."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that it reads when it is imported, perhaps by transformers."""
+    compiled_files: str = ""
+    """Pattern of files beside its package, of which one exists if the engine was compiled for the installed torch."""
+    has_fused_adamw: bool = True
+    """Whether its torch has a fused AdamW for CPUs."""
+
+
+ENGINES = {
+    "ipex": Engine({IPEX: "2.8", "torch": "2.8"}, "use the environment that scripts/check-ipex makes", "x86_64"),
+    "deepspeed": Engine(
+        {"deepspeed": "0.19"},
+        "use the environment that scripts/check-deepspeed makes",
+        settings={"DS_ACCELERATOR": "cpu"},
+    ),
+    # Without this setting it only warns when it fails, and trains with torch.
+    "ort": Engine(
+        {ORT: "1.19", "torch": "2.3"},
+        "use the environment that scripts/check-ort makes",
+        "x86_64",
+        {"ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"},
+        "onnxruntime/training/ortmodule/torch_cpp_extensions/aten_op_executor*.so",
+        has_fused_adamw=False,
+    ),
+}
+
+
+def check_engine(config: TrainConfig) -> None:
+    """Check that the engine can run here, and set its environment variables. Raises CpuftError if it cannot."""
+    engine = ENGINES.get(config.engine)
+    if engine is None:
+        return
+    versions = {name: _installed_version(name) for name in engine.versions}
+    if problem := find_problem(config.engine, versions, platform.machine(), _is_compiled(engine)):
+        raise CpuftError(problem)
+    for name, value in engine.settings.items():
+        os.environ.setdefault(name, value)
+
+
+def name_packages(engine: str) -> tuple[str, ...]:
+    """Return the names of the packages whose versions matter for an engine; none for cpuft's own."""
+    return tuple(ENGINES[engine].versions) if engine in ENGINES else ()
+
+
+def optimize_with_engine(engine: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
+    """Let an engine change a model and its optimizer in place; DeepSpeed does its part as an exchange."""
+    if engine == "ipex":
+        from cpuft.train.engines.ipex import optimize_by_ipex
+
+        optimize_by_ipex(model, optimizer, precision)
+    elif engine == "ort":
+        from cpuft.train.engines.ort import optimize_by_ort
+
+        optimize_by_ort(model)
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _is_compiled(engine: Engine) -> bool:
+    if not engine.compiled_files:
+        return True
+    try:
+        beside = importlib.metadata.distribution(next(iter(engine.versions))).locate_file("")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return any(Path(str(beside)).glob(engine.compiled_files))
+
+
+def find_problem(engine: str, versions: Mapping[str, str], machine: str, compiled: bool = True) -> str:
+    """Return why an engine cannot train here and what to do; empty if it can.
+
+    Parameters
+    ----------
+    versions: installed version of each package that it needs; empty for a missing one.
+    machine: the machine type, as `uname -m` prints it.
+    compiled: whether the files exist that it compiles for the installed torch.
+    """
+    if engine not in ENGINES:
+        return ""
+    needs = ENGINES[engine]
+    if needs.machine not in ("", machine):
+        return f"--engine {engine} runs on {needs.machine} only, and this host is {machine}: leave --engine out"
+    for name, wanted in needs.versions.items():
+        if not versions[name].startswith(f"{wanted}."):
+            here = f"and here is {versions[name] or 'none'}"
+            return f"--engine {engine} needs {name} {wanted}, {here}: {needs.next_step}, or leave --engine out"
+    if not compiled:
+        return f"--engine {engine} has not been compiled for its torch: {needs.next_step}, or leave --engine out"
+    return ""
