@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from torch._C._distributed_c10d import Store
 
 from cpuft.errors import CpuftError
-from cpuft.rank.process import FOREIGN
+from cpuft.rank.process import FOREIGN_STORE_ENTRY
 from cpuft.terminal import notice_silence
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
@@ -274,7 +274,7 @@ def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:
     while not (found := _read_entry(store.get("liveness"))):
         if time.monotonic() > end:
             raise StartupDisturbedError(
-                f"{FOREIGN}: the address of the first rank was not written with rank {rank}'s {KEY_VARIABLE}. "
+                f"{FOREIGN_STORE_ENTRY}: the first rank's address was not written with rank {rank}'s {KEY_VARIABLE}. "
                 "Start all ranks with one cpuft launch, and keep other hosts away from the ports of ranks"
             )
         time.sleep(_RETRY_SECONDS)

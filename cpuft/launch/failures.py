@@ -12,7 +12,14 @@ from pathlib import Path
 from cpuft.config import LaunchConfig, ScriptConfig, option_names
 from cpuft.errors import AGAIN, CpuftError
 from cpuft.launch.resume import read_resumed_run
-from cpuft.rank.process import FOREIGN, KILLED_BY_SOMEBODY, MARKS, OUT_OF_MEMORY, parse_failure, parse_missed
+from cpuft.rank.process import (
+    FOREIGN_STORE_ENTRY,
+    KILLED_BY_SOMEBODY,
+    MARKS,
+    OUT_OF_MEMORY,
+    parse_failure,
+    parse_missing_ranks,
+)
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 _NO_MEMORY = re.compile(r"^(MemoryError\b|RuntimeError: .*can't allocate memory|.*std::bad_alloc)", re.MULTILINE)
@@ -55,7 +62,13 @@ class Failure:
     @property
     def lost_its_peer(self) -> bool:
         """Whether it failed only because another one had before, or because another program kept ranks apart."""
-        signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvValue failed", FOREIGN)
+        signs = (
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Broken pipe",
+            "recvValue failed",
+            FOREIGN_STORE_ENTRY,
+        )
         return any(sign in self.text for sign in signs)
 
 
@@ -82,7 +95,7 @@ def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
         if found := parse_failure(text):
             own = "\n".join(line for line in text.splitlines() if not line.startswith(MARKS))
             host = hosts[found[0]] if found[0] < len(hosts) else found[1]
-            failures.append(Failure(found[0], host, found[2], own, frozenset(parse_missed(text))))
+            failures.append(Failure(found[0], host, found[2], own, frozenset(parse_missing_ranks(text))))
     missed = _missed(failures)
     return sorted(failures, key=lambda one: (bool(one.missed), one.rank not in missed, one.lost_its_peer))
 

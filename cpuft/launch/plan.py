@@ -37,7 +37,7 @@ from cpuft.launch.resume import ROWS, ResumedRun
 from cpuft.launch.settings import script_settings
 from cpuft.launch.supervise import describe_lease_renewal
 from cpuft.plan import RunPlan, Setting, Step
-from cpuft.rank.interruption import NOTICE
+from cpuft.rank.interruption import NOTICE_VARIABLE
 from cpuft.words import own_module, pack_words
 
 LEAST_FREE_BYTES = 256 << 20
@@ -242,7 +242,7 @@ def plan_launch(
     shared += environment.keep_user_values(extra, environment.user_variables(environ))
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "what a script of yours writes there on the master, you get"),)
     if notice := find_notice(config.interruption_notice) if config.interruption_notice else cluster.access.notice:
-        shared += (Setting(NOTICE, notice, "each host's first rank looks there every 5 s"),)
+        shared += (Setting(NOTICE_VARIABLE, notice, "each host's first rank looks there every 5 s"),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run goes on, from what $CPUFT_RUN_DIR has"),) if resumed else ()
     logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name

@@ -36,7 +36,7 @@ from cpuft.launch.failures import (
 from cpuft.launch.resume import write_lost_hosts
 from cpuft.launch.stack_dumps import Diagnosis, diagnose_run
 from cpuft.plan import Plan, RunPlan, Step, format_plan
-from cpuft.rank.interruption import ASKED, SIGN
+from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED
 from cpuft.rank.reporting import HANGS, SUPERVISED
 
@@ -168,7 +168,7 @@ class Watchdog:
             self.asking.check()
         if self.renewal:
             self.renewal.check()
-        ends, starter = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(SIGN)
+        ends, starter = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
         if not self.failed_at and (_any_says(ends, FAILURE) or _any_says(map(_read_end, starter), *_GIVES_UP)):
             self.failed_at = now
         if _any_says(ends, HANGS):
@@ -214,7 +214,7 @@ class Watchdog:
     def _is_quiet(self, now: float) -> bool:
         """Whether no rank has given a heartbeat for long."""
         with suppress(OSError):
-            sign = (self.logs.parent / SIGN).stat().st_mtime_ns
+            sign = (self.logs.parent / HEARTBEAT_FILE).stat().st_mtime_ns
             if sign != self.sign:
                 self.sign, self.signed_at = sign, now
         return bool(self.sign) and now - self.signed_at > _QUIET_SECONDS
@@ -399,7 +399,7 @@ def _run_ranks(
     # mpirun ends without a word where it cannot write what ranks say.
     if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
         raise DiskFullError(str(logs.parent))
-    said, absent = (logs.parent / SIGN).read_text(errors="replace"), describe_absent(failures, hosts, silent)
+    said, absent = (logs.parent / HEARTBEAT_FILE).read_text(errors="replace"), describe_absent(failures, hosts, silent)
     if watchdog.verdict and not silent:
         absent = [watchdog.verdict.text]
     print(describe_failures(failures, said, absent), file=sys.stderr, flush=True)
@@ -421,7 +421,7 @@ def _start_ranks(step: Step, watchdog: Watchdog, environ: Mapping[str, str], sec
             tail.copy()
         watchdog.check()
 
-    with (logs.parent / SIGN).open("wb") as output:
+    with (logs.parent / HEARTBEAT_FILE).open("wb") as output:
         try:
             takes = watchdog.asking.takes if watchdog.asking else lambda signal_number: False
             code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, seconds, takes)
@@ -496,7 +496,7 @@ class StopRequest:
 
     def plan_telling(self, name: str) -> Step:
         """The step that writes the file, as this machine runs it."""
-        path = f"{self.run_dir}/{ASKED}"
+        path = f"{self.run_dir}/{REQUEST_FILE}"
         words = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
         return Plan(ways=self.ways).here(Step("ask ranks to end", words, host=self.master))
 

@@ -1,1 +1,1 @@
-"""First thing on every rank: who am I, am I where the plan put me; then the worker."""
+"""The first code on every rank: find out its rank, check that it is where the plan put it, and run the worker."""

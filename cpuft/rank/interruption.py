@@ -1,7 +1,7 @@
-"""A run is told to stop in good order: by its launch, or by a notice on one of its hosts.
+"""How a rank learns that its run must stop: from the launcher, or from an interruption notice on its host.
 
-`cpuft.rank` watches for that beside its worker, so that no step waits for it, and sends that SIGUSR1: once, and not
-before it listens. A program that does not listen goes on undisturbed.
+`cpuft.rank` watches for both beside its worker, so that no training step waits for it. It then sends the worker SIGUSR1
+once, as soon as the worker catches that signal. A program that does not catch it continues undisturbed.
 """
 
 from __future__ import annotations
@@ -18,100 +18,113 @@ from types import FrameType
 
 from cpuft.rank.world import World
 
-ASKED = "logs/interrupt"
-"""In the run's directory: who asks for its end, written by the launch. mpirun passes on no signal."""
-SIGN = "logs/mpirun.log"
-"""Likewise; each host's first rank touches it now and then, where it is the same file there: some rank is alive."""
-NOTICE = "CPUFT_NOTICE"
+REQUEST_FILE = "logs/interrupt"
+"""File in the run's folder with which the launcher asks all ranks to stop, because mpirun forwards no signal. It holds
+the name of the signal that the launcher received."""
+HEARTBEAT_FILE = "logs/mpirun.log"
+"""File in the run's folder that the first rank of each host touches regularly. On a shared file system, the launcher
+sees by its time that some rank is alive."""
+NOTICE_VARIABLE = "CPUFT_NOTICE"
+"""Environment variable with the file or URL of --interruption-notice."""
 SIGNAL = signal.SIGUSR1
-_LOOK_SECONDS = 1.0
-_NOTICE_EVERY, _SIGN_EVERY = 5, 5
-"""Looks; EC2 gives a notice two minutes before the end."""
+"""Signal by which `cpuft.rank` tells its worker to stop."""
+_POLL_SECONDS = 1.0
+_NOTICE_POLLS = 5
+"""The notice is checked at every fifth poll. EC2 announces an interruption two minutes before it."""
+_HEARTBEAT_POLLS = 5
 _ANSWER_SECONDS = 2.0
 _METADATA = "/latest/meta-data/"
-"""How paths of EC2's metadata begin, which want a token (version 2 of the service)."""
-_came = threading.Event()
-_polled = threading.Event()
-"""Whether this program has ever looked at `came`: only then can it end by itself."""
+"""Beginning of the paths in EC2's metadata service, which wants a token (version 2 of the service)."""
+_is_requested = threading.Event()
+_is_polled = threading.Event()
+"""Set once this program has called `is_interrupted`: only then can it end by itself."""
 
 
-def listen(is_script: bool = False) -> None:
-    """Note SIGUSR1 from now on instead of ending by it, and whether the launch has asked before. On the main thread.
+def handle_interruption(is_script: bool = False) -> None:
+    """Let SIGUSR1 set a flag instead of ending this process, and check whether the launcher has already asked to stop.
 
-    `is_script`: in a script of the user's that never looks at `came`, the user's Ctrl-C raises KeyboardInterrupt, as it
-    would in a terminal.
+    This must be called on the main thread.
+
+    Parameters
+    ----------
+    is_script: in a user's script that never calls `is_interrupted`, the user's Ctrl-C raises KeyboardInterrupt, as it
+        would in a terminal.
     """
-    signal.signal(SIGNAL, _interrupt_script if is_script else _note)
-    signal.siginterrupt(SIGNAL, False)  # libraries' system calls are begun again
-    if os.path.exists(_find(os.environ, ASKED)):
-        _came.set()
+    signal.signal(SIGNAL, _interrupt_script if is_script else _set_requested)
+    signal.siginterrupt(SIGNAL, False)  # system calls of libraries are restarted
+    if os.path.exists(_find(os.environ, REQUEST_FILE)):
+        _is_requested.set()
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    _came.set()
+def _set_requested(number: int, frame: FrameType | None) -> None:
+    _is_requested.set()
 
 
 def _interrupt_script(number: int, frame: FrameType | None) -> None:
-    _came.set()
-    if not _polled.is_set() and _asked_by(_find(os.environ, ASKED)) == signal.SIGINT.name:
+    _is_requested.set()
+    if not _is_polled.is_set() and _read_request(_find(os.environ, REQUEST_FILE)) == signal.SIGINT.name:
         raise KeyboardInterrupt
 
 
-def came() -> bool:
-    """Whether this process was told that its run is to stop."""
-    _polled.set()
-    return _came.is_set()
+def is_interrupted() -> bool:
+    """Return whether this process was told that its run must stop."""
+    _is_polled.set()
+    return _is_requested.is_set()
 
 
 def describe_cause(environ: Mapping[str, str]) -> str:
-    """Who told this rank to stop."""
-    if asked := _asked_by(_find(environ, ASKED)):
-        return asked
-    notice = environ.get(NOTICE, "")
+    """Return what told this rank to stop: a signal's name, or the notice and its host."""
+    if request := _read_request(_find(environ, REQUEST_FILE)):
+        return request
+    notice = environ.get(NOTICE_VARIABLE, "")
     return f"{f'the notice {notice}' if notice else SIGNAL.name} on {socket.gethostname()}"
 
 
-def _asked_by(path: str) -> str:
-    """The name of the signal for which the launch asked, from its file; empty where there is none."""
+def _read_request(path: str) -> str:
+    """Return the name of the signal in the launcher's request; "" if there is no request."""
     with suppress(OSError), open(path, encoding="utf-8") as file:
         return file.read().strip()
     return ""
 
 
-def is_leaving(environ: Mapping[str, str]) -> bool:
-    """Whether a rank that was told to stop was so because its host is about to go."""
-    return bool(environ.get(NOTICE)) and not os.path.exists(_find(environ, ASKED))
+def is_host_leaving(environ: Mapping[str, str]) -> bool:
+    """Return whether a rank that was told to stop was told so because its host will be taken away."""
+    return bool(environ.get(NOTICE_VARIABLE)) and not os.path.exists(_find(environ, REQUEST_FILE))
 
 
 def _find(environ: Mapping[str, str], name: str) -> str:
     return os.path.join(environ.get("CPUFT_RUN_DIR") or "/nowhere", name)
 
 
-def start_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
-    """Watch for as long as the child lives; each host's first rank looks for a notice, and gives a sign of life."""
-    first = world.local_rank == 0
-    notice, sign = (environ.get(NOTICE, ""), _find(environ, SIGN)) if first else ("", "")
-    looks = Notice(notice).stands if notice else lambda: False
-    threading.Thread(target=_watch, args=(child, _find(environ, ASKED), looks, sign), daemon=True).start()
+def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
+    """Start a thread that watches for a request or a notice for as long as the child process lives.
+
+    Only the first rank of each host checks the notice and touches the heartbeat file.
+    """
+    is_first = world.local_rank == 0
+    place, heartbeat = (environ.get(NOTICE_VARIABLE, ""), _find(environ, HEARTBEAT_FILE)) if is_first else ("", "")
+    has_notice = InterruptionNotice(place).has_arrived if place else lambda: False
+    arguments = child, _find(environ, REQUEST_FILE), has_notice, heartbeat
+    threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
 
-def _watch(child: int, asked: str, notice: Callable[[], bool], sign: str) -> None:
-    look, stands, told = 0, False, False
+def _watch(child: int, request: str, has_notice: Callable[[], bool], heartbeat: str) -> None:
+    poll, must_stop, is_sent = 0, False, False
     while os.path.exists(f"/proc/{child}"):
-        if sign and look % _SIGN_EVERY == 0:
+        if heartbeat and poll % _HEARTBEAT_POLLS == 0:
             with suppress(OSError):
-                os.utime(sign)
-        stands = stands or os.path.exists(asked) or (look % _NOTICE_EVERY == 0 and notice())
-        if stands and not told and is_listening(child):
-            told = True
+                os.utime(heartbeat)
+        must_stop = must_stop or os.path.exists(request) or (poll % _NOTICE_POLLS == 0 and has_notice())
+        if must_stop and not is_sent and catches_signal(child):
+            is_sent = True
             with suppress(ProcessLookupError):
                 os.kill(child, SIGNAL)
-        look += 1
-        time.sleep(_LOOK_SECONDS)
+        poll += 1
+        time.sleep(_POLL_SECONDS)
 
 
-def is_listening(process: int) -> bool:
-    """Whether a process catches SIGUSR1, or holds it back to look for it later."""
+def catches_signal(process: int) -> bool:
+    """Return whether a process catches SIGUSR1, or blocks it to handle it later."""
     try:
         with open(f"/proc/{process}/status", encoding="utf-8") as file:
             lines = file.read().splitlines()
@@ -121,37 +134,45 @@ def is_listening(process: int) -> bool:
     return any(mask >> (SIGNAL - 1) & 1 for mask in masks)
 
 
-class Notice:
-    """A file that is there once a host is about to go, or an address that then answers 200, and 404 until then."""
+class InterruptionNotice:
+    """A notice that a host will be taken away.
+
+    Parameters
+    ----------
+    place: a file that then appears, or a URL that then answers with status 200, and with 404 until then.
+    """
 
     def __init__(self, place: str) -> None:
         self._place = place
-        self._told = False
+        self._is_reported = False
 
-    def stands(self) -> bool:
-        """Look now: at most a few seconds long. An address that cannot be asked is said once, and is no notice."""
+    def has_arrived(self) -> bool:
+        """Check for the notice, for at most a few seconds.
+
+        A URL that does not answer is reported once on standard error, and counts as no notice.
+        """
         if not self._place.startswith(("http://", "https://")):
             return os.path.exists(self._place)
         try:
-            return self._ask()
-        except Exception as error:  # urllib lets through what http.client raises; whatever it is, the watch goes on
-            if getattr(error, "code", 0) != 404 and not self._told:
-                self._told = True
-                why = f"{self._place} cannot be asked ({error})"
-                print(f"cpuft: {why}: no notice will come from there", file=sys.stderr, flush=True)
+            return self._request()
+        except Exception as error:  # urllib also raises errors of http.client; whatever it is, the watch continues
+            if getattr(error, "code", 0) != 404 and not self._is_reported:
+                self._is_reported = True
+                problem = f"the interruption notice at {self._place} cannot be read ({error})"
+                print(f"cpuft: {problem}, so interruptions of this host go unnoticed", file=sys.stderr, flush=True)
             return False
 
-    def _ask(self) -> bool:
-        # Imported here, because few runs ask.
+    def _request(self) -> bool:
+        # Imported here, because few runs need them.
         from urllib.error import HTTPError
         from urllib.parse import urlsplit
         from urllib.request import ProxyHandler, Request, build_opener
 
-        opener = build_opener(ProxyHandler({}))  # metadata are the host's own
+        opener = build_opener(ProxyHandler({}))  # the metadata service is on the host itself
         parts, headers = urlsplit(self._place), dict[str, str]()
         if parts.path.startswith(_METADATA):
-            lasts = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-            token = Request(f"{parts.scheme}://{parts.netloc}/latest/api/token", headers=lasts, method="PUT")
+            lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+            token = Request(f"{parts.scheme}://{parts.netloc}/latest/api/token", headers=lifetime, method="PUT")
             with suppress(HTTPError), opener.open(token, timeout=_ANSWER_SECONDS) as answer:
                 headers["X-aws-ec2-metadata-token"] = answer.read(1000).decode("ascii").strip()
         with opener.open(Request(self._place, headers=headers), timeout=_ANSWER_SECONDS) as answer:

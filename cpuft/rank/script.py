@@ -34,7 +34,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, changes, make_check, refuse_nccl
-from cpuft.rank.interruption import listen
+from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.process import format_failure
 from cpuft.rank.reporting import RECORDER, hold, start_reporting
 from cpuft.rank.world import parse_world
@@ -237,5 +237,5 @@ def flush_and_exit(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     connection = change_torch()
-    listen(is_script=True)
+    handle_interruption(is_script=True)
     end(run_script(sys.argv[1:], check=connection))

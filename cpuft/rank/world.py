@@ -1,4 +1,4 @@
-"""A rank's place among all ranks, from what launchers say in the environment."""
+"""Rank, world size, local rank and local size of a process, from the environment variables of its launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpuft.words import parse_counts
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place among all ranks."""
+    """The place of a rank among all ranks."""
 
     rank: int
     size: int
@@ -19,9 +19,6 @@ class World:
     local_size: int
 
 
-# rank, size, local rank, local size: what each launcher calls them. mpirun's own come first, because a stale RANK
-# exported in a shell must not win over them; Slurm's last, because ranks of an mpirun in a job inherit those of its
-# proxies. A batch script has no step, and is alone whatever SLURM_NTASKS says.
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -29,47 +26,60 @@ _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _SLURM,
 )
+"""Rank, size, local rank and local size as Open MPI, Intel MPI and MPICH, torchrun, and Slurm call them; the first one
+that is set counts. mpirun's variables come first, because an old RANK that is exported in a shell must not override them.
+Slurm's come last, because the ranks of an mpirun in a job inherit the variables of mpirun's proxies. A batch script has
+no step, and is a single process whatever SLURM_NTASKS is."""
 
 
 def parse_world(environ: Mapping[str, str]) -> World:
-    """The world of this process from its environment; a world of one where no launcher says anything.
+    """Return the place of this process; World(0, 1, 0, 1) if no launcher has set its variables.
 
-    Raises CpuftError: values that are no numbers, or a rank outside its world.
+    Parameters
+    ----------
+    environ: the environment variables of the process.
+
+    Raises CpuftError: values are not numbers, or the rank is not smaller than the size.
     """
     for names in _LAUNCHERS:
         if names[0] in environ and names[1] in environ:
-            # srun's pmi2 says nothing of a rank's place on its host; its step does, if it is the same world.
-            same = all(environ.get(own) == environ[theirs] for own, theirs in zip(_SLURM[:2], names))
-            return _parse_ranks(environ, _SLURM if same and names[2] not in environ else names)
+            # srun's pmi2 does not set the local rank. Slurm's own variables do, if they describe the same world.
+            is_same = all(environ.get(slurm) == environ[name] for slurm, name in zip(_SLURM[:2], names))
+            return _parse_variables(environ, _SLURM if is_same and names[2] not in environ else names)
     return World(0, 1, 0, 1)
 
 
-def is_of_srun(environ: Mapping[str, str]) -> bool:
-    """Whether variables of PMI are srun's own. Hydra's ranks in a job have the step of its proxy, and more to go by."""
+def is_started_by_srun(environ: Mapping[str, str]) -> bool:
+    """Return whether srun itself started this rank, and not an mpirun in a Slurm job.
+
+    Ranks of such an mpirun (Hydra) also inherit SLURM_STEP_ID, but have a local rank from mpirun.
+    """
     return "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ
 
 
-def _parse_ranks(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> World:
+def _parse_variables(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> World:
     texts = [environ.get(name, default) for name, default in zip(names, ("", "", "0", "1"))]
     if names == _SLURM:
-        texts[3] = _tasks_of_node(texts[3], environ.get("SLURM_NODEID", ""))
+        texts[3] = _count_tasks(texts[3], environ.get("SLURM_NODEID", ""))
     if not all(text.isdecimal() and len(text) < 10 for text in texts):
-        said = " ".join(f"{name}={environ.get(name, '')!r}" for name in names)
-        raise CpuftError(f"the launcher's variables are not numbers ({said}): unset them, or start with cpuft launch")
+        values = " ".join(f"{name}={environ.get(name, '')!r}" for name in names)
+        raise CpuftError(f"the launcher's variables are not numbers ({values}): unset them, or start with cpuft launch")
     world = World(*(int(text) for text in texts))
     if world.rank >= world.size:
-        raise CpuftError(f"{names[0]}={world.rank} is outside {names[1]}={world.size}: unset one of them")
+        raise CpuftError(
+            f"{names[0]}={world.rank} must be smaller than {names[1]}={world.size}: unset one of the two variables"
+        )
     return world
 
 
-def _tasks_of_node(text: str, node: str) -> str:
-    """How many tasks the step's node of this number has: of "2(x3),1", nodes 0 to 2 have 2 and node 3 has 1."""
+def _count_tasks(text: str, node: str) -> str:
+    """Return the number of tasks on a node of the step: of "2(x3),1", nodes 0 to 2 have 2 tasks and node 3 has 1."""
     counts, number = parse_counts(text), int(node) if node.isdecimal() else 0
     return str(counts[number]) if number < len(counts) else ""
 
 
 def world_variables(world: World) -> dict[str, str]:
-    """The world under the names that torch, the Hugging Face Trainer and Accelerate read."""
+    """Return the variables that torch, the Hugging Face Trainer and Accelerate read: RANK, WORLD_SIZE, and so on."""
     return {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from cpuft.rank.interruption import came, describe_cause, is_leaving
+from cpuft.rank.interruption import describe_cause, is_host_leaving, is_interrupted
 from cpuft.record import InterruptedLine, Line
 from cpuft.train.checkpoint.policy import Keeper
 from cpuft.train.loop import KEEP, LEAVE, Loop
@@ -22,7 +22,7 @@ def obey(loop: Loop, keeper: Keeper | None, record: Callable[[Line], None]) -> N
     """Have a loop make checkpoints when they are due, and stop when a rank is told to; `record` keeps a line."""
 
     def ask() -> float:
-        if came():
+        if is_interrupted():
             return LEAVE
         return KEEP if keeper and loop.world.rank == 0 and keeper.is_due() else 0.0
 
@@ -49,7 +49,7 @@ def _find_cause() -> tuple[str, tuple[int, ...]]:
 
 
 def _own_cause() -> tuple[str, bool]:
-    return (describe_cause(os.environ), is_leaving(os.environ)) if came() else ("", False)
+    return (describe_cause(os.environ), is_host_leaving(os.environ)) if is_interrupted() else ("", False)
 
 
 def _leave(line: InterruptedLine, keep: Callable[[int, Line], bool], record: Callable[[Line], None]) -> None:

@@ -21,7 +21,7 @@ from cpuft.comm import take_traffic
 from cpuft.comm.compression.table import resolve_compression, wire_type_name
 from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, TrainConfig, WorkerConfig, refuse_conflicts
 from cpuft.hardware import DECIDING_FLAGS, Cpu, Precision, choose_precision, effective_flags, parse_cpuinfo
-from cpuft.rank.interruption import listen
+from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     PHASES,
@@ -163,7 +163,7 @@ def begin(story: Story, loop: Loop, worker: WorkerConfig, header: Header, stack:
             story.keeper = Keeper(state, root, world.rank, every, loop.exchange.contribute_to_checkpoint)
             story.keeper.begin(lines.splitlines(), past.update)
         obey(loop, story.keeper, story.add)
-        listen()
+        handle_interruption()
     if worker.resume >= 0:
         line = make_resumed_line(header, past, worker)
         story.progress.resumed(line, loop.updates)

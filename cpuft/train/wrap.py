@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.rank.interruption import listen
+from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.script import change_torch, end, run_script
 
 
@@ -46,7 +46,7 @@ def main() -> int:
     """Run the script as Python would; 2 after one line where its model cannot be accelerated, else its exit code."""
     done: list[str] = []
     check = change_torch()
-    listen()
+    handle_interruption()
     wrap_trainer(done)
     code = run_script(sys.argv[1:], refusals=(CpuftError,), check=check)
     if not done and not code:

@@ -53,7 +53,7 @@ def mpirun(
         )
     finally:
         # Here no cpuft.rank sweeps behind a rank that is killed.
-        remove_abandoned_memory(least_age=0.0)
+        remove_abandoned_memory(min_age=0.0)
 
 
 def become_rank() -> None:

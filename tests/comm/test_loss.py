@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cpuft.rank.process import FAILURE, parse_missed
+from cpuft.rank.process import FAILURE, parse_missing_ranks
 from tests.comm.loss import DEADLINE_SECONDS
 from tests.comm.ranks import mpirun
 
@@ -54,5 +54,5 @@ def test_a_stopped_rank_is_missed_and_no_other(lost: int) -> None:
     told = re.findall(r"^cpuft comm: rank (\d): .*; did not arrive: (.*?)\. Next", run.stdout, re.MULTILINE)
     others = sorted({"0", "1", "2"} - {str(lost)})
     assert sorted(told) == [(rank, f"rank {lost} (no answer: stopped, or its host is lost)") for rank in others]
-    assert parse_missed(run.stdout) == {lost}
+    assert parse_missing_ranks(run.stdout) == {lost}
     assert run.stdout.count(FAILURE) == 2

@@ -42,7 +42,7 @@ from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from
 from cpuft.provision.servers import parse_lock, parse_survey
 from cpuft.provision.wheels import parse_pins
-from cpuft.rank.process import FAILURE, parse_failure, parse_missed
+from cpuft.rank.process import FAILURE, parse_failure, parse_missing_ranks
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     Line,
@@ -285,7 +285,7 @@ PARSERS: dict[str, Parser] = {
     "parse_survey": Parser(lambda text: parse_survey(text, "h"), values.damaged([_SURVEY])),
     "parse_host_copy": Parser(lambda text: read_resumed_run("run", kept=[parse_host_copy(text, Host("a"))]), _KEPT),
     "parse_failure": Parser(parse_failure, _FAILURES),
-    "parse_missed": Parser(parse_missed, _FAILURES),
+    "parse_missing_ranks": Parser(parse_missing_ranks, _FAILURES),
     "parse_dump": Parser(parse_dump, values.damaged([DUMP]) | values.TEXTS),
     "parse_rank_dump": Parser(
         lambda text: format_dumps((parse_rank_dump(serialization.parse_json(text), "h"),)),

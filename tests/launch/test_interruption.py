@@ -23,12 +23,12 @@ TEXT = "\n".join(f"line {number} of a book that nobody wrote, and few will read"
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist
-from cpuft.rank.interruption import came
+from cpuft.rank.interruption import is_interrupted
 dist.init_process_group("gloo")
 told = torch.zeros(1)
 while not told:
     time.sleep(0.05)
-    told += came()
+    told += is_interrupted()
     dist.all_reduce(told)
 sys.exit(75)
 """

@@ -29,14 +29,14 @@ TRAINING = (
 )
 QUIET = ("--backend", "gloo", "--no-save-model", "--no-fast-path")
 WAITS = """import os, pathlib, sys, time, torch, torch.distributed as dist
-from cpuft.rank.interruption import came
+from cpuft.rank.interruption import is_interrupted
 dist.init_process_group("gloo")
 dist.barrier()
 pathlib.Path(sys.argv[1]).touch()
 told = torch.zeros(1)
 while "CPUFT_RESUMED" not in os.environ:
     time.sleep(0.05)
-    told += came()
+    told += is_interrupted()
     dist.all_reduce(told)
     if told:
         sys.exit(75)

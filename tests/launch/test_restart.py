@@ -38,7 +38,7 @@ from cpuft.launch.results import NotStoredError
 from cpuft.launch.resume import HostCopy, ResumedRun, find_newest_checkpoint
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.measured import list_measured
-from cpuft.rank.process import FOREIGN, OUT_OF_MEMORY, format_failure
+from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, format_line
 from tests.launch.test_resume import HEADER, TRAIN, write_run
@@ -321,7 +321,7 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
         (AttemptResult(75, failed(75)), RestartDecision(False, "rank 2 on node3 was interrupted")),
         (AttemptResult(1, failed(1, LOST_PEER)), RestartDecision(True, "rank 2 on node3 lost another rank")),
         (
-            AttemptResult(1, failed(1, f"cpuft: error: {FOREIGN}: wait")),
+            AttemptResult(1, failed(1, f"cpuft: error: {FOREIGN_STORE_ENTRY}: wait")),
             RestartDecision(True, "rank 2 on node3 lost another rank"),
         ),
         (AttemptResult(2), RestartDecision(False, "its options or data were refused")),

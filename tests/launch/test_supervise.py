@@ -46,8 +46,8 @@ from cpuft.launch.supervise import (
     run_on_this_machine,
 )
 from cpuft.plan import RunPlan, Step
-from cpuft.rank.interruption import SIGN
-from cpuft.rank.process import ENDED, STARTED, format_failure, parse_failure, parse_missed
+from cpuft.rank.interruption import HEARTBEAT_FILE
+from cpuft.rank.process import ENDED, STARTED, format_failure, parse_failure, parse_missing_ranks
 from cpuft.rank.reporting import HANGS
 from cpuft.rank.world import World
 from tests.conftest import Golden
@@ -142,7 +142,7 @@ def test_who_only_waited_has_no_say_in_the_exit_code() -> None:
 def test_a_failures_mark_reads_back() -> None:
     assert parse_failure(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 139)}\nb\n") == (3, "node-2", 139)
     assert parse_failure("Traceback\n") is None
-    assert parse_missed(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 1, {0, 2})}\nb\n") == {0, 2}
+    assert parse_missing_ranks(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 1, {0, 2})}\nb\n") == {0, 2}
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answer
 def test_mpirun_that_has_lost_a_host_is_as_good_as_a_rank_that_failed(said: str, ends: bool, tmp_path: Path) -> None:
     """In a job of Slurm's it would wait until that misses the host."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / SIGN).write_text(said, encoding="utf-8")
+    (tmp_path / HEARTBEAT_FILE).write_text(said, encoding="utf-8")
     ending = Watchdog(tmp_path / "logs", set, lambda: (Diagnosis((), ""), set()))
     ending.check()
     assert bool(ending.failed_at) == ends
@@ -293,7 +293,7 @@ def test_mpirun_that_has_lost_a_host_is_as_good_as_a_rank_that_failed(said: str,
 
 def test_hosts_are_asked_when_no_rank_gives_a_sign_of_life(tmp_path: Path) -> None:
     """mpirun would wait for ever where all are lost; who is only quiet goes on."""
-    logs, sign, asked = tmp_path / "logs", tmp_path / SIGN, list[str]()
+    logs, sign, asked = tmp_path / "logs", tmp_path / HEARTBEAT_FILE, list[str]()
     logs.mkdir()
     sign.touch()
 

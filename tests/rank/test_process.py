@@ -17,7 +17,7 @@ from cpuft.rank.process import (
     list_memory_counters,
     parse_cores,
     parse_failure,
-    parse_missed,
+    parse_missing_ranks,
     remove_abandoned_memory,
 )
 
@@ -57,7 +57,9 @@ def test_nothing_is_taken_without_a_word_or_of_another_user(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("soft, most, allowed", [(64, 65536, 512), (64, 256, 256), (300, 256, 300), (512, 65536, 512)])
 def test_a_rank_may_open_as_many_files_as_its_host_lets_it(soft: int, most: int, allowed: int) -> None:
-    code = f"import resource as r; from cpuft.rank.process import allow_files; allow_files({most}); "
+    code = (
+        f"import resource as r; from cpuft.rank.process import raise_open_files_limit; raise_open_files_limit({most}); "
+    )
     code += "print(*r.getrlimit(r.RLIMIT_NOFILE))"
     limit = f'ulimit -Sn {soft}; ulimit -Hn 512; exec "$0" -c "$1"'
     done = subprocess.run(["sh", "-c", limit, sys.executable, code], capture_output=True, text=True, timeout=60)
@@ -87,7 +89,7 @@ def test_who_does_not_end_all_ranks_by_itself_is_told(launcher: dict[str, str], 
 )
 def test_a_script_that_prints_the_mark_with_numbers_that_are_none(words: str) -> None:
     said = f"{FAILURE} {words.format('9' * 5000)}\n"
-    assert parse_missed(said) == set()
+    assert parse_missing_ranks(said) == set()
     parse_failure(said)
 
 

@@ -75,7 +75,7 @@ def test_world(environ: dict[str, str], world: World) -> None:
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "are not numbers"),
         ({"RANK": "1" * 5000, "WORLD_SIZE": "2"}, "are not numbers"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is outside"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be smaller than WORLD_SIZE=2"),
         (LAST | {"SLURM_NODEID": "7"}, r"are not numbers .*SLURM_STEP_TASKS_PER_NODE='2\(x2\),1'"),
     ],
 )

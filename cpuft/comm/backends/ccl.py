@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.backends.base import Backend
 from cpuft.errors import CpuftError, install_command
-from cpuft.rank.world import is_of_srun, parse_world
+from cpuft.rank.world import is_started_by_srun, parse_world
 
 # Values of the enums `datatype` and `reduction` of oneCCL 2021's oneapi/ccl/types.hpp.
 _TYPES = {
@@ -111,7 +111,7 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
         # shim explains why sched_yield does not suffice.
         settings["CCL_YIELD"] = "sleep"
     # srun's pmi2 does not give oneCCL the local rank.
-    if "PMI_RANK" not in environment or is_of_srun(environment):
+    if "PMI_RANK" not in environment or is_started_by_srun(environment):
         settings |= {
             "CCL_PROCESS_LAUNCHER": "none",
             "CCL_LOCAL_RANK": environment.get("LOCAL_RANK", "0"),

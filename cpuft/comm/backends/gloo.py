@@ -259,7 +259,7 @@ def _copy_back(copies: Any, tensors: Any) -> None:
         tensors.copy_(copies)
 
 
-_UNSAFE_IF_STRIDED = ("allreduce", "broadcast", "scatter")
+_UNSAFE_IF_STRIDED = ("allreduce", "broadcast", "reduce", "scatter")
 """Methods of gloo that silently return wrong values for tensors that are not contiguous, as reduce_scatter does."""
 
 _OPERATIONS = {

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.errors import CpuftError
-from cpuft.rank.interruption import came
+from cpuft.rank.interruption import is_interrupted
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.serialization import load, parse_json
@@ -115,7 +115,7 @@ def interrupted() -> bool:
     Costs an all-reduce of one number. A script that catches SIGUSR1 itself is told by that instead.
     """
     _check_group(parse_world(os.environ))
-    told = torch.tensor([float(came())])
+    told = torch.tensor([float(is_interrupted())])
     if dist.is_initialized():
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return bool(told)
