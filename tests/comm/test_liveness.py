@@ -178,7 +178,7 @@ def test_a_hub_of_somebody_else_is_not_believed(monkeypatch: pytest.MonkeyPatch,
     store = HashStore()
     line = meet(store, 0, [])
     monkeypatch.setenv(KEY_VARIABLE, key)
-    told = "not the run's own: .* not written with rank 1's CPUFT_RUN_KEY"
+    told = "was not written by this run: .* not written with rank 1's CPUFT_RUN_KEY"
     with pytest.raises(liveness.StartupDisturbedError, match=told) as raised:
         meet(store, 1, [])
     assert raised.value.exit_code == 1  # no refusal: the run may be started again
