@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,21 @@ from cpuft.cli.aliases import TOOLS, read_aliases
 from cpuft.config import LaunchConfig
 from cpuft.launch.plan import choose_run_dir, plan_settings
 from scripts.benchmarks.figures import format_contestants, format_figures, read_figures
+from scripts.reference import format_reference
 from tests.conftest import run_cpuft
 from tests.launch.test_plan import make_cluster
-from tests.records import make_record
+from tests.records import make_record, make_steps
 from tests.report.test_comparison import write_record
 
 ROOT = Path(__file__).parents[1]
-LINES = 165
-"""Of README.md: what a tired person reads."""
+LINES = 120
+"""Most lines of README.md."""
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 TEXTS = {
     path: (ROOT / path).read_text(encoding="utf-8")
-    for path in ("README.md", "scripts/README.md", "ami/README.md", "hostfiles/README.md")
+    for path in ("README.md", "ami/README.md", "hostfiles/README.md", *PAGES)
 }
-EVERYTHING = "".join(TEXTS.values())
+EVERYTHING = "".join(text for path, text in TEXTS.items() if path != "docs/reference.md")
 
 
 def find_commands() -> list[str]:
@@ -62,7 +65,7 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
     for run in RUNS:
         places = {1: f"{run}/np-1", 2: f"{run}/np-2"} if "compare" in run else {2: run}
         for ranks, place in places.items():
-            write_record(make_record(ranks), tmp_path / place)
+            write_record(replace(make_record(ranks), steps=make_steps(8, [0.3] * ranks)), tmp_path / place)
     for run in tmp_path.glob("runs/*-np*"):
         (run / "model").mkdir()
         (run / "model/config.json").write_text("{}")
@@ -89,12 +92,13 @@ SENTENCES = {*re.findall(r"(?<!`)`cpuft ([a-z][^`]*)`", EVERYTHING), *(one.remov
 def test_every_command_in_a_sentence_can_be_typed(command: str) -> None:
     verb: click.Command = cli
     words = shlex.split(command)
-    while isinstance(verb, click.Group):
+    while isinstance(verb, click.Group) and words:
         name = words.pop(0)
         found = verb.get_command(click.Context(verb), name)
         assert found is not None, name
         verb = found
-    with contextlib.suppress(click.exceptions.Exit):  # --help ends so
+    # --help ends with Exit; a sentence may name a command without its arguments.
+    with contextlib.suppress(click.exceptions.Exit, click.MissingParameter):
         verb.make_context(name, words)
 
 
@@ -145,7 +149,7 @@ def test_every_script_is_there_and_can_be_run(script: str) -> None:
 
 def test_every_script_is_told_of() -> None:
     scripts = {f"`scripts/{path.name}" for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix}
-    assert {script for script in scripts if script not in TEXTS["scripts/README.md"]} == set()
+    assert {script for script in scripts if script not in TEXTS["docs/contributing.md"]} == set()
 
 
 def slug(heading: str) -> str:
@@ -173,12 +177,27 @@ def test_it_is_short_and_its_contents_are_at_its_head() -> None:
     assert re.findall(r"\[([^]]*)\]\(#", "\n".join(lines[:15])) == headings
 
 
-def test_rooms_are_the_folders_and_modules_that_are_there() -> None:
-    table = TEXTS["README.md"].partition("## Where is what")[2]
+def test_the_layout_names_every_folder_and_module_of_the_package() -> None:
+    table = TEXTS["docs/architecture.md"].partition("<!-- layout -->")[2].partition("<!-- /layout -->")[0]
     there = {f"cpuft/{path.name}/" for path in (ROOT / "cpuft").iterdir() if (path / "__init__.py").exists()}
     there |= {f"cpuft/{path.name}" for path in (ROOT / "cpuft").glob("*.py") if not path.name.startswith("_")}
     assert set(re.findall(r"`(cpuft/[^`]*)`", table)) == there
-    assert set(re.findall(r"`([a-z]*/)`", table)) == {"hostfiles/", "ami/", "scripts/", "tests/"}
+
+
+def test_the_reference_is_generated_from_the_code(request: pytest.FixtureRequest) -> None:
+    path = ROOT / "docs/reference.md"
+    if request.config.getoption("--rewrite-golden"):
+        path.write_text(format_reference(), encoding="utf-8")
+    assert path.read_text(encoding="utf-8") == format_reference()
+
+
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", ".mkdocs.yml"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert (tmp_path / "index.html").exists()
 
 
 def format_settings() -> str:
@@ -213,9 +232,9 @@ def format_rows() -> str:
     "path, mark, made",
     [
         ("hostfiles/README.md", "settings", format_settings),
-        ("README.md", "others", format_others),
+        ("docs/other-tools.md", "others", format_others),
         ("README.md", "speeds", format_speeds),
-        ("scripts/README.md", "contestants", format_rows),
+        ("docs/performance.md", "contestants", format_rows),
     ],
 )
 def test_tables_are_made_from_the_code(path: str, mark: str, made: Any, request: pytest.FixtureRequest) -> None:

@@ -22,7 +22,7 @@ VERBS = {
     "estimate": "Estimate time, speed, efficiency and price on 1 to 64 hosts before you rent them.",
     "launch": "Train a model on the ranks of one or more hosts, or run your own script on them.",
     "predict": "Predict with the model of a finished run.",
-    "provision": "Make clusters from servers, from rented instances, or from simulated hosts on this machine; remove them.",
+    "provision": "Make clusters from servers, rented instances or simulated hosts, and remove them.",
     "report": "Show recorded runs side by side, as a table or an HTML page.",
     "stacks": "Show what every rank of an active run is doing, and which rank the others wait for.",
     "submit": "Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions.",
