@@ -76,16 +76,16 @@ class RunPlan:
     """One mpirun, on the master."""
     results: Stages = ()
     """What comes back, and what is taken away after that."""
-    kept: Stages = ()
-    """In the place of what is taken away, where the run did not come to its end: its checkpoints stay."""
+    partial_cleanup: Stages = ()
+    """Removes a run that is not finished from the hosts, except its checkpoints."""
     notes: tuple[str, ...] = ()
     ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
     resumed: bool = False
     """Whether the run's directory is that of an earlier start, and must not be taken away."""
     renewal: tuple[str, ...] = ()
     """The command by which each host's lease goes on while ranks run; who supervises them runs it now and then."""
-    stays: bool = False
-    """Whether all that hosts have of a run that did not come to its end stays there: it will be started again."""
+    keep_host_copies: bool = False
+    """Whether hosts keep all files of a run that is not finished, because it will be restarted."""
 
     @property
     def whole(self) -> Plan:

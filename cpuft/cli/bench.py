@@ -31,8 +31,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     x gloo is the speed relative to gloo.
     """
     from cpuft.hosts.cluster import gather_cluster
-    from cpuft.launch.inputs import add_transfers
-    from cpuft.launch.plan import choose_run_dir, plan_bench
+    from cpuft.launch.plan import add_transfers, choose_run_dir, plan_bench
     from cpuft.launch.remote import run_attempt
     from cpuft.report.plots import write_plot
 

@@ -21,42 +21,50 @@ from cpuft.serialization import load, parse_json
 
 
 @dataclass(frozen=True)
-class Note:
-    """What whoever looks at a run has to know of its launch."""
+class Entry:
+    """What the user's cache knows about an active run."""
 
     work: str
+    """The run folder as the ranks see it."""
     hosts: tuple[Host, ...]
-    """Of each rank."""
+    """The host of each rank."""
     python: str
     ssh_config: str
     launched_on: str
-    """Name of the machine where the launch runs."""
+    """Name of the machine where `cpuft launch` runs."""
     pid: int
     started: str
-    """Of the launch: its number may be another process's by now."""
+    """When that process started; another process may have its number by now."""
 
 
 @contextmanager
-def noted(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep a note of a run while it goes on. Without a cache it goes on as well, but nobody can ask for its stacks."""
+def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Keep an entry for a run in the user's cache inside the `with` block. Without a cache folder nothing happens."""
     hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
     access, pid = cluster.access, os.getpid()
-    place = cluster.work_dir(run_dir), hosts, access.python, access.transport.config
-    note = Note(*place, socket.gethostname(), pid, _find_start(pid))
+    entry = Entry(
+        cluster.work_dir(run_dir),
+        hosts,
+        access.python,
+        access.transport.config,
+        launched_on=socket.gethostname(),
+        pid=pid,
+        started=_find_start(pid),
+    )
     with suppress(OSError, CpuftError):
-        write_text(_find_note(cache_folder(environ), run_dir), json.dumps(asdict(note)))
+        write_text(_entry_path(cache_folder(environ), run_dir), json.dumps(asdict(entry)))
     try:
         yield
     finally:
         with suppress(OSError, CpuftError):
-            _find_note(cache_path(environ), run_dir).unlink()
+            _entry_path(cache_path(environ), run_dir).unlink()
 
 
 @contextmanager
 def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep every other launch of this user on this machine out of a run's folder, whether or not it exists yet.
+    """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet.
 
-    Without a cache folder nobody is kept out, and the run goes on all the same.
+    Without a cache folder nothing is locked.
 
     Raises
     ------
@@ -64,11 +72,11 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
     """
     # The cache may be on a shared disk, and the same path on another machine may be another folder.
     name = hash_text(f"{socket.gethostname()}:{os.path.realpath(run_dir)}", 24)
-    held: tuple[Path, int] | None = None
+    lock: tuple[Path, int] | None = None
     try:
         path = cache_folder(environ) / "going" / f"{name}.lock"
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        held = path, _lock(path)
+        lock = path, _lock(path)
     except BlockingIOError:
         advice = "wait until it has ended, or stop it, and try again"
         raise CpuftError(f"another cpuft launch is working in the run folder {run_dir}: {advice}") from None
@@ -77,19 +85,22 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
     try:
         yield
     finally:
-        if held:
+        if lock:
             with suppress(OSError):
-                held[0].unlink()
-            os.close(held[1])
+                lock[0].unlink()
+            os.close(lock[1])
 
 
 def _lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of the file at `path`. Raises BlockingIOError: somebody else has it."""
+    """Return a descriptor that holds the lock of the file at `path`.
+
+    Raises BlockingIOError: another process holds it.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Who had the lock before may have removed the file since it was opened here: such a lock keeps nobody out.
+            # The former holder may have removed the file after it was opened here. Then the lock keeps nobody out.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     return descriptor
@@ -100,13 +111,14 @@ def _lock(path: Path) -> int:
 
 
 def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
-    """Where a run goes on.
+    """Return where a run is active.
 
-    Raises CpuftError: there is no such run, it is over, or it was launched elsewhere.
+    Raises CpuftError: there is no such run, it has ended, or it was launched on another machine.
     """
     run_dir = str(Path(run).absolute())
     try:
-        note = load(Note, parse_json(_find_note(cache_path(environ), run_dir).read_text(encoding="utf-8")))
+        text = _entry_path(cache_path(environ), run_dir).read_text(encoding="utf-8")
+        entry = load(Entry, parse_json(text))
     except (OSError, ValueError):
         if Path(run_dir).is_dir():
             raise CpuftError(
@@ -116,22 +128,22 @@ def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
         raise CpuftError(
             f"there is no folder {run_dir}: give the folder of a run that is running now, for example runs/mrpc-np2"
         ) from None
-    if note.launched_on != socket.gethostname():
-        raise CpuftError(f"run {run} was launched on {note.launched_on}: ask for its stacks there")
-    if note.started != _find_start(note.pid):
+    if entry.launched_on != socket.gethostname():
+        raise CpuftError(f"run {run} was launched on {entry.launched_on}: run cpuft stacks there")
+    if entry.started != _find_start(entry.pid):
         raise CpuftError(
             f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
         )
-    transport = find_slurm(environ) or Transport(note.ssh_config)
-    return ActiveRun(note.work, note.hosts, Access(transport, note.python))
+    transport = find_slurm(environ) or Transport(entry.ssh_config)
+    return ActiveRun(entry.work, entry.hosts, Access(transport, entry.python))
 
 
-def _find_note(cache: Path, run_dir: str) -> Path:
+def _entry_path(cache: Path, run_dir: str) -> Path:
     return cache / "going" / f"{hash_text(run_dir, 24)}.run"
 
 
 def _find_start(pid: int) -> str:
-    """When a process started, in ticks since boot; "" when there is none: proc(5)."""
+    """Return when a process started, in ticks since boot; "" if it does not exist. See proc(5)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:

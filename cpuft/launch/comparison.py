@@ -1,4 +1,4 @@
-"""Runs the same job on several numbers of ranks, one after another, for a comparison."""
+"""Plan a comparison: the same job on several numbers of ranks, one run after another."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from dataclasses import dataclass, replace
 from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
-from cpuft.launch.inputs import add_transfers, gather_missing, pack_training
-from cpuft.launch.plan import plan_training
+from cpuft.launch.inputs import gather_missing, pack_training
+from cpuft.launch.plan import add_transfers, plan_training
 from cpuft.plan import RunPlan
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """One run of a comparison, ready to start."""
 
     label: str
+    """For example "np 2", or "ideal of np 2, round 1 of 3"."""
     run_dir: str
     cluster: Cluster
     plan: RunPlan
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Rank numbers of `--np 1,2,4`, ascending. Raises CpuftError for anything but different whole numbers from 1."""
+    """Return the numbers of ranks of `--np 1,2,4` in ascending order.
+
+    Raises CpuftError: they are not different whole numbers from 1.
+    """
     words = [word.strip() for word in text.split(",")]
     advice = "give the numbers of ranks to compare, for example --np 1,2,4"
     for place, word in enumerate(words):
@@ -36,9 +40,11 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 
 def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
-    """The training options for `ranks` ranks: with strong scaling, the batch of the run with the fewest, in all.
+    """Return the training options for a run with `ranks` ranks.
 
-    Raises CpuftError: the global batch does not divide evenly.
+    With strong scaling, all runs have the same global batch: the one of the run with the `fewest` ranks.
+
+    Raises CpuftError: the global batch cannot be divided evenly among the ranks.
     """
     if scaling == "weak":
         return train
@@ -51,13 +57,18 @@ def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> Tr
 
 
 def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
-    """Ranks, whether each trains apart, and the round, of each run: whatever drifts meanwhile drifts for all."""
+    """Return the runs in their order. Rounds repeat all of them in turn, so that drifts affect all alike.
+
+    Returns
+    -------
+    For each run the number of ranks, whether the ranks train independently, and the number of the round.
+    """
     return [
-        (ranks, apart, turn)
-        for turn in range(1, comparison.repeats + 1)
+        (ranks, independent, number)
+        for number in range(1, comparison.repeats + 1)
         for ranks in numbers
-        for apart in (False, True)
-        if not apart or (comparison.ideal and ranks > 1)
+        for independent in (False, True)
+        if not independent or (comparison.ideal and ranks > 1)
     ]
 
 
@@ -69,33 +80,35 @@ def plan_comparison(
     run_dir: str,
     progress: str,
     environ: Mapping[str, str],
-) -> list[Planned]:
-    """A run for each number of ranks, and one of as many ranks apart, in turn. All are checked before the first starts.
+) -> list[PlannedRun]:
+    """Plan a run for each number of ranks, and with `--ideal` one with as many independent ranks.
 
-    Raises CpuftError: an ideal of one rank alone, or what is wrong with the hosts or options.
+    All runs are planned and checked before the first one starts.
+
+    Raises CpuftError: `--ideal` with one rank only, or something is wrong with the hosts or options.
     """
     if comparison.ideal and numbers[-1] == 1:
-        raise CpuftError("--ideal is of two or more ranks: one rank alone is its own, add more to --np")
+        raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
     clusters = {ranks: gather_cluster(replace(config, np=ranks)) for ranks in numbers}
-    planned: list[Planned] = []
+    planned: list[PlannedRun] = []
     sent: dict[str, set[str]] = {}
-    for ranks, apart, turn in order_runs(numbers, comparison):
-        own = scale_batch(train, ranks, numbers[0], comparison.scaling)
-        # What is measured is training, unless checkpoints were asked for.
-        own = replace(own, checkpoint_every=max(0.0, own.checkpoint_every))
+    for ranks, independent, number in order_runs(numbers, comparison):
+        options = scale_batch(train, ranks, numbers[0], comparison.scaling)
+        # A comparison measures training, so it saves no checkpoints unless the user asked for them.
+        options = replace(options, checkpoint_every=max(0.0, options.checkpoint_every))
         launch, cluster = replace(config, np=ranks), clusters[ranks]
-        label, name = f"np {ranks}", f"{'ideal' if apart else 'np'}-{ranks}"
-        if apart:
-            # A job alone sends nothing: its cores are its own, and so is its model.
-            label, own, launch = f"ideal of {label}", replace(own, backend="gloo"), replace(launch, comm_cores=0)
+        label, name = f"np {ranks}", f"{'ideal' if independent else 'np'}-{ranks}"
+        if independent:
+            # An independent rank sends nothing, so it needs no fast backend and no cores for communication.
+            label, options = f"ideal of {label}", replace(options, backend="gloo")
+            launch = replace(launch, comm_cores=0)
         if comparison.repeats > 1:
-            label, name = f"{label}, round {turn} of {comparison.repeats}", f"{name}-round-{turn}"
-        directory = f"{run_dir}/{name}"
-        own, bundles = pack_training(cluster, own)
-        plan = plan_training(cluster, launch, own, cluster.work_dir(directory), progress, environ, apart)
-        missing = gather_missing(bundles, cluster)
-        # What an earlier run of the comparison sends is there by then.
-        missing = {host: places - sent.get(host, set()) for host, places in missing.items()}
-        sent |= {host: places | sent.get(host, set()) for host, places in missing.items()}
-        planned.append(Planned(label, directory, cluster, add_transfers(plan, bundles, missing, cluster, directory)))
+            label, name = f"{label}, round {number} of {comparison.repeats}", f"{name}-round-{number}"
+        folder = f"{run_dir}/{name}"
+        options, bundles = pack_training(cluster, options)
+        plan = plan_training(cluster, launch, options, cluster.work_dir(folder), progress, environ, independent)
+        # Bundles that an earlier run of the comparison sends will be there.
+        missing = {host: folders - sent.get(host, set()) for host, folders in gather_missing(bundles, cluster).items()}
+        sent |= {host: folders | sent.get(host, set()) for host, folders in missing.items()}
+        planned.append(PlannedRun(label, folder, cluster, add_transfers(plan, bundles, missing, cluster, folder)))
     return planned

@@ -1,4 +1,4 @@
-"""The command line of what starts ranks: mpirun, each flavour of it, or srun."""
+"""The command that starts the ranks: mpirun of Intel MPI, MPICH or Open MPI, or srun."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from cpuft.hosts.mpi_implementations import Flavour
 from cpuft.plan import Setting
 
 KEY = "CPUFT_RUN_KEY"
-"""The run's key, by which ranks know each other. mpirun hands its own environment on over connections of its own, so
-that this one is on no command line; ranks of several hosts get another over ssh, unless a printed plan starts them."""
+"""Variable with the secret key by which the ranks of a run recognize each other. It is on no command line, because
+mpirun passes its own environment on over its own connections. With several hosts, the launcher sends another key over
+ssh, which replaces this one; a printed plan that is run by hand uses this one."""
 MAKE_KEY = ("sh", "-c", f'export {KEY}="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \\n")"; exec "$@"', "key")
-"""Words before a command that runs it with a new key."""
+"""Put before a command, these words run it with a new key."""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of one host: how many, and the settings of that host."""
+    """The ranks of one host, and its settings."""
 
     host: str
     ranks: int
@@ -32,25 +33,32 @@ def plan_mpirun(
     logs: str,
     iface: str,
 ) -> tuple[str, ...]:
-    """The command line: one argument set a host, so that the number of ranks on each is explicit.
+    """Return the command that starts the ranks. Each host has an argument set with its number of ranks.
 
-    `logs` is the directory that gets each rank's output in files of its own; `iface` the interface that mpirun's
-    own connections use.
+    Parameters
+    ----------
+    groups: the ranks of each host.
+    shared: settings of all ranks.
+    command: what each rank runs.
+    logs: folder for the output of the ranks, with files for each rank.
+    iface: network interface for mpirun's own connections.
+
+    Raises CpuftError: `logs` has characters that Open MPI does not accept in a path.
     """
     if flavour.name == "srun":
         return _plan_srun(flavour, groups, shared, command, logs)
     is_openmpi = flavour.name == "openmpi"
-    words = [flavour.path, *(_openmpi_options(logs, iface) if is_openmpi else _hydra_options(flavour, logs, iface))]
-    words += [] if is_openmpi else [word for one in shared for word in ("-genv", one.name, one.value)]
+    argv = [flavour.path, *(_openmpi_options(logs, iface) if is_openmpi else _hydra_options(flavour, logs, iface))]
+    argv += [] if is_openmpi else [word for one in shared for word in ("-genv", one.name, one.value)]
     for index, group in enumerate(groups):
-        words += [":"] if index else []
-        words += _openmpi_group(group, shared) if is_openmpi else _hydra_group(group)
-        words += command
-    return tuple(words)
+        argv += [":"] if index else []
+        argv += _openmpi_group(group, shared) if is_openmpi else _hydra_group(group)
+        argv += command
+    return tuple(argv)
 
 
 def _hydra_options(flavour: Flavour, logs: str, iface: str) -> list[str]:
-    folder = logs.replace("%", "%%")  # %r and %h are Hydra's own
+    folder = logs.replace("%", "%%")  # Hydra replaces %r and %h
     patterns = ["-outfile-pattern", f"{folder}/rank-%r.out", "-errfile-pattern", f"{folder}/rank-%r.err"]
     return ["-iface", iface, *(["-silent-abort"] if flavour.name == "intel" else []), *patterns]
 
@@ -62,53 +70,60 @@ def _hydra_group(group: RankGroup) -> list[str]:
 
 def _openmpi_options(logs: str, iface: str) -> list[str]:
     if {":", ","} & set(logs):
-        raise CpuftError(f"Open MPI takes what follows ':' or ',' in {logs} for options: name another --run-dir")
-    words = ["-x", KEY, "--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--output-filename", logs]
-    return [*words, "--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
+        raise CpuftError(f"Open MPI takes the text after ':' or ',' in {logs} for options: name another --run-dir")
+    argv = ["-x", KEY, "--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--output-filename", logs]
+    return [*argv, "--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
 
 
 def _openmpi_group(group: RankGroup, shared: tuple[Setting, ...]) -> list[str]:
-    """Settings travel as `env NAME=value`: Open MPI's -x is one for all argument sets, and drops empty values."""
+    """Return the arguments for one host. `env` passes the settings: Open MPI's -x is global and drops empty values."""
     settings = [f"{setting.name}={setting.value}" for setting in shared + group.settings]
     return ["--host", f"{group.host}:{group.ranks}", "-np", str(group.ranks), "env", *settings]
 
 
-_PICK = """until [ "${1:?this host is in no plan}" = "@$SLURMD_NODENAME" ]; do shift; done; shift
+_SELECT_HOST = """until [ "${1:?this host is not in the plan}" = "@$SLURMD_NODENAME" ]; do shift; done; shift
 while case $1 in @* | --) false ;; esac; do export "$1"; shift; done
 until [ "$1" = -- ]; do shift; done; shift; exec "$@"
 """
-"""srun has one environment for all tasks: each exports those of its own host, @HOST NAME=VALUE ... -- COMMAND."""
+"""Shell program of each task of srun, which has one environment for all tasks. It gets the settings of all hosts as
+@HOST NAME=VALUE ... -- COMMAND and exports those of its own host."""
 
 
 def _plan_srun(
     flavour: Flavour, groups: tuple[RankGroup, ...], shared: tuple[Setting, ...], command: tuple[str, ...], logs: str
 ) -> tuple[str, ...]:
-    """One step on the cores that the job has, all of them: cpuft.rank pins. --cpus-per-task would give it fewer."""
+    """Start one job step on all cores of the job; `cpuft.rank` pins the ranks. --cpus-per-task would give it fewer."""
     tasks = [group.host for group in groups for _ in range(group.ranks)]
-    folder = logs.replace("%", "%%")  # %t is srun's own
-    words = [flavour.path, "--quiet", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--input=none"]
-    words += ["--overlap", "--overcommit", "--cpu-bind=none", f"--output={folder}/rank-%t.out"]
-    words += [f"--error={folder}/rank-%t.err", f"--nodes={len(groups)}", f"--ntasks={len(tasks)}"]
-    words += ["--distribution=arbitrary", f"--nodelist={','.join(tasks)}"]
-    words += ["env", *(f"{one.name}={one.value}" for one in shared), "sh", "-c", _PICK, "pick"]
+    folder = logs.replace("%", "%%")  # srun replaces %t
+    argv = [flavour.path, "--quiet", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--input=none"]
+    argv += ["--overlap", "--overcommit", "--cpu-bind=none", f"--output={folder}/rank-%t.out"]
+    argv += [f"--error={folder}/rank-%t.err", f"--nodes={len(groups)}", f"--ntasks={len(tasks)}"]
+    argv += ["--distribution=arbitrary", f"--nodelist={','.join(tasks)}"]
+    argv += ["env", *(f"{one.name}={one.value}" for one in shared), "sh", "-c", _SELECT_HOST, "select_host"]
     for group in groups:
-        words += [f"@{group.host}", *(f"{one.name}={one.value}" for one in group.settings)]
-    return (*words, "--", *command)
+        argv += [f"@{group.host}", *(f"{one.name}={one.value}" for one in group.settings)]
+    return (*argv, "--", *command)
 
 
-_PLACES = Setting("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "0", "ranks go where the plan says, not where Slurm would")
-_BY_SRUN = "srun starts mpirun's proxies: no host needs ssh"
+_PLACED_BY_PLAN = Setting("I_MPI_JOB_RESPECT_PROCESS_PLACEMENT", "0", "ranks are placed by the plan, not by Slurm")
+_BY_SRUN = "srun starts mpirun's proxies, so that no host needs ssh"
 _SLURM = {
-    "intel": (Setting("I_MPI_HYDRA_BOOTSTRAP", "slurm", _BY_SRUN), _PLACES),
+    "intel": (Setting("I_MPI_HYDRA_BOOTSTRAP", "slurm", _BY_SRUN), _PLACED_BY_PLAN),
     "mpich": (Setting("HYDRA_LAUNCHER", "slurm", _BY_SRUN),),
     "openmpi": (Setting("OMPI_MCA_plm", "slurm", _BY_SRUN),),
 }
 
 
-def step_settings(
+def mpirun_settings(
     flavour: Flavour, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = ""
 ) -> tuple[Setting, ...]:
-    """What mpirun itself needs in its environment: how it reaches the other hosts, and leave to run as root."""
+    """Return the environment of mpirun itself: how it reaches the other hosts, and the permission to run as root.
+
+    Parameters
+    ----------
+    ssh_options: options for the ssh that mpirun starts.
+    bootstrap: "slurm" if srun starts mpirun's proxies on the hosts, "" for ssh.
+    """
     names = {
         "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
         "mpich": "HYDRA_LAUNCHER_EXTRA_ARGS",
@@ -118,12 +133,16 @@ def step_settings(
     if bootstrap == "slurm" and flavour.name in _SLURM:
         settings += (
             *_SLURM[flavour.name],
-            Setting("SLURM_OVERLAP", "1", "what an mpirun before had is not waited for"),
+            Setting("SLURM_OVERLAP", "1", "do not wait for the job step of an earlier mpirun"),
             Setting("SLURM_CPU_BIND", "none", "ranks are pinned by the plan"),
         )
     if ssh_options:
-        settings += (Setting(names[flavour.name], " ".join(ssh_options), "how mpirun's ssh reaches the other hosts"),)
+        settings += (
+            Setting(
+                names[flavour.name], " ".join(ssh_options), "options with which mpirun's ssh reaches the other hosts"
+            ),
+        )
     if flavour.name == "openmpi" and as_root:
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT", "1", "you run cpuft as root"),)
-        settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", "Open MPI wants to hear it twice"),)
+        settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", "Open MPI requires both variables"),)
     return settings

@@ -1,4 +1,8 @@
-"""Run a job to its end: after the loss of a host or a rank, restart it on the hosts that answer."""
+"""Run a job to its end: after the loss of a host or a rank, restart it on the hosts that answer.
+
+`run_with_restarts` makes one attempt after another. After each failed attempt, `RestartPolicy` decides from its
+`AttemptResult` whether another attempt makes sense, and `plan_next_attempt` chooses hosts and checkpoint for it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,15 @@ from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, attempt
-from cpuft.launch.failures import Failure, describe_exit, ended_to_be_resumed, read_failures
+from cpuft.launch.failures import Failure, ended_to_be_resumed, explain_exit, read_failures
 from cpuft.launch.plan import Job, Launch, plan_run
-from cpuft.launch.remote import FILES_LEFT, HeadHostLostError, fetch_finished, report_partial_cleanup
-from cpuft.launch.results import NotStoredError
+from cpuft.launch.results import (
+    FILES_LEFT,
+    HeadHostLostError,
+    NotStoredError,
+    fetch_and_clean_up,
+    remove_all_but_checkpoints,
+)
 from cpuft.launch.resume import (
     ResumedRun,
     check_newest_checkpoint,
@@ -27,98 +36,271 @@ from cpuft.launch.resume import (
     gather_host_copies,
     read_lost_hosts,
     read_resumed_run,
-    remove_all_but_checkpoints,
     remove_empty_run,
 )
 from cpuft.plan import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines, read_record
 
+T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]
-"""Runs a plan of a run, which lies there, on a cluster within so many seconds (0: no limit); its exit code."""
+"""Carries out a plan in a run folder on a cluster within a time limit in seconds (0: none); returns its exit code."""
 Say = Callable[[str], None]
+
+DEFAULT_RESTARTS = 3
+"""Restarts allowed for a run on several hosts if the user gives no number."""
+_REPEATS = {2: "rejected its options or data", FULL: "found a full disk"}
+"""Exit codes of a process that ended with a one-line error, which would be the same after a restart."""
+_FROM_OUTSIDE = (137, 143)
+"""Exit codes for SIGKILL and SIGTERM, which no program sends to itself."""
+_TRACEBACK = "Traceback (most recent call last)"
+_KILL_SECONDS = 15.0
+_LOST_HOST_SECONDS = 2.5
+"""How long a host that was lost earlier may take to answer. A restart waits longer for the other hosts."""
+_RETRY_PAUSE_SECONDS = 2.0
+_RETRIES = 2
+"""How often planning is repeated if only a connection to a host failed."""
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """How an attempt ended, as far as this machine can know."""
+
+    code: int
+    failures: tuple[Failure, ...] = ()
+    """The most likely cause first."""
+    unreachable: frozenset[str] = frozenset()
+    """Hosts of the attempt that do not answer."""
+    update: int = 0
+    """The last recorded update; 0 for none, and for a script."""
+    connection_lost: bool = False
+    """Whether the connection to the head host was lost."""
+    leaving: frozenset[str] = frozenset()
+    """Hosts of the attempt that received an interruption notice."""
+    connection_error: str = ""
+    """Why a connection to a host failed before the ranks started, although the host answers."""
+    hosts: tuple[str, ...] = ()
+    """The host of each rank."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A finished attempt to run the job."""
+
+    result: AttemptResult
+    stopped_at: float
+    """Since when the run made no progress, in seconds since 1970."""
+    error: CpuftError | None = None
+
+    @property
+    def made_run_folder(self) -> bool:
+        """Whether the attempt came so far that its run folder was made."""
+        return self.error is None or isinstance(self.error, HeadHostLostError)
+
+    @property
+    def unfetched_from(self) -> str:
+        """The head host that has the only copy of the record; empty if the record was fetched."""
+        return self.error.unfetched_from if isinstance(self.error, HeadHostLostError) else ""
+
+
+@dataclass
+class RestartHistory:
+    """What the attempts of a run have in common."""
+
+    first_cluster: Cluster
+    leaving: frozenset[str] = frozenset()
+    """Hosts that have received an interruption notice."""
+    used_hosts: dict[str, Host] = field(default_factory=dict)
+    """Hosts of the attempts before the last one, by name."""
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    """Whether to restart, and why."""
+
+    restart: bool
+    reason: str
+    """What was lost, or why a restart would not help."""
+    error_id: str = ""
+    """Identifies an error that may occur again; empty for a loss, which may happen any number of times."""
+
+
+@dataclass
+class RestartPolicy:
+    """Decides after each failed attempt whether the run is restarted.
+
+    A run is restarted after any loss from outside, such as a host, a connection or a killed rank, and once after an
+    error that may be the job's own: the same error at the same update would come a third time.
+    """
+
+    limit: int
+    """Restarts allowed."""
+    restarts: int = 0
+    """Restarts so far."""
+    errors: set[str] = field(default_factory=set)
+    """`RestartDecision.error_id` of earlier attempts."""
+
+    def decide(self, result: AttemptResult) -> RestartDecision:
+        """Decide what to do after an attempt that ended with another exit code than 0."""
+        decision = self._explain(result)
+        if decision.restart and self.restarts >= self.limit:
+            return RestartDecision(False, f"this was restart {self.restarts} of {self.limit}")
+        return decision
+
+    def _explain(self, result: AttemptResult) -> RestartDecision:
+        """Decide without regard to the limit."""
+        for names, what in ((result.unreachable, "{} lost"), (result.leaving, "received an interruption notice")):
+            if names:
+                hosts = f"host{'s' * (len(names) > 1)} {', '.join(sorted(names))}"
+                return RestartDecision(True, f"{hosts} {what.format('were' if len(names) > 1 else 'was')}")
+        if result.connection_lost:
+            return RestartDecision(True, "the connection to the head host was lost")
+        if result.connection_error:
+            return RestartDecision(True, result.connection_error)
+        if not result.failures:
+            if result.code in _REPEATS:
+                full = "a disk was full"
+                return RestartDecision(False, full if result.code == FULL else "its options or data were rejected")
+            return self._retry_once(result, "mpirun failed", f"mpirun {result.code}")
+        first = result.failures[0]
+        rank = f"rank {first.rank} on {first.host}"
+        if first.missed:
+            hosts_by_rank = dict(enumerate(result.hosts))
+            missed = ", ".join(f"rank {one} on {hosts_by_rank.get(one, 'its host')}" for one in sorted(first.missed))
+            return self._retry_once(result, f"{missed} did not answer the other ranks", _last_line(first.text))
+        if first.code == AGAIN:
+            # Whoever interrupted the run needs its hosts, or takes them away.
+            return RestartDecision(False, f"{rank} was interrupted")
+        if first.ran_out_of_memory:
+            return self._retry_once(result, f"{rank} ran out of memory", "out of memory")
+        cause, _ = explain_exit(first.code)
+        if first.code in _FROM_OUTSIDE or first.lost_its_peer:
+            return RestartDecision(True, f"{rank} was {cause}" if first.code > 128 else f"{rank} lost another rank")
+        if first.code in _REPEATS:
+            return RestartDecision(False, f"{rank} {_REPEATS[first.code]}")
+        return self._retry_once(result, f"{rank} failed ({cause})", _identify_error(first))
+
+    def _retry_once(self, result: AttemptResult, what: str, error: str) -> RestartDecision:
+        """Restart after an error that may be the job's own, unless it came before at the same update."""
+        error_id = f"{result.update} {error}"
+        if error_id in self.errors:
+            where = f" at update {result.update}" if result.update else ""
+            return RestartDecision(False, f"{what}, the same error as before{where}", error_id)
+        return RestartDecision(True, what, error_id)
+
+
+def _identify_error(failure: Failure) -> str:
+    """Return the exit code and the last traceback of a rank, without memory addresses."""
+    start = failure.text.rfind(_TRACEBACK)
+    traceback = failure.text[start:].strip() if start >= 0 else ""
+    return f"{failure.code} {re.sub('0x[0-9a-f]+', '0x', traceback)}"
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """How often this job may be started again. With engines of others there are no checkpoints.
+    """Return how often this job may be restarted: 0 for engines without checkpoints.
 
     Raises CpuftError: --min-np is more than --np.
     """
-    if job.config.min_np > job.config.np:
-        raise CpuftError(f"--min-np {job.config.min_np} is more than --np {job.config.np}: lower it")
-    no_checkpoints = not job.script and job.train.engine != "torch"
-    return 0 if no_checkpoints else count_restarts(job.config.max_restarts, len(cluster.assignments))
+    config = job.config
+    if config.min_np > config.np:
+        raise CpuftError(f"--min-np {config.min_np} is more than --np {config.np}: lower --min-np")
+    if not job.script and job.train.engine != "torch":
+        return 0
+    return config.max_restarts if config.max_restarts >= 0 else DEFAULT_RESTARTS * (len(cluster.assignments) > 1)
 
 
 def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """What a plan does not show: no script of steps decides that."""
+    """Return the line of a printed plan that tells when the run is restarted; none if it is not."""
     limit = find_limit(job, cluster)
     if not limit:
         return ()
-    again = f"cpuft launch starts it again up to {counted(limit, 'time')}, on the hosts that answer"
-    least = f", {job.config.min_np} ranks at least" if job.config.min_np > 1 else ""
-    return (f"where a host or a rank is lost, {again}{least}",)
+    least = f", with at least {job.config.min_np} ranks" if job.config.min_np > 1 else ""
+    times = counted(limit, "time")
+    return (
+        f"if a host or a rank is lost, cpuft launch restarts the run up to {times} on the hosts that answer{least}",
+    )
+
+
+def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str], ranks: int, update: int) -> str:
+    """Return the line that announces a restart. `update`: of the checkpoint to continue from; 0 for none."""
+    plural = "s" * (ranks == 1)
+    start = f"continue{plural} after update {update}"
+    if update <= 0:
+        start = f"start{plural} from the beginning, because no checkpoint had been saved yet"
+    return f"restart {number} of {limit}: {reason}; {counted(ranks, 'rank')} on {', '.join(hosts)} {start}"
 
 
 def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say) -> int:
-    """Run a job until it comes to its end, or another start would be in vain; the exit code of the last one.
+    """Run a job until it succeeds or another attempt would not help; return the exit code of the last attempt.
 
-    Raises CpuftError: as `start`, where its error is none of the hosts, or the last start raised one.
+    Raises CpuftError: an attempt raised one that no restart can mend, or the last attempt raised one.
     """
-    limit, marks, begun, course = find_limit(launch.job, cluster), set[str](), time.monotonic(), RestartHistory(cluster)
-    number, stop = 0, ""
+    policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
+    unreachable = cluster.access.transport.silent
     while True:
         try:
-            left = _time_left(launch.job, begun) if number else launch.job.config.time_limit
-            tried = _try(launch, cluster, partial(start, replace(plan, stays=True), launch.run_dir, cluster, left))
+            time_limit = _time_left(launch.job, begun) if policy.restarts else launch.job.config.time_limit
+            # The hosts keep what they have until the last attempt has ended.
+            start_now = partial(start, replace(plan, keep_host_copies=True), launch.run_dir, cluster, time_limit)
+            tried = _make_attempt(launch, cluster, start_now)
         except NotStoredError:
-            raise  # the hosts' copies are the only ones
+            raise  # the hosts have the only copies of the results, so nothing may be removed there
         except CpuftError:
-            if number:
-                report_partial_cleanup(plan, launch.run_dir, launch.environ, cluster.access.transport.silent, say)
+            if policy.restarts:
+                remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, unreachable, say)
             raise
-        if not tried.ended.code or (tried.unfetched and fetch_if_finished(launch, plan, cluster, say)):
-            clean_up_lost_hosts(course, cluster, launch.run_dir, say)
+        if not tried.result.code or (tried.unfetched_from and fetch_if_finished(launch, plan, cluster, say)):
+            clean_up_lost_hosts(history, cluster, launch.run_dir, say)
             return 0
-        verdict = judge(tried.ended, marks)
-        if number == limit or not verdict.again:
-            stop = verdict.why if not verdict.again else f"that was restart {number} of {limit}"
+        decision = policy.decide(tried.result)
+        reason = decision.reason
+        if not decision.restart:
             break
-        marks.add(verdict.mark)
-        course.leaving |= tried.ended.leaving
+        policy.errors.add(decision.error_id)
+        history.leaving |= tried.result.leaving
         try:
             with cluster.access.transport.staying():
-                ask = partial(plan_next_attempt, launch, course, plan, cluster, tried, verdict.why)
-                plan, cluster, update = retry_connections(ask)
+                plan_next = partial(plan_next_attempt, launch, history, plan, cluster, tried, reason)
+                plan, cluster, update = retry_connections(plan_next)
         except CpuftError as error:
-            stop = f"{verdict.why}, and {error}"
+            reason = f"{reason}, and {error}"
             break
-        number += 1
+        policy.restarts += 1
         hosts = [assignment.host.name for assignment in cluster.assignments]
-        say("cpuft: " + describe_restart(number, limit, verdict.why, hosts, len(cluster.rank_hosts), update))
+        ranks = len(cluster.rank_hosts)
+        say(f"cpuft: {describe_restart(policy.restarts, policy.limit, reason, hosts, ranks, update)}")
     kill_ranks(cluster, launch.run_dir)
-    if limit and (number or verdict.again):
-        say(f"cpuft: not started again: {stop}")
-    if number or tried.ran:
-        report_partial_cleanup(
-            plan, launch.run_dir, launch.environ, {tried.unfetched, *cluster.access.transport.silent}, say
-        )
+    if policy.limit and (policy.restarts or decision.restart):
+        say(f"cpuft: not restarted: {reason}")
+    if policy.restarts or tried.made_run_folder:
+        without = {tried.unfetched_from, *cluster.access.transport.silent}
+        remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, without, say)
     remove_empty_run(launch.run_dir)
-    return tried.give()
+    if tried.error:
+        raise tried.error
+    return tried.result.code
 
 
 def _time_left(job: Job, begun: float) -> float:
-    """Seconds of the time limit that are left; 0 for no limit. Raises CpuftError: none."""
+    """Return the seconds left of the time limit; 0 for no limit. Raises CpuftError: none are left."""
     limit = job.config.time_limit
     left = limit - (time.monotonic() - begun)
     if limit and left < 1:
-        raise CpuftError(f"{limit:.0f} s passed: raise --time-limit, or train for less")
+        raise CpuftError(f"the time limit of {limit:.0f} s is over: raise --time-limit, or train for less")
     return left if limit else 0.0
 
 
-def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Attempt:
-    """Start it once. Raises CpuftError: what it was given was refused, and no host is lost."""
+def _make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Attempt:
+    """Start the ranks once and find out how they ended.
+
+    Raises CpuftError: `start` raised it, and neither a lost host nor a failed connection is the reason.
+    """
     begun, hosts, transport = time.time(), cluster.rank_hosts, cluster.access.transport
+    names = sorted(set(hosts))
     error: CpuftError | None = None
     try:
         code = start()
@@ -127,19 +309,24 @@ def _try(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Attempt:
     except NotStoredError:
         raise
     except CpuftError as refusal:
-        if not (len(set(hosts)) > 1 and transport.find_silent(sorted(set(hosts)))) and not refusal.passes:
+        if not (len(names) > 1 and transport.find_silent(names)) and not refusal.passes:
             raise
         code, error = AGAIN, refusal
     if not code:
         return Attempt(AttemptResult(0), 0.0)
     failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
     transport.silent.update(set() if error else read_lost_hosts(launch.run_dir))
-    silent = frozenset(transport.silent.intersection(hosts))
-    cut = isinstance(error, HeadHostLostError)
-    leaving = find_leaving(launch.run_dir, hosts) if ended_to_be_resumed(failures) else frozenset()
-    unreached = str(error) if error and error.passes else ""
-    ended = AttemptResult(code, tuple(failures), silent, _count_updates(launch.run_dir), cut, leaving, unreached, hosts)
-    return Attempt(ended, _find_end(launch.run_dir, begun), error)
+    result = AttemptResult(
+        code,
+        failures=tuple(failures),
+        unreachable=frozenset(transport.silent.intersection(hosts)),
+        update=_count_updates(launch.run_dir),
+        connection_lost=isinstance(error, HeadHostLostError),
+        leaving=find_leaving_hosts(launch.run_dir, hosts) if ended_to_be_resumed(failures) else frozenset(),
+        connection_error=str(error) if error and error.passes else "",
+        hosts=hosts,
+    )
+    return Attempt(result, _find_last_progress(launch.run_dir, begun), error)
 
 
 def _count_updates(run_dir: str) -> int:
@@ -149,8 +336,11 @@ def _count_updates(run_dir: str) -> int:
         return 0
 
 
-def find_leaving(run_dir: str, hosts: Sequence[str]) -> frozenset[str]:
-    """Of the hosts of the ranks those that were about to go when the run was told to stop."""
+def find_leaving_hosts(run_dir: str, hosts: Sequence[str]) -> frozenset[str]:
+    """Return the hosts that had received an interruption notice when the run was interrupted, from its record.
+
+    `hosts` is the host of each rank.
+    """
     try:
         record = Path(run_dir, FILE_NAME)
         *_, last = parse_lines(record.read_text(encoding="utf-8"), str(record))
@@ -159,8 +349,8 @@ def find_leaving(run_dir: str, hosts: Sequence[str]) -> frozenset[str]:
     return frozenset(hosts[rank] for rank in last.leaving) if isinstance(last, InterruptedLine) else frozenset()
 
 
-def _find_end(run_dir: str, begun: float) -> float:
-    """When the last update was recorded in a start that began then; now, where its record is lost."""
+def _find_last_progress(run_dir: str, begun: float) -> float:
+    """Return when an attempt that began at `begun` recorded its last line; now, if its record is lost."""
     try:
         changed = Path(run_dir, FILE_NAME).stat().st_mtime
     except OSError:
@@ -168,56 +358,12 @@ def _find_end(run_dir: str, begun: float) -> float:
     return changed if changed > begun else time.time()
 
 
-T = TypeVar("T")
-_END_SECONDS = 15.0
-_AGAIN_SECONDS = 2.5
-"""For a host that was lost earlier to answer: a restart does not wait for it as for the others."""
-_PAUSE_SECONDS = 2.0
-_MORE_TIMES = 2
-"""Hosts are asked so often again, after a pause, where the way to one of them failed."""
+def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
+    """Return what `plan` returns. Call it up to two more times while only a connection to a host fails.
 
-
-@dataclass(frozen=True)
-class Attempt:
-    """A start that ended before its time."""
-
-    ended: AttemptResult
-    since: float
-    """Since when nothing went on, in seconds since 1970."""
-    error: CpuftError | None = None
-
-    @property
-    def ran(self) -> bool:
-        """Whether its folder was made."""
-        return self.error is None or isinstance(self.error, HeadHostLostError)
-
-    @property
-    def unfetched(self) -> str:
-        """The master that has alone what was recorded; empty for none."""
-        return self.error.unfetched if isinstance(self.error, HeadHostLostError) else ""
-
-    def give(self) -> int:
-        """Its exit code. Raises CpuftError: it has none."""
-        if self.error:
-            raise self.error
-        return self.ended.code
-
-
-@dataclass
-class RestartHistory:
-    """What all starts share."""
-
-    first: Cluster
-    leaving: frozenset[str] = frozenset()
-    """Hosts that were told that they are about to go."""
-    used: dict[str, Host] = field(default_factory=dict)
-    """Hosts of the starts before the last, by name."""
-
-
-def retry_connections(plan: Callable[[], T], pause: float = _PAUSE_SECONDS) -> T:
-    """What `plan` gives; where the way to a host failed, it is tried once more, and again. Raises CpuftError: so it
-    did."""
-    for _ in range(_MORE_TIMES):
+    Raises CpuftError: as the last call of `plan`.
+    """
+    for _ in range(_RETRIES):
         try:
             return plan()
         except CpuftError as error:
@@ -228,238 +374,157 @@ def retry_connections(plan: Callable[[], T], pause: float = _PAUSE_SECONDS) -> T
 
 
 def plan_next_attempt(
-    launch: Launch, course: RestartHistory, plan: RunPlan, last: Cluster, tried: Attempt, why: str
+    launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: Attempt, reason: str
 ) -> tuple[RunPlan, Cluster, int]:
-    """The plan of the next start, its hosts, and the update that it goes on from.
+    """Choose hosts for the next attempt and plan it. Ends ranks that are left on the hosts.
 
-    `plan` and `last`: of the start that ended, as `tried` and `why` tell.
+    Parameters
+    ----------
+    plan, last, tried: plan, cluster and end of the last attempt.
+    reason: why the run is restarted.
 
-    Raises CpuftError: fewer ranks are left than --min-np says, or what is wrong with the hosts.
+    Returns
+    -------
+    The plan, its cluster, and the update of the checkpoint that the run continues from (0 for none).
+
+    Raises CpuftError: fewer ranks fit on the remaining hosts than --min-np requires, or something is wrong with a host.
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
-    course.used.update({one.host.name: one.host for one in last.assignments})
+    history.used_hosts.update({one.host.name: one.host for one in last.assignments})
     kill_ranks(last, run_dir)
-    hosts, before = read_hosts(job.config), {one.host.name: one.ranks for one in course.first.assignments}
-    silent = _ask(transport, hosts, tried.ended.silent)
-    left, np = choose_hosts(hosts, silent | course.leaving, before, job.config.np)
+    hosts, first_ranks = read_hosts(job.config), {one.host.name: one.ranks for one in history.first_cluster.assignments}
+    unreachable = _find_unreachable(transport, hosts, tried.result.unreachable)
+    remaining, np = choose_hosts(hosts, unreachable | history.leaving, first_ranks, job.config.np)
     if not np:
         raise CpuftError("no other host is left")
     if np < job.config.min_np:
-        raise CpuftError(f"{counted(np, 'rank')} would be left where --min-np asks for {job.config.min_np}: lower it")
-    kill_ranks(last, run_dir, [host for host in left if host.name not in last.rank_hosts])
-    clean_up_left_out_hosts(launch, plan, last, left)
+        raise CpuftError(
+            f"only {counted(np, 'rank')} would be left, and --min-np requires {job.config.min_np}: lower --min-np"
+        )
+    kill_ranks(last, run_dir, [host for host in remaining if host.name not in last.rank_hosts])
+    clean_up_left_out_hosts(launch, plan, last, remaining)
     job = replace(job, config=replace(job.config, np=np))
-    cluster = gather_cluster(job.config, left, last.access)
-    kept = gather_host_copies(left, cluster.access, run_dir)[0] if cluster.away else ()
-    updates, fetched = (-1, "") if tried.unfetched else (tried.ended.update, last.master if last.away else "")
-    resumed = ResumedRun(run_dir, updates=updates, kept=kept, since=tried.since, because=why, fetched=fetched)
+    cluster = gather_cluster(job.config, remaining, last.access)
+    copies = gather_host_copies(remaining, cluster.access, run_dir)[0] if cluster.away else ()
+    updates, fetched_from = (
+        (-1, "") if tried.unfetched_from else (tried.result.update, last.master if last.away else "")
+    )
+    resumed = ResumedRun(
+        run_dir,
+        updates=updates,
+        host_copies=copies,
+        stopped_at=tried.stopped_at,
+        restart_reason=reason,
+        fetched_from=fetched_from,
+    )
     resumed = complete_resumed_run(launch.job, resumed)
-    check_newest_checkpoint(resumed.kept, cluster, run_dir)
-    return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_checkpoint(run_dir, kept)
+    check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
+    return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_checkpoint(run_dir, copies)
 
 
-def _ask(transport: Transport, hosts: Sequence[Host], lost: Collection[str]) -> set[str]:
-    """The hosts that do not answer: those that were `lost` just now, and others. Who was lost before is asked again,
-    and nobody waits long for them."""
-    names = [host.name for host in hosts if host.name not in lost]
-    before = transport.silent.intersection(names)
-    transport.find_silent([name for name in names if name not in before])
-    transport.find_silent(sorted(before), _AGAIN_SECONDS)
+def choose_hosts(
+    hosts: Sequence[Host], excluded: Collection[str], first_ranks: Mapping[str, int], np: int
+) -> tuple[tuple[Host, ...], int]:
+    """Choose the hosts of the next attempt.
+
+    No host gets more ranks than it had in the first attempt; a host that had none gets at most as many as the host with
+    the most ranks.
+
+    Parameters
+    ----------
+    hosts: all hosts of the hostfile, in its order.
+    excluded: names of hosts that must not be used.
+    first_ranks: number of ranks of each host in the first attempt.
+    np: number of ranks in the first attempt.
+
+    Returns
+    -------
+    The hosts, and the number of ranks to start on them, at most `np` (0 if no host is left).
+    """
+    left = tuple(host for host in hosts if host.name not in excluded)
+    most = max(first_ranks.values())
+    slots = [first_ranks.get(host.name) or min(most, host.slots or most) for host in left]
+    return left, min(np, sum(slots))
+
+
+def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Collection[str]) -> set[str]:
+    """Return the hosts that do not answer: those just lost, which are not asked again, and others.
+
+    A host that was lost in an earlier attempt may be back; it gets less time to answer than the others.
+    """
+    names = [host.name for host in hosts if host.name not in just_lost]
+    lost_before = transport.silent.intersection(names)
+    transport.find_silent([name for name in names if name not in lost_before])
+    transport.find_silent(sorted(lost_before), _LOST_HOST_SECONDS)
     return transport.silent
 
 
-def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, left: Sequence[Host]) -> None:
-    """Take the run away, but for its checkpoints, from hosts that the next start does without, and from a master that
-    is none any more: its lock would say that it is one."""
-    gone = {one.host.name for one in last.assignments} - {host.name for host in left}
-    gone |= {last.master} - {left[0].name}
-    if gone - last.access.transport.silent:
-        others = {one.host.name for one in last.assignments} - gone
-        remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, others | last.access.transport.silent)
+def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
+    """Remove the run, except its checkpoints, from hosts that the next attempt does not use.
+
+    So is a former head host: it would look like the current one, because it has the lock file of the run.
+    """
+    names = {one.host.name for one in last.assignments}
+    left_out = names - {host.name for host in remaining} | {last.master} - {remaining[0].name}
+    unreachable = last.access.transport.silent
+    if left_out - unreachable:
+        remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, (names - left_out) | unreachable)
 
 
-def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Callable[[str], None]) -> bool:
-    """Whether the run had come to its end on a head host to which only the connection was lost; then it is fetched."""
-    head = [one.host for one in cluster.assignments if one.host.name == cluster.master]
+def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
+    """Fetch the run if it had finished on the head host and only the connection was lost; return whether it had."""
+    head_host = [one.host for one in cluster.assignments if one.host.name == cluster.master]
     if not cluster.away or cluster.access.transport.find_silent([cluster.master]):
         return False
-    kept, _ = gather_host_copies(head, cluster.access, launch.run_dir)
-    if not any(one.finished for one in kept):
+    copies, _ = gather_host_copies(head_host, cluster.access, launch.run_dir)
+    if not any(copy.is_finished for copy in copies):
         return False
     try:
-        fetch_finished(plan, launch.run_dir, cluster, say)
+        fetch_and_clean_up(plan, launch.run_dir, cluster, os.environ, True, say)
     except HeadHostLostError:
         return False
     return True
 
 
-def clean_up_lost_hosts(course: RestartHistory, last: Cluster, run_dir: str, say: Callable[[str], None]) -> None:
-    """Take what a run that has come to its end left on hosts that it lost on the way, where they answer again, and
-    say which do not."""
+def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, say: Say) -> None:
+    """Remove a finished run from the hosts that it lost, if they answer again, and name those that do not."""
     used, transport = {one.host.name for one in last.assignments}, last.access.transport
-    lost = [host for name, host in course.used.items() if name not in used] if last.away else []
-    transport.find_silent([host.name for host in lost], _AGAIN_SECONDS)
-    there = [host for host in lost if host.name not in transport.silent]
+    lost = [host for name, host in history.used_hosts.items() if name not in used] if last.away else []
+    transport.find_silent([host.name for host in lost], _LOST_HOST_SECONDS)
+    reachable = [host for host in lost if host.name not in transport.silent]
     work = last.work_dir(run_dir)
-    sent = os.path.dirname(last.sent_file(work, 0))
-    kill_ranks(last, run_dir, there)
-    words = remove_command(last.folder, sent, os.path.dirname(work))
-    attempt(lambda host: transport.run(host, words, seconds=_END_SECONDS), there)
-    if silent := ", ".join(host.name for host in lost if host not in there):
-        say(f"cpuft: {silent} did not answer at the end: {FILES_LEFT}")
+    secrets = os.path.dirname(last.sent_file(work, 0))
+    kill_ranks(last, run_dir, reachable)
+    command = remove_command(last.folder, secrets, os.path.dirname(work))
+    attempt(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
+    if names := ", ".join(host.name for host in lost if host not in reachable):
+        say(f"cpuft: {names} did not answer at the end of the run: {FILES_LEFT}")
 
 
 def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
-    """What is known of a run that broke off under our eyes: where nothing was recorded yet, what it was to be.
+    """Add the recorded options of the run, or those of `job` if nothing was recorded yet.
 
-    `resumed` has below 0 updates where the record of the last start is lost: hosts may know of some.
+    `resumed.updates` is below 0 if the record of the last attempt is lost; then hosts may know how many were made.
     """
-    train, kept = job.train, resumed.kept
+    train, copies = job.train, resumed.host_copies
     batch = train.batch_size * train.gradient_accumulation * job.config.np
     try:
-        known = read_resumed_run(resumed.run_dir, bool(job.script), kept)
+        known = read_resumed_run(resumed.run_dir, bool(job.script), copies)
     except CpuftError:
         known = ResumedRun(resumed.run_dir, train, job.config.np, 0, batch)
-    made = [resumed.updates] if resumed.updates >= 0 else [max(one.steps, one.update) for one in kept]
-    known = replace(known, kept=kept, updates=max([0, *made]))
-    return replace(known, since=resumed.since, because=resumed.because, fetched=resumed.fetched)
+    updates = [resumed.updates] if resumed.updates >= 0 else [max(one.steps, one.checkpoint_update) for one in copies]
+    known = replace(known, host_copies=copies, updates=max([0, *updates]), stopped_at=resumed.stopped_at)
+    return replace(known, restart_reason=resumed.restart_reason, fetched_from=resumed.fetched_from)
 
 
 def kill_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = None) -> None:
-    """End what is left of a run's processes on hosts that answer: mpirun may have been lost with its own.
+    """Kill the processes of a run that are left on hosts that answer. A lost mpirun does not end its ranks.
 
-    `hosts`: without, those of the cluster, where there are several.
+    `hosts`: by default those of the cluster, if there are several.
     """
-    words, transport = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir)), cluster.access.transport
-    source = Path(kill.__file__).read_text(encoding="utf-8")
-    own = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []
-    left = [host for host in (own if hosts is None else hosts) if host.name not in transport.silent]
-    attempt(lambda host: transport.run(host, words, source, _END_SECONDS), left)
-
-
-DEFAULT = 3
-"""Restarts of a run on several hosts, where nobody asked for a number."""
-_IN_VAIN = {2: "refused its options or data", FULL: "found a full disk"}
-"""What an exit code says of a process that ended with one line, and would do so again."""
-_FROM_OUTSIDE = (137, 143)
-"""SIGKILL and SIGTERM: no program does that to itself."""
-_TRACEBACK = "Traceback (most recent call last)"
-
-
-@dataclass(frozen=True)
-class AttemptResult:
-    """How a start of a run ended, as far as it can be told from here."""
-
-    code: int
-    failures: tuple[Failure, ...] = ()
-    """Whom to blame first stands first."""
-    silent: frozenset[str] = frozenset()
-    """Its hosts that do not answer."""
-    update: int = 0
-    """The last one recorded; 0 for none, and for a script."""
-    cut: bool = False
-    """Whether the connection to the master was lost."""
-    leaving: frozenset[str] = frozenset()
-    """Its hosts that were told that they are about to go."""
-    unreached: str = ""
-    """Which way to a host failed before ranks started, though the host answers."""
-    hosts: tuple[str, ...] = ()
-    """Of each rank."""
-
-
-@dataclass(frozen=True)
-class RestartDecision:
-    """What to do about it."""
-
-    again: bool
-    why: str
-    """What was lost, or why another start would be in vain."""
-    mark: str = ""
-    """By which the same error is known when it comes again; empty for what can come any number of times."""
-
-
-def count_restarts(asked: int, hosts: int) -> int:
-    """How often a run on so many hosts may be started again; `asked` is below 0 where nobody said so."""
-    return asked if asked >= 0 else DEFAULT * (hosts > 1)
-
-
-def judge(ended: AttemptResult, earlier: Collection[str]) -> RestartDecision:
-    """Whether to start again what ended with another exit code than 0; `earlier`: the marks of starts before."""
-    for names, how in ((sorted(ended.silent), "lost"), (sorted(ended.leaving), "told to go")):
-        if names:
-            return RestartDecision(True, f"host{'s' * (len(names) > 1)} {', '.join(names)} {_were(names)} {how}")
-    if ended.cut:
-        return RestartDecision(True, "the connection to the master was lost")
-    if ended.unreached:
-        return RestartDecision(True, ended.unreached)
-    if not ended.failures:
-        if ended.code in _IN_VAIN:
-            return RestartDecision(
-                False, "a disk was full" if ended.code == FULL else "its options or data were refused"
-            )
-        return _judge_error(ended, "mpirun failed", f"mpirun {ended.code}", earlier)
-    first = ended.failures[0]
-    blame = f"rank {first.rank} on {first.host}"
-    if first.missed:
-        where = dict(enumerate(ended.hosts))
-        told = ", ".join(f"rank {rank} on {where.get(rank, 'its host')}" for rank in sorted(first.missed))
-        return _judge_error(ended, f"{told} did not answer the others", _last_line(first.text), earlier)
-    if first.code == AGAIN:
-        return RestartDecision(
-            False, f"{blame} was interrupted"
-        )  # who told it to end wants its hosts, or takes them away
-    if first.ran_out_of_memory:
-        return _judge_error(ended, f"{blame} ran out of memory", "out of memory", earlier)
-    if first.code in _FROM_OUTSIDE or first.lost_its_peer:
-        how = describe_exit(first.code).partition(" (")[0]
-        return RestartDecision(True, f"{blame} was {how}" if first.code > 128 else f"{blame} lost another rank")
-    if first.code in _IN_VAIN:
-        return RestartDecision(False, f"{blame} {_IN_VAIN[first.code]}")
-    return _judge_error(ended, f"{blame} failed ({describe_exit(first.code)})", _find_mark(first), earlier)
-
-
-def _judge_error(ended: AttemptResult, what: str, mark: str, earlier: Collection[str]) -> RestartDecision:
-    """An error that may be the job's own: it is, when it comes again at the same update."""
-    mark = f"{ended.update} {mark}"
-    if mark in earlier:
-        where = f" at update {ended.update}" if ended.update else ""
-        return RestartDecision(False, f"{what}, as it had before{where}", mark)
-    return RestartDecision(True, what, mark)
-
-
-def _find_mark(failure: Failure) -> str:
-    """What a rank's last traceback says, without addresses of memory."""
-    start = failure.text.rfind(_TRACEBACK)
-    said = failure.text[start:].strip() if start >= 0 else ""
-    return f"{failure.code} {re.sub('0x[0-9a-f]+', '0x', said)}"
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
-
-
-def choose_hosts(
-    hosts: Sequence[Host], silent: Collection[str], before: Mapping[str, int], np: int
-) -> tuple[tuple[Host, ...], int]:
-    """The hosts that answer, in the order of the hostfile, and the ranks to start on them: `np` at most.
-
-    No host gets more than it had: `before` has the ranks of each host of the first start; one that had none gets as
-    many as the fullest.
-    """
-    left = tuple(host for host in hosts if host.name not in silent)
-    most = max(before.values())
-    room = [before.get(host.name) or min(most, host.slots or most) for host in left]
-    return left, min(np, sum(room))
-
-
-def describe_restart(number: int, limit: int, why: str, hosts: Sequence[str], ranks: int, update: int) -> str:
-    """The line that a user sees when a run is started again; `update`: the last one that is kept, 0 for none."""
-    plural = "s" * (ranks == 1)
-    start = f"continue{plural} after update {update}"
-    if update <= 0:
-        start = f"start{plural} from the beginning, because no checkpoint had been saved yet"
-    return f"restart {number} of {limit}: {why}; {counted(ranks, 'rank')} on {', '.join(hosts)} {start}"
-
-
-def _were(names: Collection[str]) -> str:
-    return "were" if len(names) > 1 else "was"
+    command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir))
+    transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")
+    if hosts is None:
+        hosts = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []
+    reachable = [host for host in hosts if host.name not in transport.silent]
+    attempt(lambda host: transport.run(host, command, program, _KILL_SECONDS), reachable)

@@ -1,4 +1,4 @@
-"""Fetch a run's folder from the head host and store it on this machine.
+"""Bring the results of a run back from its hosts, and remove the run there.
 
 `python -m cpuft.launch.results new|merge RUN_DIR COMMAND...` runs COMMAND, which writes a tar archive of the run's
 folder to its standard output, and stores the archive as RUN_DIR. The archive comes from another machine, so nothing in
@@ -12,22 +12,38 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
 import stat
 import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, cast
 
 from cpuft import execute
 from cpuft.errors import NOT_STORED, CpuftError, Interrupted
+from cpuft.files import REMOVE, remove_command, write_text
+from cpuft.hosts.cluster import Cluster
+from cpuft.launch.resume import CHECKPOINT_HOSTS, read_lost_hosts
+from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
+from cpuft.words import own_module
 
+Say = Callable[[str], None]
 NEW, MERGE = "new", "merge"
-"""Whether RUN_DIR must not exist yet, or files of an earlier start in RUN_DIR are replaced one by one."""
-SKIPPED = "only plain files and folders of a run are fetched; left out: "
+"""Whether RUN_DIR must not exist yet, or files of an earlier attempt in RUN_DIR are replaced one by one."""
+FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
+_SKIPPED = "only plain files and folders of a run are fetched; left out: "
+_HERE = Path(__file__)
+_SEND_RUN = _HERE.with_name("send_run.sh").read_text(encoding="utf-8")
+_REMOVE_ALL_BUT_CHECKPOINTS = REMOVE + _HERE.with_name("remove_all_but_checkpoints.sh").read_text(encoding="utf-8")
+_FETCH_SECONDS = 1800.0
+_REMOVE_SECONDS = 15.0
+_PARTIAL_REMOVE_SECONDS = 60.0
+_LAST_LINES = 6
+"""Lines of output of a failed step that its error shows."""
 _BLOCK = 1 << 20
 _END = bytes(1024)
 """Two blocks of zeros end every complete tar archive."""
@@ -41,8 +57,15 @@ _KINDS = {
 }
 _SHOWN = 5
 """Names of entries that were not stored, in the line that says so."""
-_END_SECONDS = 10.0
-"""For a sender whose archive broke off to give its exit code."""
+_SENDER_END_SECONDS = 10.0
+"""How long a sender whose archive broke off may take to give its exit code."""
+
+
+class HeadHostLostError(CpuftError):
+    """The head host, or the connection to it, was lost."""
+
+    unfetched_from = ""
+    """The head host, if it has the only copy of the run's record."""
 
 
 class NotStoredError(CpuftError):
@@ -51,8 +74,158 @@ class NotStoredError(CpuftError):
     exit_code = NOT_STORED
 
 
+def plan_results(
+    cluster: Cluster, work: str, run_dir: str, resumed: bool = False, former_hosts: Sequence[str] = ()
+) -> Stages:
+    """Plan to fetch the run folder from the head host, and then to remove the run from all hosts.
+
+    Parameters
+    ----------
+    work: the run folder on the head host.
+    resumed: whether `run_dir` may exist, and is merged with what comes.
+    former_hosts: further hosts that have files of the run from earlier attempts.
+    """
+    if not cluster.away:
+        return ()
+    send = cluster.command_on(cluster.master, ("sh", "-c", _SEND_RUN, "send_run", work))
+    program = own_module(sys.executable, "cpuft.launch.results")
+    fetch = Step(f"fetch the run from {cluster.master}", (*program, MERGE if resumed else NEW, run_dir, *send))
+    remove = remove_command(cluster.folder, os.path.dirname(work))
+    names = [*(assignment.host.name for assignment in cluster.assignments), *former_hosts]
+    return ((fetch,), tuple(Step(f"remove the run from {name}", remove, host=name) for name in names))
+
+
+def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
+    """Plan to remove the run from all hosts, except its checkpoints. Files that may hold secrets are removed first."""
+    secrets = os.path.dirname(cluster.sent_file(work, 0))
+    command = ("sh", "-c", _REMOVE_ALL_BUT_CHECKPOINTS, "remove_all_but_checkpoints", cluster.folder, secrets, work)
+    names = [assignment.host.name for assignment in cluster.assignments]
+    return (
+        tuple(
+            Step(
+                f"remove the run from {name}, except its checkpoints",
+                (*command, "head" if name == cluster.master else ""),
+                host=name,
+            )
+            for name in names
+        ),
+    )
+
+
+def write_plan(plan: RunPlan, run_dir: str) -> None:
+    """Write the plan as a shell script into the run folder."""
+    write_text(Path(run_dir) / "plan.sh", format_plan(plan.whole, os.getcwd()))
+
+
+def fetch_and_clean_up(
+    plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], is_finished: bool, say: Say
+) -> None:
+    """Fetch the run from the head host, and remove it from all hosts that answer.
+
+    Of a run that is not finished, the checkpoints stay on the hosts, and everything stays there if
+    `plan.keep_host_copies` is set.
+
+    Raises HeadHostLostError: the head host could not send the run, and its files stay there.
+    Raises NotStoredError: this machine could not store the run, and nothing is removed from the hosts.
+    """
+    _, *cleanup = plan.results
+    unreachable = cluster.access.transport.silent
+    try:
+        if cluster.master in unreachable:
+            raise CpuftError(f"the head host {cluster.master} does not answer: check it with cpuft doctor")
+        fetch_results(plan, run_dir, cluster, environ, say)
+    except NotStoredError:
+        raise
+    except CpuftError as error:
+        if not plan.keep_host_copies:
+            remove_all_but_checkpoints(plan, run_dir, environ, {cluster.master, *unreachable}, say)
+        lost = HeadHostLostError(f"{error}; the run's record is in {cluster.work_dir(run_dir)} on {cluster.master}")
+        lost.unfetched_from = cluster.master
+        raise lost from None
+    if os.path.isdir(run_dir):
+        write_plan(plan, run_dir)
+    if not is_finished:
+        unreachable |= read_lost_hosts(run_dir)
+        if not plan.keep_host_copies:
+            remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
+        return
+    Path(run_dir, CHECKPOINT_HOSTS).unlink(missing_ok=True)
+    commands = Plan(ways=plan.ways)
+    for stage in cleanup:
+        steps = [commands.here(step) for step in stage if step.host not in unreachable]
+        # A host that was lost meanwhile must not hide how the run ended.
+        with contextlib.suppress(TimeoutError):
+            execute.run_stage(steps, environ, _REMOVE_SECONDS)
+    if missing := sorted({step.host for stage in cleanup for step in stage} & unreachable):
+        say(f"cpuft: {', '.join(missing)} did not answer at the end of the run: {FILES_LEFT}")
+
+
+def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
+    """Fetch the run's folder from the head host into `run_dir`.
+
+    When this function returns, the whole folder is on this machine's disk, so that the copies on hosts may be removed.
+    They must stay if it raises.
+
+    Raises NotStoredError: the folder came, but this machine could not store it.
+    Raises CpuftError: the head host could not send the folder.
+    """
+    ((step,), *_) = plan.results
+
+    def say_waiting(_: list[int], passed: float) -> None:
+        say(f"cpuft: {step.why}: not finished after {passed:.0f} s")
+
+    try:
+        (answer,) = execute.run_stage([Plan(ways=plan.ways).here(step)], environ, _FETCH_SECONDS, say_waiting)
+    except TimeoutError:
+        late = f"fetching the results of the run from {cluster.master} took more than {_FETCH_SECONDS:.0f} s"
+        raise CpuftError(late) from None
+    lines = [line.removeprefix("cpuft: error: ") for line in answer.said.splitlines() if line.strip()]
+    if answer.exit_code == NOT_STORED:
+        reason = lines[-1] if lines else "no reason was given"
+        raise NotStoredError(
+            f"the results of the run could not be stored in {run_dir} ({reason}). Host {cluster.master} keeps them: "
+            f"make room here or remove what is in the way, then fetch them with cpuft launch --resume {run_dir}"
+        )
+    if answer.exit_code:
+        output = " | ".join(lines[-_LAST_LINES:]) or "without a message"
+        raise CpuftError(f"the results of the run could not be fetched from {cluster.master} ({output})")
+    for line in lines:
+        if line.startswith(_SKIPPED):
+            say(f"cpuft: {line}")
+
+
+def remove_all_but_checkpoints(
+    plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = (), say: Say | None = None
+) -> None:
+    """Carry out `plan.partial_cleanup` on all hosts but those in `without`.
+
+    The hosts that have checkpoints are noted in the local run folder, and `say` is told how to continue.
+    """
+    steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
+    commands = Plan(ways=plan.ways)
+    try:
+        answers = execute.run_stage([commands.here(step) for step in steps], environ, _PARTIAL_REMOVE_SECONDS)
+    except TimeoutError:
+        return
+    updates = {step.host: _parse_newest_checkpoint(answer.output) for step, answer in zip(steps, answers)}
+    owners = [host for host, update in updates.items() if update >= 0]
+    if owners:
+        write_text(Path(run_dir, CHECKPOINT_HOSTS), "".join(f"{host}\n" for host in owners))
+    if owners and say:
+        say(
+            f"cpuft: checkpoints up to update {max(updates.values())} are saved on {', '.join(owners)}: continue with "
+            f"cpuft launch --resume {run_dir} and the same --cluster or --hostfile"
+        )
+
+
+def _parse_newest_checkpoint(output: str) -> int:
+    """Return the update of the checkpoint that `remove_all_but_checkpoints.sh` printed last; -1 for none."""
+    names = re.findall(r"^([0-9]+)\.[0-9]+$", output, re.MULTILINE)
+    return int(names[-1]) if names else -1
+
+
 class _Source:
-    """The sender's output; it remembers how the archive ended."""
+    """The sender's output, as a file for `tarfile` that remembers the last bytes."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -60,19 +233,19 @@ class _Source:
         self.is_over = False
 
     def read(self, size: int = -1) -> bytes:
-        found = self._stream.read(size)
-        self.is_over = not found
-        self.end = (self.end + found)[-len(_END) :]
-        return found
+        block = self._stream.read(size)
+        self.is_over = not block
+        self.end = (self.end + block)[-len(_END) :]
+        return block
 
     def drain(self) -> None:
-        """Read what is left, so that the sender can end."""
+        """Read the rest, so that the sender can end."""
         while self.read(_BLOCK):
             pass
 
 
 def fetch(run_dir: Path, command: Sequence[str], merge: bool) -> list[str]:
-    """Run `command` and store the archive that it writes as `run_dir`; nothing is stored for an empty archive.
+    """Run `command` and store the archive that it writes as `run_dir`. An empty archive changes nothing.
 
     All files are on this machine's disk when this function returns. With `merge`, files in `run_dir` are replaced by
     those of the archive with the same name, other files stay, and older logs are kept as `logs-N`. Where a file takes a
@@ -123,7 +296,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def _receive(part: Path, command: Sequence[str]) -> list[str]:
-    """Extract what the command sends into `part`; names of what was skipped."""
+    """Extract what the command sends into `part`; return the names of what was skipped."""
     sender = execute.start_sender(command, os.environ)
     assert sender.stdout is not None
     source = _Source(sender.stdout)
@@ -133,16 +306,16 @@ def _receive(part: Path, command: Sequence[str]) -> list[str]:
         code = sender.wait()
     except NotStoredError:
         # An archive that breaks off is the sender's failure, if the sender failed.
-        if source.is_over and execute.wait(sender, _END_SECONDS):
-            raise CpuftError(f"the run could not be sent (exit code {execute.exit_code(sender)})") from None
+        if source.is_over and execute.wait(sender, _SENDER_END_SECONDS):
+            raise CpuftError(f"the host could not send the run (exit code {execute.exit_code(sender)})") from None
         raise
     finally:
         execute.end([sender])
         sender.stdout.close()
     if code:
-        raise CpuftError(f"the run could not be sent (exit code {code})")
+        raise CpuftError(f"the host could not send the run (exit code {code})")
     if source.end != _END:
-        raise NotStoredError("the archive that the host sent breaks off before its end")
+        raise NotStoredError("the archive from the host is incomplete")
     return skipped
 
 
@@ -175,7 +348,7 @@ def extract(source: _Source, part: Path) -> list[str]:
                     skipped.append(f"{member.name} ({_KINDS.get(member.type, 'special file')})")
                 vars(archive)["members"] = []  # it would remember all of them
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise NotStoredError(f"what the host sent is no readable tar archive ({error})") from None
+        raise NotStoredError(f"the host did not send a readable tar archive ({error})") from None
     for folder, _, _ in os.walk(part):
         _sync(Path(folder))
     return skipped
@@ -183,17 +356,17 @@ def extract(source: _Source, part: Path) -> list[str]:
 
 def _split(name: str) -> list[str]:
     """Return the components of a member's name below the run's folder."""
-    words = [word for word in name.split("/") if word not in ("", ".")]
-    if name.startswith("/") or ".." in words or "\0" in name:
+    components = [component for component in name.split("/") if component not in ("", ".")]
+    if name.startswith("/") or ".." in components or "\0" in name:
         raise NotStoredError(
-            f"the host sent a file named {name!r}, which leads out of the run's folder: "
-            "no cpuft does that, so look at the host before you use it again"
+            f"the host sent a file named {name!r}, which is outside the run folder: "
+            "cpuft never does that, so check the host before you use it again"
         )
-    return words
+    return components
 
 
 def _make_folders(path: Path, part: Path) -> None:
-    """Make a folder of the archive and those above it. Raises NotStoredError: a file has that name."""
+    """Make a folder below `part`, and the folders above it. Raises NotStoredError: a file has one of the names."""
     missing = [folder for folder in (path, *path.parents) if folder == part or part in folder.parents]
     for folder in reversed(missing):
         try:
@@ -260,7 +433,7 @@ def _merge(part: Path, target: Path) -> None:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a folder is there, and not a link to one."""
+    """Whether `path` is a folder, and not a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -292,7 +465,7 @@ def main() -> None:
         sys.exit(stopped.exit_code)
     if skipped:
         more = f" and {len(skipped) - _SHOWN} more" if skipped[_SHOWN:] else ""
-        print(f"{SKIPPED}{', '.join(skipped[:_SHOWN])}{more}")
+        print(f"{_SKIPPED}{', '.join(skipped[:_SHOWN])}{more}")
 
 
 if __name__ == "__main__":

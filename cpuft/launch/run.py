@@ -25,10 +25,11 @@ from cpuft.launch.plan import (
     refuse_other_launchers,
     wrap_script,
 )
-from cpuft.launch.remote import fetch_finished, run_attempt
+from cpuft.launch.remote import run_attempt
 from cpuft.launch.restart import describe_limit, run_with_restarts
+from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import ResumedRun, check_newest_checkpoint, gather_resumed_run
-from cpuft.launch.supervise import SCRIPT_SECONDS, TRAINING_SECONDS
+from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS
 from cpuft.plan import RunPlan
 
 Say = Callable[[str], None]
@@ -89,7 +90,7 @@ def plan_request(
         return PlannedLaunch(resumed.run_dir, cluster, plan, finished_on=resumed.finished_on)
     if resumed:
         config, train = resumed.take_over(config, train, request.given)
-        for reason in resumed.silent:
+        for reason in resumed.unreachable:
             say(f"{reason}; the run continues without it")
         run_dir = resumed.run_dir
     else:
@@ -99,7 +100,7 @@ def plan_request(
             locks.enter_context(lock_run(run_dir))
     cluster = gather_cluster(config, resumed.hosts if resumed else ())
     if resumed:
-        check_newest_checkpoint(resumed.kept, cluster, run_dir)
+        check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     input_paths = _find_input_paths(request, train, resumed, environ)
     options = request.script_options
     allowed = input_paths if resumed else None
@@ -147,16 +148,16 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
     if not job:
         say(f"cpuft: the run has finished on {planned.finished_on}: fetching its results")
-        fetch_finished(planned.plan, run_dir, cluster, say)
+        fetch_and_clean_up(planned.plan, run_dir, cluster, environ, True, say)
         save_allowed_paths(run_dir, (), environ)
         return 0, f"run: {run_dir}"
     if not job.script:
         save_allowed_paths(run_dir, planned.input_paths, environ)
     grace = job.config.grace_period if job.train.engine == "torch" else None
-    patience = TRAINING_SECONDS
+    ctrl_c_seconds = TRAINING_STOP_SECONDS
     if job.script:
-        patience = SCRIPT_SECONDS if job.script[0] == sys.executable else 0.0
-    start = partial(run_attempt, say=say, grace=grace, patience=patience)
+        ctrl_c_seconds = SCRIPT_STOP_SECONDS if job.script[0] == sys.executable else 0.0
+    start = partial(run_attempt, say=say, grace=grace, ctrl_c_seconds=ctrl_c_seconds)
     code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say)
     if not code and not job.script:
         save_allowed_paths(run_dir, (), environ)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import shutil
 import signal
 import sys
@@ -21,7 +20,7 @@ from cpuft import execute
 from cpuft.config import is_count
 from cpuft.errors import AGAIN, CpuftError, DiskFullError, Interrupted
 from cpuft.execute import Answer
-from cpuft.files import remove_command, write_text
+from cpuft.files import remove_command
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, attempt
 from cpuft.launch.failures import (
@@ -33,57 +32,173 @@ from cpuft.launch.failures import (
     read_failures,
     worst_exit_code,
 )
+from cpuft.launch.results import write_plan
 from cpuft.launch.resume import write_lost_hosts
 from cpuft.launch.stack_dumps import Diagnosis, diagnose_run
-from cpuft.plan import Plan, RunPlan, Step, format_plan
+from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED
 from cpuft.rank.reporting import HANGS, SUPERVISED
 
-_GIVES_UP = ("Error: Downstream from host", "assert (!closed) failed")
-"""What Intel MPI's and MPICH's mpirun say when a host of theirs is lost. They have ended all ranks then, but in a job
-of Slurm's they wait for the srun of their proxies, and that for Slurm, which misses the host minutes later."""
+TRAINING_STOP_SECONDS = 120.0
+"""How long a training may take to end after the first Ctrl-C: to finish the current update and save a checkpoint."""
+SCRIPT_STOP_SECONDS = 30.0
+"""The same for a user's Python script. Most scripts ignore the request, and the user should not wait for them long."""
+LEASE_RENEWAL_SECONDS = 300.0
+_LEASE_ANSWER_SECONDS = 20.0
+_STOP_REQUEST_SECONDS = 20.0
+_HOST_LOST = ("Error: Downstream from host", "assert (!closed) failed")
+"""What the mpirun of Intel MPI and MPICH prints when it has lost a host. It has ended all ranks by then. In a Slurm job
+it nevertheless does not exit until Slurm notices the loss, minutes later."""
 _CANNOT_RUN = (126, 127)
-"""Exit codes of a shell for a program that is not there or may not be run: another start would not help."""
-_CHECK_FAILED = 2
-"""Exit code of a step that refused its input with one line."""
+"""Exit codes of a shell for a program that does not exist or cannot be executed. Another start would not help."""
+_REJECTED = 2
+"""Exit code of a step that rejected its input with a one-line error."""
+_CHECK_SECONDS = 0.5
+"""Time between two looks at the logs."""
 _END_SECONDS = 25.0
-"""How long ranks may take to end once one has failed: those that save something have time, a lost host has not."""
-_LOOK_SECONDS = 0.5
-_QUIET_SECONDS = 30.0
-"""Without a heartbeat, which ranks give every 5 s: hosts may be lost, all at once, and mpirun waits for them."""
+"""How long mpirun may run on after a rank has failed: other ranks may be saving something."""
+_HEARTBEAT_SECONDS = 30.0
+"""How long ranks may give no heartbeat before the hosts are asked whether they answer. Ranks give one every 5 s."""
 _STARTS_SECONDS = 10.0
-"""After which the hosts are asked, if ranks have not started."""
+"""How long ranks may take to start before the hosts are asked."""
+_ENDS_SECONDS = 5.0
+"""How long ranks may run on after the first has ended before the hosts are asked."""
+_FAILURE_SECONDS = 0.5
+"""From the failure of a rank until the hosts are asked. A host that shuts down may still answer right after it."""
+_NEXT_CHECK_SECONDS = 10.0
+"""Until the hosts are asked again after all of them have answered."""
+_PREPARE_CHECK_SECONDS = 5.0
+"""The same while examples are prepared, when no rank is disturbed by it."""
 _START_LIMIT = 45.0
 _START_LIMIT_PER_RANK = 0.5
-"""Seconds within which a rank has to start. A stranger's connection to mpirun's port can hold up all of them."""
+"""Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
 _MOST_STARTS = 3
-"""How often mpirun is started where no rank starts; its port is another one each time, and its time twice as long."""
-_ENDS_SECONDS = 5.0
-"""After which the hosts are asked, if some ranks have ended and others have not."""
-_ASK_AGAIN_SECONDS = 10.0
-"""Between two questions to hosts that all answered."""
-_PREPARE_SECONDS = 5.0
-"""The same while rows are prepared, when no rank is disturbed by a question."""
+"""How often mpirun is started if no rank starts. Each time its port is another one and the limit is twice as long."""
 _MARK_BYTES = 4096
-"""Of a log's beginning and of its end, in which a rank's marks are looked for."""
-_ASK_SECONDS = 0.5
-"""From a rank's failure to the question whether all hosts are there. One that goes down may still answer at once."""
+"""Number of bytes at the beginning and at the end of a log that are searched for a rank's marks."""
 _REMOVE_SECONDS = 60.0
-_UNSAID = (*MARKS, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
-"""Lines of rank 0 that only its log keeps: the marks for this supervisor; oneCCL's word on our own setting."""
+_HIDDEN = (*MARKS, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
+"""Lines of rank 0 that are not shown on the terminal: marks for this module, and oneCCL's warning about our setting."""
+
+
+def _print(line: str) -> None:
+    print(f"cpuft: {line}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class StopRequest:
+    """Asks the ranks to save a checkpoint and end after Ctrl-C, SIGUSR1, or SIGTERM with a grace period.
+
+    The request is a file in the run folder on the head host, because mpirun does not forward signals.
+    """
+
+    run_dir: str
+    """The run folder as the ranks see it."""
+    head_host: str
+    ways: dict[str, tuple[str, ...]]
+    """As `cpuft.plan.Plan.ways`."""
+    grace: float
+    """Seconds from SIGTERM until the ranks are killed; with 0, SIGTERM kills them at once."""
+    ctrl_c_seconds: float = 0.0
+    """Seconds from the first Ctrl-C until the ranks are killed; with 0, Ctrl-C kills them at once."""
+    signal_number: int = 0
+    """The first signal that requested the end; 0 for none yet."""
+    deadline: float = math.inf
+    """When the ranks are killed, in seconds of the monotonic clock."""
+    is_sent: bool = False
+
+    def handle_signal(self, signal_number: int) -> bool:
+        """Return whether a signal requests the end, and does not kill the ranks. Called in the signal handler."""
+        is_first = math.isinf(self.deadline) and not self.signal_number
+        seconds = 0.0
+        if signal_number == signal.SIGTERM and math.isinf(self.deadline):
+            seconds = self.grace
+        elif signal_number == signal.SIGINT and is_first:
+            seconds = self.ctrl_c_seconds
+        if seconds > 0:
+            self.deadline = time.monotonic() + seconds
+        if seconds > 0 or signal_number == signal.SIGUSR1:
+            self.signal_number = self.signal_number or signal_number
+            return True
+        return False
+
+    def check(self) -> None:
+        """Pass a request on to the ranks. Called regularly while they run.
+
+        Raises Interrupted: the ranks have not ended before the deadline.
+        """
+        if self.signal_number and not self.is_sent:
+            self.is_sent = True
+            name = signal.Signals(self.signal_number).name
+            if self.signal_number == signal.SIGINT:
+                _print(
+                    f"asked the ranks to save a checkpoint and end within {self.ctrl_c_seconds:.0f} s; "
+                    "press Ctrl-C again to end them at once"
+                )
+            answer = execute.run_quietly(self.plan_request(name).command, _STOP_REQUEST_SECONDS)
+            if answer.exit_code:
+                _print(f"{name} could not be passed on to the ranks ({answer.said.strip()})")
+        if time.monotonic() > self.deadline:
+            raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
+
+    def plan_request(self, name: str) -> Step:
+        """Return the step that writes the name of the signal into the file, as a step of this machine."""
+        path = f"{self.run_dir}/{REQUEST_FILE}"
+        command = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
+        return Plan(ways=self.ways).here(Step("ask the ranks to end", command, host=self.head_host))
+
+
+@dataclass
+class LeaseRenewal:
+    """Renews the leases of rented hosts while ranks run, because these hosts shut down when their lease ends."""
+
+    command: tuple[str, ...]
+    """Renews the lease of the host on which it runs; empty for hosts without a lease."""
+    hosts: tuple[str, ...]
+    run: Callable[[str, tuple[str, ...], float], Answer]
+    """Runs a command on a host, within a number of seconds."""
+    say: Callable[[str], None]
+    now: Callable[[], float] = time.monotonic
+    _next: float = 0.0
+    _said: set[str] = field(default_factory=set)
+
+    def check(self) -> None:
+        """Start a renewal on a thread every five minutes. Called regularly while ranks run."""
+        if self.command and self.now() >= self._next:
+            self._next = self.now() + LEASE_RENEWAL_SECONDS
+            threading.Thread(target=self.renew, daemon=True).start()
+
+    def renew(self) -> None:
+        """Renew the leases of all hosts now. Each new end of a lease and each error is reported once."""
+        answers = attempt(lambda host: self.run(host, self.command, _LEASE_ANSWER_SECONDS), self.hosts)
+        for host, answer in zip(self.hosts, answers):
+            line = _describe_renewal(host, answer)
+            if line not in self._said:
+                self._said.add(line)
+                self.say(line)
+
+
+def _describe_renewal(host: str, answer: Answer | CpuftError) -> str:
+    """Return the latest end of the lease, which is the same for all hosts of a cluster, or why it was not renewed."""
+    words = [] if isinstance(answer, CpuftError) else answer.output.partition("\n")[0].split()
+    if isinstance(answer, Answer) and not answer.exit_code and len(words) == 2 and is_count(words[1]):
+        limit = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(words[1])))
+        return f"the lease of the hosts is renewed while the run lasts, until {limit} at the latest"
+    error = str(answer) if isinstance(answer, CpuftError) else answer.said.strip()[-200:]
+    return f"the lease of host {host} could not be renewed ({error}): check it with cpuft provision status"
 
 
 @dataclass
 class LogTail:
-    """Copies what is appended to a file onto a stream of ours."""
+    """Copies what is appended to a log to a stream of this process."""
 
     path: Path
     stream: IO[str]
     position: int = 0
 
     def copy(self) -> None:
-        """Copy what has come since the last call."""
+        """Copy what was appended since the last call, except lines that are not for users."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.position)
@@ -93,107 +208,111 @@ class LogTail:
         self.position += len(new)
         if new:
             lines = new.decode(errors="replace").splitlines(keepends=True)
-            shown = (line for line in lines if is_for_users(line) and not any(mark in line for mark in _UNSAID))
+            shown = (line for line in lines if is_for_users(line) and not any(mark in line for mark in _HIDDEN))
             self.stream.write("".join(shown))
             self.stream.flush()
 
 
 class StuckError(Exception):
-    """A rank has failed or a host is lost, and mpirun waits all the same."""
+    """A rank has failed or a host is lost, and mpirun does not end."""
 
 
 class NotStartedError(Exception):
-    """No rank has started in time, though all hosts answer."""
+    """No rank has started in time, although all hosts answer."""
 
 
 class HostsLostError(Exception):
     """Hosts do not answer any more."""
 
-    def __init__(self, silent: set[str]) -> None:
-        super().__init__(", ".join(sorted(silent)))
-        self.silent = silent
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(", ".join(sorted(names)))
+        self.names = names
 
 
 @dataclass
 class Watchdog:
-    """Notices that a run cannot come to its end: mpirun and srun wait without limit for a host that is lost.
+    """Detects that a run cannot finish, because mpirun and srun wait without limit for a host that is lost.
 
     All hosts are asked whether they answer whenever something looks wrong: ranks have not started, some ranks have
     ended and others have not, no rank has given a heartbeat for a while, or a rank has failed.
     """
 
     logs: Path
-    find_silent: Callable[[], set[str]]
+    find_unreachable: Callable[[], set[str]]
     """Asks all hosts, and returns those that do not answer."""
-    look: Callable[[], tuple[Diagnosis, set[str]]]
-    """Looks at ranks that hang; the hosts that do not answer."""
+    diagnose_hang: Callable[[], tuple[Diagnosis, set[str]]]
+    """Gathers the stacks of ranks that hang. Returns which rank they wait for, and the hosts that do not answer."""
     ranks: int = 0
-    """How many ranks there are; 0: nobody waits for their start and their end."""
-    several: bool = False
-    """Whether the ranks are on several hosts."""
-    start_seconds: float = 0.0
-    """Within which at least one rank has to start; 0 for no limit."""
-    verdict: Diagnosis | None = None
-    asking: StopRequest | None = None
-    renewal: LeaseRenewal | None = None
+    """Number of ranks; 0: their starts and ends are not checked."""
+    has_several_hosts: bool = False
+    start_limit: float = 0.0
+    """Seconds within which the first rank has to start; 0 for no limit."""
+    diagnosis: Diagnosis | None = None
+    stop_request: StopRequest | None = None
+    lease_renewal: LeaseRenewal | None = None
     begun: float = field(default_factory=time.monotonic)
     failed_at: float = 0.0
+    """When the first failure of a rank was seen; 0 for none."""
     ended_at: float = 0.0
-    """When the first rank was seen to have ended well."""
-    looked_at: float = 0.0
-    sign: int = 0
-    """When a rank last gave a heartbeat, in ns as the disk's host counts them; and when that was noticed here."""
-    signed_at: float = 0.0
+    """When the first successful end of a rank was seen; 0 for none."""
+    checked_at: float = 0.0
+    heartbeat: int = 0
+    """Time of the last heartbeat, in ns as the file system of the run folder gives it."""
+    heartbeat_seen_at: float = 0.0
+    """When this process noticed the last heartbeat."""
     started: int = 0
-    """How many ranks have started."""
-    silent: set[str] | None = None
-    asked: Future[set[str]] | None = None
-    """The question which hosts do not answer, while nobody waits for the answer."""
+    """Number of ranks that have started."""
+    unreachable: set[str] | None = None
+    """Hosts that did not answer; None if they have not been asked."""
+    host_check: Future[set[str]] | None = None
+    """The answer to the question which hosts do not answer. Nothing waits for it."""
     suspicion: str = "a host is lost"
-    """Why they were asked."""
-    ask_after: float = 0.0
-    """No earlier than then: all hosts answered a moment ago."""
+    """Why the hosts were asked."""
+    next_host_check: float = 0.0
+    """Until when the hosts are not asked again, because all answered a moment ago."""
 
     def check(self) -> None:
-        """Look now and then.
+        """Look at logs and heartbeats. Called regularly while mpirun runs.
 
         Raises StuckError: a host is lost, or ranks have not ended within their time after one of them failed.
         Raises NotStartedError: no rank has started in time.
         """
         now = time.monotonic()
-        if now - self.looked_at < _LOOK_SECONDS or self.verdict:
+        if now - self.checked_at < _CHECK_SECONDS or self.diagnosis:
             return
-        self.looked_at = now
-        if self.asking:
-            self.asking.check()
-        if self.renewal:
-            self.renewal.check()
-        ends, starter = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
-        if not self.failed_at and (_any_says(ends, FAILURE) or _any_says(map(_read_end, starter), *_GIVES_UP)):
+        self.checked_at = now
+        if self.stop_request:
+            self.stop_request.check()
+        if self.lease_renewal:
+            self.lease_renewal.check()
+        ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
+        if not self.failed_at and (_has_mark(ends, FAILURE) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
-        if _any_says(ends, HANGS):
-            self.verdict, self.silent = self.look()
-            raise StuckError("ranks that waited in vain were ended")
-        since = now - self.failed_at if self.failed_at else 0.0
-        suspicion = self._suspect(now, ends)
-        asks = since > _ASK_SECONDS or bool(suspicion and now > self.ask_after)
-        if asks and self.silent is None and self.asked is None:
-            self.asked, self.suspicion = _begin(self.find_silent), suspicion or self.suspicion
-        if self.asked and self.asked.done():
-            self.silent = self.asked.result()
-        if self.silent or since > _END_SECONDS:
-            why = f"within {since:.0f} s of a rank's failure" if since else f"though {self.suspicion}"
-            raise StuckError(f"mpirun did not end {why}, so it was ended")
-        if self.silent is not None and not since:  # all hosts answer: ranks on other disks give no heartbeat here
-            self.silent, self.asked, self.signed_at = None, None, now
-            self.ask_after = now + _ASK_AGAIN_SECONDS
-        if self.start_seconds and not self.has_started() and not since and now - self.begun > self.start_seconds:
-            raise NotStartedError(f"no rank has started within {self.start_seconds:.0f} s")
+        if _has_mark(ends, HANGS):
+            self.diagnosis, self.unreachable = self.diagnose_hang()
+            raise StuckError("ended the ranks, because some of them waited in vain for others")
+        since_failure = now - self.failed_at if self.failed_at else 0.0
+        suspicion = self._find_suspicion(now, ends)
+        must_ask = since_failure > _FAILURE_SECONDS or bool(suspicion and now > self.next_host_check)
+        if must_ask and self.unreachable is None and self.host_check is None:
+            self.host_check, self.suspicion = _start_thread(self.find_unreachable), suspicion or self.suspicion
+        if self.host_check and self.host_check.done():
+            self.unreachable = self.host_check.result()
+        if self.unreachable or since_failure > _END_SECONDS:
+            why = f"{since_failure:.0f} s after a rank had failed" if since_failure else f"although {self.suspicion}"
+            raise StuckError(f"ended mpirun, which was still running {why}")
+        if self.unreachable is not None and not since_failure:
+            # All hosts answer. Ranks whose run folder is on another disk give no heartbeat here.
+            self.unreachable, self.host_check, self.heartbeat_seen_at = None, None, now
+            self.next_host_check = now + _NEXT_CHECK_SECONDS
+        is_late = self.start_limit and not since_failure and now - self.begun > self.start_limit
+        if is_late and not self.has_started():
+            raise NotStartedError(f"no rank started within {self.start_limit:.0f} s")
 
-    def _suspect(self, now: float, ends: Sequence[bytes]) -> str:
-        """Why a host may be lost; empty for no reason."""
-        if self._is_quiet(now):
-            return "no rank gives a sign of life"
+    def _find_suspicion(self, now: float, ends: Sequence[bytes]) -> str:
+        """Return why a host may be lost; empty for no reason."""
+        if self._misses_heartbeat(now):
+            return "no rank gives a heartbeat"
         if self.started < self.ranks:
             starts = [_read_start(log) for log in list_error_logs(self.logs)]
             self.started = sum(STARTED.encode() in start for start in starts)
@@ -208,55 +327,58 @@ class Watchdog:
         return ""
 
     def has_started(self) -> bool:
-        """Whether a rank has started, as far as its log tells."""
+        """Whether a rank has started, as far as the logs show."""
         return self.started > 0 or any(log.stat().st_size for log in list_error_logs(self.logs))
 
-    def _is_quiet(self, now: float) -> bool:
-        """Whether no rank has given a heartbeat for long."""
+    def _misses_heartbeat(self, now: float) -> bool:
+        """Whether ranks that gave heartbeats have stopped to do so."""
         with suppress(OSError):
-            sign = (self.logs.parent / HEARTBEAT_FILE).stat().st_mtime_ns
-            if sign != self.sign:
-                self.sign, self.signed_at = sign, now
-        return bool(self.sign) and now - self.signed_at > _QUIET_SECONDS
+            heartbeat = (self.logs.parent / HEARTBEAT_FILE).stat().st_mtime_ns
+            if heartbeat != self.heartbeat:
+                self.heartbeat, self.heartbeat_seen_at = heartbeat, now
+        return bool(self.heartbeat) and now - self.heartbeat_seen_at > _HEARTBEAT_SECONDS
 
-    def name_silent(self) -> set[str]:
-        """Once it is over: the hosts that do not answer. One that did when it was asked may have gone since."""
-        if self.asked:
-            self.silent = self.asked.result()
-        return self.silent or self.find_silent()
+    def find_lost_hosts(self) -> set[str]:
+        """Return the hosts that do not answer, after mpirun has ended.
+
+        If all answered when they were asked, they are asked again: a host that shuts down may have answered then.
+        """
+        if self.host_check:
+            self.unreachable = self.host_check.result()
+        return self.unreachable or self.find_unreachable()
 
 
 @dataclass
 class HostMonitor:
-    """Asks now and then whether all hosts answer, while one step on the head host prepares the run."""
+    """Asks regularly whether all hosts answer, while one step on the head host prepares the run."""
 
-    find_silent: Callable[[], set[str]]
-    asked: Future[set[str]] | None = None
-    ask_after: float = field(default_factory=lambda: time.monotonic() + _PREPARE_SECONDS)
+    find_unreachable: Callable[[], set[str]]
+    host_check: Future[set[str]] | None = None
+    next_host_check: float = field(default_factory=lambda: time.monotonic() + _PREPARE_CHECK_SECONDS)
 
     def check(self) -> None:
-        """Look now and then. Raises HostsLostError."""
+        """Ask, or look at the answers. Called regularly. Raises HostsLostError."""
         now = time.monotonic()
-        if self.asked is None and now > self.ask_after:
-            self.asked = _begin(self.find_silent)
-        if self.asked and self.asked.done():
-            if silent := self.asked.result():
-                raise HostsLostError(silent)
-            self.asked, self.ask_after = None, now + _PREPARE_SECONDS
+        if self.host_check is None and now > self.next_host_check:
+            self.host_check = _start_thread(self.find_unreachable)
+        if self.host_check and self.host_check.done():
+            if names := self.host_check.result():
+                raise HostsLostError(names)
+            self.host_check, self.next_host_check = None, now + _PREPARE_CHECK_SECONDS
 
 
-def _begin(function: Callable[[], set[str]]) -> Future[set[str]]:
-    """Call it on a thread that nothing waits for."""
-    found = Future[set[str]]()
+def _start_thread(function: Callable[[], set[str]]) -> Future[set[str]]:
+    """Call a function on a thread that does not keep this process from exiting."""
+    future = Future[set[str]]()
 
     def call() -> None:
         try:
-            found.set_result(function())
+            future.set_result(function())
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
-    return found
+    return future
 
 
 def _read_end(log: Path) -> bytes:
@@ -270,9 +392,9 @@ def _read_start(log: Path) -> bytes:
         return file.read(_MARK_BYTES)
 
 
-def _any_says(ends: Iterable[bytes], *marks: str) -> bool:
-    """Whether the end of one of the logs holds one of these marks."""
-    return any(mark.encode() in end for end in ends for mark in marks)
+def _has_mark(texts: Iterable[bytes], *marks: str) -> bool:
+    """Whether one of the texts holds one of the marks."""
+    return any(mark.encode() in text for text in texts for mark in marks)
 
 
 def run_on_this_machine(
@@ -280,138 +402,151 @@ def run_on_this_machine(
     run_dir: str,
     hosts: tuple[str, ...],
     environ: Mapping[str, str],
-    seconds: float,
+    time_limit: float,
     transport: Transport,
-    asking: StopRequest | None = None,
+    stop_request: StopRequest | None = None,
 ) -> int:
-    """Run a launch's plan to its end; the exit code of its worst rank, 75 when none could give one for a lost host.
+    """Carry out a run's plan with this machine as the head host, and write it to `plan.sh` in the run folder.
 
-    `hosts` names each rank's host. The plan is kept as `plan.sh` in the run directory. Without `asking`, SIGUSR1 ends
-    the ranks as SIGTERM does.
+    Parameters
+    ----------
+    hosts: the host of each rank.
+    time_limit: in seconds; 0 for none.
+    stop_request: without it, SIGUSR1 ends the ranks at once, as SIGTERM does.
 
-    Raises CpuftError: a step before the ranks refused the input; the run directory is taken away again. Or it existed.
-    Raises Interrupted: a signal came; all ranks are gone, and the record up to then is kept.
+    Returns
+    -------
+    The exit code of the worst rank; 75 if a lost host left no rank that could give one.
+
+    Raises CpuftError: a step before the ranks rejected the input, and the run folder is removed again; or it existed.
+    Raises Interrupted: a signal came. All ranks have ended, and the record up to then remains.
     """
     here = plan.whole.here
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
     names = sorted(set(hosts))
-    watch = HostMonitor(lambda: transport.find_silent(names)).check if len(names) > 1 else lambda: None
+    check_hosts = HostMonitor(lambda: transport.find_silent(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
-            _run_before(here(step), environ, watch)
+            _run_step(here(step), environ, check_hosts)
         write_plan(plan, run_dir)
     except BaseException as error:
-        silent = error.silent if isinstance(error, HostsLostError) else set()
+        lost = error.names if isinstance(error, HostsLostError) else set()
         if isinstance(error, RuntimeError):
-            silent = transport.find_silent(names)
-        if silent:
-            said = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
-            for line in (*said, *describe_absent([], hosts, silent)):
-                _say(line)
-            write_lost_hosts(Path(run_dir, "logs"), silent)  # whoever starts the run again need not ask these hosts
+            lost = transport.find_silent(names)
+        if lost:
+            what = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
+            for line in (*what, *describe_absent([], hosts, lost)):
+                _print(line)
+            write_lost_hosts(Path(run_dir, "logs"), lost)
             return AGAIN
         if not plan.resumed:
             execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
-    ending = _make_watchdog(plan, run_dir, hosts, transport, asking)
-    return _run_ranks(here(ranks), ending, hosts, environ, seconds)
+    watchdog = _make_watchdog(plan, run_dir, hosts, transport, stop_request)
+    return _run_ranks(here(ranks), watchdog, hosts, environ, time_limit)
 
 
 def _make_watchdog(
-    plan: RunPlan, run_dir: str, hosts: tuple[str, ...], transport: Transport, asking: StopRequest | None
+    plan: RunPlan, run_dir: str, hosts: tuple[str, ...], transport: Transport, stop_request: StopRequest | None
 ) -> Watchdog:
     names = tuple(sorted(set(hosts)))
+
+    def run(host: str, command: tuple[str, ...], seconds: float) -> Answer:
+        return transport.run(Host(host), command, "", seconds)
+
     return Watchdog(
         Path(run_dir) / "logs",
-        lambda: transport.find_silent(names),
-        lambda: diagnose_run(run_dir, hosts, transport, _say),
-        len(hosts),
-        len(names) > 1,
-        _START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
-        asking=asking,
-        renewal=LeaseRenewal(
-            plan.renewal, names, lambda host, words, limit: transport.run(Host(host), words, "", limit), _say
-        ),
+        find_unreachable=lambda: transport.find_silent(names),
+        diagnose_hang=lambda: diagnose_run(run_dir, hosts, transport, _print),
+        ranks=len(hosts),
+        has_several_hosts=len(names) > 1,
+        start_limit=_START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
+        stop_request=stop_request,
+        lease_renewal=LeaseRenewal(plan.renewal, names, run, _print),
     )
-
-
-def _say(line: str) -> None:
-    print(f"cpuft: {line}", file=sys.stderr, flush=True)
-
-
-def write_plan(plan: RunPlan, run_dir: str) -> None:
-    """Keep the plan beside what came of it."""
-    write_text(Path(run_dir) / "plan.sh", format_plan(plan.whole, os.getcwd()))
 
 
 def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
     try:
-        _run_before(step, environ)
+        _run_step(step, environ)
     except RuntimeError as error:
-        said = str(error).splitlines()[-1]
-        raise CpuftError(f"the run's directory cannot be made ({said}): name a new one with --run-dir") from None
+        reason = str(error).splitlines()[-1]
+        raise CpuftError(f"the run folder cannot be made ({reason}): name a new folder with --run-dir") from None
 
 
-def _run_before(step: Step, environ: Mapping[str, str], watch: Callable[[], None] = lambda: None) -> None:
-    waiting = execute.remind(lambda passed: _say(f"{step.why}: not finished after {passed:.0f} s"))
+def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], None] = lambda: None) -> None:
+    """Run a step that comes before the ranks.
 
-    def look() -> None:
-        waiting()
-        watch()
+    Raises CpuftError: the step rejected its input. Raises RuntimeError: it failed otherwise; its output is the message.
+    """
+    remind = execute.remind(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
+
+    def watch() -> None:
+        remind()
+        check_hosts()
 
     with execute.open_memory() as output:
-        code = execute.run_step(step, environ, output, look)
+        code = execute.run_step(step, environ, output, watch)
         output.seek(0)
-        said = output.read().decode(errors="replace").strip()
-    if code == _CHECK_FAILED:
-        line = next((line for line in said.splitlines() if line.startswith("cpuft: error: ")), said)
+        text = output.read().decode(errors="replace").strip()
+    if code == _REJECTED:
+        line = next((line for line in text.splitlines() if line.startswith("cpuft: error: ")), text)
         raise CpuftError(line.removeprefix("cpuft: error: "))
     if code:
-        raise RuntimeError(f"{step.why}: exit code {code}\n{said}")
+        raise RuntimeError(f"{step.why}: exit code {code}\n{text}")
 
 
 def _run_ranks(
-    step: Step, watchdog: Watchdog, hosts: tuple[str, ...], environ: Mapping[str, str], seconds: float
+    step: Step, watchdog: Watchdog, hosts: tuple[str, ...], environ: Mapping[str, str], time_limit: float
 ) -> int:
-    """Start mpirun, again if no rank starts, and wait for its end; returns the exit code of the run."""
+    """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
     logs, begun = watchdog.logs, time.monotonic()
     for number in range(2, _MOST_STARTS + 2):
-        left = max(1.0, seconds - (time.monotonic() - begun)) if seconds else 0.0
-        code, stuck, nobody = _start_ranks(step, watchdog, environ, left)
-        if not nobody or number > _MOST_STARTS or (len(set(hosts)) > 1 and watchdog.find_silent()):
+        left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
+        code, was_stuck, not_started = _start_ranks(step, watchdog, environ, left)
+        if not not_started or number > _MOST_STARTS or (len(set(hosts)) > 1 and watchdog.find_unreachable()):
             break
-        _say(f"{nobody}, though all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
-        watchdog = replace(watchdog, begun=time.monotonic(), start_seconds=2 * watchdog.start_seconds)
-        watchdog = replace(watchdog, failed_at=0.0, silent=None, asked=None)
+        _print(f"{not_started}, although all hosts answer: starting mpirun again ({number} of {_MOST_STARTS})")
+        watchdog = replace(watchdog, begun=time.monotonic(), start_limit=2 * watchdog.start_limit)
+        watchdog = replace(watchdog, failed_at=0.0, unreachable=None, host_check=None)
     if not code:
         return 0
-    if nobody and stuck:
-        _say(f"{nobody}: does another program connect to mpirun's port? cpuft doctor looks for ports open to strangers")
+    if not_started and was_stuck:
+        _print(
+            f"{not_started}: another program may be connecting to mpirun's port; cpuft doctor looks for ports that "
+            "are open to other machines"
+        )
     failures = read_failures(logs, hosts)
-    if not stuck and ended_to_be_resumed(failures):
+    if not was_stuck and ended_to_be_resumed(failures):
         return AGAIN
-    if watchdog.asking and watchdog.asking.signal_number == signal.SIGINT:
+    if watchdog.stop_request and watchdog.stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
-    silent = watchdog.name_silent()
-    write_lost_hosts(logs, silent)
-    # mpirun ends without a word where it cannot write what ranks say.
-    if not failures and not silent and shutil.disk_usage(logs).free < 1 << 16:
+    lost = watchdog.find_lost_hosts()
+    write_lost_hosts(logs, lost)
+    # mpirun ends without a message if it cannot write the output of the ranks.
+    if not failures and not lost and shutil.disk_usage(logs).free < 1 << 16:
         raise DiskFullError(str(logs.parent))
-    said, absent = (logs.parent / HEARTBEAT_FILE).read_text(errors="replace"), describe_absent(failures, hosts, silent)
-    if watchdog.verdict and not silent:
-        absent = [watchdog.verdict.text]
-    print(describe_failures(failures, said, absent), file=sys.stderr, flush=True)
-    return worst_exit_code(failures, AGAIN if silent else code)
+    mpirun_output, absent = (
+        (logs.parent / HEARTBEAT_FILE).read_text(errors="replace"),
+        describe_absent(failures, hosts, lost),
+    )
+    if watchdog.diagnosis and not lost:
+        absent = [watchdog.diagnosis.text]
+    print(describe_failures(failures, mpirun_output, absent), file=sys.stderr, flush=True)
+    return worst_exit_code(failures, AGAIN if lost else code)
 
 
-def _start_ranks(step: Step, watchdog: Watchdog, environ: Mapping[str, str], seconds: float) -> tuple[int, bool, str]:
+def _start_ranks(
+    step: Step, watchdog: Watchdog, environ: Mapping[str, str], time_limit: float
+) -> tuple[int, bool, str]:
     """Start mpirun once, and wait for its end.
 
     Returns
     -------
-    Its exit code; whether it had to be ended; and if another start may help, because no rank started: what happened.
+    Its exit code; whether the watchdog had to end it; and what happened if no rank started and another start may help
+    ("" otherwise).
     """
     logs = watchdog.logs
     tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
@@ -423,134 +558,16 @@ def _start_ranks(step: Step, watchdog: Watchdog, environ: Mapping[str, str], sec
 
     with (logs.parent / HEARTBEAT_FILE).open("wb") as output:
         try:
-            takes = watchdog.asking.takes if watchdog.asking else lambda signal_number: False
-            code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, seconds, takes)
+            takes = watchdog.stop_request.handle_signal if watchdog.stop_request else lambda signal_number: False
+            code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, time_limit, takes)
         except StuckError as error:
-            _say(str(error))
+            _print(str(error))
             return 1, True, ""
         except NotStartedError as error:
             return 1, True, str(error)
         except TimeoutError as error:
-            raise CpuftError(f"the run was stopped: {error}: raise --time-limit, or train for less") from None
-    nobody = code not in (0, *_CANNOT_RUN) and watchdog.several and not watchdog.has_started()
-    return code, False, f"mpirun ended (exit code {code}) before any rank had started" if nobody else ""
-
-
-TRAINING_SECONDS = 120.0
-"""How long a training may take to end after the first Ctrl-C: the current update, and a checkpoint."""
-SCRIPT_SECONDS = 30.0
-"""The same for a Python script of the user's: most do not listen, and then the user need not wait for long."""
-_TELL_SECONDS = 20.0
-
-
-@dataclass
-class StopRequest:
-    """Asks the ranks once, by a file in the run's directory on the head host, because mpirun passes no signal on."""
-
-    run_dir: str
-    """The run's directory as the ranks see it."""
-    master: str
-    ways: dict[str, tuple[str, ...]]
-    """As `cpuft.plan.Plan.ways`."""
-    grace: float
-    """Seconds from SIGTERM until the ranks are killed; with 0, SIGTERM kills them at once."""
-    patience: float = 0.0
-    """Seconds from the first Ctrl-C until the ranks are killed; with 0, Ctrl-C kills them at once."""
-    signal_number: int = 0
-    end: float = math.inf
-    told: bool = False
-
-    def takes(self, signal_number: int) -> bool:
-        """Whether a signal only asks the ranks to end. Called in the signal's handler."""
-        first = math.isinf(self.end) and not self.signal_number
-        seconds = 0.0
-        if signal_number == signal.SIGTERM and math.isinf(self.end):
-            seconds = self.grace
-        elif signal_number == signal.SIGINT and first:
-            seconds = self.patience
-        if seconds > 0:
-            self.end = time.monotonic() + seconds
-        if seconds > 0 or signal_number == signal.SIGUSR1:
-            self.signal_number = self.signal_number or signal_number
-            return True
-        return False
-
-    def check(self) -> None:
-        """Pass a request on to the ranks. Called now and then while they run.
-
-        Raises Interrupted: the time that the ranks had to end has passed.
-        """
-        if self.signal_number and not self.told:
-            self.told = True
-            name = signal.Signals(self.signal_number).name
-            if self.signal_number == signal.SIGINT:
-                _print_line(
-                    f"the ranks are asked to save a checkpoint and end, within {self.patience:.0f} s; "
-                    "press Ctrl-C again to end them at once"
-                )
-            answer = execute.run_quietly(self.plan_telling(name).command, _TELL_SECONDS)
-            if answer.exit_code:
-                _print_line(f"ranks cannot be told of {name} ({answer.said.strip()})")
-        if time.monotonic() > self.end:
-            raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
-
-    def plan_telling(self, name: str) -> Step:
-        """The step that writes the file, as this machine runs it."""
-        path = f"{self.run_dir}/{REQUEST_FILE}"
-        words = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
-        return Plan(ways=self.ways).here(Step("ask ranks to end", words, host=self.master))
-
-
-def _print_line(line: str) -> None:
-    print(f"cpuft: {line}", file=sys.stderr, flush=True)
-
-
-_EVERY_SECONDS = 300.0
-_ANSWER_SECONDS = 20.0
-Run = Callable[[str, tuple[str, ...], float], Answer]
-"""Runs a command on a host, for so many seconds at most."""
-
-
-def describe_lease_renewal(words: tuple[str, ...]) -> tuple[str, ...]:
-    """What a plan's notes tell of it: no script of steps does that."""
-    if not words:
-        return ()
-    return (f"while ranks run, for the lease to go on, every {_EVERY_SECONDS:.0f} s on each host: {shlex.join(words)}",)
-
-
-@dataclass
-class LeaseRenewal:
-    """Has the hosts of a run renew their leases, side by side and beside what waits for the ranks."""
-
-    words: tuple[str, ...]
-    hosts: tuple[str, ...]
-    run: Run
-    say: Callable[[str], None]
-    now: Callable[[], float] = time.monotonic
-    _next: float = 0.0
-    _said: set[str] = field(default_factory=set)
-
-    def check(self) -> None:
-        """Called now and then while ranks run."""
-        if self.words and self.now() >= self._next:
-            self._next = self.now() + _EVERY_SECONDS
-            threading.Thread(target=self.renew, daemon=True).start()
-
-    def renew(self) -> None:
-        """Renew them now; say each limit and each trouble once."""
-        answers = attempt(lambda host: self.run(host, self.words, _ANSWER_SECONDS), self.hosts)
-        for host, answer in zip(self.hosts, answers):
-            line = _describe(host, answer)
-            if line not in self._said:
-                self._said.add(line)
-                self.say(line)
-
-
-def _describe(host: str, answer: Answer | CpuftError) -> str:
-    """The limit, the same for all hosts of a lease; or why a host goes as its lease was."""
-    words = [] if isinstance(answer, CpuftError) else answer.output.partition("\n")[0].split()
-    if isinstance(answer, Answer) and not answer.exit_code and len(words) == 2 and is_count(words[1]):
-        limit = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(words[1])))
-        return f"the lease of the hosts goes on while the run does, to {limit} at most"
-    said = str(answer) if isinstance(answer, CpuftError) else answer.said.strip()[-200:]
-    return f"the lease of {host} cannot be renewed ({said}): look at it with cpuft provision status"
+            raise CpuftError(
+                f"the run was stopped at its time limit ({error}): raise --time-limit, or train for less"
+            ) from None
+    not_started = code not in (0, *_CANNOT_RUN) and watchdog.has_several_hosts and not watchdog.has_started()
+    return code, False, f"mpirun ended with exit code {code} before any rank started" if not_started else ""

@@ -35,14 +35,18 @@ def test_every_kind_comes_as_often_and_hits_who_is_there() -> None:
 @pytest.mark.parametrize(
     "target, line, named",
     [
-        (WORKER, "cpuft: host b does not answer, rank 1 was lost with it: look at it with cpuft doctor", True),
-        (WORKER, "cpuft: host c does not answer, rank 2 was lost with it: look at it with cpuft doctor", False),
+        (WORKER, "cpuft: host b does not answer, so rank 1 was lost: check the host with cpuft doctor", True),
+        (WORKER, "cpuft: host c does not answer, so rank 2 was lost: check the host with cpuft doctor", False),
         (WORKER, "cpuft: error: fetch the run from b: failed (Connection refused)", True),
-        (RANK, "cpuft: rank 1 on b failed, killed by signal 9:", True),
-        (RANK, "cpuft: rank 1 on b did not answer the others: is it stopped? look at it there", True),
-        (RANK, "cpuft: rank 0 on a failed, killed by signal 9:", False),
-        (Target(others=("a",)), "cpuft: mpirun failed before any rank did:", True),
-        (Target(others=("a",)), "cpuft: host a does not answer, rank 0 was lost with it", False),
+        (RANK, "cpuft: rank 1 on b failed (killed by signal 9). Last lines of rank 0:", True),
+        (
+            RANK,
+            "cpuft: rank 1 on b did not answer the other ranks: log in to b and check whether its process is stopped",
+            True,
+        ),
+        (RANK, "cpuft: rank 0 on a failed (killed by signal 9). Last lines of rank 0:", False),
+        (Target(others=("a",)), "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun:", True),
+        (Target(others=("a",)), "cpuft: host a does not answer, so rank 0 was lost", False),
         (Target(others=("a",)), "step 3/30", False),
     ],
 )

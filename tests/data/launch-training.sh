@@ -1,48 +1,48 @@
 #!/usr/bin/env bash
 set -euo pipefail
 # ranks: 2 on node1
-# CPUFT_RUN_KEY: by it ranks know each other; made as they start, it is on no command line
+# CPUFT_RUN_KEY: secret by which ranks recognize each other; made at the start, on no command line
 # 
 # settings on every host:
-#   MASTER_ADDR=127.0.0.1  the master's address: all ranks are on one host
-#   MASTER_PORT=40001  a port that is free on the master
-#   CPUFT_WORLD_SIZE=2  ranks asked for: every rank checks that it finds as many
-#   I_MPI_FABRICS=shm  one host: ranks meet in shared memory
-#   CCL_ATL_SHM=1  one host: ranks meet in shared memory
-#   FI_PROVIDER=tcp  works on every network; set it to efa, verbs or psm3 where the hosts have that
-#   CCL_ATL_TRANSPORT=ofi  oneCCL's own transport over libfabric, as in the recipe
-#   CCL_PROCESS_LAUNCHER=hydra  oneCCL reads ranks from mpirun
-#   CCL_LOG_LEVEL=error  oneCCL's warnings would only repeat these settings
-#   KMP_BLOCKTIME=1  idle OpenMP threads yield their core after 1 ms
-#   KMP_AFFINITY=granularity=fine,compact,1,0  one OpenMP thread a core, none moves
-#   TOKENIZERS_PARALLELISM=false  rows are tokenised before ranks start
-#   CPUFT_RUN_DIR=/runs/one  what a script of yours writes there on the master, you get
+#   MASTER_ADDR=127.0.0.1  address of the head host: all ranks are on one host
+#   MASTER_PORT=40001  a free port on the head host
+#   CPUFT_WORLD_SIZE=2  number of ranks; every rank checks that it finds as many
+#   I_MPI_FABRICS=shm  one host: ranks communicate through shared memory
+#   CCL_ATL_SHM=1  one host: ranks communicate through shared memory
+#   FI_PROVIDER=tcp  works on every network; set it to efa, verbs or psm3 if the hosts support that
+#   CCL_ATL_TRANSPORT=ofi  oneCCL communicates over libfabric by itself, not over MPI
+#   CCL_PROCESS_LAUNCHER=hydra  oneCCL reads the rank numbers that mpirun provides
+#   CCL_LOG_LEVEL=error  no warnings of oneCCL, which would only repeat these settings
+#   KMP_BLOCKTIME=1  idle OpenMP threads release their core after 1 ms
+#   KMP_AFFINITY=granularity=fine,compact,1,0  one OpenMP thread per core, and threads do not migrate
+#   TOKENIZERS_PARALLELISM=false  examples are tokenized before the ranks start
+#   CPUFT_RUN_DIR=/runs/one  the run folder; files that a script writes there are fetched
 # 
 # settings on node1:
-#   CPUFT_HOSTNAME=node1  every rank checks that it is where the plan put it
-#   CPUFT_CORES=2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank of this host, in turn
-#   OMP_NUM_THREADS=14  one OpenMP thread a core: a rank has 14 cores
-#   I_MPI_PIN_DOMAIN=[0xfffc,0xfffc0000]  each rank on cores of its own, comm workers' cores left out
+#   CPUFT_HOSTNAME=node1  every rank checks that it runs on the planned host
+#   CPUFT_CORES=2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank on this host, in the order of local ranks
+#   OMP_NUM_THREADS=14  one OpenMP thread per core: a rank has 14 cores
+#   I_MPI_PIN_DOMAIN=[0xfffc,0xfffc0000]  each rank runs on cores of its own, without those of communication workers
 #   CCL_WORKER_COUNT=2  2 of 16 cores a rank carry communication
-#   CCL_WORKER_AFFINITY=0,1,16,17  oneCCL's workers on cores that compute leaves free
+#   CCL_WORKER_AFFINITY=0,1,16,17  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=lo  all ranks are on one host
 #   FI_TCP_IFACE=lo  all ranks are on one host
 #   CCL_KVS_IFACE=lo  all ranks are on one host
-#   THP_MEM_ALLOC_ENABLE=1  huge pages for big tensors: the kernel copies them between ranks faster
+#   THP_MEM_ALLOC_ENABLE=1  huge pages for large tensors, which the kernel copies faster between ranks
 #   LD_PRELOAD=/usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so  tcmalloc and iomp5: found on this host
-echo 'cpuft: make the run'"'"'s directory' >&2
+echo 'cpuft: make the run folder' >&2
 sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"' /runs /runs/one </dev/null
-echo 'cpuft: check and tokenise the rows once, before any rank starts' >&2
+echo 'cpuft: check and tokenize the examples once, before any rank starts' >&2
 python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
     --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 --data-dir= \
     --train-file= --validation-file= --text-columns= --label-column=label --label-type=auto \
-    --max-length=128 --validation-split=0.1 --mlm-probability=0.15 --whole-word-mask=False --epochs=3.0 --max-steps=0 \
-    --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=0 --learning-rate=2e-05 \
-    --warmup-ratio=0.0 --weight-decay=0.0 --max-grad-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
-    --padding=dynamic --engine=torch --fast-path=True --compile=False --gradient-checkpointing=False \
-    --emulate-bf16=False --eval-batch-size=32 --backend=auto --grad-compression=auto --sync-every=1 \
-    --outer-momentum=0.0 --shard=none --comm-timeout=300.0 --save-model=True --lora-merge=False \
-    --checkpoint-every=-1.0 </dev/null
+    --max-length=128 --validation-split=0.1 --mlm-probability=0.15 --whole-word-mask=False \
+    --epochs=3.0 --max-steps=0 --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 \
+    --lora-rank=0 --learning-rate=2e-05 --warmup-ratio=0.0 --weight-decay=0.0 --max-grad-norm=1.0 \
+    --dropout=-1.0 --seed=42 --precision=auto --padding=dynamic --engine=torch --fast-path=True \
+    --compile=False --gradient-checkpointing=False --emulate-bf16=False --eval-batch-size=32 \
+    --backend=auto --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --shard=none \
+    --comm-timeout=300.0 --save-model=True --lora-merge=False --checkpoint-every=-1.0 </dev/null
 echo 'cpuft: start 2 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
@@ -56,12 +56,13 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank \
     -m cpuft.train --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 \
     --data-dir= --train-file= --validation-file= --text-columns= --label-column=label \
-    --label-type=auto --max-length=128 --validation-split=0.1 --mlm-probability=0.15 --whole-word-mask=False \
-    --epochs=3.0 --max-steps=0 --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=0 \
-    --learning-rate=2e-05 --warmup-ratio=0.0 --weight-decay=0.0 --max-grad-norm=1.0 --dropout=-1.0 \
-    --seed=42 --precision=auto --padding=dynamic --engine=torch --fast-path=True --compile=False \
-    --gradient-checkpointing=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
-    --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --shard=none --comm-timeout=300.0 \
-    --save-model=True --lora-merge=False --checkpoint-every=-1.0 --run-dir=/runs/one \
-    --prepared=/runs/one/data.npz --progress=lines --apart=False --cores-allowed=0.0 --resume=-1 \
-    --since=0.0 --because= --global-batch=0 --measured= --keep-checkpoints=False </dev/null
+    --label-type=auto --max-length=128 --validation-split=0.1 --mlm-probability=0.15 \
+    --whole-word-mask=False --epochs=3.0 --max-steps=0 --max-train-samples=0 --batch-size=32 \
+    --gradient-accumulation=1 --lora-rank=0 --learning-rate=2e-05 --warmup-ratio=0.0 \
+    --weight-decay=0.0 --max-grad-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
+    --padding=dynamic --engine=torch --fast-path=True --compile=False --gradient-checkpointing=False \
+    --emulate-bf16=False --eval-batch-size=32 --backend=auto --grad-compression=auto --sync-every=1 \
+    --outer-momentum=0.0 --shard=none --comm-timeout=300.0 --save-model=True --lora-merge=False \
+    --checkpoint-every=-1.0 --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines \
+    --apart=False --cores-allowed=0.0 --resume=-1 --since=0.0 --because= --global-batch=0 \
+    --measured= --keep-checkpoints=False </dev/null

@@ -2,11 +2,11 @@
 set -euo pipefail
 echo 'cpuft: start' >&2
 (
-# how mpirun's ssh reaches the other hosts
+# options with which mpirun's ssh reaches the other hosts
 export OMPI_MCA_plm_rsh_args='-F /etc/ssh config'
 # you run cpuft as root
 export OMPI_ALLOW_RUN_AS_ROOT=1
-# Open MPI wants to hear it twice
+# Open MPI requires both variables
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 mpirun -x CPUFT_RUN_KEY --bind-to none --map-by slot --oversubscribe --output-filename /run/logs \
     --mca oob_tcp_if_include ens5 --mca btl_tcp_if_include ens5 --host node1:2 -np 2 env MASTER_ADDR=10.0.0.1 OMP_NUM_THREADS=16 'X=a b' python train.py \

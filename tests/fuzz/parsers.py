@@ -283,7 +283,9 @@ PARSERS: dict[str, Parser] = {
         partial(parse_flavour, "/m"), values.damaged(["Intel(R) MPI Library", "mpirun (Open MPI) 4"])
     ),
     "parse_survey": Parser(lambda text: parse_survey(text, "h"), values.damaged([_SURVEY])),
-    "parse_host_copy": Parser(lambda text: read_resumed_run("run", kept=[parse_host_copy(text, Host("a"))]), _KEPT),
+    "parse_host_copy": Parser(
+        lambda text: read_resumed_run("run", host_copies=[parse_host_copy(text, Host("a"))]), _KEPT
+    ),
     "parse_failure": Parser(parse_failure, _FAILURES),
     "parse_missing_ranks": Parser(parse_missing_ranks, _FAILURES),
     "parse_dump": Parser(parse_dump, values.damaged([DUMP]) | values.TEXTS),

@@ -13,7 +13,7 @@ from cpuft.files import write_text
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import Flavour
-from cpuft.launch.active_runs import find_active_run, lock_run, noted
+from cpuft.launch.active_runs import find_active_run, lock_run, register_run
 from tests.conftest import run_cpuft
 
 HERE, NOWHERE = Host("localhost"), Host("127.0.0.9", port=9)
@@ -27,7 +27,7 @@ def note_of(cache: Path) -> Path:
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
-    with noted(f"{Path.cwd()}/run", CLUSTER):
+    with register_run(f"{Path.cwd()}/run", CLUSTER):
         place = find_active_run("run", os.environ)
         assert place.work == f"{Path.cwd()}/run"
         assert place.hosts == (HERE, HERE, NOWHERE)
@@ -39,14 +39,14 @@ def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"launched_on": "elsewhere"}, "run run was launched on elsewhere: ask for its stacks there"),
+        ({"launched_on": "elsewhere"}, "run run was launched on elsewhere: run cpuft stacks there"),
         ({"started": "1"}, "the run in run has ended, and its launch was killed: look into run/logs"),
         ({"pid": 1 << 30}, "the run in run has ended, and its launch was killed: look into run/logs"),
         ({"pid": "many"}, "there is no folder"),
     ],
 )
 def test_a_note_that_tells_of_no_run_that_goes_on(changes: dict[str, object], words: str, tmp_path: Path) -> None:
-    with noted(f"{tmp_path}/run", CLUSTER):
+    with register_run(f"{tmp_path}/run", CLUSTER):
         path = note_of(tmp_path)
         write_text(path, json.dumps(json.loads(path.read_text()) | changes))
         with pytest.raises(CpuftError, match=words):
@@ -54,13 +54,13 @@ def test_a_note_that_tells_of_no_run_that_goes_on(changes: dict[str, object], wo
 
 
 def test_a_run_goes_on_without_a_cache(tmp_path: Path) -> None:
-    with noted(f"{tmp_path}/run", CLUSTER, {"XDG_CACHE_HOME": "/dev/null/none"}):
+    with register_run(f"{tmp_path}/run", CLUSTER, {"XDG_CACHE_HOME": "/dev/null/none"}):
         assert list(tmp_path.iterdir()) == []
 
 
 def test_of_a_host_that_does_not_answer_the_others_are_shown_all_the_same(tmp_path: Path) -> None:
     cache = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
-    with noted(f"{tmp_path}/run", CLUSTER, cache):
+    with register_run(f"{tmp_path}/run", CLUSTER, cache):
         done = run_cpuft("stacks", "run", settings=cache)
     assert done.returncode == 2
     assert done.stderr.startswith("cpuft: error: host 127.0.0.9 cannot be used over ssh")

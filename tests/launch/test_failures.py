@@ -1,18 +1,149 @@
-"""Exit code 75 means that --resume goes on, and the last line says how."""
+"""Which rank failed first, what the user sees last, and when exit code 75 means that the run can be resumed."""
 
 from __future__ import annotations
 
+import io
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
-from cpuft.launch.failures import describe_end
-from cpuft.rank.process import format_failure
+from cpuft.launch.failures import (
+    Failure,
+    describe_absent,
+    describe_end,
+    describe_failures,
+    explain_exit,
+    find_failures,
+    worst_exit_code,
+)
+from cpuft.launch.supervise import LogTail
+from cpuft.rank.process import format_failure, parse_failure, parse_missing_ranks
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, Line, format_line
+from tests.conftest import Golden
 from tests.records import make_record, make_steps
+
+RAISED = 'step 1\nTraceback (most recent call last):\n  File "train.py", line 5, in <module>\nValueError: odd data\n'
+LOST_PEER = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:6330\n"
+REFUSED = "cpuft: error: step 3: the loss is nan: lower --learning-rate\n"
+
+
+def error_log(text: str, rank: int, code: int) -> str:
+    """A rank's standard error with the mark of its end."""
+    return f"{text}{format_failure(World(rank, 2, rank, 2), f'host{rank}', code)}\n"
+
+
+def waiting_log(rank: int, missed: int) -> str:
+    """What a rank leaves that has waited for another one in vain."""
+    line = f"cpuft comm: rank {rank}: all_reduce #6 did not arrive: rank {missed} (no answer)\n"
+    return f"step 1\n{line}{format_failure(World(rank, 3, 0, 1), f'host{rank}', 75, (missed,))}\n"
+
+
+HYDRA = (
+    "[mpiexec@vm] HYD_sock_write (../../../../../src/pm/i_hydra/libhydra/sock/hydra_sock_intel.c:360): write error\n"
+    "[proxy:0:1@vm] HYDT_dmxu_poll_wait_for_event (lib/tools/demux/demux_poll.c:76): callback returned error status\n"
+    "[mpiexec@vm] control_cb (mpiexec/pmiserv_cb.c:280): assert (!closed) failed\n"
+)
+MPIRUN_FAILED = "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun:"
+DOWNSTREAM = "[mpiexec@vm] Error: Downstream from host node2 exited abnormally\n"
+C10D = "[W1123 10:00:00.1 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "absent", "said"),
+    [
+        (HYDRA, ["host node2 does not answer"], "cpuft: host node2 does not answer"),
+        (
+            HYDRA + DOWNSTREAM,
+            ["host node2 does not answer"],
+            f"{MPIRUN_FAILED}\n{DOWNSTREAM}cpuft: host node2 does not answer",
+        ),
+        (HYDRA, [], f"{MPIRUN_FAILED}\n(it printed nothing)"),
+    ],
+    ids=["a lost host", "with a word on it", "without a word"],
+)
+def test_places_in_the_source_text_of_mpirun_are_not_shown(mpirun: str, absent: list[str], said: str) -> None:
+    assert describe_failures([], mpirun, absent) == said
+
+
+def test_warnings_that_nothing_follows_from_are_in_the_log_only(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.err").write_text(f"{C10D}step 1\n[rank0]:{C10D}step 2\n")
+    shown = io.StringIO()
+    LogTail(tmp_path / "rank-0.err", shown).copy()
+    assert shown.getvalue() == "step 1\nstep 2\n"
+    failures = find_failures([error_log(f"{RAISED}{C10D}", 0, 1)], ("localhost",))
+    assert "c10d" not in describe_failures(failures, "")
+
+
+@pytest.mark.parametrize(
+    "name, errors",
+    [
+        ("cause", [error_log(LOST_PEER, 0, 1), error_log(RAISED, 1, 1)]),
+        ("killed", [error_log("", 1, 137), "all well so far\n"]),
+        ("refused", [error_log(REFUSED, 1, 2), error_log(REFUSED, 0, 2)]),
+        ("mpirun", []),
+        ("killed-missed", [waiting_log(0, 1), error_log("", 1, 137)]),
+        ("waited", [waiting_log(0, 1), waiting_log(2, 1), "all well so far\n"]),
+        ("apart", [waiting_log(0, 1), waiting_log(1, 0)]),
+    ],
+)
+def test_the_first_cause_is_shown(name: str, errors: list[str], golden: Golden) -> None:
+    hosts = ("node1", "node2", "node3")
+    failures = find_failures(errors, hosts)
+    absent = describe_absent(failures, hosts, set())
+    golden(f"failure-{name}.txt", describe_failures(failures, "ssh: connection refused\n", absent))
+
+
+@pytest.mark.parametrize("name, errors", [("silent", []), ("silent-waited", [waiting_log(0, 1), waiting_log(2, 1)])])
+def test_a_lost_host_is_named_last(name: str, errors: list[str], golden: Golden) -> None:
+    hosts = ("node1", "node2", "node3")
+    failures = find_failures(errors, hosts)
+    text = describe_failures(failures, "ssh: closed\n", describe_absent(failures, hosts, {"node2"}))
+    golden(f"failure-{name}.txt", text)
+
+
+def test_who_only_waited_has_no_say_in_the_exit_code() -> None:
+    hosts = ("node1", "node2", "node3")
+    waiting = [waiting_log(0, 1), waiting_log(2, 1)]
+    assert worst_exit_code(find_failures([*waiting, error_log(RAISED, 1, 3)], hosts), 255) == 3
+    assert worst_exit_code(find_failures(waiting, hosts), 255) == 75
+    assert worst_exit_code([], 75) == 75
+
+
+def test_a_failures_mark_reads_back() -> None:
+    assert parse_failure(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 139)}\nb\n") == (3, "node-2", 139)
+    assert parse_failure("Traceback\n") is None
+    assert parse_missing_ranks(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 1, {0, 2})}\nb\n") == {0, 2}
+
+
+@pytest.mark.parametrize(
+    "code, cause, advice",
+    [
+        (3, "exit code 3", ""),
+        (135, "killed by SIGBUS", "/dev/shm may be full: check it with cpuft doctor"),
+        (
+            137,
+            "killed by SIGKILL",
+            "if memory ran out, lower --batch-size or --max-length, add --gradient-checkpointing, or start fewer ranks "
+            "on this host",
+        ),
+        (139, "killed by signal 11", ""),
+    ],
+)
+def test_exit_codes_are_explained(code: int, cause: str, advice: str) -> None:
+    assert explain_exit(code) == (cause, advice)
+
+
+@pytest.mark.parametrize(
+    "codes, fallback, code",
+    [([3], 255, 3), ([137, 3], 255, 3), ([134, 139], 255, 139), ([], 255, 255), ([1, 2], 1, 2)],
+)
+def test_worst_exit_code(codes: list[int], fallback: int, code: int) -> None:
+    assert worst_exit_code([Failure(0, "node1", one, "") for one in codes], fallback) == code
+
 
 HEADER = replace(make_record(2).header, options=dict(vars(TrainConfig())))
 STEPS = make_steps(3, [0.1])
@@ -34,27 +165,42 @@ def end(folder: Path, code: int, lines: tuple[Line, ...], errors: str, script: l
     "code, lines, errors, script, wanted, said",
     [
         (3, (HEADER,), "", [], 3, ""),
-        (75, (HEADER, *STEPS, INTERRUPTED), ENDED, [], 75, "interrupted by SIGUSR1 after update 3 of 9: go on with {}"),
+        (
+            75,
+            (HEADER, *STEPS, INTERRUPTED),
+            ENDED,
+            [],
+            75,
+            "the run was interrupted by SIGUSR1 after update 3 of 9",
+        ),
         (75, (HEADER, *STEPS), WAITED, [], 75, ""),
         (75, (HEADER, *STEPS), WATCHED, [], 75, ""),
         (75, (HEADER, *STEPS), "", [], 75, ""),
         (75, (), "", [], 1, ""),
-        (75, (), ENDED, ["train.py", "a b"], 75, "ranks ended with 75: go on with {} -- train.py 'a b'"),
+        (
+            75,
+            (),
+            ENDED,
+            ["train.py", "a b"],
+            75,
+            "the ranks ended with exit code 75",
+        ),
         (75, (), WAITED, ["train.py"], 75, ""),
     ],
 )
 def test_75_is_kept_for_what_can_be_resumed(
     tmp_path: Path, code: int, lines: tuple[Line, ...], errors: str, script: list[str], wanted: int, said: str
 ) -> None:
-    line = said.format(f"cpuft launch --resume {tmp_path} --cluster=lab")
-    assert end(tmp_path, code, lines, errors, script) == (wanted, line and f"cpuft: {line}")
+    words = ["cpuft", "launch", "--resume", str(tmp_path), "--cluster=lab", *(["--", *script] if script else [])]
+    command = shlex.join(words)
+    assert end(tmp_path, code, lines, errors, script) == (wanted, said and f"cpuft: {said}: continue with {command}")
 
 
 def test_a_script_is_resumed_with_its_own_options(tmp_path: Path) -> None:
     end(tmp_path, 75, (), ENDED, ["train.py"])
     config, how = LaunchConfig(), ScriptConfig(independent=True)
     _, line = describe_end(75, str(tmp_path), ("a", "b"), config, ["train.py"], how)
-    assert line.endswith(f"go on with cpuft launch --resume {tmp_path} --independent -- train.py")
+    assert line.endswith(f"continue with cpuft launch --resume {tmp_path} --independent -- train.py")
 
 
 def test_the_last_line_of_a_run_that_came_to_its_end_is_its_place(tmp_path: Path) -> None:

@@ -27,19 +27,18 @@ from cpuft.hosts.mpi_implementations import Flavour
 from cpuft.hosts.transport import Transport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
-    add_transfers,
     list_input_paths,
     load_allowed_paths,
     make_bundle,
     pack_script,
     pack_training,
-    plan_results,
     plan_sending,
     save_allowed_paths,
     secrets_on_hosts,
 )
 from cpuft.launch.mpirun import KEY
-from cpuft.launch.plan import Job
+from cpuft.launch.plan import Job, add_transfers
+from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
 from cpuft.plan import RunPlan, Step
 
@@ -81,16 +80,16 @@ def test_nothing_travels_where_files_are_shared(work: Path) -> None:
 
 def test_a_script_takes_its_modules_and_packages_along(work: Path) -> None:
     command, (bundle,) = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), "--lr", "1e-4"))
-    assert command == (AWAY.python, f"{bundle.there}/train.py", "--lr", "1e-4")
+    assert command == (AWAY.python, f"{bundle.remote_folder}/train.py", "--lr", "1e-4")
     assert names_of(bundle) == ["other.py", "pack/__init__.py", "pack/a.py", "train.py"]
-    assert bundle.there.startswith(f"{AWAY.inputs}/")
+    assert bundle.remote_folder.startswith(f"{AWAY.inputs}/")
 
 
 def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
     words = ("rows.csv", "--model=model", "--out=missing", "--flag", ".", "--in=.", "..", "", "a 0", "$HOME", "-", LONG)
     command, bundles = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), *words))
     _, rows, model = bundles
-    expected = (f"{rows.there}/rows.csv", f"--model={model.there}/model", *words[2:])
+    expected = (f"{rows.remote_folder}/rows.csv", f"--model={model.remote_folder}/model", *words[2:])
     assert command[2:] == expected
     assert names_of(model) == ["model/config.json"]
 
@@ -99,15 +98,15 @@ def test_a_program_is_sent_when_it_is_a_file_and_looked_for_there_when_it_is_a_n
     (work / "hostname").write_text("not the program of that name")
     assert pack_script(AWAY, ("hostname", "-f")) == (("hostname", "-f"), ())
     command, (bundle,) = pack_script(AWAY, (str(work / "code/train.py"),))
-    assert command == (f"{bundle.there}/train.py",)
+    assert command == (f"{bundle.remote_folder}/train.py",)
     assert names_of(bundle) == ["train.py"]
 
 
 def test_inputs_of_a_training_travel(work: Path) -> None:
     train = TrainConfig(task="files", model="model", train_file="rows.csv", validation_file="rows.csv")
     changed, bundles = pack_training(AWAY, train)
-    assert changed.model == f"{bundles[0].there}/model"
-    assert changed.train_file == changed.validation_file == f"{bundles[1].there}/rows.csv"
+    assert changed.model == f"{bundles[0].remote_folder}/model"
+    assert changed.train_file == changed.validation_file == f"{bundles[1].remote_folder}/rows.csv"
     assert changed.data_dir == ""
     assert pack_training(AWAY, TrainConfig())[1] == ()
 
@@ -115,7 +114,7 @@ def test_inputs_of_a_training_travel(work: Path) -> None:
 def test_each_of_several_files_travels(work: Path) -> None:
     train = TrainConfig(task="text", train_file="rows.csv,code/notes.txt,missing", model="model")
     changed, bundles = pack_training(AWAY, train)
-    model, rows, notes = (bundle.there for bundle in bundles)
+    model, rows, notes = (bundle.remote_folder for bundle in bundles)
     assert changed.train_file == f"{rows}/rows.csv,{notes}/notes.txt,missing"
     assert (changed.model, changed.validation_file) == (f"{model}/model", "")
 
@@ -167,14 +166,14 @@ def test_resume_may_send_what_is_named_now_or_was_at_the_start(
         jobs.append(job)
         raise CpuftError("that is enough")
 
-    monkeypatch.setattr("cpuft.launch.resume.gather_resumed_run", lambda *given: resumed)
-    monkeypatch.setattr("cpuft.hosts.cluster.gather_cluster", lambda *given: AWAY)
-    monkeypatch.setattr("cpuft.launch.plan.plan_run", plan_run)
+    monkeypatch.setattr("cpuft.launch.run.gather_resumed_run", lambda *given: resumed)
+    monkeypatch.setattr("cpuft.launch.run.gather_cluster", lambda *given: AWAY)
+    monkeypatch.setattr("cpuft.launch.run.plan_run", plan_run)
     for remembered in (set(), {str(work / "model")}):
         save_allowed_paths(resumed.run_dir, remembered, os.environ)
         with pytest.raises(CpuftError, match="that is enough"):
             cli.main(["launch", "--resume", "run", *asked], standalone_mode=False)
-        assert jobs[-1].named == frozenset({*remembered, *([str(work / "rows.csv")] if asked else [])})
+        assert jobs[-1].allowed_paths == frozenset({*remembered, *([str(work / "rows.csv")] if asked else [])})
         assert jobs[-1].train.train_file == "rows.csv"
     monkeypatch.delenv("CPUFT_STATE")
 
@@ -194,7 +193,7 @@ def test_whatever_changes_gets_a_new_place(work: Path, change: object) -> None:
     assert make_bundle(sources, AWAY.inputs) == before
     assert callable(change)
     change(work)
-    assert make_bundle(sources, AWAY.inputs).there != before.there
+    assert make_bundle(sources, AWAY.inputs).remote_folder != before.remote_folder
 
 
 def test_a_parcel_travels_as_its_plan_says(work: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -203,10 +202,10 @@ def test_a_parcel_travels_as_its_plan_says(work: Path, tmp_path_factory: pytest.
     bundle = make_bundle((work / "code/pack", work / "code/train.py"), "/inputs")
     folder = tmp_path_factory.mktemp("there") / "mine"
     there = folder / "inputs" / "abc"
-    ((step,),) = plan_sending((replace(bundle, there=str(there)),), {"a": {str(there)}, "b": set()}, AWAY)
+    ((step,),) = plan_sending((replace(bundle, remote_folder=str(there)),), {"a": {str(there)}, "b": set()}, AWAY)
     sent = ("code/pack/__init__.py", "code/pack/a.py", "code/pack/weights", "code/train.py")
     assert bundle.nbytes == sum((work / name).stat().st_size for name in sent)
-    ((big,),) = plan_sending((replace(bundle, there=str(there), nbytes=12_345_678),), {"a": {str(there)}}, AWAY)
+    ((big,),) = plan_sending((replace(bundle, remote_folder=str(there), nbytes=12_345_678),), {"a": {str(there)}}, AWAY)
     assert big.why == f"send {work}/code/pack to a (12.3 MB)".replace(f"{work}/code/", "")
     step = replace(step, command=(*step.command[: step.command.index("ssh")], "sh", "-c", step.command[-1]))
     step = replace(step, command=tuple(word.replace(AWAY.folder, str(folder)) for word in step.command))
@@ -237,7 +236,7 @@ def test_rows_are_given_to_the_other_hosts_after_they_are_prepared() -> None:
     made = add_transfers(plan, (), {}, AWAY, "/runs/run")
     assert [[step.why for step in stage] for stage in made.prepare] == [
         ["prepare"],
-        ["give the rows to b", "give the rows to c"],
+        ["copy the prepared examples to b", "copy the prepared examples to c"],
     ]
     assert {step.host for stage in made.prepare for step in stage} == {"a"}
     assert add_transfers(plan, (), {}, SHARED, "/runs/run").prepare == plan.prepare

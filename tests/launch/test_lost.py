@@ -171,7 +171,7 @@ def test_a_run_that_lost_a_host_ends_in_time(endings: dict[str, Ending], name: s
 @pytest.mark.parametrize("name", ["kill", "cut", "pause"])
 def test_a_lost_host_is_named_and_the_record_is_here(cluster: Simulated, endings: dict[str, Ending], name: str) -> None:
     lines, lost = endings[name].lines, cluster.hosts[CASES[name].lost - 1].name
-    assert lines[-1] == f"cpuft: host {lost} does not answer, rank 1 was lost with it: look at it with cpuft doctor"
+    assert lines[-1] == f"cpuft: host {lost} does not answer, so rank 1 was lost: check the host with cpuft doctor"
     assert [line for line in lines if "paramiko" in line] == []
     assert endings[name].code == 75
     assert (cluster.folder / name / "kept").read_text() == "mine"

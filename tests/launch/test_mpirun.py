@@ -10,7 +10,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.mpi_implementations import Flavour, parse_flavour
-from cpuft.launch.mpirun import RankGroup, plan_mpirun, step_settings
+from cpuft.launch.mpirun import RankGroup, mpirun_settings, plan_mpirun
 from cpuft.plan import Plan, Setting, Step, format_plan
 from tests.conftest import Golden
 
@@ -55,14 +55,14 @@ def test_command_lines(name: str, golden: Golden) -> None:
     flavour = Flavour("mpirun", name)
     words = plan_mpirun(flavour, GROUPS, SHARED, ("python", "train.py", "--lr", "1"), "/run/logs", "ens5")
     options = () if name == "srun" else ("-F", "/etc/ssh config")
-    step = Step("start", words, step_settings(flavour, options, as_root=True))
+    step = Step("start", words, mpirun_settings(flavour, options, as_root=True))
     golden(f"mpirun-{name}.sh", format_plan(Plan(((step,),))))
 
 
 def test_srun_expands_nothing_in_the_folder_of_logs() -> None:
     words = plan_mpirun(Flavour("srun", "srun"), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
     assert {"--output=/runs/50%%rate/logs/rank-%t.out", "--error=/runs/50%%rate/logs/rank-%t.err"} <= {*words}
-    assert step_settings(Flavour("srun", "srun"), (), False, "slurm") == ()
+    assert mpirun_settings(Flavour("srun", "srun"), (), False, "slurm") == ()
 
 
 @pytest.mark.parametrize("host", ["node1", "node2"])
@@ -98,6 +98,6 @@ def test_a_task_on_a_host_that_is_in_no_plan_ends() -> None:
     [("intel", "I_MPI_HYDRA_BOOTSTRAP"), ("mpich", "HYDRA_LAUNCHER"), ("openmpi", "OMPI_MCA_plm")],
 )
 def test_slurm_starts_what_ssh_would(name: str, setting: str) -> None:
-    own = {one.name: one.value for one in step_settings(Flavour("mpirun", name), (), False, "slurm")}
+    own = {one.name: one.value for one in mpirun_settings(Flavour("mpirun", name), (), False, "slurm")}
     assert own.items() >= {(setting, "slurm"), ("SLURM_OVERLAP", "1"), ("SLURM_CPU_BIND", "none")}
-    assert step_settings(Flavour("mpirun", name), (), False) == ()
+    assert mpirun_settings(Flavour("mpirun", name), (), False) == ()

@@ -225,7 +225,7 @@ def test_a_run_that_loses_a_worker_and_then_its_master_comes_to_its_end(cluster:
         wait_for_checkpoint(cluster, 2)
         switch_off(cluster, 3)
         said = until("cpuft: restart 1 of 3: ", process.stderr)
-        named = f"cpuft: host {names[2]} does not answer, rank 2 was lost with it: look at it with cpuft doctor\n"
+        named = f"cpuft: host {names[2]} does not answer, so rank 2 was lost: check the host with cpuft doctor\n"
         assert named in said
         repair(cluster)
         said += until("resumed after update ", process.stderr)
@@ -257,7 +257,7 @@ def test_a_host_that_is_told_to_go_is_left_before_it_does(cluster: Simulated) ->
     assert done.returncode == 0, done.stderr
     record = read_record(str(cluster.folder / "leaving"))
     (resumed,) = record.resumptions
-    assert (resumed.because, resumed.repeated) == (f"host {cluster.hosts[0].name} was told to go", 0)
+    assert (resumed.because, resumed.repeated) == (f"host {cluster.hosts[0].name} received an interruption notice", 0)
     assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-2", f"{cluster.name}-3"]
     assert [one.step for one in record.steps] == list(range(1, 17))
     others = ", ".join(host.name for host in cluster.hosts[1:])

@@ -78,7 +78,7 @@ def test_a_run_dir_that_another_launch_took_meanwhile_is_named(tmp_path: Path) -
     ((make,),) = plan.make
     plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
     assert run_on_this_machine(plan, run_dir, (), os.environ, 0.0, Transport()) == 0
-    with pytest.raises(CpuftError, match=f"another run took {run_dir}.: name a new one with --run-dir"):
+    with pytest.raises(CpuftError, match=f"another run took {run_dir}.: name a new folder with --run-dir"):
         run_on_this_machine(plan, run_dir, (), os.environ, 0.0, Transport())
     assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh"]
 
@@ -102,9 +102,9 @@ def test_where_secrets_go() -> None:
     assert inherited in one.notes
     assert one.ranks[0][0].command[0] == "sh"
     two = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
-    assert "may be secret, so each rank gets it by a file of its own, over ssh: CPUFT_RUN_KEY, HF_TOKEN" in two.notes
-    kept = "may be secret, so they stay here, and ranks do without: CCL_KEY, FI_PASSWORD, HF_API_KEY, OPENAI_API_KEY"
-    assert kept in two.notes
+    assert "may be secret, so each rank gets them in a file of its own, over ssh: CPUFT_RUN_KEY, HF_TOKEN" in two.notes
+    local = "CCL_KEY, FI_PASSWORD, HF_API_KEY, OPENAI_API_KEY"
+    assert f"may be secret, so they stay on this machine, and ranks do not get them: {local}" in two.notes
     command = two.ranks[0][0].command
     assert command[:11] == ("env", *(word for name in sorted(SECRETS) for word in ("-u", name)))
     files = [command[at + 1] for at, word in enumerate(command) if word == "CPUFT_SENT"]
@@ -209,7 +209,7 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "mine").mkdir()
     with pytest.raises(CpuftError, match="exists already, and a run needs a new folder: give --run-dir the name"):
         choose_run_dir("mine", "x")
-    with pytest.raises(CpuftError, match=r"cannot be written: name another place"):
+    with pytest.raises(CpuftError, match=r"is not writable: name another folder"):
         choose_run_dir("/etc/hostname/runs", "x")
     monkeypatch.setattr("cpuft.launch.plan.LEAST_FREE_BYTES", 1 << 62)
     with pytest.raises(CpuftError, match="is full"):
@@ -236,4 +236,4 @@ def test_the_preparation_learns_what_memory_ranks_have() -> None:
     assert find_rooms(cluster, apart=True) == dataclasses.replace(told, apart=True)
     assert find_rooms(cluster, resumed=ResumedRun("/runs/one")) == told
     # What is left of the ranks that were lost may still be on its way out.
-    assert find_rooms(cluster, resumed=ResumedRun("/runs/one", because="rank 1 was lost")) is None
+    assert find_rooms(cluster, resumed=ResumedRun("/runs/one", restart_reason="rank 1 was lost")) is None

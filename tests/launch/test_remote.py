@@ -168,13 +168,11 @@ def own_disks(cluster: Simulated) -> Iterator[tuple[str, ...]]:
 
 
 def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_disks: tuple[str, ...]) -> None:
-    place = make_bundle((cluster.folder / "alone" / "script.py",), "/var/tmp/cpuft-0/inputs").there
+    place = make_bundle((cluster.folder / "alone" / "script.py",), "/var/tmp/cpuft-0/inputs").remote_folder
     plant = f"mkdir -p {place}; echo \"print('planted')\" >{place}/script.py; chown -R 65534 /var/tmp/cpuft-0"
     cluster.on(2, plant)
     done = cluster.cpuft(*own_disks)
-    said = (
-        f"host {cluster.hosts[1].name} has no place for what the run needs: /var/tmp/cpuft-0 is no folder of mode 700 "
-    )
+    said = f"host {cluster.hosts[1].name} has no safe folder for the files of the run: /var/tmp/cpuft-0 is no folder"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: {said}"), done.stderr
     cluster.on(2, "mv /var/tmp/cpuft-0 /var/tmp/theirs")
@@ -204,7 +202,7 @@ def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
     )
     done = cluster.cpuft(*words, "--", str(script))
     assert done.returncode == 7
-    assert f"rank 1 on {cluster.hosts[1].name} failed, exit code 7" in done.stderr
+    assert f"rank 1 on {cluster.hosts[1].name} failed (exit code 7)" in done.stderr
 
 
 @pytest.mark.parametrize("streams", ["2>&1 | head -1", "<&- >&- 2>&-"])
@@ -268,7 +266,7 @@ def test_a_host_that_freezes_ends_the_run(cluster: Simulated) -> None:
             repair(cluster)
     assert process.returncode == 1, errors
     assert f"rank 0 on {cluster.hosts[0].name} failed" in errors, errors
-    lost = f"host {cluster.hosts[1].name} does not answer, rank 1 was lost with it"
+    lost = f"host {cluster.hosts[1].name} does not answer, so rank 1 was lost"
     assert lost in errors.splitlines()[-1], errors
     # The thawed host finds out by itself that its mpirun is gone.
     look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -q 'waits[.]py'"

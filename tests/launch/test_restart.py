@@ -18,23 +18,21 @@ from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
 from cpuft.launch.plan import Job, Launch, plan_run
-from cpuft.launch.remote import HeadHostLostError
 from cpuft.launch.restart import (
     AttemptResult,
     RestartDecision,
     RestartHistory,
+    RestartPolicy,
     choose_hosts,
     clean_up_lost_hosts,
     complete_resumed_run,
-    count_restarts,
     describe_limit,
     describe_restart,
     find_limit,
-    judge,
     retry_connections,
     run_with_restarts,
 )
-from cpuft.launch.results import NotStoredError
+from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, ResumedRun, find_newest_checkpoint
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.measured import list_measured
@@ -107,7 +105,7 @@ def test_what_is_killed_or_lost_is_started_again_until_it_ends(cluster: Cluster)
     assert (code, [plan.resumed for plan in plans]) == (0, [False, True, True])
     assert said == [
         f"cpuft: restart 1 of 3: rank 0 on localhost was killed by SIGKILL; 1 rank {AGAIN}",
-        f"cpuft: restart 2 of 3: the connection to the master was lost; 1 rank {AGAIN}",
+        f"cpuft: restart 2 of 3: the connection to the head host was lost; 1 rank {AGAIN}",
     ]
 
 
@@ -143,7 +141,7 @@ def test_hosts_are_asked_again_where_the_way_to_one_failed(
 
 def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Cluster) -> None:
     """Each start is told so, and when it is over that is said once."""
-    plan = replace(plan_run(script(0), cluster, str(Path("run").absolute()), {}), kept=((KEEP,),))
+    plan = replace(plan_run(script(0), cluster, str(Path("run").absolute()), {}), partial_cleanup=((KEEP,),))
     starts, said = list[RunPlan](), list[str]()
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
@@ -152,7 +150,7 @@ def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Clu
         return 1
 
     assert run_with_restarts(Launch(script(0), str(Path("run").absolute()), {}), plan, cluster, start, said.append) == 1
-    assert [plan.stays for plan in starts] == [True]
+    assert [plan.keep_host_copies for plan in starts] == [True]
     assert [line.partition(":")[0] for line in said] == ["cpuft"]
     assert "checkpoints up to update 8 are kept on localhost" in said[0]
 
@@ -172,14 +170,14 @@ def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_a
     last = replace(cluster, away=True, uid=7, access=replace(cluster.access, transport=Transport()))
     used = {name: Host(name) for name in ("localhost", "b", "c")}
     said = list[str]()
-    clean_up_lost_hosts(RestartHistory(last, used=used), last, "/runs/mrpc", said.append)
+    clean_up_lost_hosts(RestartHistory(last, used_hosts=used), last, "/runs/mrpc", said.append)
     work = last.work_dir("/runs/mrpc")
     sent = os.path.dirname(last.sent_file(work, 0))
     assert asked == [("b", FROM_STDIN, work), ("b", sent, os.path.dirname(work))]
     assert [line.partition(" did not")[0] for line in said] == ["cpuft: c"]
     asked.clear()
     clean_up_lost_hosts(
-        RestartHistory(last, used={"b": Host("b")}), replace(last, away=False), "/runs/mrpc", said.append
+        RestartHistory(last, used_hosts={"b": Host("b")}), replace(last, away=False), "/runs/mrpc", said.append
     )
     clean_up_lost_hosts(RestartHistory(last), last, "/runs/mrpc", said.append)
     assert (asked, len(said)) == ([], 1)
@@ -196,12 +194,12 @@ def test_a_run_that_had_ended_when_its_head_host_was_cut_off_is_only_fetched(
             return Answer(0, "there\nfinished\n", "")
 
     fetched = list[str]()
-    monkeypatch.setattr("cpuft.launch.restart.fetch_finished", lambda plan, run, *rest: fetched.append(run))
+    monkeypatch.setattr("cpuft.launch.restart.fetch_and_clean_up", lambda plan, run, *rest: fetched.append(run))
     away = replace(cluster, away=True, access=replace(cluster.access, transport=Transport()))
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
         error = HeadHostLostError("the connection was lost: look at it")
-        error.unfetched = "localhost"
+        error.unfetched_from = "localhost"
         raise error
 
     said = list[str]()
@@ -218,19 +216,19 @@ def is_told_to_go(log: Path) -> int:
 def test_a_host_that_was_told_to_go_is_left_out(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(3), cluster, is_told_to_go)
     assert (code, len(plans)) == (75, 1)
-    assert said == ["cpuft: not started again: host localhost was told to go, and no other host is left"]
+    assert said == ["cpuft: not restarted: host localhost received an interruption notice, and no other host is left"]
 
 
 def test_after_the_last_restart_the_run_ends_as_that_did(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(1), cluster, KILLED, KILLED)
-    assert (code, len(plans), said[1]) == (137, 2, "cpuft: not started again: that was restart 1 of 1")
+    assert (code, len(plans), said[1]) == (137, 2, "cpuft: not restarted: this was restart 1 of 1")
     with pytest.raises(HeadHostLostError):
         run(script(1), cluster, KILLED, lost)
 
 
 def test_the_same_error_ends_the_run(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(3), cluster, fails(1, "ValueError"), fails(1, "ValueError"))
-    told = "cpuft: not started again: rank 0 on localhost failed (exit code 1), as it had before"
+    told = "cpuft: not restarted: rank 0 on localhost failed (exit code 1), the same error as before"
     assert (code, len(plans), said[1]) == (1, 2, told)
 
 
@@ -249,7 +247,7 @@ def test_results_that_cannot_be_stored_start_nothing_again_and_stay_on_the_hosts
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleaned = list[object]()
-    monkeypatch.setattr("cpuft.launch.restart.report_partial_cleanup", lambda *given: cleaned.append(given))
+    monkeypatch.setattr("cpuft.launch.restart.remove_all_but_checkpoints", lambda *given: cleaned.append(given))
     with pytest.raises(NotStoredError, match=r"^the results could not be stored: make room here$"):
         run(script(3), cluster, KILLED, not_stored)
     assert cleaned == []
@@ -262,12 +260,12 @@ def test_the_time_limit_is_that_of_all_starts(cluster: Cluster) -> None:
 
 
 def test_the_dry_run_tells_how_often(cluster: Cluster) -> None:
-    told = "where a host or a rank is lost, cpuft launch starts it again up to 2 times, on the hosts that answer"
+    told = "if a host or a rank is lost, cpuft launch restarts the run up to 2 times on the hosts that answer"
     assert describe_limit(script(2), cluster) == (told,)
     assert describe_limit(script(-1), cluster) == ()
     assert describe_limit(script(2, np=3, min_np=2), cluster) == (f"{told}, 2 ranks at least",)
     assert find_limit(Job(LaunchConfig(max_restarts=3), TrainConfig(engine="ipex")), cluster) == 0
-    with pytest.raises(CpuftError, match="--min-np 2 is more than --np 1: lower it"):
+    with pytest.raises(CpuftError, match="--min-np 2 is more than --np 1: lower --min-np"):
         describe_limit(script(2, min_np=2), cluster)
 
 
@@ -276,7 +274,10 @@ def test_the_update_of_the_newest_checkpoint_anywhere(tmp_path: Path) -> None:
     for name in ("000000012.0", "000000020.0.new", "000000007.1"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert find_newest_checkpoint(str(tmp_path), ()) == 12
-    assert find_newest_checkpoint(str(tmp_path), (HostCopy(Host("node2"), update=15), HostCopy(Host("node3")))) == 15
+    assert (
+        find_newest_checkpoint(str(tmp_path), (HostCopy(Host("node2"), checkpoint_update=15), HostCopy(Host("node3"))))
+        == 15
+    )
 
 
 @pytest.mark.parametrize("recorded, updates", [(15, 15), (0, 0), (-1, 14)])
@@ -285,10 +286,17 @@ def test_what_was_made_is_known_by_the_record_or_where_that_is_lost_by_the_hosts
 ) -> None:
     """The record that is here may be of a start before that one."""
     write_run(tmp_path / "run", HEADER, *make_steps(20, [0.1]))
-    kept = (HostCopy(Host("b"), update=12, steps=14), HostCopy(Host("c"), update=-1))
-    lost = ResumedRun(str(tmp_path / "run"), updates=recorded, kept=kept, since=5.0, because="so", fetched="a")
+    copies = (HostCopy(Host("b"), checkpoint_update=12, steps=14), HostCopy(Host("c"), checkpoint_update=-1))
+    lost = ResumedRun(
+        str(tmp_path / "run"),
+        updates=recorded,
+        host_copies=copies,
+        stopped_at=5.0,
+        restart_reason="so",
+        fetched_from="a",
+    )
     found = complete_resumed_run(Job(LaunchConfig(np=4), TrainConfig()), lost)
-    assert (found.updates, found.since, found.because, found.fetched) == (updates, 5.0, "so", "a")
+    assert (found.updates, found.stopped_at, found.restart_reason, found.fetched_from) == (updates, 5.0, "so", "a")
     assert (found.np, found.train, found.measured) == (2, TRAIN, list_measured(HEADER))
     nothing = complete_resumed_run(Job(LaunchConfig(np=4), TRAIN), replace(lost, run_dir="nowhere"))
     assert (nothing.np, nothing.global_batch, nothing.measured) == (4, 64, None)
@@ -299,6 +307,10 @@ LOST_PEER = "Traceback (most recent call last):\nRuntimeError: Connection closed
 WAITED = "cpuft comm: rank 0: all_reduce #6 did not arrive: rank 1 (no answer)\n"
 
 
+def decide(result: AttemptResult, *earlier_errors: str) -> RestartDecision:
+    return RestartPolicy(9, errors={*earlier_errors}).decide(result)
+
+
 def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
     return (Failure(2, "node3", code, text, frozenset(missed)), Failure(0, "node1", 1, LOST_PEER))
 
@@ -306,16 +318,16 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
 @pytest.mark.parametrize(
     "ended, verdict",
     [
-        (AttemptResult(75, silent=frozenset({"node2"})), RestartDecision(True, "host node2 was lost")),
+        (AttemptResult(75, unreachable=frozenset({"node2"})), RestartDecision(True, "host node2 was lost")),
         (
             AttemptResult(75, failed(2), frozenset({"node3", "node2"})),
             RestartDecision(True, "hosts node2, node3 were lost"),
         ),
         (
             AttemptResult(75, failed(75), leaving=frozenset({"node3"})),
-            RestartDecision(True, "host node3 was told to go"),
+            RestartDecision(True, "host node3 received an interruption notice"),
         ),
-        (AttemptResult(75, cut=True), RestartDecision(True, "the connection to the master was lost")),
+        (AttemptResult(75, connection_lost=True), RestartDecision(True, "the connection to the head host was lost")),
         (AttemptResult(137, failed(137)), RestartDecision(True, "rank 2 on node3 was killed by SIGKILL")),
         (AttemptResult(143, failed(143)), RestartDecision(True, "rank 2 on node3 was killed by signal 15")),
         (AttemptResult(75, failed(75)), RestartDecision(False, "rank 2 on node3 was interrupted")),
@@ -324,16 +336,16 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
             AttemptResult(1, failed(1, f"cpuft: error: {FOREIGN_STORE_ENTRY}: wait")),
             RestartDecision(True, "rank 2 on node3 lost another rank"),
         ),
-        (AttemptResult(2), RestartDecision(False, "its options or data were refused")),
+        (AttemptResult(2), RestartDecision(False, "its options or data were rejected")),
         (AttemptResult(74), RestartDecision(False, "a disk was full")),
         (AttemptResult(74, failed(74)), RestartDecision(False, "rank 2 on node3 found a full disk")),
-        (AttemptResult(2, failed(2)), RestartDecision(False, "rank 2 on node3 refused its options or data")),
+        (AttemptResult(2, failed(2)), RestartDecision(False, "rank 2 on node3 rejected its options or data")),
     ],
 )
 def test_what_was_lost_comes_again_and_what_was_refused_does_not(
     ended: AttemptResult, verdict: RestartDecision
 ) -> None:
-    assert judge(ended, {""}) == verdict
+    assert decide(ended, "") == verdict
 
 
 @pytest.mark.parametrize(
@@ -348,19 +360,19 @@ def test_what_was_lost_comes_again_and_what_was_refused_does_not(
         (
             AttemptResult(75, failed(75, WAITED, 1), update=5, hosts=("a", "b")),
             WAITED,
-            "rank 1 on b did not answer the others",
+            "rank 1 on b did not answer the other ranks",
         ),
         (AttemptResult(255, update=5), "", "mpirun failed"),
     ],
 )
 def test_the_same_error_at_the_same_update_comes_once(first: AttemptResult, again: str, why: str) -> None:
-    verdict = judge(first, ())
-    assert verdict.again
+    verdict = decide(first)
+    assert verdict.restart
     failures = tuple(Failure(one.rank, one.host, one.code, again, one.missed) for one in first.failures)
-    second = judge(AttemptResult(first.code, failures, update=5, hosts=first.hosts), {verdict.mark})
-    assert not second.again
-    assert second.why.endswith(f"{why}, as it had before at update 5")
-    assert judge(AttemptResult(first.code, failures, update=6), {verdict.mark}).again
+    second = decide(AttemptResult(first.code, failures, update=5, hosts=first.hosts), verdict.error_id)
+    assert not second.restart
+    assert second.reason.endswith(f"{why}, the same error as before at update 5")
+    assert decide(AttemptResult(first.code, failures, update=6), verdict.error_id).restart
 
 
 def test_out_of_memory_at_the_same_update_is_tried_once_more_only() -> None:
@@ -368,21 +380,26 @@ def test_out_of_memory_at_the_same_update_is_tried_once_more_only() -> None:
     python = 'Traceback (most recent call last):\n  File "train.py", line 5\nMemoryError\n'
     torch = "Traceback (most recent call last):\nRuntimeError: DefaultCPUAllocator: can't allocate memory\n"
     for code, text in ((137, f"{OUT_OF_MEMORY}\n"), (1, python), (1, torch)):
-        first = judge(AttemptResult(code, failed(code, text), update=5), ())
-        assert (first.again, first.why) == (True, "rank 2 on node3 ran out of memory")
-        second = judge(AttemptResult(code, failed(code, text), update=5), {first.mark})
-        assert (second.again, second.why) == (False, "rank 2 on node3 ran out of memory, as it had before at update 5")
-        assert judge(AttemptResult(code, failed(code, text), update=6), {first.mark}).again
+        first = decide(AttemptResult(code, failed(code, text), update=5))
+        assert (first.restart, first.reason) == (True, "rank 2 on node3 ran out of memory")
+        second = decide(AttemptResult(code, failed(code, text), update=5), first.error_id)
+        assert (second.restart, second.reason) == (
+            False,
+            "rank 2 on node3 ran out of memory, the same error as before at update 5",
+        )
+        assert decide(AttemptResult(code, failed(code, text), update=6), first.error_id).restart
 
 
 def test_another_error_at_the_same_update_is_tried_again() -> None:
-    verdict = judge(AttemptResult(1, failed(1, RAISED)), ())
-    assert judge(AttemptResult(1, failed(1, RAISED.replace("ValueError", "KeyError"))), {verdict.mark}).again
+    verdict = decide(AttemptResult(1, failed(1, RAISED)))
+    assert decide(AttemptResult(1, failed(1, RAISED.replace("ValueError", "KeyError"))), verdict.error_id).restart
 
 
 @pytest.mark.parametrize("asked, hosts, count", [(-1, 1, 0), (-1, 2, 3), (0, 4, 0), (2, 1, 2)])
-def test_on_several_hosts_it_is_tried_again_unless_asked_otherwise(asked: int, hosts: int, count: int) -> None:
-    assert count_restarts(asked, hosts) == count
+def test_a_run_on_several_hosts_may_be_restarted_three_times_by_default(
+    cluster: Cluster, asked: int, hosts: int, count: int
+) -> None:
+    assert find_limit(script(asked), replace(cluster, assignments=hosts * cluster.assignments)) == count
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,15 @@ from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, name_work
 from cpuft.hosts.hostfile import Host
-from cpuft.launch.inputs import Bundle, add_transfers, plan_results, plan_sending
-from cpuft.launch.plan import find_prepared_hosts, plan_training
+from cpuft.launch.inputs import Bundle, plan_sending
+from cpuft.launch.plan import add_transfers, find_prepared_hosts, plan_training
+from cpuft.launch.results import plan_partial_cleanup, plan_results, remove_all_but_checkpoints
 from cpuft.launch.resume import (
     HostCopy,
     ResumedRun,
     check_newest_checkpoint,
     parse_host_copy,
-    plan_partial_cleanup,
     read_resumed_run,
-    remove_all_but_checkpoints,
 )
 from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import Plan, RunPlan, Step
@@ -60,7 +59,10 @@ def test_options_ranks_and_batch_are_the_runs_own(tmp_path: Path) -> None:
     [
         ((), "has no header: the run ended before its first step"),
         ((HEADER, *make_steps(1, [0.1]), make_record().footer), "is finished, and there is nothing to resume: start"),
-        ((replace(HEADER, apart=True),), "measured ranks that train apart, and cannot go on: start it anew"),
+        (
+            (replace(HEADER, apart=True),),
+            "that train independently, and cannot be resumed: start",
+        ),
     ],
 )
 def test_runs_with_nothing_to_go_on_with(tmp_path: Path, lines: tuple[Line, ...], message: str) -> None:
@@ -73,7 +75,7 @@ def test_a_run_that_is_still_going_on(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEADER)
     with (run / "record.jsonl").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CpuftError, match="is still going on: wait for its end, or stop it first"):
+        with pytest.raises(CpuftError, match="is still active: wait until it ends, or stop it first"):
             read_resumed_run(str(run))
     assert read_resumed_run(str(run)).updates == 0
 
@@ -83,13 +85,15 @@ def test_a_scripts_run_and_trainings_are_told_apart(tmp_path: Path) -> None:
     assert read_resumed_run(str(tmp_path / "script"), is_script=True) == ResumedRun(str(tmp_path / "script"))
     with pytest.raises(CpuftError, match=r"holds no record.jsonl"):
         read_resumed_run(str(tmp_path / "script"))
-    with pytest.raises(CpuftError, match="is cpuft's own training, and no script's: leave the script out"):
+    with pytest.raises(CpuftError, match="is cpuft's own training and has no script: leave the script out"):
         read_resumed_run(str(write_run(tmp_path / "run", HEADER)), is_script=True)
 
 
 def test_options_that_nobody_can_have_given(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", replace(HEADER, options=dict(vars(TRAIN)) | {"batch_size": "many"}))
-    with pytest.raises(CpuftError, match=r"cannot go on, because the record.batch_size is 'many', and must be a whole"):
+    with pytest.raises(
+        CpuftError, match=r"cannot be resumed, because the record.batch_size is 'many', and must be a whole"
+    ):
         read_resumed_run(str(run))
 
 
@@ -138,7 +142,7 @@ def test_a_refusal_before_ranks_start_leaves_the_run_alone(tmp_path: Path) -> No
     assert (run / "record.jsonl").exists()
 
 
-LOOK = (Path(__file__).parents[2] / "cpuft/launch/look.sh").read_text()
+LOOK = (Path(__file__).parents[2] / "cpuft/launch/describe_run.sh").read_text()
 HERE = replace(AWAY, ways={})
 ALL_LOGS = ["logs", "logs-1", "logs-2"]
 
@@ -158,7 +162,7 @@ def write_work(folder: Path, *updates: str) -> Path:
     return work
 
 
-def keep(folder: Path, work: Path, part: str = "master") -> subprocess.CompletedProcess[str]:
+def keep(folder: Path, work: Path, part: str = "head") -> subprocess.CompletedProcess[str]:
     """The step of a host, here."""
     ((step, *_),) = plan_partial_cleanup(HERE, str(work))
     words = [*step.command[:4], str(folder), str(folder / "mark.sent"), str(work), part]
@@ -191,49 +195,54 @@ def test_what_is_on_a_lost_masters_disk_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_the_line_names_hosts_and_the_note_is_read_at_the_next_start(tmp_path: Path) -> None:
     said = {"a": "echo 000000008.0", "b": "echo Warning: b >&2; echo 000000010.1", "c": "exit 255", "d": "true"}
-    plan = RunPlan(kept=(tuple(Step("keep", ("sh", "-c", script), host=host) for host, script in said.items()),))
-    run = tmp_path / "run"
-    line = remove_all_but_checkpoints(plan, str(run), os.environ, without="a")
-    told = f"checkpoints up to update 10 are kept on b: cpuft launch --resume {run} goes on, with --cluster or "
-    assert line == f"{told}--hostfile as before"
-    with pytest.raises(CpuftError, match=f"none of these hosts has a checkpoint of {run}, but b had: take that back"):
-        check_newest_checkpoint([HostCopy(Host("a"))], AWAY, str(run))
-    check_newest_checkpoint([HostCopy(Host("a"), update=3)], AWAY, str(run))
-    assert (
-        remove_all_but_checkpoints(replace(plan, kept=((plan.kept[0][3],),)), str(tmp_path / "none"), os.environ) == ""
+    plan = RunPlan(
+        partial_cleanup=(tuple(Step("keep", ("sh", "-c", script), host=host) for host, script in said.items()),)
     )
+    run = tmp_path / "run"
+    printed = list[str]()
+    remove_all_but_checkpoints(plan, str(run), os.environ, without="a", say=printed.append)
+    how = f"continue with cpuft launch --resume {run} and the same --cluster or --hostfile"
+    assert printed == [f"cpuft: checkpoints up to update 10 are saved on b: {how}"]
+    with pytest.raises(
+        CpuftError, match=f"none of these hosts has a checkpoint of {run}, but b had one: add b to the hosts"
+    ):
+        check_newest_checkpoint([HostCopy(Host("a"))], AWAY, str(run))
+    check_newest_checkpoint([HostCopy(Host("a"), checkpoint_update=3)], AWAY, str(run))
+    nothing = replace(plan, partial_cleanup=((plan.partial_cleanup[0][3],),))
+    remove_all_but_checkpoints(nothing, str(tmp_path / "none"), os.environ, say=printed.append)
+    assert len(printed) == 1
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("cluster, updates", [(AWAY, (4, 9)), (replace(AWAY, away=False), (9, 4))])
 def test_the_newest_checkpoint_is_never_left_out(cluster: Cluster, updates: tuple[int, int]) -> None:
     """Where the run works in its folder here, no host's disk is looked at."""
-    kept = [HostCopy(Host("a"), update=updates[0]), HostCopy(Host("z"), update=updates[1])]
+    kept = [HostCopy(Host("a"), checkpoint_update=updates[0]), HostCopy(Host("z"), checkpoint_update=updates[1])]
     with pytest.raises(
-        CpuftError, match=r"the newest checkpoint of run, of update 9, is on [az], which would be left out"
+        CpuftError, match=r"the newest checkpoint of run, of update 9, is on [az], which would not be used"
     ):
         check_newest_checkpoint(kept, cluster, "run")
     check_newest_checkpoint(kept[:1], AWAY, "run")
-    check_newest_checkpoint([HostCopy(Host("a"), there=True)], AWAY, "run")
+    check_newest_checkpoint([HostCopy(Host("a"), exists=True)], AWAY, "run")
 
 
 def look(place: Path) -> HostCopy:
     script = LOOK.replace("/var/tmp/cpuft-$(id -u)", str(place))
-    done = subprocess.run(["sh", "-c", script, "look", "mark/a 0"], capture_output=True, text=True, check=True)
+    done = subprocess.run(["sh", "-c", script, "describe_run", "mark/a 0"], capture_output=True, text=True, check=True)
     return parse_host_copy(done.stdout, Host("a"))
 
 
 def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     assert look(tmp_path) == HostCopy(Host("a"))
     work = write_work(tmp_path, "000000008.0", "000000010.1", "000000012.0.new")
-    found = HostCopy(Host("a"), True, False, 10, 3, format_line(HEADER), rows=True)
+    found = HostCopy(Host("a"), True, False, 10, 3, format_line(HEADER), has_data=True)
     assert look(tmp_path) == found
     with (tmp_path / "mark/a 0.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert look(tmp_path) == replace(found, going=True)
+        assert look(tmp_path) == replace(found, is_active=True)
     (work / "checkpoints/rank-1.last").write_text("14\n")
     keep(tmp_path, work)
-    assert look(tmp_path) == replace(found, steps=14, rows=False)
+    assert look(tmp_path) == replace(found, steps=14, has_data=False)
 
 
 def test_a_run_that_came_to_its_end_and_was_not_fetched_is_known(tmp_path: Path) -> None:
@@ -241,30 +250,30 @@ def test_a_run_that_came_to_its_end_and_was_not_fetched_is_known(tmp_path: Path)
     work = write_work(tmp_path, "000000010.0")
     (work / "logs/exit-code").write_text("0\n")
     found = look(tmp_path)
-    assert found.finished
+    assert found.is_finished
     (work / "logs/exit-code").write_text("137\n")
-    assert not look(tmp_path).finished
+    assert not look(tmp_path).is_finished
     run = str(tmp_path / "run")
-    assert read_resumed_run(run, kept=[found]) == ResumedRun(run, finished_on="a")
-    assert read_resumed_run(run, is_script=True, kept=[found]).finished_on == "a"
-    with pytest.raises(CpuftError, match="is still going on: wait"):
-        read_resumed_run(run, kept=[replace(found, going=True)])
+    assert read_resumed_run(run, host_copies=[found]) == ResumedRun(run, finished_on="a")
+    assert read_resumed_run(run, is_script=True, host_copies=[found]).finished_on == "a"
+    with pytest.raises(CpuftError, match="is still active: wait"):
+        read_resumed_run(run, host_copies=[replace(found, is_active=True)])
 
 
 def test_a_run_is_known_by_what_hosts_have_of_it(tmp_path: Path) -> None:
     """Where the master was lost there is nothing of it here."""
     run = str(tmp_path / "run")
-    kept = [HostCopy(Host("a"), True), HostCopy(Host("b"), True, False, 10, 9, format_line(HEADER))]
-    assert read_resumed_run(run, kept=kept) == ResumedRun(run, TRAIN, 2, 10, 64)
-    assert read_resumed_run(run, is_script=True, kept=kept[:1]) == ResumedRun(run)
-    with pytest.raises(CpuftError, match="is still going on: wait"):
-        read_resumed_run(run, kept=[replace(kept[1], going=True)])
-    with pytest.raises(CpuftError, match="is cpuft's own training, and no script's"):
-        read_resumed_run(run, is_script=True, kept=kept)
+    copies = [HostCopy(Host("a"), True), HostCopy(Host("b"), True, False, 10, 9, format_line(HEADER))]
+    assert read_resumed_run(run, host_copies=copies) == ResumedRun(run, TRAIN, 2, 10, 64)
+    assert read_resumed_run(run, is_script=True, host_copies=copies[:1]) == ResumedRun(run)
+    with pytest.raises(CpuftError, match="is still active: wait"):
+        read_resumed_run(run, host_copies=[replace(copies[1], is_active=True)])
+    with pytest.raises(CpuftError, match="is cpuft's own training and has no script"):
+        read_resumed_run(run, is_script=True, host_copies=copies)
     with pytest.raises(CpuftError, match=r"there is no .*: give the folder of an earlier run"):
-        read_resumed_run(run, kept=kept[:1])
+        read_resumed_run(run, host_copies=copies[:1])
     write_run(tmp_path / "run", HEADER, *make_steps(12, [0.1]))
-    assert read_resumed_run(run, kept=kept).updates == 12
+    assert read_resumed_run(run, host_copies=copies).updates == 12
 
 
 def test_where_inputs_were_sent_to_nobody_needs_to_know() -> None:
@@ -274,14 +283,16 @@ def test_where_inputs_were_sent_to_nobody_needs_to_know() -> None:
     assert ResumedRun("run", sent, 2).take_over(LaunchConfig(), TrainConfig(), {})[1] == sent
     bundle = Bundle((), f"{AWAY.inputs}/feed")
     assert plan_sending((bundle,), {"a": set(), "b": set()}, AWAY) == ()
-    with pytest.raises(CpuftError, match=r"^b lacks .*/feed, which the run was started with: name --model, --data-dir"):
-        plan_sending((bundle,), {"a": set(), "b": {bundle.there}}, AWAY)
+    with pytest.raises(
+        CpuftError, match=r"^b does not have .*/feed, with which the run was started: name --model, --data-dir"
+    ):
+        plan_sending((bundle,), {"a": set(), "b": {bundle.remote_folder}}, AWAY)
 
 
 def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
     """The master may be another one; what the old one still has goes at a good end."""
     cluster = replace(make_cluster((2, 1)), away=True, ways={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")})
-    kept = (HostCopy(Host("node0"), True), HostCopy(Host("node1"), True, update=9), HostCopy(Host("node3")))
+    kept = (HostCopy(Host("node0"), True), HostCopy(Host("node1"), True, checkpoint_update=9), HostCopy(Host("node3")))
     resumed = ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept)
     work = cluster.work_dir("/runs/one")
     assert work.endswith(f"/{name_work('/runs/one')}")
@@ -295,8 +306,8 @@ def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
     assert "merge" in fetch.command
     assert [step.host for step in clean] == ["node1", "node2", "node0"]
     assert plan.ways["node0"][0] == "ssh"
-    assert [[step.host for step in stage] for stage in plan.kept] == [["node1", "node2"]]
-    assert plan.kept[0][0] not in [step for stage in plan.whole.stages for step in stage]
+    assert [[step.host for step in stage] for stage in plan.partial_cleanup] == [["node1", "node2"]]
+    assert plan.partial_cleanup[0][0] not in [step for stage in plan.whole.stages for step in stage]
 
 
 def plan_sequel(work: str, resumed: ResumedRun) -> RunPlan:
@@ -304,33 +315,35 @@ def plan_sequel(work: str, resumed: ResumedRun) -> RunPlan:
     ways: dict[str, tuple[str, ...]] = {name: ("ssh", name) for name in ("node1", "node2", "node3")}
     cluster = replace(make_cluster((1, 1, 1)), away=True, ways=ways)
     plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
-    return add_transfers(plan, (), {}, cluster, resumed.run_dir, resumed.kept, find_prepared_hosts(resumed, cluster))
+    return add_transfers(
+        plan, (), {}, cluster, resumed.run_dir, resumed.host_copies, find_prepared_hosts(resumed, cluster)
+    )
 
 
 @pytest.mark.parametrize(
     "because, prepares",
     [
-        ("host node4 was lost", ["give the rows to node2"]),
+        ("host node4 was lost", ["copy the prepared examples to node2"]),
         (
             "",
-            ["check and tokenise the rows once, before any rank starts"]
-            + [f"give the rows to node{number}" for number in (2, 3)],
+            ["check and tokenize the examples once, before any rank starts"]
+            + [f"copy the prepared examples to node{number}" for number in (2, 3)],
         ),
     ],
 )
 def test_rows_are_prepared_once_in_a_launch(because: str, prepares: list[str]) -> None:
     """Whoever resumes a run later may have other ones."""
-    kept = (HostCopy(Host("node1"), rows=True), HostCopy(Host("node2")), HostCopy(Host("node3"), rows=True))
-    plan = plan_sequel("/work/one", ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept, because=because))
+    kept = (HostCopy(Host("node1"), has_data=True), HostCopy(Host("node2")), HostCopy(Host("node3"), has_data=True))
+    plan = plan_sequel("/work/one", ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept, restart_reason=because))
     assert [step.why for stage in plan.prepare for step in stage] == prepares
 
 
 def test_where_a_run_is_here_its_rows_are_too(tmp_path: Path) -> None:
-    resumed = ResumedRun(str(tmp_path), because="rank 1 was killed")
+    resumed = ResumedRun(str(tmp_path), restart_reason="rank 1 was killed")
     assert find_prepared_hosts(resumed, make_cluster((2,))) == set()
     (tmp_path / "data.npz").touch()
     assert find_prepared_hosts(resumed, make_cluster((2,))) == {"node1"}
-    assert find_prepared_hosts(replace(resumed, because=""), make_cluster((2,))) == set()
+    assert find_prepared_hosts(replace(resumed, restart_reason=""), make_cluster((2,))) == set()
 
 
 @pytest.mark.parametrize("fetched, logs", [("node1", ["logs"]), ("node2", ALL_LOGS), ("", ALL_LOGS)])
@@ -338,7 +351,7 @@ def test_logs_that_are_here_are_not_fetched_again(tmp_path: Path, fetched: str, 
     work = write_work(tmp_path)
     (work / "logs-1").mkdir()
     (work / "logs" / "old").touch()
-    ((make,),) = plan_sequel(str(work), ResumedRun("/runs/one", TRAIN, fetched=fetched)).make
+    ((make,),) = plan_sequel(str(work), ResumedRun("/runs/one", TRAIN, fetched_from=fetched)).make
     script = make.command[2].replace(make_cluster(()).folder, str(tmp_path))
     subprocess.run(["sh", "-c", script, *make.command[3:]], check=True)
     assert sorted(path.name for path in work.glob("logs*")) == logs

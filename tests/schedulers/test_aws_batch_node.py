@@ -183,7 +183,7 @@ def test_a_node_that_is_told_to_go_tells_the_command(tmp_path: Path) -> None:
         wait_until_said(job, "told\n")
         job.send(0, signal.SIGTERM)
         assert job.end() == [75, 75, 75]
-    assert job.said(0).splitlines() == ["begun", "cpuft: node 1 of the job was told to go", "told"]
+    assert job.said(0).splitlines() == ["begun", "cpuft: node 1 of the job received an interruption notice", "told"]
 
 
 @pytest.mark.proof

@@ -180,7 +180,7 @@ def test_a_spot_instance_that_is_taken_back_is_left_before_and_replaced(bottle: 
         assert launch.wait(10) == 0, said
     record = read_record(str(bottle.folder / "taken"))
     (resumed,) = record.resumptions
-    assert (resumed.because, resumed.repeated) == (f"host {master['private']} was told to go", 0)
+    assert (resumed.because, resumed.repeated) == (f"host {master['private']} received an interruption notice", 0)
     names = [f"ip-{one['private'].replace('.', '-')}" for one in others]
     assert [rank.host for rank in resumed.ranks] == names
     assert [one.step for one in record.steps] == list(range(1, 101))

@@ -1,8 +1,9 @@
-# $1: send, refresh or remove; $2: this user's folder; $3: its folder of what was sent to the processes of one run.
+# Write, refresh or remove the files that give the processes of one run on this host their secret variables.
+# $1: send, refresh or remove; $2: this user's folder; $3: the folder for the files of the run; then, with `send`, the files.
 folder=$2 sent=$3
 new() { find "$1" -type f -name '[0-9]*' -mmin -10 2>/dev/null | head -n 1; }
 end_watch() {
-    # It may not lead a group of its own yet.
+    # The process may not have become the leader of a process group yet.
     read -r pid <"$sent/.watch" && grep -qzxF -- "$sent" "/proc/$pid/cmdline" &&
         { kill -9 "-$pid" || kill -9 "$pid"; }
 } 2>/dev/null
@@ -17,7 +18,7 @@ send)
     mkdir -p "$sent" || exit 1
     shift 3
     tee -- "$@" >/dev/null || exit 1
-    # Should the launcher never come back, the host removes what no process has taken.
+    # If the launcher never comes back, the host removes the files that no process has read.
     setsid sh -c 'while sleep 2 && [ -d "$1" ]; do
         [ -n "$(find "$1" -type f -name "[0-9]*" -mmin -10 | head -n 1)" ] || exec rm -rf -- "$1"
     done' watch "$sent" </dev/null >/dev/null 2>&1 &

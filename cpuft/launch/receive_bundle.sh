@@ -1,0 +1,8 @@
+# Store the tar archive on standard input as a folder. $1: this user's folder; $2: the bundle's folder.
+# It is unpacked beside its place and renamed, so that a bundle is complete or does not exist.
+private "$1"
+private "$1/inputs"
+part=$(mktemp -d "$2.XXXXXX")
+trap 'remove "$1/inputs" "$part"' EXIT
+tar -C "$part" -xof -
+mv -T "$part" "$2" 2>/dev/null || test -d "$2"
