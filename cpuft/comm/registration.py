@@ -21,7 +21,7 @@ from cpuft.comm.process_group import CollectiveGroup
 from cpuft.comm.watchdog import choose_timeout, register, start_watchdog
 from cpuft.errors import CpuftError, near_names
 from cpuft.rank.process import remove_shared_memory
-from cpuft.rank.script import flush_and_exit, listen_narrowly
+from cpuft.rank.script import flush_and_exit, restrict_stores
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def register_backends() -> None:
     Calling this again changes nothing.
     """
     # Imported by its name, because torch.distributed also has a function of that name.
-    listen_narrowly(importlib.import_module("torch.distributed.rendezvous"))
+    restrict_stores(importlib.import_module("torch.distributed.rendezvous"))
     for entry in BACKENDS.values():
         creator = functools.partial(_make_group, entry)
         dist.Backend.register_backend(entry.torch_name, creator, extended_api=True, devices=["cpu"])

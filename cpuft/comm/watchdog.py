@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.liveness import LivenessConnection
 from cpuft.errors import AGAIN, CpuftError
+from cpuft.rank.diagnostics import start_reporting, wait_for_stack_dump
 from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
-from cpuft.rank.reporting import hold, start_reporting
 from cpuft.rank.world import parse_world
 
 TIMEOUT_VARIABLE = "CPUFT_COMM_TIMEOUT"
@@ -81,7 +81,7 @@ class Traffic:
 class OperationRegister:
     """Pending operations, progress by channel, and traffic of this process. Safe to use from several threads.
 
-    torch's flight recorder, which `cpuft.rank.reporting` reads for groups of torch's own gloo, cannot take its place:
+    torch's flight recorder, which `cpuft.rank.diagnostics` reads for groups of torch's own gloo, cannot take its place:
     it records no process groups that are written in Python.
     """
 
@@ -127,7 +127,7 @@ class OperationRegister:
         return taken
 
     def report(self) -> dict[str, object]:
-        """Return `pending` operations, `progress` and `names` for stack dumps (`cpuft.rank.reporting`)."""
+        """Return `pending` operations, `progress` and `names` for stack dumps (`cpuft.rank.diagnostics`)."""
         now = time.monotonic()
         pending = [
             {"channel": one.channel, "sequence": one.sequence, "name": one.name, "seconds": now - one.started}
@@ -334,7 +334,7 @@ def _exit_process(text: str, missing: Collection[int], is_hang: bool) -> None:
     line = format_failure(parse_world(os.environ), socket.gethostname(), AGAIN, missing)
     with contextlib.suppress(OSError):
         if is_hang:
-            hold(f"{text}\n{line}\n")
+            wait_for_stack_dump(f"{text}\n{line}\n")
         else:
             os.write(2, f"{text}\n{line}\n".encode())
     # On a thread of its own, because a stuck thread may hold the lock of stdout.

@@ -16,7 +16,7 @@ from cpuft.files import write_text
 from cpuft.hosts.cluster import WORK_ROOT, Access, Cluster, find_access, name_work, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import attempt
-from cpuft.rank.measured import Measured, list_measured
+from cpuft.rank.measured import EarlierMeasurements, read_measurements
 from cpuft.record import FILE_NAME, parse_record, read_record
 from cpuft.serialization import load
 
@@ -75,7 +75,7 @@ class ResumedRun:
     """The head host whose logs have already been fetched."""
     finished_on: str = ""
     """Host on which the run finished and where its results still are; empty for none."""
-    measured: Measured | None = field(default=None, compare=False)
+    measured: EarlierMeasurements | None = field(default=None, compare=False)
     """What the first attempt measured about the network and the ranks' speed."""
     hostnames: frozenset[str] = field(default=frozenset(), compare=False)
     """Host names that the run's ranks reported; `measured` is valid between these hosts."""
@@ -171,7 +171,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
         header.world_size,
         updates,
         header.global_batch,
-        measured=list_measured(header),
+        measured=read_measurements(header),
         hostnames=frozenset(rank.host for rank in ranks),
     )
 

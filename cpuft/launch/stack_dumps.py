@@ -122,7 +122,7 @@ def parse_dump(text: str) -> tuple[Frame, ...]:
 
 @dataclass(frozen=True)
 class _Found:
-    """What looking on a host tells of a rank: `cpuft.rank.dump_stacks.look`."""
+    """What looking on a host tells of a rank: `cpuft.rank.dump_stacks.dump_stacks`."""
 
     rank: int
     pid: int
@@ -135,7 +135,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells of itself: `cpuft.rank.reporting`."""
+    """What a rank tells of itself: `cpuft.rank.diagnostics`."""
 
     pending: list[PendingOperation] = field(default_factory=list)
     progress: dict[str, list[Any]] = field(default_factory=dict)

@@ -36,9 +36,9 @@ from cpuft.launch.results import write_plan
 from cpuft.launch.resume import write_lost_hosts
 from cpuft.launch.stack_dumps import Diagnosis, diagnose_run
 from cpuft.plan import Plan, RunPlan, Step
+from cpuft.rank.diagnostics import HANGS, SUPERVISED
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED
-from cpuft.rank.reporting import HANGS, SUPERVISED
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take to end after the first Ctrl-C: to finish the current update and save a checkpoint."""

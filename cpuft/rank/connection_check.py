@@ -4,7 +4,7 @@ Libraries that look for GPUs first take a rank on a CPU for the only one, althou
 Several such ranks would train unconnected copies, write the same files, and end with exit code 0. Three things prevent
 this:
 
-- `changes` makes Accelerate, the Hugging Face Trainer (and what is built on it) and Lightning join all ranks on CPUs.
+- `list_patches` makes Accelerate, the Hugging Face Trainer (and what is built on it) and Lightning connect CPU ranks.
 - A hook stops the first optimizer step of a rank that is in no process group of all ranks, and a later step of a rank
   whose process group has run no collective operation but barriers.
 - `check_end` does the same at the end of the script.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cpuft.errors import CpuftError
-from cpuft.rank.reporting import report_operations
+from cpuft.rank.diagnostics import read_operations
 
 CHECK = "CPUFT_CHECK_CONNECTED"
 """Environment variable that the launcher sets to 1 where ranks of a script must be connected. Without it nothing is
@@ -118,7 +118,7 @@ class ConnectionCheck:
 
 def list_operations() -> set[str] | None:
     """Names of the collective operations that this process has started; None where torch cannot tell."""
-    own = report_operations()
+    own = read_operations()
     names = {str(name) for name in own.get("names", ())} | {name for _, name in own.get("progress", {}).values()}
     module = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(module, "_dump_fr_trace_json", None)
@@ -154,7 +154,7 @@ def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
     return ConnectionCheck(int(size)) if environ.get(CHECK) == "1" and size.isdecimal() and int(size) > 1 else None
 
 
-def changes(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
+def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
     """Return what to change in each module when it is imported, by the module's name."""
     lightning = functools.partial(_use_all_ranks, size=check.size)
     return {

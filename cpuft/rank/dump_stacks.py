@@ -1,10 +1,10 @@
-"""What the ranks of a run on this host do, seen from outside: stacks, operations, and what the kernel says of them.
+"""Print what the ranks of a run on this host are doing: their stacks, operations, and state in the kernel.
 
-It is sent to each host on standard input and run there with RUN_DIR SECONDS as words, so it imports nothing of ours. It
-prints a JSON list of `look`'s dictionaries.
+The launcher sends this file to each host on standard input and runs it there with RUN_DIR and SECONDS as its arguments.
+It imports nothing of cpuft and prints a JSON list of the dictionaries that `dump_stacks` returns.
 
-A rank has two files in memory (`cpuft.rank.reporting`): one for stacks, which a signal handler in C fills even while
-other code holds the GIL; one with its operations. Both are found among its descriptors: no file lies anywhere.
+Each rank has two files in memory (`cpuft.rank.diagnostics`): one for its stacks, which a signal handler in C fills even
+while other code holds the GIL, and one with its operations. Both are found among the rank's file descriptors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import time
 from typing import Any
 
 SIGNAL = signal.SIGURG
-"""Asks for the stacks. Whoever has no handler for it ignores it: nobody is ended by mistake."""
-STACK, REPORT = "cpuft-stack", "cpuft-report"
+"""Requests the stacks. A process without a handler ignores this signal, so that none is ended by mistake."""
+STACK_FILE, REPORT_FILE = "cpuft-stack", "cpuft-report"
 _POLL_SECONDS = 0.02
 
 
 def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, dict[str, str]]:
-    """Process number -> environment of what each rank of a run on this host runs: the children of its cpuft.rank."""
+    """Return the workers of a run on this host, which are the children of its `cpuft.rank` processes.
+
+    Returns process number -> environment variables.
+    """
     found = {}
     for name in filter(str.isdecimal, os.listdir(proc)):
         environ = _read_environ(f"{proc}/{name}/environ")
@@ -36,45 +39,55 @@ def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, 
     return {pid: environ for pid, environ in found.items() if pid not in starters and parents[pid] in starters}
 
 
-def look(run_dir: str, seconds: float) -> list[dict[str, Any]]:
-    """Of each rank here: rank, pid, state, wchan, stack (faulthandler's text), report, its age; in `seconds` at most.
+def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
+    """Return for each rank on this host what it is doing.
 
-    The kernel's word is from before the signal, which wakes a rank. One that is stopped gets none.
+    Each dictionary has the rank, pid, state and wchan (proc(5)), stack (faulthandler's text), report (JSON of
+    `cpuft.rank.diagnostics`), and age (seconds since the report was written). State and wchan are read before the
+    signal, because it wakes a rank. A rank that is stopped gets no signal, and its stack is empty.
+
+    Parameters
+    ----------
+    run_dir: the run's folder, as its ranks know it.
+    seconds: how long to wait for the stacks at most.
     """
-    sights, asked = list[dict[str, Any]](), list[tuple[dict[str, Any], str, int]]()
+    dumps, requested = list[dict[str, Any]](), list[tuple[dict[str, Any], str, int]]()
     for pid, environ in find_workers(run_dir, socket.gethostname()).items():
-        files = _find_files(pid)
-        sight = {
+        files = _find_memory_files(pid)
+        dump = {
             "rank": int(environ["RANK"]),
             "pid": pid,
             "state": _read_stat(pid)[0],
             "wchan": _read(f"/proc/{pid}/wchan").strip("0"),
-            "report": _read(files.get(REPORT, "")).strip("\0 "),
-            "age": _find_age(files.get(REPORT, "")),
+            "report": _read(files.get(REPORT_FILE, "")).strip("\0 "),
+            "age": _read_age(files.get(REPORT_FILE, "")),
             "stack": "",
         }
-        sights.append(sight)
-        if STACK in files and sight["state"] in ("R", "S", "D"):
-            asked.append((sight, files[STACK], len(_read(files[STACK]))))
+        dumps.append(dump)
+        if STACK_FILE in files and dump["state"] in ("R", "S", "D"):
+            requested.append((dump, files[STACK_FILE], len(_read(files[STACK_FILE]))))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, SIGNAL)
     end = time.monotonic() + seconds
-    while time.monotonic() < end and not all(_has_written(one["pid"], path, before) for one, path, before in asked):
+    while time.monotonic() < end and not all(_has_written(one["pid"], path, size) for one, path, size in requested):
         time.sleep(_POLL_SECONDS)
-    for sight, path, before in asked:
-        sight["stack"] = _read(path)[before:]
-    return sights
+    for dump, path, size in requested:
+        dump["stack"] = _read(path)[size:]
+    return dumps
 
 
-def _has_written(pid: int, path: str, before: int) -> bool:
-    """Whether stacks have come, and the handler, while which runs the signal is blocked, is done: proc(5)."""
+def _has_written(pid: int, path: str, size: int) -> bool:
+    """Return whether stacks were written after the first `size` characters, and the handler has ended.
+
+    The signal is blocked while its handler runs: proc(5).
+    """
     status = dict(line.split(":\t", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":\t" in line)
-    busy = any(int(status.get(name, "0"), 16) >> SIGNAL - 1 & 1 for name in ("SigPnd", "ShdPnd", "SigBlk"))
-    return len(_read(path)) > before and not busy
+    is_busy = any(int(status.get(name, "0"), 16) >> SIGNAL - 1 & 1 for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return len(_read(path)) > size and not is_busy
 
 
-def _find_files(pid: int) -> dict[str, str]:
-    """Where the rank's files in memory can be opened, by their names."""
+def _find_memory_files(pid: int) -> dict[str, str]:
+    """Return the rank's files in memory: name -> path where they can be opened."""
     found = {}
     folder = f"/proc/{pid}/fd"
     try:
@@ -87,8 +100,8 @@ def _find_files(pid: int) -> dict[str, str]:
     return found
 
 
-def _find_age(path: str) -> float:
-    """Seconds since a file was written."""
+def _read_age(path: str) -> float:
+    """Return the seconds since a file was written; 0 if it does not exist."""
     try:
         return time.time() - os.stat(path).st_mtime
     except OSError:
@@ -100,9 +113,9 @@ def _read_environ(path: str) -> dict[str, str]:
 
 
 def _read_stat(pid: int, proc: str = "/proc") -> tuple[str, int]:
-    """State letter and parent of a process: proc(5). The name before them may hold anything."""
-    words = _read(f"{proc}/{pid}/stat").rpartition(")")[2].split()
-    return (words[0], int(words[1])) if words else ("", 0)
+    """Return (state letter, parent) of a process; ("", 0) if it has ended. The name before them may hold anything."""
+    fields = _read(f"{proc}/{pid}/stat").rpartition(")")[2].split()
+    return (fields[0], int(fields[1])) if fields else ("", 0)
 
 
 def _read(path: str) -> str:
@@ -114,4 +127,4 @@ def _read(path: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(look(sys.argv[1], float(sys.argv[2]))))
+    print(json.dumps(dump_stacks(sys.argv[1], float(sys.argv[2]))))

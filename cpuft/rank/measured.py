@@ -1,4 +1,4 @@
-"""What the first start of a run has measured, for the ranks of later ones on its hosts."""
+"""What the first start of a run has measured, which later starts on the same hosts reuse."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from cpuft.record import Header
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What need not be measured again."""
+class EarlierMeasurements:
+    """Measurements of a run's first start."""
 
     ranks: int
+    """Number of ranks then."""
     backend: str = ""
-    """Of gradients; '' where that was no question."""
+    """The backend that `auto` chose; "" if nothing was measured."""
     gradients: str = ""
-    """As in the header."""
+    """The compression that `auto` chose, as in the header."""
     products: dict[str, Any] = field(default_factory=dict)
-    """As in the header."""
+    """Speed of matrix products, as in the header."""
     products_of: tuple[str, ...] = ()
-    """What they hold for: see `describe_products`."""
+    """What the products were measured with, see `describe_products`."""
 
 
-def list_measured(header: Header) -> Measured:
-    """All that a header tells of it."""
-    was_asked = header.options.get("backend") != "auto" or header.world_size == 1
-    backend = "" if was_asked else header.backend
-    return Measured(header.world_size, backend, header.gradients, header.products, describe_products(header))
+def read_measurements(header: Header) -> EarlierMeasurements:
+    """Return the measurements in a record's header."""
+    was_given = header.options.get("backend") != "auto" or header.world_size == 1
+    backend = "" if was_given else header.backend
+    return EarlierMeasurements(header.world_size, backend, header.gradients, header.products, describe_products(header))
 
 
 def describe_products(header: Header) -> tuple[str, ...]:
-    """What products depend on: CPU, precision and torch."""
+    """Return what the speed of matrix products depends on: the CPU's model and flags, precision and torch's version."""
     return (header.cpu_model, *header.cpu_flags, header.precision, header.versions.get("torch", ""))

@@ -1,16 +1,18 @@
-"""A user's Python script, run as Python would, and ended without what makes some of them hang.
+"""Run a user's Python script as Python would, and end the process without what makes some of them hang.
 
     python -m cpuft.rank.script SCRIPT.py ARGS...
     python -m cpuft.rank.script -m MODULE ARGS...
 
-gloo's threads let go of the last tensors after the collective is over, for which they need the interpreter. When that
-is being taken down by then, Python 3.11 ends such a thread, which holds the lock that the process group's destructor
-waits for: the rank never ends, or aborts. With a core a rank that happened in two runs of five.
+Three problems of torch are avoided here:
 
-The same thread and destructor wait for each other when a function returns whose DistributedDataParallel was the last to
-hold the group (two runs of a hundred, torch 2.13): so the group of all ranks is never destroyed, only shut down.
-
-torch's store asks nobody who they are and listens on all interfaces: here on the master's address only.
+- gloo's threads release the last tensors after a collective has ended, for which they need the interpreter. If the
+  interpreter is being finalized by then, Python 3.11 ends such a thread, which holds the lock that the process group's
+  destructor waits for. The rank then never ends, or aborts; with one core per rank, in two runs of five. So the
+  interpreter is not finalized.
+- The same thread and destructor wait for each other when a function returns whose DistributedDataParallel was the last
+  object to hold the group (two runs of a hundred, torch 2.13). So the group of all ranks is only shut down, and never
+  destroyed.
+- torch's store has no password and listens on all interfaces. Here it listens on MASTER_ADDR only.
 """
 
 from __future__ import annotations
@@ -33,43 +35,48 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, changes, make_check, refuse_nccl
+from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, list_patches, make_check, refuse_nccl
+from cpuft.rank.diagnostics import RECORDER, start_reporting, wait_for_stack_dump
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.process import format_failure
-from cpuft.rank.reporting import RECORDER, hold, start_reporting
 from cpuft.rank.world import parse_world
 
-_LOOK_SECONDS = 0.01
-"""Half a second, as torch waits for a master that comes a moment later, is a twelfth of a start."""
+_POLL_SECONDS = 0.01
+"""torch waits half a second for a store that opens a moment later, which is a twelfth of a start."""
 
 
 def run_script(
-    words: Sequence[str],
+    argv: Sequence[str],
     refusals: tuple[type[Exception], ...] = (RefusedScriptError,),
     check: ConnectionCheck | None = None,
 ) -> int:
-    """Run a script, or with `-m` a module, with its arguments as `__main__`; its exit code.
+    """Run a script, or with `-m` a module, as `__main__`, and return its exit code.
 
-    An exception is reported as Python does, but one of `refusals` in one line, and the code is 2. So it is when the
-    script ends well, but `check` finds that its ranks were not connected.
+    Exceptions are reported as Python does. The code is 2 after an exception of `refusals`, which is reported in one
+    line, and after a script without an error whose ranks were not connected.
+
+    Parameters
+    ----------
+    argv: the script's path, or -m and the module's name, and its arguments.
+    check: checks at the end whether the ranks were connected.
     """
-    code = _run_script(words, refusals)
+    code = _run_script(argv, refusals)
     if check and not code:
         try:
             check.check_end()
         except RefusedScriptError as error:
-            return _refuse(error)
+            return _report_refusal(error)
     return code
 
 
-def _refuse(error: Exception) -> int:
+def _report_refusal(error: Exception) -> int:
     print(f"cpuft: error: {error}", file=sys.stderr)
     return 2
 
 
-def _run_script(words: Sequence[str], refusals: tuple[type[Exception], ...]) -> int:
-    is_module = words[0] == "-m"
-    path, sys.argv = words[is_module], list(words[is_module:])
+def _run_script(argv: Sequence[str], refusals: tuple[type[Exception], ...]) -> int:
+    is_module = argv[0] == "-m"
+    path, sys.argv = argv[is_module], list(argv[is_module:])
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(path)))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -85,80 +92,88 @@ def _run_script(words: Sequence[str], refusals: tuple[type[Exception], ...]) -> 
         print(error.code, file=sys.stderr)
         return 1
     except refusals as error:
-        return _refuse(error)
+        return _report_refusal(error)
     except BaseException as error:
-        # Without the frame of this function.
+        # Leave this function's frame out of the traceback.
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        # Python sets these, too; exit handlers see by them that the script failed.
+        # Python sets these, too. Exit handlers read them to see that the script has failed.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
-        if is_deadline(error):
-            mark = format_failure(parse_world(os.environ), socket.gethostname(), 1)
-            hold(f"{mark}\n", error.__traceback__)
+        if is_timeout(error):
+            line = format_failure(parse_world(os.environ), socket.gethostname(), 1)
+            wait_for_stack_dump(f"{line}\n", error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
-def is_deadline(error: BaseException) -> bool:
-    """Whether torch has waited for other ranks as long as it may, and they may still stand where they hang."""
+def is_timeout(error: BaseException) -> bool:
+    """Return whether this is torch's error after it has waited too long for other ranks, which may still hang."""
     return isinstance(error, RuntimeError) and bool(re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE))
 
 
-class ChangeModules:
-    """An import hook that changes modules when, and if, they are imported."""
+class ModulePatcher:
+    """An import hook that patches modules when they are imported.
 
-    def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
-        self._changes = changes
+    Parameters
+    ----------
+    patches: module name -> function that patches the imported module.
+    """
+
+    def __init__(self, patches: dict[str, Callable[[Any], None]]) -> None:
+        self._patches = patches
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The module's own, with a loader that changes it; none for modules that stay as they are."""
-        change = self._changes.pop(name, None)
-        spec = importlib.util.find_spec(name) if change else None
-        if change and spec and spec.loader:
+        """Return the module's spec with a loader that patches it, or None for all other modules."""
+        patch = self._patches.pop(name, None)
+        spec = importlib.util.find_spec(name) if patch else None
+        if patch and spec and spec.loader:
             execute = spec.loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 execute(module)
-                change(module)
+                patch(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _keep_groups(distributed_c10d: Any, check: ConnectionCheck | None) -> None:
+def _patch_process_groups(distributed_c10d: Any, check: ConnectionCheck | None) -> None:
     own = distributed_c10d.init_process_group
 
     @functools.wraps(own)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         refuse_nccl(args[0] if args else kwargs.get("backend"))
         own(*args, **kwargs)
-        keep_for_good(distributed_c10d.group.WORLD)
+        keep_forever(distributed_c10d.group.WORLD)
         if check:
             check.note_group(distributed_c10d.get_world_size())
 
     distributed_c10d.init_process_group = init_process_group
 
 
-def listen_narrowly(rendezvous: Any) -> None:
-    """Let stores that torch.distributed.rendezvous makes listen on the address alone that they are made for, and be
-    found there at once.
+def restrict_stores(rendezvous: Any) -> None:
+    """Let the stores of torch.distributed.rendezvous listen only on their own address, and be found there at once.
 
-    Where that is a name, or no address of this host, they listen on all interfaces as ever: a name may mean loopback
-    on its own host. Doing it again changes nothing.
+    If the address is a name, or no address of this host, the store listens on all interfaces as before, because a name
+    may mean the loopback interface on its own host. Calling this again changes nothing.
+
+    Parameters
+    ----------
+    rendezvous: the module.
     """
     own = rendezvous.TCPStore
 
     @functools.wraps(own)
-    def make(*args: Any, **kwargs: Any) -> Any:
+    def make_store(*args: Any, **kwargs: Any) -> Any:
         place, listener = (kwargs["host_name"], kwargs["port"]), None
         if kwargs.get("is_master"):
             listener = _listen(*place)
         else:
-            await_listener(*place)
+            wait_for_listener(*place)
         return own(*args, **kwargs, **({"master_listen_fd": listener.detach()} if listener else {}))
 
     if not hasattr(own, "__wrapped__"):
-        rendezvous.TCPStore = make
+        rendezvous.TCPStore = make_store
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
@@ -166,49 +181,49 @@ def _listen(address: str, port: int) -> socket.socket | None:
         family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
     except (ValueError, OSError):
-        return None  # torch says better what is wrong, or finds the store that this process has there already
+        return None  # torch reports errors better, or finds the store that this process has there already
 
 
-def await_listener(address: str, port: int, seconds: float = 10.0) -> None:
-    """Until there is one, or for as long as ranks come apart. What is wrong otherwise torch says better."""
+def wait_for_listener(address: str, port: int, seconds: float = 10.0) -> None:
+    """Wait until a process listens there, or for as long as ranks may start apart. torch reports all other errors."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         try:
             socket.create_connection((address, port), timeout=left).close()
             return
         except ConnectionRefusedError:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         except OSError:
             return
 
 
-def change_torch() -> ConnectionCheck | None:
-    """Never destroy the group of all ranks that the script is going to make, and let its store listen narrowly.
+def prepare_torch() -> ConnectionCheck | None:
+    """Prepare this process for a script that uses torch. This must be called before torch is imported.
 
-    This process can be looked at from now on, with the operations of torch's own groups. Libraries are changed so that
-    ranks on CPUs join. Returns the check that they did, for `run_script`; None where there is nothing to check.
+    The group of all ranks is then never destroyed, torch's store listens on its own address, libraries are patched so
+    that CPU ranks connect with each other, and the stacks and operations of this process can be dumped.
 
-    To be called before torch is imported.
+    Returns the connection check for `run_script`, or None if there is nothing to check.
     """
     os.environ.setdefault(*RECORDER)
     start_reporting()
     check = make_check(os.environ)
-    wanted: dict[str, Callable[[Any], None]] = {
-        "torch.distributed.distributed_c10d": functools.partial(_keep_groups, check=check),
-        "torch.distributed.rendezvous": listen_narrowly,
-        **(changes(check) if check else {}),
+    patches: dict[str, Callable[[Any], None]] = {
+        "torch.distributed.distributed_c10d": functools.partial(_patch_process_groups, check=check),
+        "torch.distributed.rendezvous": restrict_stores,
+        **(list_patches(check) if check else {}),
     }
-    sys.meta_path.insert(0, ChangeModules(wanted))
+    sys.meta_path.insert(0, ModulePatcher(patches))
     return check
 
 
-def keep_for_good(thing: object) -> None:
-    """Never let go of it. For a process that `end`s or leaves as here, since destructors also wait for threads."""
+def keep_forever(thing: object) -> None:
+    """Never destroy an object, because destructors may wait for threads. The process must end with `end_process`."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def end(code: int) -> NoReturn:
-    """End the process: its threads, exit handlers and buffers as Python does, but the interpreter is not taken down."""
+def end_process(code: int) -> NoReturn:
+    """End the process as Python does, with its threads, exit handlers and buffers, but do not finalize Python."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if code == 0:
@@ -217,9 +232,10 @@ def end(code: int) -> NoReturn:
 
 
 def _finalize_mpi() -> None:
-    """What mpi4py does when the interpreter goes; without it mpirun takes the rank for a failed one.
+    """Finalize MPI, as mpi4py does when Python is finalized; without it, mpirun believes that the rank has failed.
 
-    A failed one leaves without: it would wait for the others. So does one whose mpi4py is told so, as by cpuft.comm.
+    A failed rank does not finalize, because that would wait for the other ranks. Neither does a rank whose mpi4py was
+    told not to, as cpuft.comm does.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and sys.modules["mpi4py"].rc.finalize is not False and mpi.Is_initialized() and not mpi.Is_finalized():
@@ -227,15 +243,15 @@ def _finalize_mpi() -> None:
 
 
 def flush_and_exit(code: int) -> NoReturn:
-    """End the process at once, with what it has written, in Python and in C, as far as somebody takes that."""
+    """Write the buffers of Python and C as far as possible, and end the process at once."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, broken, closed
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, a broken one, or a closed one
             stream.flush()
     ctypes.CDLL(None).fflush(None)
     os._exit(code)
 
 
 if __name__ == "__main__":
-    connection = change_torch()
+    connection_check = prepare_torch()
     handle_interruption(is_script=True)
-    end(run_script(sys.argv[1:], check=connection))
+    end_process(run_script(sys.argv[1:], check=connection_check))

@@ -28,9 +28,9 @@ _LAUNCHERS = (
 )
 """Rank, size, local rank and local size as Open MPI, Intel MPI and MPICH, torchrun, and Slurm call them.
 
-The first ones that are set count. mpirun's variables come first, because an old RANK that is exported in a shell must not
-override them. Slurm's come last, because the ranks of an mpirun in a job inherit the variables of mpirun's proxies. A
-batch script has no step, and is a single process whatever SLURM_NTASKS is."""
+The first ones that are set count. mpirun's variables come first, because an old RANK that is exported in a shell must
+not override them. Slurm's come last, because the ranks of an mpirun in a job inherit the variables of mpirun's proxies.
+A batch script has no step, and is a single process whatever SLURM_NTASKS is."""
 
 
 def parse_world(environ: Mapping[str, str]) -> World:

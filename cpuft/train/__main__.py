@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from cpuft.config import TrainConfig, WorkerConfig, option_names, parse_arguments
 from cpuft.errors import AGAIN, CpuftError, describe_disk, find_full_disk
-from cpuft.rank.reporting import start_reporting
+from cpuft.rank.diagnostics import start_reporting
 from cpuft.terminal import keep_streams
 from cpuft.train.startup import hurry
 

@@ -21,7 +21,7 @@ from cpuft.comm import start
 from cpuft.comm.selection import Choice, select_backend
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
-from cpuft.rank.script import keep_for_good
+from cpuft.rank.script import keep_forever
 from cpuft.rank.world import World
 from cpuft.record import RecordedRank
 
@@ -49,7 +49,7 @@ def process_group(
             cache = Path() if rank else cache_folder(os.environ)
             choice = known or select_backend(store, rank, size, cache, gradient_type)
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
-    keep_for_good(dist.group.WORLD)
+    keep_forever(dist.group.WORLD)
     try:
         yield choice
     finally:

@@ -6,18 +6,18 @@ from typing import Any
 
 from cpuft.comm.selection import Choice
 from cpuft.errors import counted
-from cpuft.rank.measured import Measured, describe_products
+from cpuft.rank.measured import EarlierMeasurements, describe_products
 from cpuft.record import Header
 from cpuft.serialization import load, parse_json
 from cpuft.train.precision import measure_products
 
 
-def recall(text: str, ranks: int) -> Measured:
+def recall(text: str, ranks: int) -> EarlierMeasurements:
     """What the launch tells of it, in JSON; nothing where it tells nothing. `ranks`: of now."""
-    return load(Measured, parse_json(text), "--measured") if text else Measured(ranks)
+    return load(EarlierMeasurements, parse_json(text), "--measured") if text else EarlierMeasurements(ranks)
 
 
-def recall_backend(measured: Measured, ranks: int) -> Choice | None:
+def recall_backend(measured: EarlierMeasurements, ranks: int) -> Choice | None:
     """What `auto` was when the run began, for so many ranks now; None where that was not measured."""
     if not measured.backend:
         return None
@@ -25,7 +25,7 @@ def recall_backend(measured: Measured, ranks: int) -> Choice | None:
     return Choice(measured.backend, f"as measured when the run began{others}")
 
 
-def find_products(header: Header, measured: Measured) -> dict[str, Any]:
+def find_products(header: Header, measured: EarlierMeasurements) -> dict[str, Any]:
     """What products run on here: as measured when the run began, if that was on such a CPU, too; else measured now."""
     if measured.products and measured.products_of == describe_products(header):
         return measured.products

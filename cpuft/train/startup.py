@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
-from cpuft.rank.script import ChangeModules
+from cpuft.rank.script import ModulePatcher
 
 _UNUSED = {
     # For losses of models that find things in pictures: transformers imports those for any model.
@@ -33,7 +33,7 @@ def hurry() -> None:
     gc.disable()  # torch and transformers take 3.1 s of a core instead of 3.9
     for name, functions in _UNUSED.items():
         defer(name, functions)
-    sys.meta_path.insert(0, ChangeModules({"transformers.utils.import_utils": list_once}))
+    sys.meta_path.insert(0, ModulePatcher({"transformers.utils.import_utils": list_once}))
 
 
 def settle() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cpuft.errors import CpuftError
 from cpuft.rank.interruption import handle_interruption
-from cpuft.rank.script import change_torch, end, run_script
+from cpuft.rank.script import end_process, prepare_torch, run_script
 
 
 def wrap_trainer(done: list[str]) -> None:
@@ -45,7 +45,7 @@ def wrap_trainer(done: list[str]) -> None:
 def main() -> int:
     """Run the script as Python would; 2 after one line where its model cannot be accelerated, else its exit code."""
     done: list[str] = []
-    check = change_torch()
+    check = prepare_torch()
     handle_interruption()
     wrap_trainer(done)
     code = run_script(sys.argv[1:], refusals=(CpuftError,), check=check)
@@ -59,4 +59,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end(main())
+    end_process(main())

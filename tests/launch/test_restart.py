@@ -35,7 +35,7 @@ from cpuft.launch.restart import (
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, ResumedRun, find_newest_checkpoint
 from cpuft.plan import RunPlan, Step
-from cpuft.rank.measured import list_measured
+from cpuft.rank.measured import read_measurements
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, format_line
@@ -297,7 +297,7 @@ def test_what_was_made_is_known_by_the_record_or_where_that_is_lost_by_the_hosts
     )
     found = complete_resumed_run(Job(LaunchConfig(np=4), TrainConfig()), lost)
     assert (found.updates, found.stopped_at, found.restart_reason, found.fetched_from) == (updates, 5.0, "so", "a")
-    assert (found.np, found.train, found.measured) == (2, TRAIN, list_measured(HEADER))
+    assert (found.np, found.train, found.measured) == (2, TRAIN, read_measurements(HEADER))
     nothing = complete_resumed_run(Job(LaunchConfig(np=4), TRAIN), replace(lost, run_dir="nowhere"))
     assert (nothing.np, nothing.global_batch, nothing.measured) == (4, 64, None)
 

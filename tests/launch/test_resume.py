@@ -27,7 +27,7 @@ from cpuft.launch.resume import (
 )
 from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import Plan, RunPlan, Step
-from cpuft.rank.measured import list_measured
+from cpuft.rank.measured import read_measurements
 from cpuft.record import Line, RecordedRank, ResumedLine, format_line
 from cpuft.words import pack_words
 from tests.conftest import run_cpuft
@@ -129,7 +129,7 @@ def test_what_was_measured_holds_between_hosts_that_the_run_had(
     resumed = read_resumed_run(str(write_run(tmp_path / "run", HEADER, again)))
     plan = plan_training(make_cluster(ranks), LaunchConfig(np=sum(ranks)), TRAIN, "r", "lines", {}, resumed=resumed)
     words = {word for stage in plan.ranks for step in stage for word in step.command if "--measured=" in word}
-    measured = json.dumps(asdict(list_measured(HEADER))) if told else ""
+    measured = json.dumps(asdict(read_measurements(HEADER))) if told else ""
     assert words == set(pack_words([f"--measured={measured}"]))
 
 

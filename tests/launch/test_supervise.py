@@ -36,9 +36,9 @@ from cpuft.launch.supervise import (
     run_on_this_machine,
 )
 from cpuft.plan import RunPlan, Step
+from cpuft.rank.diagnostics import HANGS
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.process import ENDED, STARTED, format_failure
-from cpuft.rank.reporting import HANGS
 from cpuft.rank.world import World
 from tests.launch.test_failures import error_log
 from tests.launch.test_plan import make_cluster

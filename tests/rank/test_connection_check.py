@@ -11,7 +11,7 @@ import pytest
 from cpuft.comm.watchdog import OperationRegister
 from cpuft.launch.settings import script_settings
 from cpuft.rank import connection_check
-from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, changes, make_check, refuse_nccl
+from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, list_patches, make_check, refuse_nccl
 from cpuft.rank.script import run_script
 
 
@@ -91,7 +91,7 @@ def test_ranks_that_exchange_by_mpi4py_are_connected(operations: set[str], monke
 
 def test_operations_of_cpufts_own_groups_are_seen_however_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     register = OperationRegister()
-    monkeypatch.setattr(connection_check, "report_operations", register.report)
+    monkeypatch.setattr(connection_check, "read_operations", register.report)
     monkeypatch.delitem(sys.modules, "torch._C._distributed_c10d", raising=False)
     register.begin("the world", "all_reduce", 8, (0, 1), 60.0)
     for _ in range(100):
@@ -166,7 +166,7 @@ class Connector:
 def test_automatic_devices_of_lightning_are_all_ranks(module: str) -> None:
     own = type("Own", (Connector,), {"_set_devices_flag_if_auto_passed": Connector._set_devices_flag_if_auto_passed})
     name = "_Connector" if "fabric" in module else "_AcceleratorConnector"
-    changes(ConnectionCheck(4))[module](types.SimpleNamespace(**{name: own}))
+    list_patches(ConnectionCheck(4))[module](types.SimpleNamespace(**{name: own}))
     assert [own(*given).devices for given in (("auto", 1), ("auto", 2), (3, 1))] == [4, 2, 3]
 
 
@@ -185,7 +185,7 @@ def test_accelerate_and_the_trainer_use_cpus_where_there_is_no_gpu() -> None:
         torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda has_gpu=has_gpu: has_gpu))
         state = types.SimpleNamespace(torch=torch, PartialState=type("State", (PartialState,), {}))
         arguments = types.SimpleNamespace(torch=torch, TrainingArguments=type("Own", (TrainingArguments,), {}))
-        changed = changes(ConnectionCheck(2))
+        changed = list_patches(ConnectionCheck(2))
         changed["accelerate.state"](state)
         changed["transformers.training_args"](arguments)
         assert state.PartialState(backend="gloo").given == (not has_gpu, "gloo")

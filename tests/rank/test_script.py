@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.rank.script import await_listener, listen_narrowly
+from cpuft.rank.script import restrict_stores, wait_for_listener
 from cpuft.words import own_module
 
 
@@ -167,7 +167,7 @@ def test_ranks_that_come_before_the_master_make_their_store_when_its_own_listens
         port = probe.getsockname()[1]
     listening: list[socket.socket] = []
     rendezvous = types.SimpleNamespace(TCPStore=lambda **place: len(listening))
-    listen_narrowly(rendezvous)
+    restrict_stores(rendezvous)
     master = threading.Timer(0.3, lambda: listening.append(socket.create_server(("127.0.0.1", port))))
     master.start()
     try:
@@ -180,5 +180,5 @@ def test_ranks_that_come_before_the_master_make_their_store_when_its_own_listens
 def test_a_master_that_never_comes_is_left_to_torch() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    await_listener("127.0.0.1", port, 0.05)
-    await_listener("no.such.host.invalid", port)
+    wait_for_listener("127.0.0.1", port, 0.05)
+    wait_for_listener("no.such.host.invalid", port)

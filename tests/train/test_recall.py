@@ -12,7 +12,7 @@ import torch
 
 from cpuft.comm.selection import Choice
 from cpuft.config import TrainConfig
-from cpuft.rank.measured import Measured, describe_products, list_measured
+from cpuft.rank.measured import EarlierMeasurements, describe_products, read_measurements
 from cpuft.rank.world import World
 from cpuft.train.exchange.compression import choose_compression
 from cpuft.train.objective.table import make_objective
@@ -26,10 +26,10 @@ HEADER = make_record(4, 4, backend="mpi", gradients="int8", products=PRODUCTS, o
 
 
 def test_it_comes_through_json_whole() -> None:
-    measured = list_measured(HEADER)
-    assert measured == Measured(4, "mpi", "int8", PRODUCTS, describe_products(HEADER))
+    measured = read_measurements(HEADER)
+    assert measured == EarlierMeasurements(4, "mpi", "int8", PRODUCTS, describe_products(HEADER))
     assert recall(json.dumps(asdict(measured)), 4) == measured
-    assert recall("", 3) == Measured(3)
+    assert recall("", 3) == EarlierMeasurements(3)
 
 
 @pytest.mark.parametrize(
@@ -40,16 +40,16 @@ def test_it_comes_through_json_whole() -> None:
     ],
 )
 def test_the_backend_stays_and_other_ranks_are_told_of_it(ranks: int, choice: Choice) -> None:
-    assert recall_backend(list_measured(HEADER), ranks) == choice
+    assert recall_backend(read_measurements(HEADER), ranks) == choice
 
 
 @pytest.mark.parametrize("change", [{"options": {"backend": "mpi"}}, {"world_size": 1}, {"options": {}}])
 def test_a_backend_that_was_asked_for_or_had_no_rivals_was_not_measured(change: dict[str, Any]) -> None:
-    assert recall_backend(list_measured(replace(HEADER, **change)), 4) is None
+    assert recall_backend(read_measurements(replace(HEADER, **change)), 4) is None
 
 
 def test_products_stay_on_such_a_cpu_and_are_measured_on_another() -> None:
-    assert find_products(HEADER, list_measured(HEADER)) == PRODUCTS
+    assert find_products(HEADER, read_measurements(HEADER)) == PRODUCTS
     for other in (
         replace(HEADER, cpu_model="another"),
         replace(HEADER, cpu_flags=["avx2"]),
@@ -57,7 +57,7 @@ def test_products_stay_on_such_a_cpu_and_are_measured_on_another() -> None:
         replace(HEADER, versions={"torch": "2.14"}),
     ):
         assert describe_products(other) != describe_products(HEADER)
-    found = find_products(replace(HEADER, precision="fp32"), list_measured(HEADER))
+    found = find_products(replace(HEADER, precision="fp32"), read_measurements(HEADER))
     assert found != PRODUCTS
     assert found["teraflops"] > 0
 

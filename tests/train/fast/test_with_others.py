@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from cpuft.errors import CpuftError
-from cpuft.rank.script import flush_and_exit, keep_for_good
+from cpuft.rank.script import flush_and_exit, keep_forever
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
@@ -77,7 +77,7 @@ def _ddp_rank(rank: int, folder: str, kernels: bool) -> None:
 def _train_as_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    keep_for_good(dist.group.WORLD)  # as cpuft.rank.script does
+    keep_forever(dist.group.WORLD)  # as cpuft.rank.script does
     model = make_model("bert")
     model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")
     # As the Trainer does: it looks for parameters without gradients, and its optimizer's state is loaded once more.

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.rank.dump_stacks import find_workers, look
-from cpuft.rank.reporting import parse_recorder
-from cpuft.rank.script import is_deadline
+from cpuft.rank.diagnostics import parse_recorder
+from cpuft.rank.dump_stacks import dump_stacks, find_workers
+from cpuft.rank.script import is_timeout
 from cpuft.words import own_module
 
 NOW = 1_795_326_590_000_000_000
@@ -55,7 +55,7 @@ def test_operations_of_the_recorder() -> None:
     ],
 )
 def test_torchs_own_deadlines(error: BaseException, waited: bool) -> None:
-    assert is_deadline(error) is waited
+    assert is_timeout(error) is waited
 
 
 SCRIPT = """
@@ -79,11 +79,11 @@ def test_a_process_is_seen_from_outside_whatever_holds_the_gil(line: str, file: 
             assert process.stdout
             assert process.stdout.readline() == "here\n"
             limit, stands = time.monotonic() + 60, f'File "{tmp_path}/{file}", line 4 in <module>'
-            (first,) = look(str(tmp_path), 20.0)
+            (first,) = dump_stacks(str(tmp_path), 20.0)
             while stands not in first["stack"] and time.monotonic() < limit:
-                (first,) = look(str(tmp_path), 20.0)  # it may be in print still
+                (first,) = dump_stacks(str(tmp_path), 20.0)  # it may be in print still
             begun = time.monotonic()
-            (second,) = look(str(tmp_path), 20.0)
+            (second,) = dump_stacks(str(tmp_path), 20.0)
             assert time.monotonic() - begun < 20
             assert find_workers(str(tmp_path), "elsewhere") == find_workers("/none", socket.gethostname()) == {}
         finally:

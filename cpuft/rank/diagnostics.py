@@ -1,0 +1,147 @@
+"""What a rank offers to stack dumps (`cpuft.rank.dump_stacks`), even while it hangs: its stacks and its operations.
+
+faulthandler's signal handler writes the stacks, also while C code holds the GIL. A thread writes the operations twice a
+second, so that those of a rank that is then stopped are known.
+
+The operations of process groups of cpuft.comm come from its own register, those of torch's own gloo groups from torch's
+flight recorder. Neither can replace the other: the recorder does not know groups that are written in Python, and the
+register does not know groups that a user's script makes without cpuft.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from cpuft.rank.dump_stacks import REPORT_FILE, SIGNAL, STACK_FILE
+from cpuft.rank.process import FAILURE
+
+HANGS = f"{FAILURE} hangs"
+"""The line with which a rank asks the supervisor to dump the stacks of all ranks before it ends any of them."""
+SUPERVISED = "CPUFT_SUPERVISED"
+"""Environment variable that is set if there is a supervisor that reads this line."""
+MAX_WAIT_SECONDS = 25.0
+"""How long a rank waits for the stack dump: a lost host delays it by ten seconds."""
+RECORDER = ("TORCH_FR_BUFFER_SIZE", "64")
+"""Environment variable that lets torch's gloo groups record their last operations, and its value. The records of some
+kilobytes are read twice a second."""
+_POLL_SECONDS = 0.5
+_MAX_FRAMES = 40
+
+OperationSource = Callable[[], Mapping[str, Any]]
+"""Returns `pending` operations and `progress` by channel; for groups of cpuft.comm, also the `names` of operations."""
+Place = tuple[str, int, str]
+"""File, line and function."""
+
+
+class _Reporter:
+    """The two files in memory, the signal handler and the thread of a process."""
+
+    def __init__(self) -> None:
+        self.source: OperationSource = read_recorder
+        self.raised: list[Place] = []
+        self._lock = threading.Lock()
+        self._length = 0
+        self._stack, self._report = os.memfd_create(STACK_FILE), os.memfd_create(REPORT_FILE)
+        faulthandler.register(SIGNAL, file=self._stack, all_threads=True, chain=False)
+        threading.Thread(target=self._run, name="cpuft-report", daemon=True).start()
+
+    def write(self) -> None:
+        """Write the current report over the previous one with a single call."""
+        with self._lock:
+            found = {name: value for name, value in self.source().items() if name in ("pending", "progress")}
+            text = json.dumps({**found, "raised": self.raised, "main": _list_main_frames()}).encode()
+            os.pwrite(self._report, text.ljust(self._length), 0)
+            self._length = len(text)
+
+    def _run(self) -> None:
+        while True:
+            self.write()
+            time.sleep(_POLL_SECONDS)
+
+
+_reporter: _Reporter | None = None
+
+
+def start_reporting(source: OperationSource | None = None) -> None:
+    """Let this process's stacks and operations be dumped from now on. Later calls may change the source.
+
+    Parameters
+    ----------
+    source: of the operations; by default torch's flight recorder.
+    """
+    global _reporter
+    _reporter = _reporter or _Reporter()
+    _reporter.source = source or _reporter.source
+
+
+def read_operations() -> Mapping[str, Any]:
+    """Return what this process's source of operations returns; an empty mapping before `start_reporting`."""
+    return _reporter.source() if _reporter else {}
+
+
+def wait_for_stack_dump(text: str = "", raised: TracebackType | None = None) -> None:
+    """Write `text` to standard error; if there is a supervisor, wait until it has dumped the stacks and ends this rank.
+
+    A rank calls this when it has waited in vain for other ranks. It waits MAX_WAIT_SECONDS at most.
+
+    Parameters
+    ----------
+    raised: traceback of the error that ended the wait, because its frames no longer exist.
+    """
+    is_supervised = bool(os.environ.get(SUPERVISED)) and _reporter is not None
+    os.write(2, (text + (f"{HANGS}\n" if is_supervised else "")).encode())
+    if is_supervised and _reporter:
+        frames = reversed(traceback.extract_tb(raised))
+        _reporter.raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+        _reporter.write()
+        time.sleep(MAX_WAIT_SECONDS)
+
+
+def _list_main_frames() -> list[Place]:
+    """Return the frames of the main thread, innermost first. This is all that is known of a rank that is stopped."""
+    frame, found = sys._current_frames().get(threading.main_thread().ident or 0), list[Place]()
+    while frame and len(found) < _MAX_FRAMES:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def read_recorder() -> dict[str, Any]:
+    """Return the operations of torch's own groups; an empty dict if its flight recorder is off or not loaded."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    dump = getattr(module, "_dump_fr_trace_json", None)
+    try:
+        return parse_recorder(json.loads(dump(True, False)), time.time_ns()) if dump else {}
+    except (ValueError, RuntimeError):
+        return {}
+
+
+def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
+    """Return the flight recorder's entries as `pending` operations and `progress` by channel.
+
+    Parameters
+    ----------
+    found: what torch's recorder dumps as JSON.
+    now: nanoseconds since 1970.
+    """
+    pending, progress = [], dict[str, tuple[int, str]]()
+    for entry in found.get("entries", ()):
+        name, description = entry["process_group"]
+        channel = "the world" if description == "default_pg" else f"group {name}"
+        sequence, operation = entry["collective_seq_id"], entry["profiling_name"].rpartition(":")[2]
+        if entry["is_p2p"]:
+            channel, sequence = f"{channel}, between two", entry["p2p_seq_id"]
+        progress[channel] = max(progress.get(channel, (0, "")), (sequence, operation))
+        if not entry["retired"]:
+            seconds = (now - entry["time_created_ns"]) / 1e9
+            pending.append({"channel": channel, "sequence": sequence, "name": operation, "seconds": seconds})
+    return {"pending": pending, "progress": progress}
