@@ -1,6 +1,7 @@
-"""Every option of the toolkit, once: flags, help, defaults, YAML keys, worker arguments and recorded options.
+"""The options that the launcher, the ranks and the record share, each defined once as a dataclass field.
 
-A field of a configuration is an option: its name with dashes is the flag, its name is the YAML key.
+The field's name is the key in YAML files and records, and with dashes it is the command-line flag. `cpuft.cli.options`
+makes the flags and the help from the fields.
 """
 
 from __future__ import annotations
@@ -40,11 +41,17 @@ REMOVED_VALUES = {
     ("--grad-compression", "late"): "--grad-compression late was removed, because it cost too much accuracy: give "
     "--grad-compression int8, which sends as many bytes"
 }
-"""(option, value of an older version) -> what a user who gives it is told."""
+"""Values that an earlier version accepted: (flag, value) -> error message."""
 
-SECTIONS = ("Where", "What", "How long, and by what recipe", "How fast", "Between ranks", "What is kept")
-"""Subjects of options, in the order of the help."""
-
+SECTIONS = (
+    "Hosts and ranks",
+    "Task, model and data",
+    "Training recipe",
+    "Speed and memory",
+    "Communication",
+    "Output, checkpoints and restarts",
+)
+"""Headings of the help of `launch` and its relatives, in this order."""
 
 OLD_NAMES = {
     "accumulation": "gradient_accumulation",
@@ -60,16 +67,14 @@ OLD_NAMES = {
     "vocabulary": "vocab_size",
     "whole_words": "whole_word_mask",
 }
-"""Option names of earlier versions, and today's: for flags, YAML files, records, plans and the registry of clusters.
-
-A new name that begins with `no_` means that the old option switched on what the new one switches off.
-"""
+"""Option names of earlier versions, and the names of this version: for flags, YAML files, records, plans and the
+registry of clusters. With `no_` in front, the new name negates an option: `plain: true` is `fast_path: false`."""
 
 C = TypeVar("C")
 
 
 def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
-    """Whether a text is a whole number from `least` to `most`, in plain digits; of thousands of them int raises."""
+    """Return whether a text is a whole number from `least` to `most`, written with the digits 0 to 9."""
     return text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most
 
 
@@ -83,70 +88,203 @@ def option(
     most: float | None = None,
     takes: str = "TEXT",
 ) -> Any:
-    """A configuration field: its default, what it means to a user, and what values it takes.
+    """Return a dataclass field that is an option: its default, its help and the values that it accepts.
 
     Parameters
     ----------
-    section: one of SECTIONS, the subject under which the help lists it; the usual ones stand first.
-    choices: the only texts allowed; empty for any.
-    least, most: the smallest and the largest number allowed.
-    takes: what the help calls a text; shells complete FILE and FOLDER.
+    help: a phrase that can be understood alone, without a period at its end. It names the unit, what 0 means, and the
+        default as "(default: ...)" if that is not the value `default`.
+    section: the heading in the help, one of SECTIONS, or empty for the last one.
+    choices: the only texts that are accepted; empty for any text.
+    least, most: the smallest and the largest number that is accepted.
+    takes: placeholder for the value in the help; shells complete FILE and FOLDER.
     """
-    told = {"help": help, "section": section, "choices": choices, "least": least, "most": most, "takes": takes}
-    return dataclasses.field(default=default, metadata=told)
+    metadata = {"help": help, "section": section, "choices": choices, "least": least, "most": most, "takes": takes}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-_where, _what, _recipe, _fast, _between, _kept = (partial(option, section=section) for section in SECTIONS)
+_hosts, _data, _recipe, _speed, _communication, _output = (partial(option, section=section) for section in SECTIONS)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What a rank trains. Defaults are the well-known GLUE recipe: length 128, batch 32 a rank, 2e-5, 3 epochs."""
+    """Options of a training. The defaults are the usual GLUE recipe: length 128, batch 32 per rank, 2e-5, 3 epochs."""
 
-    task: str = _what("demo", "of GLUE, demo (built in), or yours: files, text", choices=tuple(TASKS))
-    model: str = _what("minilm", "folder or hub name; minilm needs no hub", takes="NAME")
-    from_config: str = _what("", "untrained: bert-base, bert-large, bert-1.5b, FILE", takes="NAME")
-    tokenizer: str = _what("", "folder or hub name (default: the model's own)", takes="NAME")
-    vocab_size: int = _what(30522, "words of one made for --from-config", least=64, most=1 << 20)
-    data_dir: str = _what("", "holds TASK/train.tsv (default: ask the hub)", takes="FOLDER")
-    train_file: str = _what("", "rows (CSV, TSV, JSON lines), or texts (or FOLDER)", takes="FILE")
-    validation_file: str = _what("", "likewise, to validate on", takes="FILE")
-    text_columns: str = _what("", "one or two (default: sentence1,sentence2 or text; tokens, a list of words)")
-    label_column: str = _what("label", "a label; several: a list or a|b; of words: a list (default: label, or tags)")
-    label_type: str = _what("auto", "what labels of --task files are; multi: several a row", choices=LABEL_TYPES)
-    max_length: int = _what(128, "tokens of a row; longer rows are cut", least=8)
-    validation_split: float = _what(0.1, "share of your texts to validate on", least=0.001, most=0.5)
-    mlm_probability: float = _what(0.15, "share of the tokens of texts to be guessed", least=0.01, most=0.9)
-    whole_word_mask: bool = _what(False, "guess whole words, not parts of them")
-    epochs: float = _recipe(3.0, "passes over the training rows", least=0.0)
-    max_steps: int = _recipe(0, "stop after so many updates (default: all epochs)", least=0)
-    max_train_samples: int = _recipe(0, "train on the first rows only (default: all)", least=0)
-    batch_size: int = _recipe(32, "rows a rank sees in one forward pass", least=1)
-    gradient_accumulation: int = _recipe(1, "forward passes a rank adds up for one update", least=1)
-    lora_rank: int = _recipe(0, "rank of adapters, trained instead; 0: off", least=0, most=1024)
-    learning_rate: float = _recipe(-1.0, "peak rate (default: 2e-5; demo 1e-4, --lora-rank 2e-4)", least=-1.0)
-    warmup_ratio: float = _recipe(0.0, "share of the updates in which the rate climbs", least=0.0)
-    weight_decay: float = _recipe(0.0, "AdamW's; biases and norms get none", least=0.0)
-    max_grad_norm: float = _recipe(1.0, "gradients are scaled down to this; 0: off", least=0.0)
-    dropout: float = _recipe(-1.0, "dropout everywhere (default: the model's own)", least=-1.0)
-    seed: int = _recipe(42, "seed of everything random", least=0)
-    precision: str = _fast("auto", "auto: bf16 where AMX or AVX512_BF16 is", choices=PRECISIONS)
-    padding: str = _fast("dynamic", "to the longest row, or to --max-length", choices=PADDINGS)
-    engine: str = _fast("torch", "torch is ours; others where installed", choices=ENGINES)
-    fast_path: bool = _fast(True, "cpuft's own layers and AdamW instead of the model's")
-    compile: bool = _fast(False, "torch.compile instead of the fast path")
-    gradient_checkpointing: bool = _fast(False, "layers compute again in backward: less memory")
-    emulate_bf16: bool = _fast(False, "bf16 even where the CPU lacks it: slower than fp32")
-    eval_batch_size: int = _fast(32, "rows a rank sees at once in evaluation", least=1)
-    backend: str = _between("auto", "carries gradients; auto measures first", choices=BACKENDS)
-    grad_compression: str = _between("auto", "of gradients; auto: as the link needs", choices=COMPRESSIONS)
-    sync_every: int = _between(1, "updates between averages; 1: gradients, always", least=1)
-    outer_momentum: float = _between(0.0, "of those averages; DiLoCo's: 0.9", least=0.0, most=0.99)
-    shard: str = _between("none", "optimizer: each rank keeps a part", choices=SHARDS)
-    comm_timeout: float = _between(300.0, "seconds a collective may take", least=1.0)
-    save_model: bool = _kept(True, "keep the trained model and tokenizer")
-    lora_merge: bool = _kept(False, "of --lora-rank: the whole model, adapters merged")
-    checkpoint_every: float = _kept(-1.0, "seconds; 0: none (default: 2 % of the time)", least=-1.0)
+    task: str = _data(
+        "demo",
+        "What to train: a GLUE task; demo, a small built-in task; files, your own labelled examples; or text, masked "
+        "language modelling on your own texts",
+        choices=tuple(TASKS),
+    )
+    model: str = _data(
+        "minilm",
+        "Pretrained model: a local folder or a name on the Hugging Face hub. minilm is a small encoder that needs no "
+        "download",
+        takes="NAME",
+    )
+    from_config: str = _data(
+        "",
+        "Train a new model with random weights instead of --model: bert-base, bert-large, bert-1.5b, or the path of a "
+        "Hugging Face config.json",
+        takes="NAME",
+    )
+    tokenizer: str = _data(
+        "",
+        "Tokenizer: a local folder or a name on the Hugging Face hub (default: the model's own; with --from-config, a "
+        "WordPiece tokenizer is made from the training texts)",
+        takes="NAME",
+    )
+    vocab_size: int = _data(
+        30522,
+        "Maximum vocabulary size of the tokenizer that --from-config makes from the training texts",
+        least=64,
+        most=1 << 20,
+    )
+    data_dir: str = _data(
+        "",
+        "Folder of the GLUE data, with files such as MRPC/train.tsv (default: download from the Hugging Face hub)",
+        takes="FOLDER",
+    )
+    train_file: str = _data(
+        "",
+        "Training data. With --task files: one CSV, TSV or JSON lines file. With --task text: text files, JSON lines "
+        "files or folders of them, separated by commas",
+        takes="FILE",
+    )
+    validation_file: str = _data(
+        "",
+        "Validation data in the same form as --train-file; --task files requires it, --task text can use "
+        "--validation-split instead",
+        takes="FILE",
+    )
+    text_columns: str = _data(
+        "",
+        "Column of the texts in your files, or two columns with a pair of texts, separated by a comma (default: "
+        "sentence1,sentence2, then sentence, then text, and other common names; tokens for lists of words)",
+        takes="NAMES",
+    )
+    label_column: str = _data(
+        "label",
+        "Column of the labels in your files. Its cells hold one label, or several as a list or as a|b, or for lists of "
+        "words one tag per word (default: label, or tags for lists of words)",
+        takes="NAME",
+    )
+    label_type: str = _data(
+        "auto",
+        "How --task files learns the labels: class (classification), number (regression) or multi (several classes per "
+        "example); auto decides by the values of the labels",
+        choices=LABEL_TYPES,
+    )
+    max_length: int = _data(128, "Maximum number of tokens per example; longer examples are truncated", least=8)
+    validation_split: float = _data(
+        0.1,
+        "Fraction of the texts that --task text keeps for validation when there is no --validation-file",
+        least=0.001,
+        most=0.5,
+    )
+    mlm_probability: float = _data(
+        0.15, "Fraction of the tokens that --task text masks for the model to predict", least=0.01, most=0.9
+    )
+    whole_word_mask: bool = _data(False, "With --task text, mask all tokens of a word together")
+    epochs: float = _recipe(3.0, "Number of passes over the training examples", least=0.0)
+    max_steps: int = _recipe(0, "Maximum number of updates; 0 trains for all --epochs", least=0)
+    max_train_samples: int = _recipe(0, "Train on only this many examples, the first ones; 0 uses all", least=0)
+    batch_size: int = _recipe(32, "Number of examples per rank in one forward and backward pass", least=1)
+    gradient_accumulation: int = _recipe(
+        1, "Number of forward and backward passes per rank whose gradients are added up for one update", least=1
+    )
+    lora_rank: int = _recipe(
+        0,
+        "Rank of LoRA adapters (peft), which are trained instead of the model's own weights; 0 trains all weights",
+        least=0,
+        most=1024,
+    )
+    learning_rate: float = _recipe(
+        -1.0,
+        "Highest learning rate (default: 2e-5; 1e-4 for --task demo; 2e-4 with --lora-rank)",
+        least=-1.0,
+    )
+    warmup_ratio: float = _recipe(
+        0.0,
+        "Fraction of the updates in which the learning rate rises linearly from 0; after that it falls linearly to 0",
+        least=0.0,
+    )
+    weight_decay: float = _recipe(0.0, "Weight decay of AdamW; biases and layer norms have none", least=0.0)
+    max_grad_norm: float = _recipe(
+        1.0, "Scale gradients down when their global norm is larger than this; 0 turns clipping off", least=0.0
+    )
+    dropout: float = _recipe(
+        -1.0, "Dropout probability everywhere in the model (default: as in the model's configuration)", least=-1.0
+    )
+    seed: int = _recipe(42, "Random seed of new weights, dropout, masking and the order of the examples", least=0)
+    precision: str = _speed(
+        "auto",
+        "Number format of matrix products: auto is bf16 if the CPU has AMX or AVX512_BF16, otherwise fp32; int8 is for "
+        "CPUs with VNNI and without bf16",
+        choices=PRECISIONS,
+    )
+    padding: str = _speed(
+        "dynamic", "Pad each batch to its longest example (dynamic) or to --max-length (max_length)", choices=PADDINGS
+    )
+    engine: str = _speed(
+        "torch",
+        "Training engine: torch is cpuft's own; ipex, deepspeed and ort need these packages and serve for comparison",
+        choices=ENGINES,
+    )
+    fast_path: bool = _speed(
+        True,
+        "Use cpuft's own CPU implementation of the encoder layers and of AdamW; --no-fast-path uses those of "
+        "transformers and torch",
+    )
+    compile: bool = _speed(False, "Use torch.compile instead of the fast path")
+    gradient_checkpointing: bool = _speed(
+        False, "Save memory by recomputing activations in the backward pass; steps take longer"
+    )
+    emulate_bf16: bool = _speed(
+        False, "Allow --precision bf16 on a CPU without bf16 instructions, where it is slower than fp32"
+    )
+    eval_batch_size: int = _speed(32, "Number of examples per rank in one forward pass of the evaluation", least=1)
+    backend: str = _communication(
+        "auto",
+        "Library that carries collectives between ranks; auto measures gloo, mpi and ccl (oneCCL) at the start of the "
+        "run and uses the fastest",
+        choices=BACKENDS,
+    )
+    grad_compression: str = _communication(
+        "auto",
+        "Format in which gradients are sent; auto measures the network between hosts and chooses none, bf16 or int8",
+        choices=COMPRESSIONS,
+    )
+    sync_every: int = _communication(
+        1,
+        "Average the parameters of all ranks only after this many updates, each rank training independently in between "
+        "(local SGD); 1 averages gradients at every update",
+        least=1,
+    )
+    outer_momentum: float = _communication(
+        0.0,
+        "Momentum of the outer optimizer when --sync-every is above 1 (DiLoCo uses 0.9)",
+        least=0.0,
+        most=0.99,
+    )
+    shard: str = _communication(
+        "none",
+        "optimizer: each rank keeps only its share of the optimizer state (ZeRO stage 1), which saves memory and gives "
+        "the same losses",
+        choices=SHARDS,
+    )
+    comm_timeout: float = _communication(
+        300.0, "Seconds that a collective may take before the run ends with an error", least=1.0
+    )
+    save_model: bool = _output(True, "Save the trained model and its tokenizer in the folder model of the run")
+    lora_merge: bool = _output(
+        False, "With --lora-rank, save the whole model with the adapters merged into it, not the adapters alone"
+    )
+    checkpoint_every: float = _output(
+        -1.0,
+        "Seconds between checkpoints; 0 writes none (default: chosen so that checkpoints take at most 2 % of the time)",
+        least=-1.0,
+    )
 
     def __post_init__(self) -> None:
         """Choose the learning rate that the user did not give.
@@ -159,102 +297,175 @@ class TrainConfig:
             object.__setattr__(self, "learning_rate", rate)
 
 
-_KEEPING = ("checkpoint_every", "save_model", "lora_merge")
-FREE_ON_RESUME = (
+CHANGEABLE_ON_RESUME = (
     "backend",
     "grad_compression",
     "shard",
     "comm_timeout",
     "eval_batch_size",
     "gradient_checkpointing",
-    *_KEEPING,
+    "checkpoint_every",
+    "save_model",
+    "lora_merge",
 )
-"""Options that may change when a run goes on: they say how it is trained on these hosts, not what."""
+"""Training options that may change when a run is resumed: they decide how these hosts train, not what is learned."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the launcher tells a rank beyond the training options."""
+    """What the launcher passes to each rank in addition to TrainConfig; users do not see these options."""
 
-    run_dir: str = option("", "directory of the run: record and model go there (default: nothing is kept)")
-    prepared: str = option("", "tokenised data made by cpuft.train.data.prepare (default: prepare it now)")
-    progress: str = option("lines", "how rank 0 shows progress", choices=("bar", "lines"))
-    apart: bool = option(False, "each rank trains for itself: what the hosts could do together at best")
-    cores_allowed: float = option(0.0, "CPU time the master's control group allows, in cores; 0: no limit", least=0.0)
-    resume: int = option(-1, "goes on with the run of run-dir, of which so many updates were recorded", least=-1)
-    since: float = option(0.0, "when the run broke off, in seconds since 1970 (default: nobody knows)", least=0.0)
-    because: str = option("", "why it did")
-    global_batch: int = option(0, "rows of an update (default: a batch for each rank)", least=0)
-    measured: str = option("", "what the run's first start has measured, as JSON (default: measure)")
-    keep_checkpoints: bool = option(False, "leave the checkpoints at the end: the launcher removes them after fetching")
+    run_dir: str = option("", "Folder of the run, for the record and the model (default: nothing is saved)")
+    prepared: str = option("", "Tokenized data, made by cpuft.train.data.prepare (default: prepare it now)")
+    progress: str = option("lines", "How rank 0 shows its progress", choices=("bar", "lines"))
+    apart: bool = option(False, "Each rank trains independently, to measure the best that the hosts can do together")
+    cores_allowed: float = option(
+        0.0, "CPU time that the control group of the head host allows, in cores; 0 is no limit", least=0.0
+    )
+    resume: int = option(-1, "Resume the run in run_dir, whose record has this many updates", least=-1)
+    since: float = option(0.0, "When the run was interrupted, in seconds since 1970; 0 if that is not known", least=0.0)
+    because: str = option("", "Why the run was restarted")
+    global_batch: int = option(0, "Examples per update on all ranks (default: --batch-size on each rank)", least=0)
+    measured: str = option("", "What the first start of the run has measured, as JSON (default: measure now)")
+    keep_checkpoints: bool = option(
+        False, "Keep the checkpoints at the end of the run; the launcher removes them after it has fetched the results"
+    )
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Where ranks run and how they are started."""
+    """Where the ranks run, how they are started, and when they are stopped or started again."""
 
-    np: int = _where(1, "ranks in all", least=1)
-    ppn: int = _where(0, "ranks a host (default: spread over the hosts)", least=0)
-    hostfile: str = _where("", "hosts, the master first (default: this machine)", takes="FILE")
-    cluster: str = _where("", "cluster of cpuft provision, instead of --hostfile", takes="NAME")
-    iface: str = _where("", "interface between hosts (default: by the route)", takes="NAME")
-    ssh_config: str = _where("", "ssh client configuration (default: your own)", takes="FILE")
-    mpirun: str = _where("", "(default: the environment's, then PATH's)", takes="FILE")
-    master_port: int = _where(0, "port of rank 0's store (default: a free one)", least=0, most=LAST_PORT)
-    check: bool = _where(True, "the doctor looks at several hosts first")
-    time_limit: float = _recipe(0.0, "seconds a run may take (default: no limit)", least=0.0)
-    max_restarts: int = _recipe(-1, "after a loss (default: 3 on several hosts)", least=-1)
-    min_np: int = _recipe(1, "restart on so many ranks at least", least=1)
-    comm_cores: int = _between(-1, "cores kept for communication (default: worked out)", least=-1)
-    run_dir: str = _kept("", "folder of the run (default: a new one in runs/)", takes="FOLDER")
-    interruption_notice: str = _kept("", "once it is there, the run saves itself and ends", takes="FILE|URL")
-    grace_period: float = _kept(0.0, "seconds that SIGTERM leaves for that", least=0.0)
+    np: int = _hosts(1, "Number of ranks on all hosts together", least=1)
+    ppn: int = _hosts(0, "Number of ranks per host (default: --np is spread evenly over the hosts)", least=0)
+    hostfile: str = _hosts(
+        "",
+        "File with one host per line, first the head host, which starts the ranks (default: only this machine)",
+        takes="FILE",
+    )
+    cluster: str = _hosts("", "Name of a cluster made by cpuft provision, instead of --hostfile", takes="NAME")
+    iface: str = _hosts(
+        "",
+        "Network interface that the ranks use, such as eth0 (default: the one whose route leads to the other hosts)",
+        takes="NAME",
+    )
+    ssh_config: str = _hosts("", "Configuration file of the ssh client (default: your own ~/.ssh/config)", takes="FILE")
+    mpirun: str = _hosts(
+        "",
+        "Path of the mpirun or srun that starts the ranks (default: the mpirun of cpuft's Python environment, then of "
+        "PATH)",
+        takes="FILE",
+    )
+    master_port: int = _hosts(
+        0, "TCP port of rank 0's torch store (MASTER_PORT); 0 takes a free port", least=0, most=LAST_PORT
+    )
+    check: bool = _hosts(True, "Run a short form of cpuft doctor before a launch on several hosts")
+    comm_cores: int = _communication(
+        -1,
+        "Cores per rank that are reserved for communication threads (default: chosen by the backend and the number of "
+        "cores, at most 4)",
+        least=-1,
+    )
+    run_dir: str = _output(
+        "",
+        "Folder for the record, the logs, the checkpoints and the model; it must not exist yet (default: a new folder "
+        "in runs/)",
+        takes="FOLDER",
+    )
+    time_limit: float = _output(0.0, "Seconds after which the run is stopped; 0 is no limit", least=0.0)
+    max_restarts: int = _output(
+        -1, "Restarts allowed after losing a host or a rank (default: 3 with several hosts, else 0)", least=-1
+    )
+    min_np: int = _output(1, "Minimum number of ranks for a restart; with fewer, the run ends", least=1)
+    interruption_notice: str = _output(
+        "",
+        "File or URL that announces a spot interruption. When it appears on a host, the run saves a checkpoint and "
+        "restarts without that host, or exits with code 75",
+        takes="FILE|URL",
+    )
+    grace_period: float = _output(
+        0.0, "Seconds to save a checkpoint after SIGTERM before the ranks are killed; 0 kills them at once", least=0.0
+    )
 
 
-ONE_OF = (("model", "from_config"),)
-"""Options that mean the same thing: of each pair one may be given."""
+ALTERNATIVES = (("model", "from_config"),)
+"""Pairs of options of which only one may be given."""
 
 LAUNCH_ONLY = ("interruption_notice", "grace_period", "max_restarts", "min_np")
-"""Options of LaunchConfig that say something to `cpuft launch` only."""
+"""Options of LaunchConfig that only `cpuft launch` has."""
 
 
 @dataclass(frozen=True)
 class ScriptConfig:
-    """How `cpuft launch` runs a script of yours."""
+    """How `cpuft launch` runs the user's own script."""
 
-    wrap: bool = _fast(False, "bring the fast path to the Trainer in your script")
-    independent: bool = _between(False, "do not require that the ranks of a script form one process group")
+    wrap: bool = _speed(
+        False, "Use the fast path in the Hugging Face Trainer of your script, without changing the script"
+    )
+    independent: bool = _communication(
+        False,
+        "Start ranks of a script that are meant to be independent, and do not check that they form one process group",
+    )
 
 
 @dataclass(frozen=True)
 class ResumeConfig:
-    """How `cpuft launch` goes on with a run."""
+    """Which run `cpuft launch` resumes."""
 
-    resume: str = _kept("", "go on with this run, with its options", takes="FOLDER")
+    resume: str = _output(
+        "",
+        "Resume the run in this folder from its last checkpoint, with the options that it was started with",
+        takes="FOLDER",
+    )
 
 
 @dataclass(frozen=True)
 class CompareConfig:
     """What `cpuft compare` varies."""
 
-    np: str = _where("1,2", "numbers of ranks to compare, e.g. 1,2,4", takes="N,N")
-    scaling: str = _where("weak", "--batch-size is a rank's (weak) or all's", choices=("weak", "strong"))
-    ideal: bool = _where(False, "measure the ideal, too: as many ranks apart")
-    repeats: int = _where(1, "take all runs so often, in turn: intervals", least=1)
+    np: str = _hosts("1,2", "Numbers of ranks to compare, separated by commas, such as 1,2,4", takes="N,N")
+    scaling: str = _hosts(
+        "weak",
+        "weak: every rank processes --batch-size examples per pass; strong: the batch of all ranks together stays as "
+        "large as with the smallest number of ranks",
+        choices=("weak", "strong"),
+    )
+    ideal: bool = _hosts(
+        False, "Also measure the ideal: the same number of ranks, each training independently, without communication"
+    )
+    repeats: int = _hosts(
+        1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1
+    )
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What `cpuft bench comm` measures. Lists have commas between."""
+    """What `cpuft bench comm` measures; the lists are separated by commas."""
 
-    backends: str = _what("gloo,mpi,ccl", "backends; with auto: what it would choose, too", takes="LIST")
-    operations: str = _what("all_reduce", "all_reduce, all_gather, reduce_scatter, broadcast", takes="LIST")
-    dtypes: str = _what("float32,bfloat16", "types of the numbers sent", takes="LIST")
-    sizes: str = _what(
-        "1024,32768,1048576,26214400,115343360", "bytes of a message; 26214400 is a DDP bucket", takes="LIST"
+    backends: str = _data(
+        "gloo,mpi,ccl",
+        "Backends to measure, separated by commas: gloo, mpi, ccl; auto adds the one that cpuft launch would choose",
+        takes="LIST",
     )
-    rounds: int = _what(1, "go over the backends so often, in turn", least=1)
-    comm_timeout: float = _between(60.0, "seconds a collective may take", least=1.0)
+    operations: str = _data(
+        "all_reduce",
+        "Collectives to measure, separated by commas: all_reduce, all_gather, reduce_scatter, broadcast",
+        takes="LIST",
+    )
+    dtypes: str = _data(
+        "float32,bfloat16",
+        "Data types to send, separated by commas: float32, float64, bfloat16, float16, int32",
+        takes="LIST",
+    )
+    sizes: str = _data(
+        "1024,32768,1048576,26214400,115343360",
+        "Message sizes in bytes, separated by commas; 26214400 is the size of a DDP bucket",
+        takes="LIST",
+    )
+    rounds: int = _data(1, "How many times all backends are measured, in turn", least=1)
+    comm_timeout: float = _communication(
+        60.0, "Seconds that a collective may take before the measurement ends with an error", least=1.0
+    )
 
 
 def option_names(config: type) -> list[str]:
@@ -268,12 +479,12 @@ def format_flag(name: str, value: object = True) -> str:
 
 
 def find_new_name(name: str, known: Collection[str]) -> tuple[str, bool]:
-    """Return today's name of an option in `known`, and whether a boolean value is to be negated.
+    """Return this version's name of an option, and whether a boolean value is to be negated.
 
     Parameters
     ----------
-    name: as a flag, a YAML key or a stored option has it, with underscores; perhaps of an earlier version (OLD_NAMES).
-    known: names of the options that exist. A name among them, or one that has no new name there, is returned as it is.
+    name: the option's name with underscores, perhaps one of an earlier version (OLD_NAMES).
+    known: names of the options that exist. A name that is neither old nor among them is returned unchanged.
     """
     new = OLD_NAMES.get(name, name)
     if name in known or new in known:
@@ -283,9 +494,9 @@ def find_new_name(name: str, known: Collection[str]) -> tuple[str, bool]:
 
 
 def rename_old_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return options, as an earlier version may have stored them, under the names that they have in this version.
+    """Return options that an earlier version may have stored, with the names of this version.
 
-    Names that are not in `known` and have no new name there stay as they are.
+    `known`: names of the options that exist. Other names, unless they are old ones, stay unchanged.
     """
     renamed: dict[str, Any] = {}
     for name, value in options.items():
@@ -310,12 +521,12 @@ def format_arguments(config: Any) -> list[str]:
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
-    """Return the configuration that arguments describe, in the form of `format_arguments`.
+    """Return the configuration that command-line arguments describe; the inverse of `format_arguments`.
 
-    `--name value` is the same as `--name=value`, booleans are True or False, options that are not given have their
-    defaults, and names of earlier versions are accepted.
+    `--name value` is the same as `--name=value`. Booleans have the value True or False. Options that are not given have
+    their defaults. Names of earlier versions are accepted.
 
-    Raises CpuftError: an unknown option, or a value that the option cannot have.
+    Raises CpuftError: an unknown option, or a value that the option does not accept.
     """
     fields = _fields(config)
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
@@ -328,33 +539,51 @@ def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
         if value is None:
             raise CpuftError(f"{flag} has no value: write {flag}=VALUE")
         texts.update(rename_old_options({flag[2:].replace("-", "_"): value}, fields))
-    return config(**{name: _parse_value(fields[name], types[name], text) for name, text in texts.items()})
+    return config(**{name: parse_value(fields[name], types[name], text) for name, text in texts.items()})
 
 
 def _fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(config)}
 
 
-def _parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:
+def parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:
+    """Return the value of an option from its text.
+
+    Parameters
+    ----------
+    field: a field made by `option`.
+    kind: type of the field: str, int, float or bool (True or False).
+
+    Raises CpuftError: the option does not accept the value; the message names the option and says what it accepts.
+    """
     flag, choices = format_flag(field.name), field.metadata["choices"]
     if choices and text not in choices:
         raise CpuftError(describe_unknown_value(flag, text, choices))
     if kind is str:
         return text
-    try:
-        if not text.isascii():
-            raise ValueError
-        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-        if kind is float and not math.isfinite(value):
-            raise ValueError
-    except (KeyError, ValueError):
-        wanted = {bool: "True or False", int: "a whole number", float: "a number"}[kind]
-        raise CpuftError(f"{flag} {text[:80]!r} is not {wanted}: correct the value") from None
     least, most = field.metadata["least"], field.metadata["most"]
-    if (least is not None and value < least) or (most is not None and value > most):
-        limits = [f"{limit:g} or {word}" for limit, word in ((least, "more"), (most, "less")) if limit is not None]
-        raise CpuftError(f"{flag} {text} is out of range: give {', '.join(limits)}")
-    return value
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    try:
+        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        # Python accepts digits of any script, other programs do not; nan and infinity are of no use.
+        if text.isascii() and math.isfinite(value) and low <= value <= high:
+            return value
+    except (KeyError, ValueError, OverflowError):
+        pass
+    digits = "" if text.isascii() else ", in the digits 0 to 9"
+    raise CpuftError(f"{flag} {text[:80]!r} is not valid: give {_describe_values(kind, least, most)}{digits}")
+
+
+def _describe_values(kind: type, least: float | None, most: float | None) -> str:
+    if kind is bool:
+        return "True or False"
+    noun = "a whole number" if kind is int else "a number"
+    # -1 as the smallest number stands for a default that depends on other options.
+    limits = max(least or 0, 0), most or 0
+    low, high = (str(int(limit)) if limit == int(limit) else f"{limit:g}" for limit in limits)
+    if least is None:
+        return noun if most is None else f"{noun} of {high} or less"
+    return f"{noun} of {low} or more" if most is None else f"{noun} from {low} to {high}"
 
 
 _NO_GPU = "works on GPUs only, and cpuft trains on CPUs"
@@ -362,7 +591,7 @@ _NO_FP16 = (
     "is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU"
 )
 _VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP16, "half": _NO_FP16}
-"""What to say of values that other trainers have and cpuft does not."""
+"""Values that other trainers accept and cpuft does not, with the answer."""
 
 
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
@@ -377,156 +606,204 @@ def describe_unknown_value(option: str, value: str, choices: Collection[str]) ->
     return f"{value!r} is not a value of {option}: {near_names(value, choices)}"
 
 
-_LAYERS = "it trains with layers of its own"
+_LAYERS = "it trains with its own layers"
 _WEIGHTS = "it keeps the fp32 weights to itself"
 _SENDS = "it sends gradients in its own way"
-_SHARES = "it shares the optimizer out itself"
-_UNTRIED = "nobody has tried both"
-_OWN_LAYERS = {"fast_path": _LAYERS, "compile": _LAYERS, "lora_rank": _LAYERS, "gradient_checkpointing": _UNTRIED}
-EXCLUDED = {
+_SHARDS = "it shards the optimizer state itself"
+_UNTESTED = "this combination is not tested"
+_OWN_LAYERS = {"fast_path": _LAYERS, "compile": _LAYERS, "lora_rank": _LAYERS, "gradient_checkpointing": _UNTESTED}
+UNSUPPORTED_BY_ENGINE = {
     "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS},
-    "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS, "shard": _SHARES},
-    "ort": {**_OWN_LAYERS, "shard": _UNTRIED},
+    "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS, "shard": _SHARDS},
+    "ort": {**_OWN_LAYERS, "shard": _UNTESTED},
 }
-"""Engine -> options that it excludes, and why."""
+"""Value of --engine -> options that it does not support, and the reason."""
 
 
-def refuse_engine(engine: str, notice: bool, apart: bool) -> None:
-    """Raises CpuftError: an engine cannot do what a launch asks for: an interruption `notice`, or ranks `apart`."""
-    if notice and engine != "torch":
+def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool) -> None:
+    """Check that an engine supports what a launch asks for.
+
+    Parameters
+    ----------
+    has_notice: whether the launch has an --interruption-notice.
+    is_independent: whether the ranks train independently, to measure the ideal.
+
+    Raises CpuftError: the engine does not support it.
+    """
+    if has_notice and engine != "torch":
         raise CpuftError(
-            f"--interruption-notice wants a checkpoint, and --engine {engine} makes none: leave one of them out"
+            f"--interruption-notice needs checkpoints, and --engine {engine} writes none: leave out one of them"
         )
-    if apart and engine == "deepspeed":
-        raise CpuftError("--ideal trains ranks apart, and --engine deepspeed together only: leave one of them out")
+    if is_independent and engine == "deepspeed":
+        raise CpuftError(
+            "--ideal trains every rank independently, which --engine deepspeed cannot: leave out one of them"
+        )
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
-    """Raises CpuftError: two options exclude each other; which, why, and the next move."""
+    """Raise CpuftError if two options exclude each other; the message names both, the reason and the next step."""
     default = TrainConfig()
     if removed := REMOVED_VALUES.get(("--grad-compression", config.grad_compression)):  # from a record
         raise CpuftError(removed)
-    for name, why in EXCLUDED.get(config.engine, {}).items():
+    for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
         if getattr(config, name) != getattr(default, name):
-            flags = f"--engine {config.engine} excludes {format_flag(name, getattr(config, name))}"
-            raise CpuftError(f"{flags}, because {why}: leave one of them out")
+            flag = format_flag(name, getattr(config, name))
+            raise CpuftError(f"--engine {config.engine} excludes {flag}, because {reason}: leave out one of them")
     if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
-        # Under torch 2.3, DistributedDataParallel waits for process groups written in Python with the GIL in its hand.
-        raise CpuftError("--engine ort trains in fp32 and over gloo only: add --precision fp32 --backend gloo")
+        # Under torch 2.3, DistributedDataParallel holds the GIL while it waits for process groups written in Python.
+        raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
     if config.engine == "ort" and config.task == "text":
-        raise CpuftError("--engine ort takes the first batch's masked places for all: train --task text without it")
+        raise CpuftError(
+            "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one "
+            "of them"
+        )
     if config.label_type != "auto" and config.task != "files":
-        given = f"--label-type {config.label_type}"
-        raise CpuftError(f"{given} is for --task files; the labels of --task {config.task} are known: leave it out")
+        raise CpuftError(
+            f"--label-type {config.label_type} is only for --task files, and the type of the labels of --task "
+            f"{config.task} is known: leave out --label-type"
+        )
     if config.precision == "int8":
         for name in ("engine", "fast_path", "compile", "lora_rank"):
             if getattr(config, name) != getattr(default, name):
                 flag = format_flag(name, getattr(config, name))
-                raise CpuftError(f"--precision int8 is the fast path's own, and {flag} goes without: leave one out")
+                raise CpuftError(f"--precision int8 needs the fast path, which excludes {flag}: leave out one of them")
     if config.shard != "none" and config.sync_every > 1:
-        raise CpuftError("--sync-every has each rank make all updates itself, --shard a part of each: leave one out")
-    if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED_COMPRESSIONS):
-        asked = f"--grad-compression {config.grad_compression}"
         raise CpuftError(
-            f"--shard sends gradients as {', '.join(SHARDED_COMPRESSIONS)} only: leave {asked} out, or --shard"
+            "--sync-every lets each rank update all parameters by itself, and --shard lets it update only its share: "
+            "leave out one of them"
+        )
+    if config.shard != "none" and config.grad_compression not in ("auto", *SHARDED_COMPRESSIONS):
+        raise CpuftError(
+            f"--shard supports only {', '.join(SHARDED_COMPRESSIONS)} as --grad-compression: leave out "
+            f"--grad-compression {config.grad_compression}, or --shard"
         )
     if config.lora_rank and config.from_config:
         raise CpuftError(
-            "--lora-rank adapts a model that has learned, and --from-config makes one: leave one of them out"
+            "--lora-rank adapts a pretrained model, and --from-config makes an untrained one: leave out one of them"
         )
     if config.lora_merge and not config.lora_rank:
-        raise CpuftError(
-            "--lora-merge says how adapters are kept, and there are none: add --lora-rank 16, or leave it out"
-        )
+        raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
 
 
 @dataclass(frozen=True)
 class PredictConfig:
-    """Rows for the model of a run, and what becomes of the answers."""
+    """What `cpuft predict` predicts, and where the predictions go."""
 
-    run: str = option("", "directory of the run")
-    file: str = option("", "rows of your own: CSV, TSV or JSON lines", takes="FILE")
-    split: str = option("", "the run's validation rows, or GLUE's test rows", takes="validation|test")
-    output: str = option("", "(default: predictions.csv in RUN; of GLUE's test rows its own name)", takes="FILE")
-    text_columns: str = option("", "one or two (default: the run's)")
-    label_column: str = option("", "measured by these labels, if the file has them (default: the run's)")
-    data_dir: str = option("", "holds TASK/test.tsv (default: the run's)", takes="FOLDER")
-    overwrite: bool = option(False, "replace predictions that an earlier call has written")
-    with_input: bool = option(False, "write each row's texts beside its predictions")
-    batch_size: int = option(0, "rows at once (default: the run's in evaluation)", least=0)
-    precision: str = option("auto", "auto: the run's", choices=("auto", "bf16", "fp32"))
+    run: str = option("", "Folder of the run")
+    file: str = option(
+        "", "Examples to predict: a CSV, TSV or JSON lines file, or a GLUE file of the run's task", takes="FILE"
+    )
+    split: str = option(
+        "",
+        "Examples to predict instead of --file: the validation examples of the run, or the test examples of its GLUE "
+        "task",
+        takes="validation|test",
+    )
+    output: str = option(
+        "",
+        "CSV file to write (default: predictions.csv in RUN; for GLUE's test examples the file name that GLUE expects)",
+        takes="FILE",
+    )
+    text_columns: str = option(
+        "",
+        "Column of the texts in --file, or two columns separated by a comma (default: as in the run)",
+        takes="NAMES",
+    )
+    label_column: str = option(
+        "",
+        "Column of the labels in --file, with which the metrics are computed (default: as in the run, if the file has "
+        "that column)",
+        takes="NAME",
+    )
+    data_dir: str = option(
+        "", "Folder of the GLUE data, with files such as MRPC/test.tsv (default: as in the run)", takes="FOLDER"
+    )
+    overwrite: bool = option(False, "Replace the --output file if an earlier cpuft predict wrote it")
+    with_input: bool = option(False, "Also write the texts of each example, beside its prediction")
+    batch_size: int = option(0, "Number of examples in one forward pass; 0 takes the run's --eval-batch-size", least=0)
+    precision: str = option("auto", "Number format; auto is the run's", choices=("auto", "bf16", "fp32"))
 
 
-_FLAG = "--rooms="
+_MEMORY_FLAG = "--host-memory="
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory of a host, and of its whole machine, which hosts of the same one share."""
+class HostMemory:
+    """Memory of one host of a run. Simulated hosts on one machine share that machine's memory."""
 
     host: str
     ranks: int
+    """Ranks that the host gets."""
     free_bytes: int
     machine: str = ""
+    """Boot id of the machine, which simulated hosts share; empty if that is not known."""
     machine_bytes: int = 0
+    """Free memory of the whole machine."""
 
 
 @dataclass(frozen=True)
-class Rooms:
-    """All hosts' of a run, the master's first; `apart`: each rank trains for itself."""
+class RunMemory:
+    """Memory of all hosts of a run, by which the preparation of the data checks whether the training fits."""
 
-    hosts: tuple[Room, ...]
+    hosts: tuple[HostMemory, ...]
+    """The head host first."""
     precision: str
-    apart: bool = False
+    independent: bool = False
+    """Whether each rank trains independently."""
 
 
-def format_rooms(rooms: Rooms) -> tuple[str, ...]:
-    """One word of a command line; none where a host does not know its memory."""
-    return (f"{_FLAG}{json.dumps(asdict(rooms))}",) if all(room.free_bytes for room in rooms.hosts) else ()
+def format_run_memory(memory: RunMemory) -> tuple[str, ...]:
+    """Return the argument that passes this to a process; no argument if the free memory of a host is not known."""
+    return (f"{_MEMORY_FLAG}{json.dumps(asdict(memory))}",) if all(host.free_bytes for host in memory.hosts) else ()
 
 
-def take_rooms(words: Sequence[str]) -> tuple[Rooms | None, list[str]]:
-    """That word's meaning, and the other words."""
-    told = [load(Rooms, parse_json(word.removeprefix(_FLAG))) for word in words if word.startswith(_FLAG)]
-    return (told[-1] if told else None), [word for word in words if not word.startswith(_FLAG)]
+def split_run_memory(arguments: Sequence[str]) -> tuple[RunMemory | None, list[str]]:
+    """Return what `format_run_memory` passed, or None if it is not there, and the other arguments."""
+    found = [arg.removeprefix(_MEMORY_FLAG) for arg in arguments if arg.startswith(_MEMORY_FLAG)]
+    others = [arg for arg in arguments if not arg.startswith(_MEMORY_FLAG)]
+    return (load(RunMemory, parse_json(found[-1])) if found else None), others
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-def parse_bits(rate: str, flag: str = "--net") -> int:
-    """Bits a second of a rate ("1gbit", "100mbit"); 0 for an empty one. Raises CpuftError that names the flag."""
+def parse_bit_rate(rate: str, flag: str = "--net") -> int:
+    """Return the bits per second of a rate such as "1gbit" or "100mbit", as tc(8) writes them; 0 for an empty text.
+
+    Raises CpuftError: the text is not a rate; the message names the flag.
+    """
     if not rate:
         return 0
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgt]?)bit", rate)
     if not match or float(match[1]) <= 0:
-        raise CpuftError(f"{flag} {rate[:60]!r} is no rate: write e.g. 1gbit or 100mbit")
+        raise CpuftError(f"{flag} {rate[:60]!r} is not a bit rate: write for example 1gbit or 100mbit")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-Turn = tuple[str, str, str, int]
-"""Backend (or auto), operation, type and bytes of one measurement."""
+BenchCase = tuple[str, str, str, int]
+"""One measurement: backend (or auto), operation, data type, and bytes of the message."""
 
 
-def plan_turns(config: BenchConfig) -> list[Turn]:
-    """Backend, operation, type and bytes of each measurement, in turn.
+def list_bench_cases(config: BenchConfig) -> list[BenchCase]:
+    """Return the measurements of `cpuft bench comm` in their order.
 
-    Raises CpuftError: an unknown name, or a size that is no number, or no whole number of a type's elements.
+    Raises CpuftError: an unknown name, or a size that is not a number of bytes or not a multiple of a type's size.
     """
     lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
     known = {"backends": BACKENDS, "operations": OPERATIONS, "dtypes": tuple(TYPE_BYTES)}
-    for kind, names in known.items():
-        for name in lists[kind]:
+    for option_name, names in known.items():
+        for name in lists[option_name]:
             if name not in names:
-                raise CpuftError(describe_unknown_value(f"--{kind}", name, names))
+                raise CpuftError(describe_unknown_value(f"--{option_name}", name, names))
     if not all(map(is_count, lists["sizes"])):
-        raise CpuftError(f"--sizes {config.sizes[:60]} is no list of bytes: write e.g. 1024,26214400")
+        raise CpuftError(f"--sizes {config.sizes[:60]} is not a list of bytes: write for example 1024,26214400")
     for size, dtype in itertools.product(lists["sizes"], lists["dtypes"]):
         if int(size) % TYPE_BYTES[dtype]:
             raise CpuftError(
-                f"--sizes: {size} bytes hold no whole number of {dtype}: take a multiple of {TYPE_BYTES[dtype]}"
+                f"--sizes: {size} bytes are not a whole number of {dtype} elements: give a multiple of "
+                f"{TYPE_BYTES[dtype]}"
             )
-    turns = itertools.product(range(config.rounds), *(lists[name] for name in lists))
-    return [(backend, operation, dtype, int(size)) for _, backend, operation, dtype, size in turns]
+    cases = itertools.product(range(config.rounds), *(lists[name] for name in lists))
+    return [(backend, operation, dtype, int(size)) for _, backend, operation, dtype, size in cases]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cpuft.cli.options import Verb, complete_runs, make_options, pick, refuse_options
-from cpuft.config import LaunchConfig, TrainConfig, is_count, option, parse_bits
+from cpuft.config import LaunchConfig, TrainConfig, is_count, option, parse_bit_rate
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     if run:
         refuse_options(TrainConfig, "is for a probe, and RUN tells the job: give one or the other")
     rented = find_instance(config.instance, config.instances) if config.instance else None
-    bits = parse_bits(config.bandwidth, "--bandwidth")
+    bits = parse_bit_rate(config.bandwidth, "--bandwidth")
     if not (bits or config.link or rented):
         raise CpuftError(
             "the speed of the network between the hosts is not known: give --bandwidth, for example --bandwidth "

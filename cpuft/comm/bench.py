@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from cpuft import terminal
 from cpuft.comm.registration import leave
 from cpuft.comm.selection import measure_backends, measure_turns
-from cpuft.config import BenchConfig, parse_arguments, plan_turns
+from cpuft.config import BenchConfig, list_bench_cases, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.record import MeasuredHeader, Measurement, format_line
@@ -64,7 +64,7 @@ def main() -> None:
     """Measure as one rank of a job; rank 0 prints the table and writes the record."""
     output, config = Path(sys.argv[1]), parse_arguments(BenchConfig, sys.argv[2:])
     store, rank, size = next(rendezvous("env://"))
-    plan = plan_turns(config)
+    plan = list_bench_cases(config)
     choices = {
         (dtype, nbytes): measure_backends(store, rank, size, nbytes, dtype, config.comm_timeout)
         for dtype, nbytes in dict.fromkeys((dtype, nbytes) for backend, _, dtype, nbytes in plan if backend == "auto")

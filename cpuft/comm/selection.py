@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from cpuft.comm.registration import BACKENDS, start
-from cpuft.config import Turn
+from cpuft.config import BenchCase
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text, write_text
 from cpuft.record import Measurement
@@ -162,7 +162,7 @@ def measure_turns(
     store: Store,
     rank: int,
     size: int,
-    plan: Sequence[Turn],
+    plan: Sequence[BenchCase],
     timeout_seconds: float,
     choices: Mapping[tuple[str, int], Choice] | None = None,
 ) -> Iterator[Measurement]:

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from cpuft.config import (
     BenchConfig,
+    HostMemory,
     LaunchConfig,
-    Room,
-    Rooms,
+    RunMemory,
     TrainConfig,
     WorkerConfig,
+    check_engine_for_launch,
     format_arguments,
-    format_rooms,
-    plan_turns,
+    format_run_memory,
+    list_bench_cases,
     refuse_conflicts,
-    refuse_engine,
 )
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE, REMOVE
@@ -183,7 +183,7 @@ def plan_training(
     Raises CpuftError: as `check_training`, or options exclude each other.
     """
     train = check_training(cluster, train, environ)
-    refuse_engine(train.engine, bool(config.interruption_notice), independent)
+    check_engine_for_launch(train.engine, bool(config.interruption_notice), independent)
     prepared = f"{run_dir}/{PREPARED_DATA}"
     worker = WorkerConfig(run_dir, prepared, progress, independent, cluster.facts[0].cpu_quota)
     # Until the launcher has fetched the results, the checkpoints on a second host are the only other copy.
@@ -248,10 +248,10 @@ def describe_host_memory(
     hosts = []
     for assignment, facts in zip(cluster.assignments, cluster.facts):
         free = min(facts.memory_free, facts.memory_left) if facts.memory_left >= 0 else facts.memory_free
-        hosts.append(Room(assignment.host.name, assignment.ranks, free, facts.boot_id, facts.memory_free))
+        hosts.append(HostMemory(assignment.host.name, assignment.ranks, free, facts.boot_id, facts.memory_free))
     flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
     precision = choose_precision(train.precision, train.emulate_bf16, flags).name
-    return format_rooms(Rooms(tuple(hosts), precision, independent))
+    return format_run_memory(RunMemory(tuple(hosts), precision, independent))
 
 
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
@@ -340,7 +340,7 @@ def plan_bench(
 
     Raises CpuftError: a value of `bench` cannot be measured, or there are fewer than two ranks.
     """
-    plan_turns(bench)
+    list_bench_cases(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures the links between ranks: start two or more, e.g. --np 2")
     command = ("-m", "cpuft.comm.bench", f"{run_dir}/comm.jsonl", *format_arguments(bench))

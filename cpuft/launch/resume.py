@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cpuft.config import FREE_ON_RESUME, LaunchConfig, TrainConfig, option_names
+from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.cluster import WORK_ROOT, Access, Cluster, find_access, name_work, read_hosts
@@ -103,7 +103,7 @@ class ResumedRun:
             raise CpuftError("--resume and --run-dir both name the folder of the run: leave --run-dir out")
         # Users name files on their own machine and cannot know the paths that these files have on the hosts.
         sent = [name for name, value in vars(self.train).items() if str(value).startswith(f"{WORK_ROOT}/cpuft-")]
-        free = {*FREE_ON_RESUME, *sent}
+        free = {*CHANGEABLE_ON_RESUME, *sent}
         for name in (name for name in option_names(TrainConfig) if name in given):
             old, new = getattr(self.train, name), getattr(train, name)
             if old != new and name not in free:

@@ -22,7 +22,7 @@ from typing import Any
 
 import cpuft
 from cpuft import execute
-from cpuft.config import parse_bits
+from cpuft.config import parse_bit_rate
 from cpuft.errors import CpuftError
 from cpuft.files import cache_path, hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
@@ -270,7 +270,7 @@ def check_config(config: LocalConfig) -> None:
             f"--name {config.name!r} is too long for network interfaces: with {config.nodes} hosts, use at most {most} "
             "characters"
         )
-    parse_bits(config.net)
+    parse_bit_rate(config.net)
     if re.search(r"[\s,:\\]", str(Path(config.image).absolute())):
         raise CpuftError(
             f"--image {config.image}: overlay mounts allow no comma, colon, backslash or space in a path: move it"
@@ -397,7 +397,7 @@ def _choose_action(config: LocalConfig, node: NodeFacts, boot_hash: str) -> tupl
         return "join", "connect hosts that were disconnected from the network"
     if not node.running or not node.answers or node.booted != boot_hash:
         return "up", "start hosts: namespaces, address, control group, link rate, sshd"
-    if node.quota != _format_quota(config) or node.rate_bits != parse_bits(config.net):
+    if node.quota != _format_quota(config) or node.rate_bits != parse_bit_rate(config.net):
         return "limit", "set CPU and link limits"
     return "", ""
 

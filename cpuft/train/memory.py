@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS, Room, Rooms, TrainConfig
+from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS, HostMemory, RunMemory, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.archive import Prepared, Tokens
@@ -199,12 +199,12 @@ Foretell = Callable[[TrainConfig, int, bool], dict[str, int]]
 class Shortage(NamedTuple):
     """What a host's ranks need: bytes in all, and by part."""
 
-    room: Room
+    room: HostMemory
     needed: int
     parts: dict[str, int]
 
 
-def check_fit(config: TrainConfig, prepared: Prepared, rooms: Rooms) -> None:
+def check_fit(config: TrainConfig, prepared: Prepared, rooms: RunMemory) -> None:
     """Raises CpuftError: a host has not the memory for its ranks; says what they need, and what would make it fit."""
     shape = look_up_shape(config, prepared.words)
 
@@ -258,20 +258,20 @@ def find_largest(tokens: Tokens, config: TrainConfig, ranks: int, reads_all: boo
     return Largest(len(largest), length, int(largest.sum()), reads_all)
 
 
-def find_shortage(config: TrainConfig, rooms: Rooms, of_rank: Foretell, share: float = 1.0) -> Shortage | None:
+def find_shortage(config: TrainConfig, rooms: RunMemory, of_rank: Foretell, share: float = 1.0) -> Shortage | None:
     """The host or machine that lacks most, if its ranks need more than it has; `share` of what is foretold counts."""
     found, together = list[Shortage](), dict[str | int, list[Shortage]]()
-    total = 1 if rooms.apart else sum(room.ranks for room in rooms.hosts)
+    total = 1 if rooms.independent else sum(room.ranks for room in rooms.hosts)
     for number, room in enumerate(rooms.hosts):
         # The first rank of either of the first two hosts keeps checkpoints.
-        keeps = [number < 2 and not rooms.apart, *[False] * (room.ranks - 1)]
+        keeps = [number < 2 and not rooms.independent, *[False] * (room.ranks - 1)]
         each = [of_rank(config, total, one) for one in keeps]
         parts = {name: sum(rank[name] for rank in each) for name in each[0]}
         found.append(Shortage(room, sum(parts.values()) - SHARED * (room.ranks - 1), parts))
         together.setdefault(room.machine or number, []).append(found[-1])
     for some in (some for some in together.values() if len(some) > 1):
         named, ranks = ", ".join(one.room.host for one in some), [one.room.ranks for one in some]
-        machine = Room(f"the machine of {named}", sum(ranks), max(one.room.machine_bytes for one in some))
+        machine = HostMemory(f"the machine of {named}", sum(ranks), max(one.room.machine_bytes for one in some))
         parts = {name: sum(one.parts[name] for one in some) for name in some[0].parts}
         found.append(Shortage(machine, sum(one.needed for one in some) - SHARED * (len(some) - 1), parts))
     worst = max(found, key=lambda one: one.needed - one.room.free_bytes)
@@ -286,15 +286,15 @@ def describe(short: Shortage) -> str:
     return f"{room.host} has {room.free_bytes / 1e9:.1f} GB free, and {who} {short.needed / 1e9:.1f} GB ({named})"
 
 
-def find_way(config: TrainConfig, rooms: Rooms, of_rank: Foretell) -> str:
+def find_way(config: TrainConfig, rooms: RunMemory, of_rank: Foretell) -> str:
     """What would make it fit, by trying: options first, those that cost the least time, then more hosts."""
     room, ranks = min(rooms.hosts, key=lambda room: room.free_bytes), sum(room.ranks for room in rooms.hosts)
-    for changes in list_changes(config, 1 if rooms.apart else ranks):
+    for changes in list_changes(config, 1 if rooms.independent else ranks):
         if not find_shortage(replace(config, **changes), rooms, of_rank):
             return f"add {_as_typed(changes)}"
     hosts = ranks
     while hosts <= 64:
-        more = replace(rooms, hosts=(Room(room.host, 1, room.free_bytes),) * hosts)
+        more = replace(rooms, hosts=(HostMemory(room.host, 1, room.free_bytes),) * hosts)
         smaller: dict[str, Any] = {"batch_size": max(1, config.batch_size * ranks // hosts)}
         for changes in (smaller, *([smaller | {"shard": "optimizer"}] if _may_share(config, hosts) else [])):
             if not find_shortage(replace(config, **changes), more, of_rank):

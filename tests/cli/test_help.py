@@ -60,8 +60,8 @@ def test_every_option_has_a_subject(name: str) -> None:
         "--dry-run",
         "--config",
     }
-    _, also = help_of(name).split("\nAlso:\n")
-    assert also.count("\n  -") <= 2
+    _, others = help_of(name).split("\nOther options:\n")
+    assert others.count("\n  -") <= 2
 
 
 @pytest.mark.parametrize("name", VERBS)

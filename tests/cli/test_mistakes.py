@@ -39,12 +39,12 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --np 0",
         {},
-        "Invalid value for '--np': 0 is not in the range x>=1. (see cpuft launch --help)",
+        "--np '0' is not valid: give a whole number of 1 or more (see cpuft launch --help)",
     ),
     (
         "launch --np two",
         {},
-        "Invalid value for '--np': 'two' is not a valid whole number. (see cpuft launch --help)",
+        "--np 'two' is not valid: give a whole number of 1 or more (see cpuft launch --help)",
     ),
     (
         "launch --hostfile hosts",
@@ -84,17 +84,17 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --config options.yaml",
         {"options.yaml": "tsk: mrpc\n"},
-        "--config options.yaml: no option 'tsk': did you mean task?",
+        "--config options.yaml: there is no option 'tsk': did you mean task?",
     ),
     (
         "launch --config options.yaml",
         {"options.yaml": "max-steps: 3.5\n"},
-        "--config options.yaml: the key 'max-steps' has a wrong value: '3.5' is not a valid whole number. (see cpuft launch --help)",
+        "--config options.yaml: max-steps '3.5' is not valid: give a whole number of 0 or more (see cpuft launch --help)",
     ),
     (
         "launch --config options.yaml",
         {"options.yaml": "precision: fp16\n"},
-        "--config options.yaml: the key 'precision' has a wrong value: --precision fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU (see cpuft launch --help)",
+        "--config options.yaml: precision fp16 is not supported: choose bf16, which is fast on CPUs with AMX or AVX512_BF16, or fp32, which runs on every CPU (see cpuft launch --help)",
     ),
     (
         "launch --do_train --no_cuda",
@@ -119,7 +119,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --learning-rate 2e-5x",
         {},
-        "Invalid value for '--learning-rate': '2e-5x' is not a valid number. (see cpuft launch --help)",
+        "--learning-rate '2e-5x' is not valid: give a number of 0 or more (see cpuft launch --help)",
     ),
     (
         "launch -- train.py",
@@ -199,7 +199,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "estimate runs/mrpc --bandwidth fast",
         {},
-        "--bandwidth 'fast' is no rate: write e.g. 1gbit or 100mbit",
+        "--bandwidth 'fast' is not a bit rate: write for example 1gbit or 100mbit",
     ),
     (
         "stacks runs/mrpc",

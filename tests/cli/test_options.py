@@ -51,7 +51,7 @@ def test_workers_read_what_launchers_write(train: TrainConfig, worker: WorkerCon
     [
         (["--tsk=mrpc"], "'--tsk' is no option here: did you mean --task"),
         (["--task=mprc"], "did you mean mrpc?"),
-        (["--batch-size=0"], "--batch-size 0 is out of range: give 1 or more"),
+        (["--batch-size=0"], "--batch-size '0' is not valid: give a whole number of 1 or more"),
     ],
 )
 def test_what_no_launcher_writes(words: list[str], message: str) -> None:
@@ -105,8 +105,11 @@ def test_a_file_says_what_a_flag_says(text: str, value: object, tmp_path: Path) 
         ("run_dir: {a: b}", "'run_dir'[0] is {'a': 'b'}, and must be a text: write what its flag takes"),
         ('run_dir: "a\\0b"', "'run_dir' contains the control character '\\x00': write what its flag takes"),
         ('run_dir: "\\ud800"', "'run_dir'[0] holds half a character"),
-        ("run_dir: " + "[" * 5000 + "]" * 5000, "is no YAML (it is nested too deep): write `option: value`"),
-        ("run_dir: &a [*a]", "is no YAML (an alias (*name) stands for a list or mapping: write that out): write"),
+        (
+            "run_dir: " + "[" * 5000 + "]" * 5000,
+            "is not YAML (it is nested too deep): write lines of the form `option: value`",
+        ),
+        ("run_dir: &a [*a]", "is not YAML (an alias (*name) stands for a list or mapping: write that out): write"),
     ],
 )
 def test_a_value_that_no_flag_has(text: str, message: str, tmp_path: Path) -> None:
@@ -119,10 +122,10 @@ def test_a_value_that_no_flag_has(text: str, message: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("- a\n", "holds no mapping"),
-        ("a: [", r"is no YAML \(line 1: .*\): write"),
-        ("tsk: mrpc\n", r"no option 'tsk': did you mean task\?"),
-        ("task:\n", "'task' has no value: give it one, or leave the line out"),
+        ("- a\n", "is not a mapping"),
+        ("a: [", r"is not YAML \(line 1: .*\): write"),
+        ("tsk: mrpc\n", r"there is no option 'tsk': did you mean task\?"),
+        ("task:\n", "'task' has no value: give it one, or leave out the line"),
         ("max-steps: 3\nmax_steps: 4\n", "'max_steps' is there twice: keep one of the lines"),
         ("seed: 3\nseed: 3\n", "'seed' is there twice"),
     ],
@@ -181,17 +184,20 @@ def test_a_script_s_own_arguments_may_hold_any_character(tmp_path: Path) -> None
     [
         (
             ["launch", "--np", "٢"],
-            "Invalid value for '--np': '٢' is not a whole number: write it with the digits 0 to 9",
+            "--np '٢' is not valid: give a whole number of 1 or more, in the digits 0 to 9",
         ),
         (
             ["launch", "--epochs", "٣"],
-            "Invalid value for '--epochs': '٣' is not a number: write it with the digits 0 to",
+            "--epochs '٣' is not valid: give a number of 0 or more, in the digits 0 to 9",
         ),
-        (["estimate", "r", "--bandwidth", "٢gbit"], "--bandwidth '٢gbit' is no rate: write e.g. 1gbit or 100mbit"),
+        (
+            ["estimate", "r", "--bandwidth", "٢gbit"],
+            "--bandwidth '٢gbit' is not a bit rate: write for example 1gbit",
+        ),
         (["provision", "local", "--shm", "٢g", "--dry-run"], "--shm '٢g' is no size: write e.g. 256m or 1g"),
         (
             ["provision", "local", "--net", "٣gbit", "--dry-run"],
-            "--net '٣gbit' is no rate: write e.g. 1gbit or 100mbit",
+            "--net '٣gbit' is not a bit rate: write for example 1gbit or 100mbit",
         ),
         (["compare", "--np", "1,٢"], "--np 1,٢: '٢' is not a whole number from 1: give the numbers of ranks"),
     ],

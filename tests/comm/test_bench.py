@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cpuft.comm.bench import format_table, merge
-from cpuft.config import BenchConfig, plan_turns
+from cpuft.config import BenchConfig, list_bench_cases
 from cpuft.errors import CpuftError
 from cpuft.record import Measurement
 
@@ -19,7 +19,7 @@ def _measured(backend: str, *milliseconds: float) -> Measurement:
 
 
 def test_rounds_take_turns() -> None:
-    plan = plan_turns(BenchConfig(backends="gloo,auto", sizes="8,16", dtypes="float32", rounds=2))
+    plan = list_bench_cases(BenchConfig(backends="gloo,auto", sizes="8,16", dtypes="float32", rounds=2))
     one_round = [(backend, "all_reduce", "float32", size) for backend in ("gloo", "auto") for size in (8, 16)]
     assert plan == one_round * 2
 
@@ -49,4 +49,4 @@ def test_without_gloo_there_is_no_ratio() -> None:
 )
 def test_an_unknown_name_or_size_is_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(CpuftError, match=complaint):
-        plan_turns(replace(BenchConfig(), **options))
+        list_bench_cases(replace(BenchConfig(), **options))

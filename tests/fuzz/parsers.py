@@ -24,10 +24,10 @@ from cpuft.config import (
     PredictConfig,
     TrainConfig,
     format_arguments,
+    list_bench_cases,
     option_names,
     parse_arguments,
-    parse_bits,
-    plan_turns,
+    parse_bit_rate,
 )
 from cpuft.errors import CpuftError
 from cpuft.hosts import registry, topology, transport
@@ -252,7 +252,9 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_hosts": Parser(parse_hosts, values.damaged(["1,2,4,8", "64"])),
     "parse_instances": Parser(partial(parse_instances, path="x"), values.damaged([_INSTANCES])),
-    "plan_turns": Parser(lambda text: plan_turns(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])),
+    "list_bench_cases": Parser(
+        lambda text: list_bench_cases(BenchConfig(sizes=text, backends=text[:9])), values.damaged(["8,16"])
+    ),
     "parse_lease": Parser(parse_lease, values.damaged(["90m", "4h", "2d"])),
     "parse_limit": Parser(partial(parse_limit, lease=3600), values.damaged(["90m", "4h", "2d"])),
     "parse_timer": Parser(
@@ -260,7 +262,7 @@ PARSERS: dict[str, Parser] = {
         values.damaged(["until 9\nusec 9000000\nmode poweroff\nenabled yes\n"]),
     ),
     "parse_ssh_from": Parser(parse_ssh_from, values.damaged(["203.0.113.7", "10.0.0.0/24", "::1"])),
-    "parse_bits": Parser(parse_bits, values.damaged(["1gbit", "2.5mbit", "7bit"])),
+    "parse_bit_rate": Parser(parse_bit_rate, values.damaged(["1gbit", "2.5mbit", "7bit"])),
     "parse_world": Parser(
         lambda text: (
             parse_world({"PMI_RANK": text, "PMI_SIZE": "2"}) and parse_world({"RANK": "0", "WORLD_SIZE": text})

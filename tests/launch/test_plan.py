@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig, Room, Rooms, TrainConfig, take_rooms
+from cpuft.config import HostMemory, LaunchConfig, RunMemory, TrainConfig, split_run_memory
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
@@ -217,11 +217,11 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert LEAST_FREE_BYTES < 1 << 30
 
 
-def find_rooms(cluster: Cluster, apart: bool = False, resumed: ResumedRun | None = None) -> Rooms | None:
+def find_rooms(cluster: Cluster, apart: bool = False, resumed: ResumedRun | None = None) -> RunMemory | None:
     """What the plan of a training tells its preparation of these hosts."""
     plan = plan_training(cluster, LaunchConfig(np=2), TrainConfig(), "/runs/one", "lines", {}, apart, resumed)
     ((prepare,),) = plan.prepare
-    return take_rooms(prepare.command)[0]
+    return split_run_memory(prepare.command)[0]
 
 
 def test_the_preparation_learns_what_memory_ranks_have() -> None:
@@ -230,10 +230,10 @@ def test_the_preparation_learns_what_memory_ranks_have() -> None:
     free = [dataclasses.replace(facts, memory_free=8 << 30) for facts in cluster.facts]
     free[1] = dataclasses.replace(free[1], memory_left=2 << 30, boot_id="boot-1")
     cluster = dataclasses.replace(cluster, facts=tuple(free))
-    first = Room("node1", 1, 8 << 30, "boot-1", 8 << 30)
-    told = Rooms((first, Room("node2", 1, 2 << 30, "boot-1", 8 << 30)), "fp32")
+    first = HostMemory("node1", 1, 8 << 30, "boot-1", 8 << 30)
+    told = RunMemory((first, HostMemory("node2", 1, 2 << 30, "boot-1", 8 << 30)), "fp32")
     assert find_rooms(cluster) == told
-    assert find_rooms(cluster, apart=True) == dataclasses.replace(told, apart=True)
+    assert find_rooms(cluster, apart=True) == dataclasses.replace(told, independent=True)
     assert find_rooms(cluster, resumed=ResumedRun("/runs/one")) == told
     # What is left of the ranks that were lost may still be on its way out.
     assert find_rooms(cluster, resumed=ResumedRun("/runs/one", restart_reason="rank 1 was lost")) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import parse_bits
+from cpuft.config import parse_bit_rate
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import format_entry, read_entry
@@ -200,7 +200,7 @@ def test_down_leaves_a_hostfile_that_carries_no_mark() -> None:
 
 @pytest.mark.parametrize("rate, bits", [("", 0), ("1gbit", 10**9), ("100mbit", 10**8), ("2.5gbit", 25 * 10**8)])
 def test_rates(rate: str, bits: int) -> None:
-    assert parse_bits(rate) == bits
+    assert parse_bit_rate(rate) == bits
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import Room, Rooms, TrainConfig, format_rooms, take_rooms
+from cpuft.config import HostMemory, RunMemory, TrainConfig, format_run_memory, split_run_memory
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import Prepared
 from cpuft.train.memory import (
@@ -175,10 +175,10 @@ def save_model(folder: Path, **sizes: int) -> TrainConfig:
     return TrainConfig(model=str(folder))
 
 
-def rooms(*free: float, ranks: int = 1, machine: str = "") -> Rooms:
+def rooms(*free: float, ranks: int = 1, machine: str = "") -> RunMemory:
     sizes = [round(one * GB) for one in free]
-    hosts = (Room(f"n{number}", ranks, size, machine, size) for number, size in enumerate(sizes, 1))
-    return Rooms(tuple(hosts), "bf16")
+    hosts = (HostMemory(f"n{number}", ranks, size, machine, size) for number, size in enumerate(sizes, 1))
+    return RunMemory(tuple(hosts), "bf16")
 
 
 PARTS = "(checkpoint's copy 1.3 GB, activations 1.2 GB, process 0.9 GB)"
@@ -212,7 +212,7 @@ PARTS = "(checkpoint's copy 1.3 GB, activations 1.2 GB, process 0.9 GB)"
         ),
     ],
 )
-def test_refusals(free: Rooms, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_refusals(free: RunMemory, options: dict[str, Any], said: str, tmp_path: Path) -> None:
     config = dataclasses.replace(save_model(tmp_path), **options)
     with pytest.raises(CpuftError) as refused:
         check_fit(config, PREPARED, free)
@@ -259,7 +259,7 @@ def test_ranks_apart_keep_nothing_and_are_alone() -> None:
         seen.append((ranks, keeps))
         return {"process": GB}
 
-    find_shortage(TrainConfig(), dataclasses.replace(rooms(4.0, 4.0), apart=True), note)
+    find_shortage(TrainConfig(), dataclasses.replace(rooms(4.0, 4.0), independent=True), note)
     assert set(seen) == {(1, False)}
 
 
@@ -313,13 +313,13 @@ def test_a_model_of_another_kind_is_as_large_as_its_file(settings: str, tmp_path
 
 def test_rooms_travel() -> None:
     told = rooms(1.0, 2.0, machine="it's")
-    assert take_rooms([*format_rooms(told), "--task=demo"]) == (told, ["--task=demo"])
-    assert take_rooms(["--task=demo"]) == (None, ["--task=demo"])
-    assert format_rooms(rooms(1.0, 0.0)) == ()
+    assert split_run_memory([*format_run_memory(told), "--task=demo"]) == (told, ["--task=demo"])
+    assert split_run_memory(["--task=demo"]) == (None, ["--task=demo"])
+    assert format_run_memory(rooms(1.0, 0.0)) == ()
 
 
 def run_prepare(output: Path, free: float) -> subprocess.CompletedProcess[str]:
-    words = [*format_rooms(rooms(free)), "--task=demo", "--max-train-samples=64"]
+    words = [*format_run_memory(rooms(free)), "--task=demo", "--max-train-samples=64"]
     command = [sys.executable, "-m", "cpuft.train.data.prepare", str(output), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.config import FREE_ON_RESUME
+from cpuft.config import CHANGEABLE_ON_RESUME
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Line, Record, RecordedRank, StepLine, format_line, parse_record
@@ -222,7 +222,7 @@ def find_difference(record: Record, same_tensors: bool, options: Mapping[str, An
     """What a checkpoint's job has that this one has not, with the next move; empty when they are one job."""
     then = record.header.options
     for name, value in options.items():
-        if name not in (*_OF_HOSTS, *FREE_ON_RESUME) and then.get(name, value) != value:
+        if name not in (*_OF_HOSTS, *CHANGEABLE_ON_RESUME) and then.get(name, value) != value:
             flag = "--" + name.replace("_", "-")
             return f"is of another job, with {flag} {then[name]}, and this is {value}: start a new run without --resume"
     if record.header.data != data:

@@ -1,6 +1,6 @@
 """Rows -> token numbers, once for a run and before any rank starts; checks all input while it is at it.
 
-    python -m cpuft.train.data.prepare OUTPUT --rooms=... --task=... (all training options)
+    python -m cpuft.train.data.prepare OUTPUT --host-memory=... --task=... (all training options)
 
 writes OUTPUT, a NumPy archive. What was prepared once is kept under the user's cache directory, by checksum.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig, parse_arguments, take_rooms
+from cpuft.config import TrainConfig, parse_arguments, split_run_memory
 from cpuft.errors import CpuftError, counted, describe_disk
 from cpuft.files import cache_folder, take_sent, written_beside
 from cpuft.tasks import TASKS, Task
@@ -271,7 +271,7 @@ def _is_number(text: str) -> bool:
 def main() -> None:
     """Prepare, see whether the training fits, and put a copy where the run wants it."""
     try:
-        rooms, words = take_rooms(sys.argv[2:])
+        rooms, words = split_run_memory(sys.argv[2:])
         output, config = sys.argv[1], parse_arguments(TrainConfig, words)
         os.environ.update(take_sent(os.environ, "prepare"))
         check_engine(config)
