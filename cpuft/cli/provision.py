@@ -26,7 +26,7 @@ _dry_run = click.option("--dry-run", is_flag=True, help=DRY_RUN.help)
 
 @click.group(cls=Verbs)
 def provision() -> None:
-    """Make clusters from servers, from rented instances, or from simulated hosts on this machine; remove them."""
+    """Make clusters from servers, rented instances or simulated hosts, and remove them."""
 
 
 def _say(text: str) -> None:
