@@ -34,6 +34,8 @@ PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "m
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
 _SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
+RUN_MODULES = ("cpuft.rank", "cpuft.train", "cpuft.launch.remote")
+"""Modules that the processes of a run execute."""
 _CPU_SAMPLE_SECONDS = 0.25
 _MPIRUN_PROCESSES = ("hydra_", "mpiexec", "mpirun", "orted", "prted")
 _BLOCK = 1 << 20
@@ -194,7 +196,7 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
         argv, pid = _read(f"{path}/cmdline").split("\0"), path.split("/")[2]
         mentioned += f"{argv} {_read(f'{path}/environ')}"
-        is_rank = any(argument in ("cpuft.rank", "cpuft.train", "cpuft.launch.remote") for argument in argv)
+        is_rank = any(argument in RUN_MODULES for argument in argv)
         if is_rank and _read_field(f"{path}/status", "PPid") == "1":
             ranks.append(f"pid {pid}: {' '.join(argv)[:80]}")
     folders = [path for path in glob.glob(f"{root}/cpuft-*") + glob.glob(f"{root}/cpuft-*/*") if _is_own(path)]

@@ -1,4 +1,4 @@
-"""A healthy cluster as facts, to plant one fault at a time in."""
+"""The facts of a healthy cluster, in which tests plant one fault at a time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _host(index: int, hosts: int) -> HostState:
 
 
 def plant(state: ClusterState, index: int, **changes: Any) -> ClusterState:
-    """The same cluster with fields of host `index` (1 is the master) changed, whichever object they belong to."""
+    """The same cluster with fields of host `index` (1 is the head host) changed, in whichever object they are."""
     one = state.hosts[index - 1]
     assert one.facts is not None
     assert one.health is not None

@@ -74,7 +74,7 @@ def test_a_fault_on_one_host_is_found_by_its_code(code: str, fault: dict[str, An
     assert all(finding.evidence and finding.cause and finding.next_step for finding in findings)
 
 
-def test_a_host_that_was_never_seen_is_not_called_installed_anew() -> None:
+def test_an_unknown_host_key_has_another_cause_than_a_changed_one() -> None:
     causes = {
         kind: find_all(plant(healthy(), 3, **GONE, failure="x", kind=kind))[0].cause
         for kind in (transport.KEY_UNKNOWN, transport.KEY_CHANGED)
@@ -83,7 +83,7 @@ def test_a_host_that_was_never_seen_is_not_called_installed_anew() -> None:
     assert causes[transport.KEY_CHANGED].startswith("The host was installed again")
 
 
-def test_what_a_host_says_of_leftovers_is_no_command() -> None:
+def test_only_valid_process_ids_and_paths_become_part_of_the_fix() -> None:
     said = ["pid 12: cpuft.rank", "pid 1; reboot: cpuft.rank", "/var/tmp/cpuft-0123456789ab; cd; rm -r *"]
     said += ["/var/tmp/cpuft-0/0123456789ab", "/var/tmp/cpuft-0/../../home", "/var/tmp/cpuft-0", "/home"]
     (finding,) = find_all(plant(healthy(), 3, leftovers=said))
@@ -91,14 +91,14 @@ def test_what_a_host_says_of_leftovers_is_no_command() -> None:
     assert finding.fix == ("sh", "-c", f"{kill}; rm -rf --one-file-system /var/tmp/cpuft-0/0123456789ab")
 
 
-def test_the_same_host_twice() -> None:
+def test_two_lines_for_the_same_host_are_found() -> None:
     state = healthy()
     facts = state.hosts[0].facts
     twin = replace(state, hosts=(*state.hosts[:3], replace(state.hosts[3], facts=facts)))
     assert [(f.code, f.host) for f in find_all(twin)] == [("CPUFT-011", "node4 (node1)")]
 
 
-def test_no_host_has_bf16() -> None:
+def test_a_cluster_without_bf16_is_found_once() -> None:
     state = healthy(2)
     for index in (1, 2):
         state = plant(state, index, cpu_flags=("avx2",))
@@ -113,7 +113,7 @@ def test_a_slow_link_is_found_at_both_ends() -> None:
     assert findings[0].evidence == "The link to node3 carries 0.40 Gbit/s; the median of all links is 1.00 Gbit/s."
 
 
-def test_every_check_has_a_fault_above() -> None:
+def test_every_check_has_a_planted_fault() -> None:
     planted = {code for code, _ in FAULTS} | {"CPUFT-011", "CPUFT-019", "CPUFT-033"}
     assert planted == {check.code for check in CHECKS}
     assert [check.code for check in CHECKS] == [f"CPUFT-{number:03}" for number in range(1, len(CHECKS) + 1)]
@@ -148,7 +148,7 @@ def test_a_rank_alone_on_its_host_shares_no_memory() -> None:
     assert [f.code for f in find_all(replace(state, ranks={"node1": 1, "node2": 2}))] == ["CPUFT-022"]
 
 
-def test_a_host_that_is_off_does_not_make_its_peers_ill() -> None:
+def test_a_host_that_is_off_causes_no_findings_on_other_hosts() -> None:
     state = plant(healthy(), 3, **GONE, failure="no answer in 10 s")
     state = plant(state, 1, ssh={"node3": "Connection timed out"}, connected={"10.0.0.2": 0.2, "10.0.0.4": 0.2})
     assert [(f.code, f.host) for f in find_all(state)] == [("CPUFT-002", "node3")]
@@ -163,7 +163,7 @@ def test_equal_findings_share_an_entry_and_errors_come_first() -> None:
     assert text.endswith("4 hosts, 37 checks: 1 error, 2 warnings\n")
 
 
-def test_a_launch_stops_for_severe_findings_only() -> None:
+def test_only_errors_stop_a_launch() -> None:
     findings = find_all(plant(healthy(), 2, disk_free=0, load=9.0))
     assert describe_errors(findings).startswith("CPUFT-023 on node2: 0 MB are free in /var/tmp")
     assert "CPUFT-026" not in describe_errors(findings)

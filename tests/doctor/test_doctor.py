@@ -1,4 +1,4 @@
-"""The doctor on a real cluster of namespaces, with faults planted for real."""
+"""The doctor on a simulated cluster, in which each fault is real."""
 
 import json
 import shlex
@@ -13,7 +13,7 @@ from tests.provision.simulated import Simulated, needs_root, simulate, take_snap
 pytestmark = needs_root
 SECONDS_OF_SHORT_FORM = 5.0
 SLOW_MACHINE = {"CPUFT-026", "CPUFT-027"}
-"""Load and stolen time are the test machine's own affair."""
+"""Load and stolen time depend on what else the test machine does."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
 
 
 def examine(cluster: Simulated, *options: str) -> dict[str, set[str]]:
-    """Codes and the hosts they were said of."""
+    """Return the hosts of the findings, by code."""
     done = cluster.cpuft("doctor", "--cluster", cluster.name, "--json", *options)
     assert done.returncode in (0, 1), done.stderr
     codes: dict[str, set[str]] = {}
@@ -39,16 +39,16 @@ def examine(cluster: Simulated, *options: str) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def usual(cluster: Simulated) -> dict[str, set[str]]:
-    """What this test machine itself lacks, an allocator for example."""
+    """Findings about this test machine itself, such as a missing allocator."""
     return examine(cluster)
 
 
 def new(found: dict[str, set[str]], usual: dict[str, set[str]]) -> dict[str, set[str]]:
-    """What was not said of these hosts before: a host that is gone now is no news of what it lacked as well."""
+    """Return the findings that are not among the usual ones, without hosts that have fewer findings than usual."""
     return {code: more for code, hosts in found.items() if (more := hosts - usual.get(code, set()))}
 
 
-def test_the_short_form_is_quick(cluster: Simulated, usual: dict[str, set[str]]) -> None:
+def test_an_examination_is_quick(cluster: Simulated, usual: dict[str, set[str]]) -> None:
     start = time.monotonic()
     assert not new(examine(cluster), usual)
     assert time.monotonic() - start < SECONDS_OF_SHORT_FORM
@@ -67,7 +67,7 @@ def test_the_short_form_is_quick(cluster: Simulated, usual: dict[str, set[str]])
         ("CPUFT-023", "mount -t tmpfs -o size=1m tmpfs /var/tmp", "umount /var/tmp"),
     ],
 )
-def test_a_real_fault_of_a_host(
+def test_a_real_fault_of_a_host_is_found(
     cluster: Simulated, usual: dict[str, set[str]], code: str, plant: str, undo: str
 ) -> None:
     cluster.on(3, plant.replace("NAME", f"{cluster.name}-3"))
@@ -77,7 +77,7 @@ def test_a_real_fault_of_a_host(
         cluster.on(3, undo)
 
 
-def test_a_host_cut_off(cluster: Simulated, usual: dict[str, set[str]]) -> None:
+def test_a_disconnected_host_is_found(cluster: Simulated, usual: dict[str, set[str]]) -> None:
     cluster.cpuft("provision", "local", "--name", cluster.name, "cut", "4")
     found = new(examine(cluster), usual)
     cluster.cpuft("provision", "local", "--name", cluster.name, "join", "4")
@@ -85,7 +85,7 @@ def test_a_host_cut_off(cluster: Simulated, usual: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize("code", ["CPUFT-003", "CPUFT-004"])
-def test_a_key_that_is_not_the_right_one(cluster: Simulated, usual: dict[str, set[str]], code: str) -> None:
+def test_a_wrong_key_is_found(cluster: Simulated, usual: dict[str, set[str]], code: str) -> None:
     folder = cluster.folder / "state" / cluster.name
     known, address = folder / "known_hosts", cluster.hosts[1].name
     text = known.read_text()
@@ -105,7 +105,7 @@ def test_a_key_that_is_not_the_right_one(cluster: Simulated, usual: dict[str, se
         assert found[code] == {address}
 
 
-def test_ports_closed_between_hosts(cluster: Simulated, usual: dict[str, set[str]]) -> None:
+def test_closed_ports_between_hosts_are_found(cluster: Simulated, usual: dict[str, set[str]]) -> None:
     # A route that leads nowhere for everything but the master: no packet filter is needed for it.
     cluster.on(2, f"ip route add blackhole {cluster.hosts[2].name}/32")
     found = new(examine(cluster), usual)
@@ -121,7 +121,7 @@ def test_a_rank_left_over_is_found_and_fixed(cluster: Simulated, usual: dict[str
     assert "sleep 300; :" not in cluster.on(2, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
 
 
-def test_a_launch_stops_for_it_and_says_the_code(cluster: Simulated) -> None:
+def test_a_finding_stops_a_launch_with_its_code(cluster: Simulated) -> None:
     cluster.on(2, "mount -t tmpfs -o size=1m tmpfs /var/tmp")
     try:
         done = cluster.cpuft("launch", "--np", "2", "--cluster", cluster.name, "--run-dir", "never")

@@ -1,4 +1,4 @@
-"""Looking at hosts before a launch, and from outside their network."""
+"""Examining hosts before a launch, and from outside their network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.provision.simulated import needs_root
 
 
 def check(monkeypatch: pytest.MonkeyPatch, hosts: int, **health: Any) -> list[str]:
-    """What is said before a launch on that many hosts, when the first has this health."""
+    """Return the warnings before a launch on that many hosts, of which the first has this health."""
     state = plant(healthy(), 1, **health)
     state = replace(state, hosts=state.hosts[:hosts])
     monkeypatch.setattr(examine, "examine_hosts", lambda *_: state)
@@ -39,12 +39,12 @@ def check(monkeypatch: pytest.MonkeyPatch, hosts: int, **health: Any) -> list[st
     return said
 
 
-def test_a_busy_host_is_pointed_out_even_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_busy_host_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = check(monkeypatch, 1, load=7.5)
     assert line == "CPUFT-026 on node1: 7.5 of 8 cores are busy before the run starts. (details: cpuft doctor)"
 
 
-def test_one_host_may_run_where_several_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_a_run_on_several_hosts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line[:9] for line in check(monkeypatch, 1, disk_free=0)] == ["CPUFT-023"]
     with pytest.raises(CpuftError, match="CPUFT-023"):
         check(monkeypatch, 2, disk_free=0)
@@ -52,7 +52,7 @@ def test_one_host_may_run_where_several_may_not(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("code, health", [("CPUFT-022", {"shm_free": 1 << 20}), ("CPUFT-034", {"open_files": 64})])
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_what_no_run_survives_stops_it_on_one_host_too(
+def test_problems_that_kill_ranks_stop_a_run_on_one_host_too(
     monkeypatch: pytest.MonkeyPatch, hosts: int, code: str, health: dict[str, int]
 ) -> None:
     with pytest.raises(CpuftError, match=rf"^{code} on node1: .*to launch nevertheless: --no-check\)$"):
@@ -76,7 +76,7 @@ SMALL = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
         ),
     ],
 )
-def test_a_limit_is_named_before_ranks_start(limit: str, said: str, verb: str) -> None:
+def test_a_limit_that_is_too_low_is_reported_before_ranks_start(limit: str, said: str, verb: str) -> None:
     start = time.monotonic()
     done = run_shell(f"{limit} && cpuft {verb} --np 2 --run-dir run")
     assert done.returncode == 2
@@ -85,7 +85,7 @@ def test_a_limit_is_named_before_ranks_start(limit: str, said: str, verb: str) -
     assert time.monotonic() - start < 30
 
 
-def test_what_one_host_always_is_it_need_not_hear_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_host_gets_no_warnings_about_permanent_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(monkeypatch, 1, huge_pages="always madvise [never]") == []
 
 
@@ -95,21 +95,21 @@ eth0 0001A8C0 00000000 0001 0 0 0 00FFFFFF 0 0 0
 wg0 0000000A 00000000 0001 0 0 0 000000FF 0 0 0
 eth0 0005000A 0101A8C0 0003 0 0 0 00FFFFFF 0 0 0
 """
-"""A laptop: everything through a gateway but its own network and what a tunnel leads to."""
+"""Routes of a laptop: its own network and a tunnel are reached directly, everything else through a gateway."""
 
 
 @pytest.mark.parametrize(
     "address, outside",
     [("52.1.2.3", True), ("192.168.1.7", False), ("10.1.2.3", False), ("10.0.5.1", True), ("bastion.host", False)],
 )
-def test_what_lies_behind_a_gateway_is_another_network(address: str, outside: bool) -> None:
+def test_an_address_behind_a_gateway_is_on_another_network(address: str, outside: bool) -> None:
     assert is_outside(address, ROUTES) is outside
     assert not is_outside(address, ROUTES.splitlines()[0])
     assert not is_outside(address, "")
 
 
 class OtherTransport(Transport):
-    """This machine's address as if it were another machine's."""
+    """A transport to this machine that treats it as another machine."""
 
     def is_here(self, host: Host) -> bool:
         return False
@@ -123,7 +123,7 @@ class OtherTransport(Transport):
 
 
 @pytest.mark.parametrize("asked, behind, reached", [(True, True, True), (True, False, False), (False, True, False)])
-def test_a_port_that_is_reached_from_another_network_is_told(
+def test_a_port_that_is_reached_from_another_network_is_a_finding(
     asked: bool, behind: bool, reached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examine, "_read_routes", lambda: ROUTES)
@@ -134,8 +134,8 @@ def test_a_port_that_is_reached_from_another_network_is_told(
     assert (("CPUFT-036", False) in found) is reached
 
 
-def test_a_firewall_keeps_others_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No connection comes through: the doctor's look ends in time, and nothing is told."""
+def test_ports_behind_a_firewall_are_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No connection is possible: the examination ends in time, and there is no finding."""
     monkeypatch.setattr(examine, "_read_routes", lambda: ROUTES)
     monkeypatch.setattr(examine, "is_outside", lambda address, routes: True)
     monkeypatch.setattr(examine, "PORT_SECONDS", 0.5)

@@ -1,4 +1,4 @@
-"""Who measures with whom, and what is made of the answers; a real measurement over loopback."""
+"""Which hosts measure when, the table of the results, and a real measurement over loopback."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from cpuft.doctor.probe import measure_links
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
-def test_all_meet_once_and_nobody_is_in_two_places(count: int) -> None:
+def test_each_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) -> None:
     rounds = plan_pairs(count)
     met = sorted(pair for pairs in rounds for pair in pairs)
     assert met == [(a, b) for a in range(count) for b in range(a + 1, count)]
@@ -21,7 +21,7 @@ def test_all_meet_once_and_nobody_is_in_two_places(count: int) -> None:
         assert len(busy) == len(set(busy))
 
 
-def test_a_table_of_links() -> None:
+def test_a_table_of_links_has_latency_and_rate() -> None:
     here = [{"peer": "10.0.0.2", "latency_us": 41.4, "bits_per_second": 9.4e8}]
     there = [{"peer": "10.0.0.1", "bits_per_second": 5e8}]
     links = read_links(["a", "b"], {"10.0.0.1": "a", "10.0.0.2": "b"}, [here, there])
@@ -31,12 +31,12 @@ def test_a_table_of_links() -> None:
     ]
 
 
-def test_a_link_that_failed_says_why() -> None:
+def test_the_table_shows_why_a_link_failed() -> None:
     links = read_links(["a", "b"], {"1": "a", "2": "b"}, [[{"peer": "2", "error": "timed out"}], []])
     assert "timed out" in format_links(links)
 
 
-def test_two_ends_on_loopback() -> None:
+def test_a_link_is_measured_over_loopback() -> None:
     order: dict[str, Any] = {"port": 23917, "seconds": 0.05}
     served: list[dict[str, Any]] = []
     server = threading.Thread(target=lambda: served.extend(measure_links(order | {"peers": [["127.0.0.1", False]]})))
@@ -50,7 +50,7 @@ def test_two_ends_on_loopback() -> None:
     assert 0 < called["latency_us"] < 1e5
 
 
-def test_a_peer_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_connect_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_LINK_TIMEOUT_SECONDS", 0.1)
     (answer,) = measure_links({"port": 23918, "seconds": 0.05, "peers": [["127.0.0.1", False]]})
     assert answer == {"peer": "127.0.0.1", "error": "timed out"}

@@ -1,7 +1,8 @@
-"""What a host finds of itself."""
+"""What the probe finds on a host."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ OTHERS = ("cpuft-inputs", "cpuft-0/inputs", "cpuft-0", "cpuft-0123456789ab; cd; 
 
 
 def make(root: Path, names: tuple[str, ...], hours: float = 25) -> None:
-    """Folders that were last written to so many hours ago."""
+    """Make folders that were last changed `hours` ago."""
     for name in names:
         (root / name).mkdir(parents=True, exist_ok=True)
     for name in names:
@@ -44,6 +45,11 @@ def test_kernels_come_from_a_compiler_or_from_provisioning(tmp_path: Path, monke
     assert probe.find_kernels() == str(tmp_path / "c++")
 
 
+@pytest.mark.parametrize("module", probe.RUN_MODULES)
+def test_the_modules_of_a_run_exist(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
+
+
 def test_folders_of_runs_are_left_over_after_a_day(tmp_path: Path) -> None:
     make(tmp_path, (*RUNS, *OTHERS))
     make(tmp_path, ("cpuft-ba9876543210",), hours=23)
@@ -64,14 +70,14 @@ def test_a_long_run_is_not_left_over(tmp_path: Path, name: str) -> None:
 
 
 @needs_root
-def test_what_another_user_left_is_theirs(tmp_path: Path) -> None:
+def test_directories_of_other_users_are_ignored(tmp_path: Path) -> None:
     make(tmp_path, RUNS[:1])
     os.chown(tmp_path / RUNS[0], 65534, 65534)
     assert left(tmp_path) == []
 
 
 @pytest.mark.parametrize(("job", "found"), [({"SLURM_JOB_ID": "7"}, "slurm-wlm 22.05.8"), ({}, "")])
-def test_srun_starts_ranks_where_there_is_no_mpirun(job: dict[str, str], found: str, tmp_path: Path) -> None:
+def test_srun_counts_as_mpirun_in_a_slurm_job(job: dict[str, str], found: str, tmp_path: Path) -> None:
     (tmp_path / "srun").write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
     (tmp_path / "srun").chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Hosts that only a bastion reaches: they are made a cluster, looked at and trained on, and their results come back."""
+"""Hosts behind a bastion: cpuft provisions and examines them, trains on them, and fetches the results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if os.environ["RANK"] == "0":
 
 @contextmanager
 def cut_off(addresses: list[str]) -> Iterator[None]:
-    """This machine has no way to these hosts; between themselves they do."""
+    """Remove this machine's route to these hosts; they still reach each other."""
     for address in addresses:
         subprocess.run(["ip", "route", "add", "unreachable", f"{address}/32"], check=True, timeout=20)
     try:
@@ -39,7 +39,7 @@ def cut_off(addresses: list[str]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    """Three hosts with disks of their own: the first is the bastion, and the user's own ssh calls it gate."""
+    """Three hosts with disks of their own. The first is the bastion, called gate in the user's ssh configuration."""
     with (
         own_root(tmp_path_factory.mktemp("bastion")) as image,
         simulate(image.parent, "--nodes", "3", "--image", str(image)) as made,
@@ -61,7 +61,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
 
 
 def ok(cluster: Simulated, *words: str) -> str:
-    """What a command said that must succeed; the user's own ssh configuration is the cluster folder's."""
+    """Run a command that must succeed; return its output. The user's ssh configuration is in the cluster folder."""
     done = cluster.cpuft(*words, HOME=str(cluster.folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

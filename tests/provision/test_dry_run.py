@@ -1,4 +1,4 @@
-"""What only looks: dry runs of what this machine alone is needed for."""
+"""Dry runs of commands that need only this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AMI = Path(__file__).parents[2] / "ami"
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
-    """Throwaway folders for all that a command could write to without being told."""
+    """Make temporary folders for everything that a command could write to by default."""
     for name in ("home", "tmp"):
         (tmp_path / name).mkdir()
     return {

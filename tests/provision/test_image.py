@@ -25,15 +25,15 @@ from cpuft.provision.wheels import Supply, Wheel, make_own_wheel, make_stamp
 AMI = Path(__file__).parents[2] / "ami"
 
 
-def test_the_install_script_is_the_recipes() -> None:
+def test_the_install_script_is_generated_from_the_recipe() -> None:
     assert (AMI / "install.sh").read_text() == format_install(read_recipe(str(AMI / "recipe.yaml")))
 
 
-def test_the_container_file_is_the_recipes() -> None:
+def test_the_container_file_is_generated_from_the_recipe() -> None:
     assert (AMI / "Containerfile").read_text() == format_container(read_recipe(str(AMI / "recipe.yaml")))
 
 
-def test_the_container_file_copies_what_there_is_and_proves_what_it_made() -> None:
+def test_the_container_file_copies_existing_files_and_checks_the_result() -> None:
     lines = (AMI / "Containerfile").read_text().splitlines()
     copied = [line.split()[1:] for line in lines if line.startswith("COPY ")]
     assert [name for *names, _ in copied for name in names if not (AMI.parent / name).exists()] == []
@@ -43,7 +43,7 @@ def test_the_container_file_copies_what_there_is_and_proves_what_it_made() -> No
 
 
 @pytest.mark.parametrize("text", ["", "[]", "base: {}", "a: [", "base: {suite: x}\npackages: []\nfiles: []\n"])
-def test_what_is_no_recipe_is_said_in_a_line(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_recipe_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(CpuftError) as caught:
         read_recipe(str(tmp_path / "recipe.yaml"))
@@ -65,14 +65,14 @@ def test_what_is_no_recipe_is_said_in_a_line(tmp_path: Path, text: str) -> None:
         ("base:", "base: " + "[" * 5000 + "\nother:"),
     ],
 )
-def test_a_recipe_of_wrong_types_is_said_in_a_line(tmp_path: Path, change: tuple[str, str]) -> None:
+def test_a_recipe_with_wrong_types_is_refused_in_one_line(tmp_path: Path, change: tuple[str, str]) -> None:
     text = (AMI / "recipe.yaml").read_text()
     (tmp_path / "recipe.yaml").write_text(text.replace(*change, 1))
     with pytest.raises(CpuftError, match=r"^recipe .* cannot be used \(.*\): compare it with ami/recipe.yaml$"):
         read_recipe(str(tmp_path / "recipe.yaml"))
 
 
-def test_numbers_are_texts_of_digits(tmp_path: Path) -> None:
+def test_numbers_in_a_recipe_are_read_as_text(tmp_path: Path) -> None:
     text = (AMI / "recipe.yaml").read_text()
     (tmp_path / "recipe.yaml").write_text(text.replace("suite: bookworm", "suite: 12").replace("name: g++", "name: 5"))
     recipe = read_recipe(str(tmp_path / "recipe.yaml"))
@@ -91,12 +91,12 @@ BUILD = plan_image(RECIPE, "/images/a", FACTS).stages
 
 
 def run_step(number: int, root: Path) -> subprocess.CompletedProcess[str]:
-    """A step of a build whose unfinished image is `root`."""
+    """Run a step of a build whose unfinished image is `root`."""
     words = [word.replace("/images/a.new", str(root)) for word in BUILD[number][0].command]
     return subprocess.run(words, capture_output=True, text=True, timeout=20)
 
 
-def test_a_build_starts_anew_only_over_a_build(tmp_path: Path) -> None:
+def test_a_build_replaces_only_an_unfinished_build(tmp_path: Path) -> None:
     root = tmp_path / "a.new"
     (root / "home").mkdir(parents=True)
     done = run_step(0, root)
@@ -110,8 +110,8 @@ def test_a_build_starts_anew_only_over_a_build(tmp_path: Path) -> None:
     assert [str(path.relative_to(root)) for path in sorted(root.rglob("*"))] == ["etc", "etc/cpuft-image.json"]
 
 
-def test_what_is_forgotten_lies_in_the_image(tmp_path: Path) -> None:
-    """A link in it leads to this machine's own files, as long as nobody has changed root into it."""
+def test_cleaning_removes_files_in_the_image_only(tmp_path: Path) -> None:
+    """Outside of a chroot, a symbolic link in the image leads to a file of this machine."""
     root, outside = tmp_path / "a.new", tmp_path / "outside"
     for folder in (outside / "cache", root / "etc", root / "var" / "cache" / "apt", root / "root"):
         folder.mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_packages_come_from_the_mirror_of_the_recipe() -> None:
     assert steps[1].command[-2:] == ("/images/a.new", "http://mirror.example/debian")
 
 
-def test_what_is_built_is_not_built_again() -> None:
+def test_a_finished_image_is_not_built_again() -> None:
     supply = Supply(WHEELS)
     stamp = {"format": 1, "recipe": RECIPE.digest, "environment": make_stamp(("cpuft==1", "a==1.0"), WHEELS)}
     assert plan_image(RECIPE, "/images/a", replace(FACTS, supply=supply, stamp=stamp)) == Plan()
@@ -167,7 +167,7 @@ def test_the_image_and_servers_keep_the_environment_at_the_same_path() -> None:
     assert read_recipe(str(AMI / "recipe.yaml")).environment.prefix == HostsConfig().prefix
 
 
-def test_contents_are_hashed_by_name_mode_and_text(tmp_path: Path) -> None:
+def test_the_hash_of_contents_depends_on_names_modes_and_texts(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "var" / "log").mkdir(parents=True)
     path = tmp_path / "etc" / "a"
@@ -180,8 +180,8 @@ def test_contents_are_hashed_by_name_mode_and_text(tmp_path: Path) -> None:
     assert hash_contents(tmp_path) != first
 
 
-def test_a_wheel_without_a_checkout_makes_images() -> None:
-    """The working directory has no folder ami."""
+def test_an_installed_wheel_contains_the_recipe() -> None:
+    """It is used when the working directory has no folder ami."""
     assert read_recipe("ami/recipe.yaml") == read_recipe(str(AMI / "recipe.yaml"))
     with zipfile.ZipFile(io.BytesIO(make_own_wheel()[1])) as wheel:
         assert wheel.read("cpuft/provision/recipe.yaml") == (AMI / "recipe.yaml").read_bytes()

@@ -64,7 +64,7 @@ def make_facts(servers: tuple[ServerFacts, ...], **more: Any) -> Facts:
 
 
 def plan_whole(servers: tuple[ServerFacts, ...], **more: Any) -> Plan:
-    """Of a cluster whose files are all here."""
+    """Plan a cluster whose files on this machine are complete."""
     here = [step for stage in plan_servers(CONFIG, make_facts(servers)).stages for step in stage if not step.host]
     return plan_servers(CONFIG, make_facts(servers, **({"files": {s.command[-2]: s.stdin for s in here}} | more)))
 
@@ -73,11 +73,11 @@ def why(servers: tuple[ServerFacts, ...]) -> list[str]:
     return [f"{step.host}: {step.why}" for stage in plan_whole(servers).stages for step in stage]
 
 
-def test_servers_that_have_all_are_missing_nothing() -> None:
+def test_complete_servers_need_no_steps() -> None:
     assert why((DONE, replace(DONE, key="", sums={}))) == []
 
 
-def test_bare_servers_get_all_but_the_login_that_needs_the_masters_key() -> None:
+def test_new_servers_get_everything_but_the_login_that_needs_the_head_hosts_key() -> None:
     install = "install the environment at /opt/cpuft/env"
     tell = "a: configure how the head host reaches the hosts"
     push = "push pip-26-py3-none-any.whl"
@@ -92,11 +92,11 @@ def test_bare_servers_get_all_but_the_login_that_needs_the_masters_key() -> None
         ({"authorized": ()}, "b: let the head host log in"),
     ],
 )
-def test_what_one_server_lacks_is_done_there_only(change: dict[str, object], step: str) -> None:
+def test_steps_for_one_server_run_only_there(change: dict[str, object], step: str) -> None:
     assert why((DONE, replace(DONE, **change))) == [step]  # type: ignore[arg-type]
 
 
-def test_where_the_master_may_be_lost_every_server_can_take_its_place() -> None:
+def test_every_server_can_replace_a_head_host_that_may_be_lost() -> None:
     tell, other = "b: configure how the head host reaches the hosts", "ssh-ed25519 OTHER cpuft-lab"
 
     def list_steps(*servers: ServerFacts) -> list[tuple[str, str]]:
@@ -114,13 +114,13 @@ def test_where_the_master_may_be_lost_every_server_can_take_its_place() -> None:
 
 
 @pytest.mark.parametrize("wheels", [{}, {WHEELS[0].name: "22"}])
-def test_wheels_go_to_the_servers_that_will_install(wheels: dict[str, str]) -> None:
+def test_wheels_go_only_to_servers_that_will_install(wheels: dict[str, str]) -> None:
     push, install = "b: push pip-26-py3-none-any.whl", "b: install the environment at /opt/cpuft/env"
     assert why((DONE, replace(DONE, wheels=wheels))) == []  # from an image that had its environment
     assert why((DONE, replace(DONE, wheels=wheels, stamp=""))) == [push, install]
 
 
-def test_whoever_waits_is_told_of_all_files_at_once() -> None:
+def test_progress_counts_all_files_of_a_push() -> None:
     supply = Supply(tuple(replace(WHEELS[0], name=f"pip-{number}-py3.whl", size=500_000) for number in range(66)))
     facts = replace(make_facts((BARE, BARE)), supply=supply)
     stages = plan_servers(CONFIG, facts).stages
@@ -129,17 +129,17 @@ def test_whoever_waits_is_told_of_all_files_at_once() -> None:
     assert {step.part for step in pushes} == {"push 66 files to 2 hosts, 66 MB in all"}
 
 
-def test_one_environment_needs_one_python() -> None:
+def test_servers_with_different_pythons_are_refused() -> None:
     assert find_python({"a": "3.11.2", "b": "3.11.9"}) == "3.11"
     with pytest.raises(CpuftError, match=r"a has 3\.11, b has 3\.13: install one on all of them$"):
         find_python({"a": "3.11.2", "b": "3.13.5"})
 
 
-def test_a_server_in_a_line() -> None:
+def test_a_server_is_described_in_one_line() -> None:
     assert describe_server(BARE) == "up, debian 12, kernel 6.1, Python 3.11.2, no environment, 9 GB free"
 
 
-def test_a_survey_is_read() -> None:
+def test_a_survey_is_parsed() -> None:
     assert parse_survey(SURVEY, "a") == replace(
         BARE,
         wheels={WHEELS[0].name: "11"},
@@ -149,7 +149,7 @@ def test_a_survey_is_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "sh: not found\n", "os \n", "free_kb 5\n"])
-def test_anything_else_is_no_survey(text: str) -> None:
+def test_other_output_is_no_survey(text: str) -> None:
     with pytest.raises(CpuftError, match="host a could not be examined"):
         parse_survey(text, "a")
 
@@ -164,24 +164,24 @@ def test_anything_else_is_no_survey(text: str) -> None:
         ({"free_kb": 1 << 10}, "a: /opt/cpuft has 1 MB of free space"),
     ],
 )
-def test_what_stops_a_server(change: dict[str, object], said: str) -> None:
+def test_problems_of_a_server_are_named(change: dict[str, object], said: str) -> None:
     problem = check_server("a", replace(BARE, **change), CONFIG, True, 1 << 20)  # type: ignore[arg-type]
     assert problem[: len(said)] == said
     assert bool(problem) == bool(said)
 
 
-def test_no_pip_and_no_wheel_of_it() -> None:
+def test_a_server_without_pip_needs_a_wheel_of_pip() -> None:
     assert "python3-venv" in check_server("a", BARE, CONFIG, False, 0)
 
 
-def test_down_touches_only_servers_that_have_something() -> None:
+def test_down_has_steps_only_for_servers_that_have_something() -> None:
     plan = plan_servers_down(CONFIG, make_facts((DONE, BARE)))
     assert [step.host for stage in plan.stages for step in stage] == ["a"]
     assert plan_servers_down(CONFIG, make_facts((BARE, BARE))).stages == ()
 
 
 def survey(prefix: Path) -> ServerFacts:
-    """What this machine says of itself as a server."""
+    """Run the survey on this machine."""
     script = Path(servers.__file__).with_name("servers_survey.sh")
     done = subprocess.run(("sh", script, prefix, "lab"), capture_output=True, text=True, timeout=60, check=True)
     return parse_survey(done.stdout, "a")
@@ -198,7 +198,9 @@ def survey(prefix: Path) -> ServerFacts:
         (("env/bin/python", "install.lock"), "", True),
     ],
 )
-def test_what_is_in_the_way_at_the_prefix(tmp_path: Path, made: tuple[str, ...], problem: str, marked: bool) -> None:
+def test_files_of_others_at_the_prefix_are_found(
+    tmp_path: Path, made: tuple[str, ...], problem: str, marked: bool
+) -> None:
     for name in made:
         write_text(tmp_path / "cpuft" / name, "")
     found = survey(tmp_path / "cpuft")
@@ -216,9 +218,7 @@ def test_what_is_in_the_way_at_the_prefix(tmp_path: Path, made: tuple[str, ...],
         (65534, 0o755, "PREFIX belongs to another user"),
     ],
 )
-def test_a_prefix_that_others_could_have_filled_is_in_the_way(
-    tmp_path: Path, owner: int, mode: int, foreign: str
-) -> None:
+def test_a_prefix_that_others_can_write_to_is_refused(tmp_path: Path, owner: int, mode: int, foreign: str) -> None:
     write_text(tmp_path / "cpuft" / "env" / "stamp", "")
     os.chown(tmp_path / "cpuft", owner, owner)
     (tmp_path / "cpuft").chmod(mode)
@@ -228,7 +228,7 @@ def test_a_prefix_that_others_could_have_filled_is_in_the_way(
 @pytest.mark.parametrize(
     "change", [{"user": "x\n  ProxyCommand touch /tmp/x"}, {"user": 'x" y'}, {"address": "a\nMatch all"}]
 )
-def test_ssh_configuration_never_holds_a_line_that_a_value_brought(change: dict[str, Any]) -> None:
+def test_a_value_cannot_add_a_line_to_the_ssh_configuration(change: dict[str, Any]) -> None:
     with pytest.raises(CpuftError, match=r"which ssh_config cannot hold: remove it$"):
         format_ssh_config([replace(MEMBERS[0], **change)], "/k", "/known")
     with pytest.raises(CpuftError, match=r"^IdentityFile .* which ssh_config cannot hold"):
@@ -237,6 +237,6 @@ def test_ssh_configuration_never_holds_a_line_that_a_value_brought(change: dict[
         format_ssh_config(MEMBERS, "/k", "/known", (("b", Login("b", 22, proxy="nc\nMatch all")),))
 
 
-def test_a_key_with_white_space_in_its_path_is_one_word_of_ssh_configuration() -> None:
+def test_a_key_path_with_spaces_is_quoted_in_the_ssh_configuration() -> None:
     lines = format_ssh_config(MEMBERS, "/my keys/k", "/known").splitlines()
     assert [line for line in lines if "IdentityFile" in line] == ['  IdentityFile "/my keys/k"'] * 2

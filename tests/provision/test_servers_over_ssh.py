@@ -1,4 +1,4 @@
-"""Servers over ssh for real: hosts of a local cluster that each got a disk of their own for what is installed."""
+"""Servers over ssh: simulated hosts that each have a disk of their own for what is installed."""
 
 import base64
 import os
@@ -37,13 +37,13 @@ def words(cluster: Simulated, *more: str) -> list[str]:
 
 
 def states(cluster: Simulated) -> list[object]:
-    """Every file on every side: this machine's, and what is not this machine's on both hosts."""
+    """List every file of this machine, and those files of the hosts that are not this machine's."""
     there = "find /mnt $HOME -printf '%p %m %T@ %s %l\\n' | sort"
     return [list_states(cluster.folder), *(cluster.on(index, there) for index in (1, 2))]
 
 
 def own_places(cluster: Simulated) -> dict[str, str]:
-    """Throwaway folders for all that a command could write to without being told."""
+    """Make temporary folders for everything that a command could write to by default."""
     for name in ("home", "cache", "tmp"):
         (cluster.folder / name).mkdir(exist_ok=True)
     folder = cluster.folder
@@ -68,12 +68,12 @@ def test_a_dry_run_changes_nothing_anywhere(cluster: Simulated) -> None:
 
 
 def read_fingerprint(cluster: Simulated, index: int) -> str:
-    """Of a host's own key, as the host itself says it."""
+    """Return the fingerprint of a host's own key, as ssh-keygen prints it on the host."""
     return cluster.on(index, "ssh-keygen -lf /run/cpuft/host_key").split()[1]
 
 
-def test_the_printed_plans_make_the_cluster(cluster: Simulated) -> None:
-    """Each run by hand, until there is nothing more to do; then all of it is taken away by hand."""
+def test_printed_plans_make_the_cluster_when_run_by_hand(cluster: Simulated) -> None:
+    """Plans are printed and run until nothing is missing; then the printed plan of `down` removes everything."""
     places = own_places(cluster)
     environ = dict(os.environ) | places
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_the_printed_plans_make_the_cluster(cluster: Simulated) -> None:
     assert not (cluster.folder / "state" / NAME).exists()
 
 
-def test_an_unknown_host_key_is_not_learnt_without_asking(cluster: Simulated) -> None:
+def test_an_unknown_host_key_is_not_accepted_without_asking(cluster: Simulated) -> None:
     done = cluster.cpuft(*words(cluster))
     assert done.returncode == 2
     assert "was not accepted" in done.stderr
@@ -100,7 +100,7 @@ def test_an_unknown_host_key_is_not_learnt_without_asking(cluster: Simulated) ->
 
 
 @pytest.mark.parametrize("seconds", [0.8, 1.6])
-def test_a_killed_run_leaves_what_the_next_one_completes(cluster: Simulated, seconds: float) -> None:
+def test_the_next_run_completes_what_a_killed_run_began(cluster: Simulated, seconds: float) -> None:
     command = [sys.executable, "-m", "cpuft", *words(cluster, "--accept-host-keys")]
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
     for index in (1, 2):
@@ -124,7 +124,7 @@ def test_the_second_run_does_nothing_and_is_quick(cluster: Simulated) -> None:
     assert '"cpuft==' in (cluster.folder / "hostfiles" / f"{NAME}.lock").read_text()
 
 
-def test_what_drifts_is_told_by_host_and_repaired(cluster: Simulated) -> None:
+def test_drift_is_shown_by_host_and_repaired(cluster: Simulated) -> None:
     cluster.on(2, "rm /mnt/cpuft/env/stamp")
     assert cluster.cpuft("provision", "diff", NAME).stdout.startswith(f"{cluster.hosts[1].name}: install")
     assert cluster.cpuft(*words(cluster)).returncode == 0
@@ -143,7 +143,7 @@ def test_a_full_disk_is_named_and_the_other_host_unharmed(cluster: Simulated) ->
 
 
 def named(cluster: Simulated, *more: str) -> str:
-    """The last line of a run that was refused: it names the second host and not the first, which is unharmed."""
+    """Return the last line of a refused run, which names the second host only; the first host is unchanged."""
     done = cluster.cpuft(*words(cluster, *more))
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
@@ -197,7 +197,7 @@ def test_a_changed_host_key_is_refused(cluster: Simulated) -> None:
     assert "does not match" in done.stderr
 
 
-def test_down_takes_away_what_was_put_there(cluster: Simulated) -> None:
+def test_down_removes_what_was_installed(cluster: Simulated) -> None:
     assert cluster.cpuft("provision", "down", NAME).returncode == 0
     for index in (1, 2):
         assert cluster.on(index, 'ls /mnt; cat "$HOME/.ssh/authorized_keys"') == ""

@@ -51,7 +51,7 @@ EMPTY = MachineFacts(("/sys/fs/cgroup",), "10.77.0.0/24", False, {}, {})
 
 
 def whole(config: LocalConfig = CONFIG) -> MachineFacts:
-    """Facts of a cluster to which nothing is missing."""
+    """Return the facts of a complete cluster."""
     keyed = replace(EMPTY, files=KEYS)
     files = KEYS | plan_texts(config, keyed, LAYOUT)
     first = [step for stage in plan_cluster(config, keyed, LAYOUT).stages for step in stage]
@@ -73,11 +73,11 @@ def test_keys_come_before_the_files_that_are_made_from_them() -> None:
     assert not any(step.settings for stage in stages for step in stage)
 
 
-def test_a_whole_cluster_is_missing_nothing() -> None:
+def test_a_complete_cluster_needs_no_steps() -> None:
     assert plan_cluster(CONFIG, whole(), LAYOUT).stages == ()
 
 
-def test_every_file_that_is_planned_is_found_again(tmp_path: Path) -> None:
+def test_every_planned_file_is_read_back(tmp_path: Path) -> None:
     base, hostfile = tmp_path / "local", tmp_path / "hostfiles/local"
     keys = {path.replace("/state", str(tmp_path)): text for path, text in KEYS.items()}
     layout = Layout(str(base), str(hostfile), "python3", {}, there="/opt/cpuft/clusters/local")
@@ -108,11 +108,11 @@ def test_each_fault_of_a_host_has_its_repair(change: dict[str, object], action: 
     assert actions(replace(facts, nodes=nodes)) == [action]
 
 
-def test_fewer_nodes_take_the_surplus_away() -> None:
+def test_fewer_nodes_remove_the_surplus_hosts() -> None:
     assert "down" in actions(whole(), replace(CONFIG, nodes=1))
 
 
-def test_one_file_changed_is_written_again() -> None:
+def test_a_changed_file_is_written_again() -> None:
     facts = whole()
     files = facts.files | {LAYOUT.hostfile: "# made by cpuft provision\n10.0.0.1\n"}
     steps = [step for stage in plan_cluster(CONFIG, replace(facts, files=files), LAYOUT).stages for step in stage]
@@ -131,7 +131,7 @@ def test_one_file_changed_is_written_again() -> None:
     ),
     ids=("an even share", "half a core", "a core", "one and a half", "more than there are", "one for both"),
 )
-def test_hosts_share_out_the_machines_cores(cores: float, cpus: tuple[int, ...], expected: list[str]) -> None:
+def test_hosts_share_the_cores_of_the_machine(cores: float, cpus: tuple[int, ...], expected: list[str]) -> None:
     facts = replace(EMPTY, cpus=cpus)
     found = [",".join(map(str, plan_cpus(replace(CONFIG, cores_per_node=cores), facts, index))) for index in (1, 2)]
     assert found == expected
@@ -142,7 +142,7 @@ def test_a_hostfile_of_the_users_is_kept() -> None:
         plan_cluster(CONFIG, replace(whole(), files=KEYS | {LAYOUT.hostfile: "node1\n"}), LAYOUT)
 
 
-def test_no_control_groups_is_an_error_only_where_a_limit_is_asked_for() -> None:
+def test_missing_control_groups_are_an_error_only_with_a_cpu_limit() -> None:
     facts = replace(EMPTY, groups=())
     assert plan_cluster(replace(CONFIG, cores_per_node=0.0), facts, LAYOUT).stages
     with pytest.raises(CpuftError, match=r"omit --cores-per-node$"):
@@ -166,18 +166,18 @@ def test_an_unknown_host_is_answered_with_the_known_ones() -> None:
         plan_fault(CONFIG, whole(), LAYOUT, "kill", "9")
 
 
-def test_down_of_nothing_is_nothing() -> None:
+def test_down_without_a_cluster_has_no_steps() -> None:
     assert plan_cluster_down(CONFIG, replace(EMPTY, files={}), LAYOUT).stages == ()
 
 
-def test_down_takes_files_last() -> None:
+def test_down_removes_files_last() -> None:
     stages = plan_cluster_down(CONFIG, whole(), LAYOUT).stages
     assert [step.command[-1] for step in stages[0]] == ["down", "down"]
     assert stages[-1][0].command[-2:] == (LAYOUT.directory, LAYOUT.hostfile)
 
 
 def removals(files: dict[str, str], bridge: bool = False) -> list[tuple[str, ...]]:
-    """What the last step of `down` takes away, for these files by path."""
+    """Return what the last step of `down` removes, given these files by path."""
     stages = plan_cluster_down(CONFIG, replace(EMPTY, bridge=bridge, files=files), LAYOUT).stages
     return [step.command[4:] for stage in stages for step in stage if step.command[3] == "remove"]
 
@@ -188,7 +188,7 @@ def test_down_leaves_a_directory_that_carries_no_mark(name: str, bridge: bool) -
     assert removals({f"{LAYOUT.directory}/{name}": "ssh-ed25519 AAAA me@home"}, bridge) == []
 
 
-def test_down_takes_what_a_killed_run_left() -> None:
+def test_down_removes_what_a_killed_run_left() -> None:
     keys = {f"{LAYOUT.directory}/nodes/1/host_key.pub": "ssh-ed25519 AAAA cpuft\n"}
     assert removals(keys) == [(LAYOUT.directory,)]
 
@@ -224,18 +224,18 @@ def test_rates(rate: str, bits: int) -> None:
         {"shm": "1 gb"},
     ],
 )
-def test_bad_wishes_are_refused_in_a_line(bad: dict[str, object]) -> None:
+def test_impossible_options_are_refused_in_one_line(bad: dict[str, object]) -> None:
     with pytest.raises(CpuftError) as caught:
         check_config(replace(CONFIG, **bad))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
-def test_the_longest_names_of_links() -> None:
+def test_the_longest_possible_names_are_accepted() -> None:
     for name, nodes in (("abcdefg", 9), ("abcdef", 99)):
         check_config(replace(CONFIG, name=name, nodes=nodes))
 
 
-def test_the_entry_is_read_back(tmp_path: Path) -> None:
+def test_the_registry_entry_is_read_back(tmp_path: Path) -> None:
     entry = make_entry(CONFIG, replace(LAYOUT, directory=f"{tmp_path}/local"))
     write_text(tmp_path / "local" / "cluster.json", format_entry(entry))
     assert read_entry(tmp_path, "local") == entry
@@ -250,7 +250,9 @@ def test_the_entry_is_read_back(tmp_path: Path) -> None:
         ({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}, None),
     ],
 )
-def test_hosts_use_the_cache_of_whoever_makes_them(environ: dict[str, str], cache: str | None, tmp_path: Path) -> None:
+def test_hosts_use_the_cache_of_the_user_who_made_them(
+    environ: dict[str, str], cache: str | None, tmp_path: Path
+) -> None:
     made = SimulatedCluster(LocalConfig(), environ | {"CPUFT_STATE": str(tmp_path)})
     entry = make_entry(made.config, made.layout)
     assert entry.settings.get("XDG_CACHE_HOME") == cache
@@ -263,22 +265,22 @@ ROUTES = '[{"dst": "default", "gateway": "192.0.2.1"}, {"dst": "10.77.0.0/16"}, 
 SHAPED = '[{"kind": "tbf", "handle": "8002:", "root": true, "options": {"rate": 125000000, "burst": 262125}}]'
 
 
-def test_networks_of_interfaces() -> None:
+def test_networks_of_interfaces_are_parsed() -> None:
     assert parse_networks(ADDRESSES) == {"lo": "127.0.0.0/8", "cpuft-local": "10.77.0.0/24"}
 
 
-def test_a_network_that_nothing_uses() -> None:
+def test_a_network_is_chosen_that_nothing_uses() -> None:
     assert choose_network(parse_routes(ROUTES)) == "10.78.0.0/24"
     assert choose_network(["10.77.0.0/16", "10.78.0.128/25"]) == "10.79.0.0/24"
 
 
-def test_no_network_left() -> None:
+def test_without_a_free_network_the_message_names_down() -> None:
     with pytest.raises(CpuftError, match=r"cpuft provision down$"):
         choose_network(["10.0.0.0/8"])
 
 
 @pytest.mark.parametrize("text, bits", [(SHAPED, 10**9), ("[]", 0), ("", 0), ('[{"kind": "noqueue"}]', 0)])
-def test_rate_of_a_link(text: str, bits: int) -> None:
+def test_the_rate_of_a_link_is_parsed(text: str, bits: int) -> None:
     assert parse_rate(text) == bits
 
 
@@ -294,7 +296,7 @@ def write_files(folder: Path, files: dict[str, str]) -> Path:
 
 
 def run_node(verb: str, group: Path, folder: Path, quota: str = "") -> None:
-    """One call of node.sh for a host that has a control group and nothing else."""
+    """Call simulated_node.sh for a host that has a control group and nothing else."""
     settings = {"NODE": "a", "NODE_DIR": str(folder), "NODE_LINK": "no-such-link", "NODE_CGROUPS": str(group)}
     environ = dict(os.environ) | settings | {"NODE_QUOTA": quota, "NODE_RATE": ""}
     subprocess.run(["sh", SCRIPT, verb], env=environ, check=True, capture_output=True, timeout=30)
@@ -311,7 +313,7 @@ def run_node(verb: str, group: Path, folder: Path, quota: str = "") -> None:
     ],
     ids=["v2", "v1", "hybrid", "no cpu", "none"],
 )
-def test_which_groups_are_used(tmp_path: Path, files: dict[str, str], groups: list[str]) -> None:
+def test_control_groups_of_each_version_are_found(tmp_path: Path, files: dict[str, str], groups: list[str]) -> None:
     for name, text in files.items():
         write_files((tmp_path / name).parent, {Path(name).name: text})
     assert find_groups(str(tmp_path)) == tuple(f"{tmp_path}{group}" for group in groups)
@@ -339,7 +341,9 @@ def test_a_limit_is_written_and_read_back(
     [(V2, "cgroup.freeze", "1\n", "0\n"), (V1, "freezer.state", "FROZEN\n", "THAWED\n")],
     ids=["v2", "v1"],
 )
-def test_a_pause_is_written(tmp_path: Path, files: dict[str, str], name: str, frozen: str, free: str) -> None:
+def test_pausing_writes_the_freezer_of_each_version(
+    tmp_path: Path, files: dict[str, str], name: str, frozen: str, free: str
+) -> None:
     group = write_files(tmp_path / "group", files)
     run_node("pause", group, tmp_path)
     assert (group / name).read_text() == frozen
@@ -348,7 +352,7 @@ def test_a_pause_is_written(tmp_path: Path, files: dict[str, str], name: str, fr
 
 
 def find_v2() -> str:
-    """Where this machine has a v2 hierarchy; it freezes whatever controllers v1 holds."""
+    """Return where cgroup v2 is mounted. It can freeze processes even if v1 has the other controllers."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     return next((words[1] for words in mounts if words[2] == "cgroup2" and os.access(words[1], os.W_OK)), "")
 

@@ -1,4 +1,4 @@
-"""This cpuft as a wheel, and what an environment is made from."""
+"""The wheel of this cpuft, and the other wheels of an environment."""
 
 import importlib.metadata
 import json
@@ -42,13 +42,13 @@ OWN_HASHED = "cpuft==1 --hash=sha256:22"
 PIP = Wheel("/w/pip-26.3-py3-none-any.whl", "pip-26.3-py3-none-any.whl", "2")
 
 
-def test_the_same_contents_are_the_same_file(tmp_path: Path) -> None:
+def test_the_same_contents_give_the_same_wheel(tmp_path: Path) -> None:
     first, second = write_own_wheel(tmp_path / "a"), write_own_wheel(tmp_path / "b")
     assert first.name == second.name
     assert hash_file(first) == hash_file(second)
 
 
-def test_it_holds_the_package_and_knows_its_requirements(tmp_path: Path) -> None:
+def test_the_wheel_has_the_package_and_its_requirements(tmp_path: Path) -> None:
     with zipfile.ZipFile(write_own_wheel(tmp_path)) as archive:
         names = archive.namelist()
         metadata = archive.read(f"cpuft-{cpuft.__version__}.dist-info/METADATA").decode()
@@ -59,7 +59,7 @@ def test_it_holds_the_package_and_knows_its_requirements(tmp_path: Path) -> None
     assert "Requires-Dist: paramiko" in metadata
 
 
-def test_pip_installs_it(tmp_path: Path) -> None:
+def test_pip_installs_the_wheel(tmp_path: Path) -> None:
     wheel = write_own_wheel(tmp_path)
     words = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path / "site"), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=120)
@@ -80,7 +80,7 @@ def test_the_stamp_changes_with_a_pin_and_with_a_file_but_not_with_their_order()
     assert make_stamp(("a==1", "b==2"), (TORCH, Wheel(PIP.path, PIP.name, "3"))) != stamp
 
 
-def test_a_folder_without_wheels_is_said(tmp_path: Path) -> None:
+def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CpuftError, match="holds no wheels: leave it out"):
         gather_supply(tmp_path / "own", str(tmp_path), "", {})
     supply = gather_supply(tmp_path / "own", "", "", {})
@@ -96,8 +96,8 @@ def test_recorded_hashes_are_of_the_exact_versions() -> None:
     assert all(one.hashes and all(re.fullmatch("[0-9a-f]{64}", digest) for digest in one.hashes) for one in HASHED)
 
 
-def test_hashes_are_recorded_for_all_that_hosts_install_but_torch() -> None:
-    """Found by following the requirements of what is installed here."""
+def test_hashes_are_recorded_for_every_installed_package_but_torch() -> None:
+    """The test follows the requirements of the packages that are installed here."""
     there = {one.pin.partition("==")[0]: one for one in select_hashed(HASHED, "{}.{}".format(*sys.version_info))}
     seen: set[str] = set()
     waiting = [Requirement(f"cpuft[{','.join(EXTRAS)}]")]
@@ -170,7 +170,7 @@ def test_pins_that_are_not_exact_or_lack_a_hash_are_refused() -> None:
 
 
 def test_pip_requires_the_hashes_of_a_users_pins(tmp_path: Path) -> None:
-    """On a host that installs from an index; here a folder stands in for it."""
+    """A folder takes the place of the package index from which a host installs."""
     write_wheel(tmp_path, "click", {})
     path = tmp_path / "click-99.0-py3-none-any.whl"
     for digest, code in ((hash_file(path), 0), ("0" * 64, 1)):
@@ -193,7 +193,7 @@ def test_pip_requires_the_hashes_of_a_users_pins(tmp_path: Path) -> None:
         assert ("DO NOT MATCH THE HASHES" in done.stderr) == bool(code)
 
 
-def test_wheels_that_others_could_have_put_there_are_refused(tmp_path: Path) -> None:
+def test_wheels_in_a_folder_that_others_can_write_to_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "wheels"
     folder.mkdir()
     (folder / "click-99.0-py3-none-any.whl").write_text("")
