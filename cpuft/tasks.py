@@ -1,4 +1,7 @@
-"""The tasks, as data: where their rows stand, what their labels are, which metrics GLUE scores them by."""
+"""Every task that `--task` names: the columns of its examples, its labels and its metrics.
+
+To add a task of GLUE's kind, add it to `TASKS`. No other file has to change.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be told of each row, or of each of its words."""
+    """A task: what a model learns to predict for each example, or for each word of it."""
 
     name: str
     texts: tuple[str, ...]
-    """Columns of the one or two texts, in the GLUE download's files."""
+    """Names of the one or two columns that hold the texts, in the files of the GLUE download."""
     label: str
-    """Column of the label; empty where rows have none."""
+    """Name of the column that holds the label; empty where examples have no labels."""
     labels: tuple[str, ...]
-    """Label texts in the order of class numbers; empty for scores."""
+    """The labels as they are written, in the order of their class numbers; empty for scores."""
     metrics: tuple[str, ...]
     folder: str = ""
     """Folder in the GLUE download; empty for a task that is not GLUE's."""
     hub_texts: tuple[str, ...] = ()
-    """The same columns in the hub's `nyu-mll/glue`, where they differ."""
+    """Names of the text columns in the hub's `nyu-mll/glue`, where they differ from `texts`."""
     columns: tuple[str, ...] = ()
-    """Column names of files that have no header line."""
+    """Names of all columns, where the files of the GLUE download have no header line."""
     validation: tuple[tuple[str, str], ...] = (("", "dev"),)
-    """Validation splits: what is appended to the metrics' names, and the file's stem."""
+    """Validation splits: the suffix of their metrics' names, and the stem of the file's name."""
     kind: str = "class"
-    """A row has one of `labels` (class), any of them (labels), one for each word (tags), or a number (score)."""
+    """What is predicted: class (one of `labels` for each example), labels (any number of them), tags (one of them for
+    each word), score (a number), masked (the masked tokens of a text)."""
 
 
 _PAIR = ("sentence1", "sentence2")
 _BINARY = ("0", "1")
 _ENTAILS = ("entailment", "not_entailment")
 
-# Their names are the choices of the option --task in cpuft.config.
 TASKS = {
     task.name: task
     for task in (
@@ -64,8 +67,9 @@ TASKS = {
         Task("rte", _PAIR, "label", _ENTAILS, ("accuracy",), "RTE"),
         Task("wnli", _PAIR, "label", _BINARY, ("accuracy",), "WNLI"),
         Task("demo", _PAIR, "label", _BINARY, ("accuracy", "f1")),
-        Task("text", ("text",), "", (), ("perplexity", "masked_accuracy"), kind="masked"),
         Task("files", (), "label", (), ("accuracy", "f1")),
+        Task("text", ("text",), "", (), ("perplexity", "masked_accuracy"), kind="masked"),
     )
 }
-"""Labels, columns and metrics: the GLUE benchmark's files and its paper (Wang et al. 2018), table 1."""
+"""Tasks by name, in the order of the help. Columns and labels are those of the GLUE benchmark's files, metrics those of
+its paper (Wang et al. 2018), table 1."""

@@ -12,7 +12,7 @@ import torch
 
 from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import Tokens
-from cpuft.train.data.order import Order
+from cpuft.train.data.order import Indices
 from cpuft.train.loop import Loop
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
@@ -32,7 +32,7 @@ def evaluate(loop: Loop, step: int) -> EvaluationLine:
     return EvaluationLine(step, metrics, rows, time.perf_counter() - start)
 
 
-Part = tuple[Order, Predictions]
+Part = tuple[Indices, Predictions]
 """Rows of a batch, and what is known of them."""
 
 
@@ -53,7 +53,7 @@ def ask_all(
         return join(answer(partial(objective.outputs, model), objective, tokens, batches))
 
 
-def plan_batches(tokens: Tokens, size: int, ranks: int) -> list[list[Order]]:
+def plan_batches(tokens: Tokens, size: int, ranks: int) -> list[list[Indices]]:
     """Each rank's batches: rows are sorted by length and dealt to the ranks."""
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]
@@ -61,7 +61,7 @@ def plan_batches(tokens: Tokens, size: int, ranks: int) -> list[list[Order]]:
 
 
 def answer(
-    ask: Callable[[Batch], Predictions], objective: Objective, tokens: Tokens, batches: Iterable[Order]
+    ask: Callable[[Batch], Predictions], objective: Objective, tokens: Tokens, batches: Iterable[Indices]
 ) -> list[Part]:
     """What `ask` gives for the rows of each batch, without gradients."""
     with torch.inference_mode():

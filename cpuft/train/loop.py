@@ -22,7 +22,7 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train.data.archive import Prepared
-from cpuft.train.data.order import Order, count_updates, deal, plan_updates
+from cpuft.train.data.order import Indices, count_updates, plan_updates, select_for_rank
 from cpuft.train.exchange.compression import choose_compression
 from cpuft.train.exchange.data_parallel import UNUSED_ATTRIBUTE
 from cpuft.train.exchange.table import choose_exchange
@@ -144,7 +144,7 @@ def find_unused(model: torch.nn.Module, losses: torch.Tensor) -> tuple[str, ...]
     return tuple(name for name, one in model.named_parameters() if one.requires_grad and id(one) not in used)
 
 
-def warm_up(loop: Loop, rows: Order) -> None:
+def warm_up(loop: Loop, rows: Indices) -> None:
     """Run one forward and one backward pass on the rows of the first update, and forget their gradients.
 
     This compiles the C++ kernels (and the model with --compile) and fills caches before the first timed step.
@@ -153,7 +153,7 @@ def warm_up(loop: Loop, rows: Order) -> None:
     """
     # DeepSpeed counts every backward pass as a part of an update.
     if loop.config.engine != "deepspeed":
-        batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size), 0)
+        batch, *_ = _micro_batches(loop, select_for_rank(rows, loop.world.rank, loop.world.size), 0)
         with loop.exchange.micro_batch(last=False):
             _forward_backward(loop, Clock(), batch, 0.0)
         loop.exchange.clear_gradients()
@@ -184,18 +184,18 @@ def train(loop: Loop) -> Iterator[StepLine]:
     yield from (read() for read in unread)
 
 
-def _plan(loop: Loop) -> Iterator[tuple[int, Order]]:
+def _plan(loop: Loop) -> Iterator[tuple[int, Indices]]:
     """The epoch and the rows of every update, from the first one on."""
     config, rows = loop.config, loop.prepared.train
     return plan_updates(rows, loop.global_batch, config.seed, loop.updates, config.padding == "dynamic")
 
 
-def _update(loop: Loop, number: int, epoch: int, rows: Order, rests: bool) -> Callable[[], StepLine]:
+def _update(loop: Loop, number: int, epoch: int, rows: Indices, rests: bool) -> Callable[[], StepLine]:
     """One update; gives what waits for all ranks' sums and makes the line of them. Where it `rests`, ranks are one."""
     clock, exchange = Clock(), loop.exchange
     count = partial(loop.objective.count_terms, loop.prepared.train, epoch=epoch)
     seed_update(loop.config.seed, number, loop.world.rank)
-    share = deal(rows, loop.world.rank, loop.world.size)
+    share = select_for_rank(rows, loop.world.rank, loop.world.size)
     weight = 1.0 if loop.world.rank < len(rows) else 0.0  # 0 where this rank is only there to keep step
     batches, terms = _micro_batches(loop, share, epoch), max(1.0, count(rows))
     seen = (count(share), len(share), sum(batch.tokens for batch in batches))
@@ -238,7 +238,7 @@ def settle_messages(loop: Loop) -> None:
     if loop.world.size < 3 or loop.config.sync_every > 1 or sent_as in COMPRESSIONS_WITH_FEEDBACK:
         return
     rows = np.arange(min(loop.world.size, len(loop.prepared.train)))
-    batch, *_ = _micro_batches(loop, deal(rows, loop.world.rank, loop.world.size), 0)
+    batch, *_ = _micro_batches(loop, select_for_rank(rows, loop.world.rank, loop.world.size), 0)
     loop.exchange.forward_model.train()
     with loop.exchange.micro_batch(last=True):
         _forward_backward(loop, Clock(), batch, 0.0)
@@ -273,7 +273,7 @@ def _add_up(world: World, own: list[float]) -> Callable[[], list[float]]:
     return read
 
 
-def _micro_batches(loop: Loop, share: Order, epoch: int) -> list[Batch]:
+def _micro_batches(loop: Loop, share: Indices, epoch: int) -> list[Batch]:
     """This rank's share of an update, forward pass by forward pass."""
     parts = [share[start : start + loop.config.batch_size] for start in range(0, len(share), loop.config.batch_size)]
     return [loop.objective.make_batch(loop.prepared.train, part, epoch) for part in parts]

@@ -16,9 +16,9 @@ from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS, HostM
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.archive import Prepared, Tokens
-from cpuft.train.data.order import count_updates, deal, plan_epoch
+from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
 from cpuft.train.fast.architectures import ARCHITECTURES, ATTENTION_DROPOUT_SETTINGS, SIZE_SETTINGS
-from cpuft.train.model import find_model, load_settings
+from cpuft.train.model import find_model, load_config
 
 SHARED = 250_000_000
 """Of a rank's own: libraries' pages, which a host holds once for all its ranks."""
@@ -206,7 +206,7 @@ class Shortage(NamedTuple):
 
 def check_fit(config: TrainConfig, prepared: Prepared, rooms: RunMemory) -> None:
     """Raises CpuftError: a host has not the memory for its ranks; says what they need, and what would make it fit."""
-    shape = look_up_shape(config, prepared.words)
+    shape = look_up_shape(config, prepared.vocab_size)
 
     @cache
     def of_rank(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
@@ -222,7 +222,7 @@ def look_up_shape(config: TrainConfig, words: int) -> Shape:
     `words`: of the tokenizer, for a model that is untrained.
     """
     if config.from_config:
-        return find_shape(load_settings(config, {}, words).to_dict(), config.dropout) or Shape(0, 0)
+        return find_shape(load_config(config, {}, words).to_dict(), config.dropout) or Shape(0, 0)
     source = Path(find_model(config.model))
     try:  # not by transformers, whose import takes longer than the whole look
         settings = load(dict[str, Any], parse_json((source / "config.json").read_text(encoding="utf-8")))
@@ -252,7 +252,7 @@ def find_largest(tokens: Tokens, config: TrainConfig, ranks: int, reads_all: boo
     lengths, size = tokens.lengths, config.batch_size * config.gradient_accumulation * ranks
     updates = count_updates(len(lengths), size, config.epochs, config.max_steps)
     orders = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
-    batches = [lengths[deal(rows, 0, ranks)[: config.batch_size]] for rows in orders]
+    batches = [lengths[select_for_rank(rows, 0, ranks)[: config.batch_size]] for rows in orders]
     largest = max(batches, key=lambda batch: int(batch.sum()))
     length = config.max_length if config.padding == "max_length" else int(largest.max())
     return Largest(len(largest), length, int(largest.sum()), reads_all)

@@ -57,7 +57,7 @@ def name_model(config: TrainConfig) -> str:
     return config.from_config or config.model
 
 
-def load_settings(config: TrainConfig, head: Mapping[str, Any], words: int = 0, pad_id: int = -1) -> Any:
+def load_config(config: TrainConfig, head: Mapping[str, Any], words: int = 0, pad_id: int = -1) -> Any:
     """The model's configuration, with the settings of its head.
 
     Parameters
@@ -101,7 +101,7 @@ def check_untrained(config: TrainConfig) -> None:
     """Raises CpuftError: no model can be made of the file that --from-config names."""
     if not config.from_config:
         return
-    settings = load_settings(config, {})
+    settings = load_config(config, {})
     if config.from_config not in SIZES:
         import torch
         import transformers
@@ -120,7 +120,7 @@ def _cannot_make(name: str, error: Exception) -> str:
 
 def check_positions(config: TrainConfig) -> None:
     """Raises CpuftError: the model has fewer positions than --max-length."""
-    settings = load_settings(config, {})
+    settings = load_config(config, {})
     most = getattr(settings, "max_position_embeddings", 0) or 0  # XLNet says -1: no limit
     if settings.model_type in POSITIONS_AFTER_PADDING:
         most -= (settings.pad_token_id or 0) + 1
@@ -138,7 +138,7 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: i
     ----------
     kind: name of the class of transformers that loads any model with such a head.
     head: its settings, by their names in a model's configuration.
-    words, pad_id: of the tokenizer, see `load_settings`.
+    words, pad_id: of the tokenizer, see `load_config`.
 
     Raises CpuftError: the model cannot be had, or is of a kind that has no such head.
     """
@@ -147,7 +147,7 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: i
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    settings = load_settings(config, head, words, pad_id)
+    settings = load_config(config, head, words, pad_id)
     _set_dropout(settings, config.dropout)
     made = getattr(transformers, kind)
     try:

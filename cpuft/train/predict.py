@@ -26,12 +26,12 @@ from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.prepare import tokenize
 from cpuft.train.data.sources import (
-    BETWEEN_LABELS,
-    Rows,
+    LABEL_SEPARATOR,
+    Examples,
     choose_metrics,
-    name_tests,
-    read_as_glue,
-    read_asked,
+    list_test_splits,
+    read_file_to_predict,
+    read_glue_file,
     read_splits,
 )
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
@@ -47,29 +47,29 @@ _MOST_SCORE = 5.0
 """GLUE's only scores, STS-B's, are from 0 to this."""
 
 
-def format_classes(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+def format_classes(task: Task, rows: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
     """A row's likeliest class, and the probability of each."""
     yield ("index", "label", *_name_classes(task))
     for index, chances in enumerate(_softmax(outputs)):
         yield (index, guard_formula(task.labels[int(chances.argmax())]), *_format(chances))
 
 
-def format_scores(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+def format_scores(task: Task, rows: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
     """A row's score."""
     yield ("index", "score")
     for index, (score,) in enumerate(outputs.tolist()):
         yield (index, f"{score:.6g}")
 
 
-def format_several(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+def format_several(task: Task, rows: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
     """A row's classes that are likelier than not, and the probability of each by itself."""
     yield ("index", "labels", *_name_classes(task))
     for index, chances in enumerate(1 / (1 + np.exp(-outputs.astype(np.float64)))):
         likely = (label for label, chance in zip(task.labels, chances) if chance > 0.5)
-        yield (index, guard_formula(BETWEEN_LABELS.join(likely)), *_format(chances))
+        yield (index, guard_formula(LABEL_SEPARATOR.join(likely)), *_format(chances))
 
 
-def format_tags(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+def format_tags(task: Task, rows: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
     """A line a word: its likeliest tag, and the probability of each; nothing of words that the model did not see.
 
     `tokens` has words' numbers for labels.
@@ -85,7 +85,7 @@ def format_tags(task: Task, rows: Rows, outputs: Outputs, tokens: Tokens) -> Ite
             yield (index, guard_formula(word), *told.get(number, [""] * (1 + len(task.labels))))
 
 
-TABLES: dict[str, Callable[[Task, Rows, Outputs, Tokens], Iterator[Cells]]] = {
+TABLES: dict[str, Callable[[Task, Examples, Outputs, Tokens], Iterator[Cells]]] = {
     "class": format_classes,
     "score": format_scores,
     "labels": format_several,
@@ -108,7 +108,7 @@ def guard_formula(text: str) -> str:
     return text
 
 
-def add_input(rows: Rows, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
+def add_input(rows: Examples, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
     """The table with each row's texts behind its index, under `names`; input_NAME where a column has the name."""
     header = next(table)
     yield (header[0], *(guard_formula(f"input_{name}" if name in header else name) for name in names), *header[1:])
@@ -217,19 +217,19 @@ def read_trained(run: str) -> Trained:
     return Trained(model, train, last.precision, last.world_size, task)
 
 
-def read_rows(asked: PredictConfig, run: Trained) -> tuple[Task, dict[str, Rows]]:
+def read_rows(asked: PredictConfig, run: Trained) -> tuple[Task, dict[str, Examples]]:
     """The rows that are asked for, by what is appended to metrics' names, and the task with their columns.
 
     Raises CpuftError: they are not there, or not as the task's are.
     """
-    like_glue = read_as_glue(run.task, Path(asked.file)) if asked.file and not asked.text_columns else None
+    like_glue = read_glue_file(run.task, Path(asked.file)) if asked.file and not asked.text_columns else None
     if like_glue:
         return run.task, {"": like_glue}
     if asked.file or run.task.name == "files":
-        task, rows = read_asked(run.task, asked, run.train)
+        task, rows = read_file_to_predict(run.task, asked, run.train)
         return task, {"": rows}
     train = replace(run.train, data_dir=asked.data_dir or run.train.data_dir)
-    splits = name_tests(run.task) if asked.split == "test" else run.task.validation
+    splits = list_test_splits(run.task) if asked.split == "test" else run.task.validation
     return run.task, read_splits(run.task, train, splits)
 
 
@@ -270,7 +270,7 @@ def predict(asked: PredictConfig) -> None:
 
 
 def answer(
-    asked: PredictConfig, run: Trained, prepared: Prepared, splits: dict[str, Rows]
+    asked: PredictConfig, run: Trained, prepared: Prepared, splits: dict[str, Examples]
 ) -> tuple[dict[str, Outputs], dict[str, float]]:
     """The head's outputs of each split, and the metrics of those that have labels."""
     # They bring torch, which bad input need not wait for.
@@ -291,7 +291,7 @@ def answer(
     for suffix, tokens in prepared.validation.items():
         size = asked.batch_size or train.eval_batch_size
         outputs[suffix] = ask_all(model, objective, tokens, size, run.ranks, precision.name)
-        if splits[suffix].labelled:
+        if splits[suffix].has_labels:
             labelled = tag_tokens(tokens, splits[suffix]) if prepared.kind == "tags" else tokens
             metrics = objective.compute_metrics(objective.reduce_outputs(outputs[suffix]), labelled)
             found |= {name + suffix: value for name, value in metrics.items()}
@@ -303,12 +303,12 @@ def answer(
     return outputs, found
 
 
-def number_words(rows: Rows) -> Rows:
+def number_words(rows: Examples) -> Examples:
     """With words' numbers in the place of tags: of a word that the tokenizer leaves out, or cuts off, none is seen."""
     return replace(rows, labels=[tuple(range(len(words))) for words in rows.texts])
 
 
-def tag_tokens(tokens: Tokens, rows: Rows) -> Tokens:
+def tag_tokens(tokens: Tokens, rows: Examples) -> Tokens:
     """With the words' tags in the place of their numbers."""
     tags = np.concatenate([np.asarray(tags, np.int32) for tags in rows.labels])
     starts = np.cumsum([0, *map(len, rows.texts)])[:-1]

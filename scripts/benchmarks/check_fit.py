@@ -96,7 +96,7 @@ def foretell(case: Case, record: Record) -> dict[str, int]:
     config = load(TrainConfig, record.header.options)
     prepared = read_prepared(str(prepare(config)))
     return foretell_rank(
-        look_up_shape(config, prepared.words), config, record.header.precision, prepared, case.ranks, True
+        look_up_shape(config, prepared.vocab_size), config, record.header.precision, prepared, case.ranks, True
     )
 
 

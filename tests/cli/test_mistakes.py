@@ -273,7 +273,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "text,label\na,1\nb,1\n"},
-        "all rows of train.csv have the label '1': give rows of two labels or more",
+        "all rows of train.csv have the label '1': give rows with at least two different labels",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",

@@ -2,7 +2,7 @@
 
 EXEMPT = {
     "load_model": "transformers reads it",
-    "load_settings": "transformers reads it",
+    "load_config": "transformers reads it",
     "load_state": "read_checkpoint, and what save_state has written",
     "load_tokenizer": "transformers reads it",
     "load_weights": "transformers reads it",
@@ -11,7 +11,7 @@ EXEMPT = {
     "parse_group": "what boto3 has read by AWS's own model",
     "parse_hashes": "what scripts/pin has written",
     "parse_images": "what boto3 has read by AWS's own model",
-    "parse_json_row": "read_table, and texts of one's own",
+    "parse_json_cells": "read_table, and texts of one's own",
     "parse_kernel": "what oneDNN prints in this process",
     "parse_networks": "what iproute2 prints",
     "parse_rate": "what iproute2 prints",
@@ -42,9 +42,9 @@ EXEMPT = {
     "read_raw": "a text, whatever it holds",
     "read_recorder": "what torch tells in this process",
     "read_route": "a system call",
-    "read_as_glue": "parse_tsv",
-    "read_own": "read_data",
-    "read_rows": "parse_tsv",
+    "read_glue_file": "parse_glue_tsv",
+    "read_user_files": "read_data",
+    "read_rows": "parse_glue_tsv",
     "read_splits": "read_data, of GLUE's",
     "read_text": "a text, whatever it holds",
 }

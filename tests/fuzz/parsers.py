@@ -61,8 +61,8 @@ from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_meet, parse_node
 from cpuft.tasks import TASKS
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.sources import parse_label, parse_tsv, read_asked, read_data, read_table
-from cpuft.train.data.texts import divide, survey
+from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict, read_table
+from cpuft.train.data.texts import scan_texts, split_texts
 from cpuft.train.predict import read_trained
 from tests.conftest import make_facts
 from tests.fuzz import values
@@ -129,8 +129,8 @@ def _read_asked(path: Path) -> object:
     for kind in ("class", "score", "labels", "tags"):
         task = replace(TASKS["files"], kind=kind, labels=("0", "1") if kind != "score" else ())
         with suppress(CpuftError):
-            read_asked(task, PredictConfig(file=str(path)), TrainConfig())
-    return read_asked(TASKS["mrpc"], PredictConfig(file=str(path)), TrainConfig())
+            read_file_to_predict(task, PredictConfig(file=str(path)), TrainConfig())
+    return read_file_to_predict(TASKS["mrpc"], PredictConfig(file=str(path)), TrainConfig())
 
 
 def _read_trained(path: Path) -> object:
@@ -140,7 +140,7 @@ def _read_trained(path: Path) -> object:
 
 
 def _read_texts(path: Path) -> object:
-    return list(divide(survey(str(path), "", "--train-file"), 0.1, None))
+    return list(split_texts(scan_texts(str(path), "", "--train-file"), 0.1, None))
 
 
 def _log_in(path: Path) -> object:
@@ -311,15 +311,15 @@ PARSERS: dict[str, Parser] = {
         _from_file("backend-k.json", lambda path: read_choice(path.parent, "k")),
         values.damaged_json({"backend": "mpi", "reason": "r"}),
     ),
-    "parse_tsv": Parser(partial(parse_tsv, task=TASKS["mrpc"], source="x"), values.damaged([_GLUE])),
+    "parse_glue_tsv": Parser(partial(parse_glue_tsv, task=TASKS["mrpc"], source="x"), values.damaged([_GLUE])),
     "parse_label": Parser(partial(parse_label, task=TASKS["stsb"], where="x"), values.damaged(["0.5", "1"])),
     "read_table": Parser(_from_file("rows.csv", read_table), _ROWS),
     "read_table of JSON": Parser(_from_file("rows.jsonl", read_table), _ROWS),
     "read_trained": Parser(_from_file("trained/model/config.json", _read_trained), values.damaged_json(_MODEL)),
-    "read_asked": Parser(_from_file("rows.csv", _read_asked), _ROWS),
-    "read_asked of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),
-    "survey": Parser(_from_file("texts.txt", _read_texts), _ROWS),
-    "survey of JSON": Parser(_from_file("texts.jsonl", _read_texts), _ROWS),
+    "read_file_to_predict": Parser(_from_file("rows.csv", _read_asked), _ROWS),
+    "read_file_to_predict of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),
+    "scan_texts": Parser(_from_file("texts.txt", _read_texts), _ROWS),
+    "scan_texts of JSON": Parser(_from_file("texts.jsonl", _read_texts), _ROWS),
     "read_data": Parser(_from_file("rows.csv", _read_files), _ROWS),
     "read_data of JSON": Parser(_from_file("rows.jsonl", _read_files), _ROWS),
     "read_data of tabs": Parser(_from_file("rows.tsv", _read_files), _ROWS),

@@ -179,7 +179,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path, kept: tuple[str,
         prepare(config)
     assert message in str(caught.value)
     assert str(caught.value).endswith("by --tokenizer")
-    assert read_prepared(str(prepare(replace(config, tokenizer="minilm")))).unknown == 0
+    assert read_prepared(str(prepare(replace(config, tokenizer="minilm")))).unknown_share == 0
 
 
 @pytest.mark.usefixtures("own_cache")
@@ -190,7 +190,7 @@ def test_many_unknown_tokens_are_warned_of_and_only_unknown_ones_refused(tmp_pat
     Path(config.train_file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     config = replace(config, validation_file=config.train_file)
     prepared = read_prepared(str(prepare(config)))
-    assert prepared.unknown == pytest.approx(2 / 7)
+    assert prepared.unknown_share == pytest.approx(2 / 7)
     assert warn_of_unknown(prepared).startswith(
         "warning: 29% of the tokens of the training texts are unknown to the tokenizer (more than 5%): the "
     )

@@ -19,7 +19,7 @@ from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train import run
 from cpuft.train.data.archive import Prepared, Tokens
-from cpuft.train.data.order import Order, plan_updates
+from cpuft.train.data.order import Indices, plan_updates
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import Loop, train
 from cpuft.train.objective.base import Batch, Objective, Predictions
@@ -62,7 +62,7 @@ class Weighing(Objective):
 class ByWord(Weighing):
     """The same, and long rows count for more."""
 
-    def count_terms(self, tokens: Tokens, rows: Order, epoch: int = -1) -> float:
+    def count_terms(self, tokens: Tokens, rows: Indices, epoch: int = -1) -> float:
         return float(tokens.lengths[rows].sum())
 
 

@@ -21,7 +21,7 @@ from cpuft.config import PredictConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import UNTAGGED
-from cpuft.train.data.sources import Rows
+from cpuft.train.data.sources import Examples
 from cpuft.train.evaluate import ask_all, plan_batches
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective.base import Objective
@@ -50,7 +50,7 @@ def make_task(kind: str, labels: tuple[str, ...]) -> Task:
 
 
 def table(task: Task, outputs: object, path: Path, rows: int = 2) -> str:
-    texts = Rows([("x",)] * rows, [0.0] * rows)
+    texts = Examples([("x",)] * rows, [0.0] * rows)
     write_table(path, TABLES[task.kind](task, texts, np.asarray(outputs, np.float32), make_tokens([1] * rows)))
     return path.read_text(encoding="utf-8")
 
@@ -79,7 +79,7 @@ def test_words_have_their_tags_and_those_that_were_cut_off_none(tmp_path: Path) 
     tokens = replace(make_tokens([3, 2]), labels=np.asarray([0, UNTAGGED, 2, UNTAGGED, 0], np.int32))
     outputs = np.zeros((2, 3, 2), np.float32)
     outputs[[0, 0, 1], [0, 2, 1]] = LOGITS[[0, 1, 0]]
-    rows = Rows([("New", "\u200e", "a,b"), ("x", "y")], [0.0, 0.0])
+    rows = Examples([("New", "\u200e", "a,b"), ("x", "y")], [0.0, 0.0])
     write_table(tmp_path / "x.csv", TABLES["tags"](make_task("tags", ("B-X", "O")), rows, outputs, tokens))
     assert (tmp_path / "x.csv").read_text(encoding="utf-8") == (
         "index,token,tag,p_B-X,p_O\n"
@@ -141,7 +141,7 @@ def test_no_text_of_a_table_is_a_formula(tmp_path: Path) -> None:
     assert [guard_formula(text) for text in texts] == guarded
     wanted = "index,label,p_=a(),p_ham\n0,ham,0.250000,0.750000\n1,'=a(),0.900000,0.100000\n"
     assert table(make_task("class", ("=a()", "ham")), LOGITS, tmp_path / "x.csv") == wanted
-    rows, tokens = Rows([("=a()", "-")], [0.0]), replace(make_tokens([2]), labels=np.asarray([0, 1], np.int32))
+    rows, tokens = Examples([("=a()", "-")], [0.0]), replace(make_tokens([2]), labels=np.asarray([0, 1], np.int32))
     outputs = np.asarray([[[0, 1], [0, 1]]], np.float32)
     found = list(TABLES["tags"](make_task("tags", ("O", "@X")), rows, outputs, tokens))
     assert [cells[1:3] for cells in found[1:]] == [("'=a()", "'@X"), ("-", "'@X")]
@@ -149,7 +149,7 @@ def test_no_text_of_a_table_is_a_formula(tmp_path: Path) -> None:
 
 def test_texts_stand_beside_what_was_predicted() -> None:
     task = replace(make_task("class", ("ham", "spam")), texts=("question", "label"))
-    rows = Rows([("=a", "b"), ("c", "d")], [0.0, 0.0])
+    rows = Examples([("=a", "b"), ("c", "d")], [0.0, 0.0])
     found = list(add_input(rows, task.texts, TABLES["class"](task, rows, LOGITS, make_tokens([1, 1]))))
     assert [cells[:4] for cells in found] == [
         ("index", "question", "input_label", "label"),
@@ -269,7 +269,7 @@ def test_batches_are_those_of_the_evaluation() -> None:
 
 
 def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
-    rows = Rows([("a", "b", "c"), ("d",)], [(2, 1, 0), (1,)])
+    rows = Examples([("a", "b", "c"), ("d",)], [(2, 1, 0), (1,)])
     assert number_words(rows).labels == [(0, 1, 2), (0,)]
     numbered = replace(make_tokens([4, 2]), labels=np.asarray([-100, 0, 2, -100, -100, 0], np.int32))
     assert tag_tokens(numbered, rows).labels.tolist() == [-100, 2, 0, -100, -100, 1]
@@ -295,7 +295,7 @@ def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
         ("x.csv", "text\na\n", {"label_column": "colour"}, "x.csv has no column 'colour'"),
         ("x.csv", "text\na\n", {"text_columns": "txt"}, "x.csv has no column 'txt': name the columns of the texts"),
         ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv is there already, and holds no predictions: name another"),
-        ("x.jsonl", '{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' has to be one text, as it is elsewhere"),
+        ("x.jsonl", '{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' must be one text, as in the other lines"),
     ],
 )
 def test_rows_that_cannot_be_answered(

@@ -23,7 +23,7 @@ from cpuft.rank.world import World
 from cpuft.record import Record, read_record
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
-from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
+from cpuft.train.data.texts import NEVER_MASKED, WORD_CONTINUATION, WORD_START
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.loop import Loop, train
 from cpuft.train.objective.table import make_objective
@@ -67,7 +67,7 @@ def alone(own_cache: None) -> Iterator[None]:
 def entropy(run: str) -> float:
     """Of the words of a run by themselves, in nats: the loss of who knows how often each comes, and no context."""
     prepared = read_prepared(f"{run}/data.npz")
-    counts = np.bincount(prepared.train.ids[prepared.word_kinds[prepared.train.ids] != NEVER]).astype(float)
+    counts = np.bincount(prepared.train.ids[prepared.token_kinds[prepared.train.ids] != NEVER_MASKED]).astype(float)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -82,8 +82,8 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
     path = prepare(CONFIG)
     assert prepare(replace(CONFIG, mlm_probability=0.3, whole_word_mask=True, seed=1)) == path
     prepared = read_prepared(str(path))
-    assert (len(prepared.word_kinds), prepared.mask_id, prepared.kind) == (30522, 103, "masked")
-    assert {*prepared.word_kinds.tolist()} == {BEGINS, GOES_ON, NEVER}
+    assert (len(prepared.token_kinds), prepared.mask_id, prepared.kind) == (30522, 103, "masked")
+    assert {*prepared.token_kinds.tolist()} == {WORD_START, WORD_CONTINUATION, NEVER_MASKED}
     assert isinstance(prepared.train.ids, np.memmap)
     assert set(prepared.train.lengths[:-1]) == {32}
     sizes = [len(tokens.ids) for tokens in (prepared.train, prepared.validation[""])]
@@ -106,7 +106,7 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
         ({"train_file": "tiny.json,a.txt"}, "tiny.json, line 1 has no 'text': correct it"),
         (
             UNTRAINED | {"tokenizer": "tiny"},
-            "the tokenizer has 30522 words, and tiny.json embeds 300: leave --tokenizer",
+            "the tokenizer has 30522 tokens, and tiny.json embeds only 300: leave --tokenizer",
         ),
         (
             UNTRAINED | {"max_length": 1024},
@@ -118,7 +118,10 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
         ),
         ({"from_config": "bad.json"}, "no model can be made of bad.json (The hidden size (10) is not a multiple of"),
         ({"from_config": "a.txt"}, "no model can be made of a.txt ("),
-        ({"train_file": "one.txt"}, "of 1 line of one.txt none can be held out: name more texts, or --validation-file"),
+        (
+            {"train_file": "one.txt"},
+            "one.txt has 1 line, too few to take some for validation: name more texts, or other texts",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said_before(change: dict[str, Any], message: str, own_cache: None) -> None:
@@ -131,21 +134,21 @@ def test_what_cannot_be_trained_is_said_before(change: dict[str, Any], message: 
 
 def test_a_model_that_does_not_fit_is_refused_where_its_rows_are_there_already(own_cache: None) -> None:
     prepare(CONFIG)
-    with pytest.raises(CpuftError, match=r"the tokenizer has 30522 words, and tiny\.json embeds 300"):
+    with pytest.raises(CpuftError, match=r"the tokenizer has 30522 tokens, and tiny\.json embeds only 300"):
         prepare(replace(CONFIG, from_config="tiny.json", tokenizer="tiny"))
 
 
 def test_an_untrained_model_embeds_the_words_of_a_tokenizer_made_for_it(own_cache: None) -> None:
     config = replace(CONFIG, from_config="bert-base", vocab_size=80)
     prepared = read_prepared(str(prepare(config)))
-    assert int(prepared.train.ids.max()) < prepared.words == len(prepared.word_kinds) <= 80
+    assert int(prepared.train.ids.max()) < prepared.vocab_size == len(prepared.token_kinds) <= 80
     assert json.loads(prepared.tokenizer)["model"]["type"] == "WordPiece"
     assert prepare(config) != prepare(replace(config, vocab_size=90))
     model = make_objective(config, prepared).load_model(config)
-    assert model.get_input_embeddings().weight.shape == (prepared.words, 768)
+    assert model.get_input_embeddings().weight.shape == (prepared.vocab_size, 768)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     rows = read_prepared(str(prepare(replace(config, task="demo"))))
-    assert (rows.kind, rows.words <= 80) == ("class", True)
+    assert (rows.kind, rows.vocab_size <= 80) == ("class", True)
 
 
 def losses_of_both(config: TrainConfig) -> tuple[list[float], list[float]]:

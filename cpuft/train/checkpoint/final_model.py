@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import DiskFullError
-from cpuft.train.data.tokenizer import load_tokenizer, wrap_tokenizer
+from cpuft.train.data.tokenizer import load_tokenizer, make_tokenizer
 from cpuft.train.lora import is_adapted, save_adapters
 from cpuft.train.model import load_weights
 
@@ -29,7 +29,7 @@ def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:
         _write_weights(model, beside, merged)
-        (wrap_tokenizer(made) if made else load_tokenizer(source)).save_pretrained(beside)
+        (make_tokenizer(made) if made else load_tokenizer(source)).save_pretrained(beside)
         shutil.rmtree(target, ignore_errors=True)  # of a run that broke off after this, and was resumed
         beside.rename(target)
     except Exception as error:  # safetensors raises a class of its own that is no OSError

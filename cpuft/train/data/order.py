@@ -1,7 +1,7 @@
-"""Which rows each rank sees in each step: rows of like length together, the same for any number of ranks.
+"""Which examples each rank sees in each update: examples of similar length together, the same for any number of ranks.
 
-The rows of an update depend on the seed, the epoch and the global batch only, so one rank with batch 32 and two
-ranks with batch 16 train on the same rows in the same order.
+The examples of an update depend only on the seed, the epoch and the global batch size: one rank with batch size 32 and
+two ranks with batch size 16 train on the same examples in the same order.
 """
 
 from __future__ import annotations
@@ -15,51 +15,58 @@ from numpy.typing import NDArray
 from cpuft.train.data.archive import Tokens
 
 _POOL_BATCHES = 50
-"""Batches that are sorted together: large enough that rows of a batch are alike, small enough to stay random."""
+"""Number of batches whose examples are sorted by length together: enough that the examples of a batch are similar, and
+few enough that batches stay random."""
 
-Order = NDArray[np.int64]
+Indices = NDArray[np.int64]
+"""Numbers of examples in a split."""
 
 
-def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int, grouped: bool) -> list[Order]:
-    """Row numbers of each update of an epoch; every row stands in exactly one.
+def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int, grouped: bool) -> list[Indices]:
+    """Return the examples of each update of an epoch; every example is in exactly one update.
 
-    With `grouped`, rows are drawn at random into pools, each sorted by length and cut into batches, and the batches
-    of the epoch shuffled. The rows of an update that is not full come last in their pool.
+    Parameters
+    ----------
+    lengths: number of tokens of each example, shape (examples,).
+    global_batch: number of examples of an update. One update of the epoch may have fewer; with `grouped`, it has the
+        shortest examples of the last pool.
+    grouped: divide the examples at random into pools of 50 batches, sort each pool by length, cut it into batches, and
+        shuffle the batches of the epoch. Without it, examples are in random order.
     """
     generator = np.random.default_rng((seed, epoch))
     order = generator.permutation(len(lengths))
     if not grouped:
         return [order[i : i + global_batch] for i in range(0, len(order), global_batch)]
-    pool = global_batch * _POOL_BATCHES
+    pool_size = global_batch * _POOL_BATCHES
     updates = []
-    for start in range(0, len(order), pool):
-        rows = order[start : start + pool]
-        rows = rows[np.argsort(-lengths[rows], kind="stable")]
-        updates += [rows[i : i + global_batch] for i in range(0, len(rows), global_batch)]
+    for start in range(0, len(order), pool_size):
+        pool = order[start : start + pool_size]
+        pool = pool[np.argsort(-lengths[pool], kind="stable")]
+        updates += [pool[i : i + global_batch] for i in range(0, len(pool), global_batch)]
     return [updates[i] for i in generator.permutation(len(updates))]
 
 
-def deal(rows: Order, rank: int, world_size: int) -> Order:
-    """A rank's share of an update: rows are dealt in turn, so that neighbours in length go to different ranks.
+def select_for_rank(examples: Indices, rank: int, world_size: int) -> Indices:
+    """Return a rank's examples of an update: every `world_size`-th, so that all ranks get similar lengths.
 
-    Where there are fewer rows than ranks, a rank without a row gets the first one, to be weighted with zero.
+    If there are fewer examples than ranks, a rank without one gets the first; the caller has to give it weight zero.
     """
-    share = rows[rank::world_size]
-    return share if len(share) else rows[:1]
+    share = examples[rank::world_size]
+    return share if len(share) else examples[:1]
 
 
-def count_updates(rows: int, global_batch: int, epochs: float, max_steps: int) -> int:
-    """Updates of the whole run."""
-    return max_steps or math.ceil(math.ceil(rows / global_batch) * epochs)
+def count_updates(examples: int, global_batch: int, epochs: float, max_steps: int) -> int:
+    """Return the number of updates of a run: `max_steps`, unless that is 0."""
+    return max_steps or math.ceil(math.ceil(examples / global_batch) * epochs)
 
 
 def plan_updates(
     tokens: Tokens, global_batch: int, seed: int, updates: int, grouped: bool
-) -> Iterator[tuple[int, Order]]:
-    """Epoch and rows of each of `updates` updates."""
+) -> Iterator[tuple[int, Indices]]:
+    """Yield the epoch and the examples of each of `updates` updates; see `plan_epoch`."""
     epoch, done = 0, 0
     while done < updates:
-        for rows in plan_epoch(tokens.lengths, global_batch, seed, epoch, grouped)[: updates - done]:
-            yield epoch, rows
+        for examples in plan_epoch(tokens.lengths, global_batch, seed, epoch, grouped)[: updates - done]:
+            yield epoch, examples
             done += 1
         epoch += 1

@@ -1,8 +1,9 @@
-"""Rows -> token numbers, once for a run and before any rank starts; checks all input while it is at it.
+"""Prepare a run's data: tokenise the examples once before any rank starts, and check all input on the way.
 
     python -m cpuft.train.data.prepare OUTPUT --host-memory=... --task=... (all training options)
 
-writes OUTPUT, a NumPy archive. What was prepared once is kept under the user's cache directory, by checksum.
+writes OUTPUT, an archive (see `cpuft.train.data.archive`). Archives stay in the user's cache folder under their
+checksum, so that the same data is prepared only once.
 """
 
 from __future__ import annotations
@@ -26,193 +27,216 @@ from cpuft.errors import CpuftError, counted, describe_disk
 from cpuft.files import cache_folder, take_sent, written_beside
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import EMPTY, UNKNOWN, UNTAGGED, Prepared, Tokens, read_prepared, write_prepared
-from cpuft.train.data.sources import Data, Rows, first_rows, read_data
-from cpuft.train.data.texts import Packer, divide, pack, sort_words, survey
+from cpuft.train.data.sources import Examples, TaskData, first_examples, read_data
+from cpuft.train.data.texts import Packer, classify_tokens, pack, scan_texts, split_texts
 from cpuft.train.data.tokenizer import (
     check_tokenizer,
     choose_pad_id,
     choose_tokenizer,
-    count_words,
     digest_tokenizer,
-    is_checked,
-    name_tokenizer,
+    get_tokenizer_name,
+    get_vocab_size,
+    may_mismatch_model,
 )
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.memory import check_fit
-from cpuft.train.model import check_positions, check_untrained, check_weights, find_model, load_settings, name_model
+from cpuft.train.model import check_positions, check_untrained, check_weights, find_model, load_config, name_model
 
 FORMAT = 6
-MOST_UNKNOWN = 0.05
+"""Part of the checksum: to be raised when the same input gives other tokens."""
+_MAX_UNKNOWN_SHARE = 0.05
 """Share of the training texts' tokens that may be unknown without a warning."""
-_MOST_NAMED = 10
-"""Classes whose names and counts `describe_data` lists."""
+_MAX_LISTED_LABELS = 10
+"""Number of labels that `describe_data` lists with their counts."""
 
 
-def checksum_rows(data: Data, config: TrainConfig) -> str:
-    """SHA-256 of everything that decides the token numbers, cut to 16 hexadecimal digits."""
+def checksum_data(data: TaskData, config: TrainConfig) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of everything that decides the token ids and labels."""
     digest = hashlib.sha256()
     task = data.task
     sizes = (FORMAT, config.max_length, config.max_train_samples)
     for part in (*sizes, task.kind, task.labels, task.metrics, task.texts, task.label):
         digest.update(repr(part).encode())
     digest.update(digest_tokenizer(config))
-    for rows in (data.train, *data.validation.values()):
-        digest.update(json.dumps([rows.texts, rows.labels]).encode())
+    for examples in (data.train, *data.validation.values()):
+        digest.update(json.dumps([examples.texts, examples.labels]).encode())
     return digest.hexdigest()[:16]
 
 
-def tokenize(rows: Rows, tokenizer: Any, max_length: int, task: Task) -> Tokens:
-    """Token numbers of all rows, each cut to `max_length`, not padded. Raises CpuftError: it cannot take words."""
-    return tokenize_and_count(rows, tokenizer, max_length, task)[0]
+def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> Tokens:
+    """Tokenise examples, each cut to `max_length` tokens and not padded.
+
+    Raises CpuftError: the task has tags, and the tokenizer does not tell which word a token belongs to.
+    """
+    return tokenize_and_count(examples, tokenizer, max_length, task)[0]
 
 
-def tokenize_and_count(rows: Rows, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
-    """Tokens as `tokenize` returns them, and the number of rows that were cut, UNKNOWN with a slow tokenizer."""
-    words = task.kind == "tags"
-    if words and not tokenizer.is_fast:
-        raise CpuftError("this model's tokenizer does not tell which words its tokens are of: name another --model")
-    texts = [[list(row) for row in rows.texts]] if words else [list(column) for column in zip(*rows.texts)]
-    encoded = tokenizer(*texts, truncation=True, max_length=max_length, padding=False, is_split_into_words=words)
+def tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
+    """Return what `tokenize` does, and the number of examples that were cut (UNKNOWN for a tokenizer in Python)."""
+    in_words = task.kind == "tags"
+    if in_words and not tokenizer.is_fast:
+        raise CpuftError("this model's tokenizer does not tell which word a token belongs to: name another --model")
+    texts = [list(map(list, examples.texts))] if in_words else [list(column) for column in zip(*examples.texts)]
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length, padding=False, is_split_into_words=in_words)
     ids = encoded["input_ids"]
     types = encoded.get("token_type_ids", [])
-    cut = sum(bool(row.overflowing) for row in encoded.encodings) if encoded.encodings else UNKNOWN
+    truncated = sum(bool(one.overflowing) for one in encoded.encodings) if encoded.encodings else UNKNOWN
     tokens = Tokens(
-        np.concatenate([np.asarray(row, np.int32) for row in ids]),
-        np.concatenate([np.asarray(row, np.int8) for row in types]) if types else np.zeros(0, np.int8),
-        np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
-        _label_tokens(rows, encoded) if words else _label_rows(rows, task),
+        np.concatenate([np.asarray(one, np.int32) for one in ids]),
+        np.concatenate([np.asarray(one, np.int8) for one in types]) if types else np.zeros(0, np.int8),
+        np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64),
+        _label_tokens(examples, encoded) if in_words else _label_examples(examples, task),
     )
-    return tokens, cut
+    return tokens, truncated
 
 
-def _label_rows(rows: Rows, task: Task) -> NDArray[np.float32]:
+def _label_examples(examples: Examples, task: Task) -> NDArray[np.float32]:
     if task.kind != "labels":
-        return np.asarray(rows.labels, np.float32)
-    has = np.zeros((len(rows.labels), len(task.labels)), np.float32)
-    for row, numbers in zip(has, rows.labels):
+        return np.asarray(examples.labels, np.float32)
+    has_label = np.zeros((len(examples.labels), len(task.labels)), np.float32)
+    for row, numbers in zip(has_label, examples.labels):
         row[list(numbers)] = 1
-    return has
+    return has_label
 
 
-def _label_tokens(rows: Rows, encoded: Any) -> NDArray[np.int32]:
-    """Each word's number on its first token. A word without any, of what the tokenizer leaves out, goes unseen."""
-    found = []
-    for row, numbers in enumerate(rows.labels):
-        words = encoded.word_ids(row)
-        firsts = (word is not None and word != before for before, word in zip([None, *words], words))
-        found += [numbers[word] if first else UNTAGGED for word, first in zip(words, firsts)]
-    return np.asarray(found, np.int32)
+def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:
+    """Give each word's tag to its first token. A word that the tokenizer drops, or that was cut off, is left out."""
+    labels = []
+    for number, tags in enumerate(examples.labels):
+        words = encoded.word_ids(number)
+        is_first = (word is not None and word != before for before, word in zip([None, *words], words))
+        labels += [tags[word] if first else UNTAGGED for word, first in zip(words, is_first)]
+    return np.asarray(labels, np.int32)
 
 
 def prepare(config: TrainConfig) -> Path:
-    """Path of the prepared archive in the user's cache; made now unless it is there.
+    """Return the path of the prepared archive in the user's cache folder, which is made unless it is there.
 
-    Raises CpuftError: anything wrong with the task, the data, the model's tokenizer or the cache.
+    Raises CpuftError: something is wrong with the task, the data, the model, its tokenizer or the cache folder.
     """
     check_untrained(config)
     if config.task == "text":
         return _prepare_texts(config)
     data = read_data(config)
     check_positions(config)
-    data = Data(data.task, first_rows(data.train, config.max_train_samples), data.validation)
-    checksum = checksum_rows(data, config)
+    data = TaskData(data.task, first_examples(data.train, config.max_train_samples), data.validation)
+    checksum = checksum_data(data, config)
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
     if path.exists():
-        return _check_fit(config, path)
-    tokenizer, made = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
-    parts = {"train": data.train, **{f"validation{name}": rows for name, rows in data.validation.items()}}
-    found = {key: tokenize_and_count(rows, tokenizer, config.max_length, data.task) for key, rows in parts.items()}
-    splits = {key: tokens for key, (tokens, _) in found.items()}
-    meta = _describe(config, data.task, tokenizer, made, checksum, splits) | {"cut": found["train"][1]}
-    write_prepared(path, meta, splits, {})
+        return _check_cached(config, path)
+    tokenizer, trained = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
+    splits = {"train": data.train, **{f"validation{name}": split for name, split in data.validation.items()}}
+    found = {key: tokenize_and_count(split, tokenizer, config.max_length, data.task) for key, split in splits.items()}
+    tokens = {key: tokens for key, (tokens, _) in found.items()}
+    meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens) | {"cut": found["train"][1]}
+    write_prepared(path, meta, tokens, {})
     return path
 
 
 def _prepare_texts(config: TrainConfig) -> Path:
-    """The same of texts, in pieces."""
+    """Return what `prepare` does, for --task text. Texts are read and written piece by piece."""
     if not config.train_file:
         raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
-    corpus, other = survey(config.train_file, config.text_columns, "--train-file"), config.validation_file
-    held_out = survey(other, config.text_columns, "--validation-file") if other else None
+    corpus, other = scan_texts(config.train_file, config.text_columns, "--train-file"), config.validation_file
+    validation = scan_texts(other, config.text_columns, "--validation-file") if other else None
     check_positions(config)
-    key = f"{corpus.checksum} {held_out.checksum if held_out else config.validation_split}"
-    told = repr((FORMAT, key, config.max_length, config.max_train_samples)).encode()
-    checksum = hashlib.sha256(told + digest_tokenizer(config)).hexdigest()[:16]
+    key = f"{corpus.checksum} {validation.checksum if validation else config.validation_split}"
+    sizes = repr((FORMAT, key, config.max_length, config.max_train_samples)).encode()
+    checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
     path = cache_folder(os.environ) / f"text-{checksum}.npz"
     if path.exists():
-        return _check_fit(config, path)
-    pieces = partial(divide, corpus, config.validation_split, held_out)
-    tokenizer, made = choose_tokenizer(config, lambda: (text for held, text, _ in pieces() if not held), key)
+        return _check_cached(config, path)
+    pieces = partial(split_texts, corpus, config.validation_split, validation)
+    training_texts = lambda: (text for validates, text, _ in pieces() if not validates)  # noqa: E731
+    tokenizer, trained = choose_tokenizer(config, training_texts, key)
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
-        raise CpuftError(f"{name_tokenizer(config)} has no [CLS], [SEP] or [MASK], as encoders have: name another")
+        raise CpuftError(
+            f"the tokenizer of {get_tokenizer_name(config)} lacks [CLS], [SEP] or [MASK], which --task text needs: "
+            f"name the model or tokenizer of an encoder"
+        )
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="texts-") as folder:
-        form = (config.max_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
-        train, validation = (Packer(Path(folder, name), *form) for name in ("train", "held-out"))
-        pack(pieces(), tokenizer, (train, validation))
-        packed = {"train": train.finish(config.max_train_samples), "validation": validation.finish()}
-        splits = {name: Tokens(ids, EMPTY, offsets, EMPTY) for name, (ids, offsets) in packed.items()}
-        if not all(map(len, splits.values())):
-            too_few = f"of {counted(corpus.pieces, 'line')} of {config.train_file} none can be held out"
-            raise CpuftError(f"{too_few}: name more texts, or --validation-file")
-        meta = _describe(config, TASKS["text"], tokenizer, made, checksum, splits) | {"cut": 0}
-        write_prepared(path, meta, splits, {"word_kinds": sort_words(tokenizer)})
+        layout = (config.max_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
+        packers = [Packer(Path(folder, name), *layout) for name in ("train", "validation")]
+        pack(pieces(), tokenizer, packers)
+        packed = {"train": packers[0].finish(config.max_train_samples), "validation": packers[1].finish()}
+        tokens = {name: Tokens(ids, EMPTY, offsets, EMPTY) for name, (ids, offsets) in packed.items()}
+        if not all(map(len, tokens.values())):
+            raise CpuftError(
+                f"{config.train_file} has {counted(corpus.pieces, 'line')}, too few to take some for validation: name "
+                f"more texts, or other texts with --validation-file"
+            )
+        meta = _make_meta(config, TASKS["text"], tokenizer, trained, checksum, tokens) | {"cut": 0}
+        write_prepared(path, meta, tokens, {"word_kinds": classify_tokens(tokenizer)})
     return path
 
 
-def _check_fit(config: TrainConfig, path: Path) -> Path:
-    """What was prepared for any model, where it fits this one. Raises CpuftError: it does not."""
-    if is_checked(config):
-        check_tokenizer(config, read_prepared(str(path)).words)
+def _check_cached(config: TrainConfig, path: Path) -> Path:
+    """Return the path of an archive, which may have been made for another model. Raises CpuftError: it does not fit."""
+    if may_mismatch_model(config):
+        check_tokenizer(config, read_prepared(str(path)).vocab_size)
     return path
 
 
-def _describe(
-    config: TrainConfig, task: Task, tokenizer: Any, made: str, checksum: str, splits: dict[str, Tokens]
+def _make_meta(
+    config: TrainConfig, task: Task, tokenizer: Any, trained: str, checksum: str, splits: dict[str, Tokens]
 ) -> dict[str, Any]:
-    """What the archive has beside the rows. Raises CpuftError: the model cannot take these tokens."""
-    words = count_words(tokenizer)
-    most, largest = load_settings(config, {}, words).vocab_size, max(_find_largest(one.ids) for one in splits.values())
-    if largest >= most:
+    """Return the JSON of the archive.
+
+    Raises CpuftError: the model does not embed all of these tokens, or the tokenizer knows none of them.
+    """
+    vocab_size = get_vocab_size(tokenizer)
+    embedded = load_config(config, {}, vocab_size).vocab_size
+    largest = max(_find_largest(tokens.ids) for tokens in splits.values())
+    if largest >= embedded:
         raise CpuftError(
             f"the tokenizer makes tokens with ids up to {largest}, and {name_model(config)} embeds the ids from 0 to "
-            f"{most - 1} only: name the tokenizer that the model was made with by --tokenizer"
+            f"{embedded - 1} only: name the tokenizer that the model was made with by --tokenizer"
         )
-    unknown = _find_unknown(splits["train"].ids, tokenizer)
-    if unknown == 1:
+    unknown_share = _find_unknown_share(splits["train"].ids, tokenizer)
+    if unknown_share == 1:
         raise CpuftError(
-            f"the tokenizer of {name_tokenizer(config)} knows no token of the training texts: name the tokenizer that "
-            f"the model was made with by --tokenizer"
+            f"the tokenizer of {get_tokenizer_name(config)} knows no token of the training texts: name the tokenizer "
+            f"that the model was made with by --tokenizer"
         )
-    validation = [key.removeprefix("validation") for key in splits if key != "train"]
-    ids = {"pad_id": choose_pad_id(config, tokenizer, words), "mask_id": tokenizer.mask_token_id or 0}
-    told = {"kind": task.kind, "labels": task.labels, "metrics": task.metrics, "validation": validation}
-    told |= {"texts": task.texts, "label": task.label}
-    return {**told, **ids, "unknown": unknown, "checksum": checksum, "words": words, "tokenizer": made}
+    return {
+        "kind": task.kind,
+        "labels": task.labels,
+        "metrics": task.metrics,
+        "validation": [key.removeprefix("validation") for key in splits if key != "train"],
+        "texts": task.texts,
+        "label": task.label,
+        "pad_id": choose_pad_id(config, tokenizer, vocab_size),
+        "mask_id": tokenizer.mask_token_id or 0,
+        "unknown": unknown_share,
+        "checksum": checksum,
+        "words": vocab_size,
+        "tokenizer": trained,
+    }
 
 
-def _split(ids: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """OptimizerShards of token ids that may be more than memory holds."""
+def _split_ids(ids: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """Views of token ids, which may be more than fit into memory, in parts of 2**24."""
     return [ids[start : start + 2**24] for start in range(0, len(ids), 2**24)]
 
 
 def _find_largest(ids: NDArray[np.int32]) -> int:
-    return max((int(part.max()) for part in _split(ids)), default=0)
+    return max((int(part.max()) for part in _split_ids(ids)), default=0)
 
 
-def _find_unknown(ids: NDArray[np.int32], tokenizer: Any) -> float:
-    """The share of tokens that the tokenizer does not know, among all that stand for a text."""
-    unknown, named = tokenizer.unk_token_id, tokenizer
-    others = {named.pad_token_id, named.bos_token_id, named.eos_token_id, named.cls_token_id, named.sep_token_id}
-    if unknown is None or unknown in others:  # GPT-2 takes the end of a text for it, and knows all bytes
+def _find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
+    """Return the share of tokens that the tokenizer does not know, among those that are not special tokens."""
+    unknown, known = tokenizer.unk_token_id, tokenizer
+    others = {known.pad_token_id, known.bos_token_id, known.eos_token_id, known.cls_token_id, known.sep_token_id}
+    if unknown is None or unknown in others:  # GPT-2's unknown token is its end of text; it knows all bytes
         return 0.0
     special = np.asarray(sorted({*tokenizer.all_special_ids} - {unknown}), np.int32)
-    texts = sum(np.count_nonzero(~np.isin(part, special)) for part in _split(ids))
-    return sum(np.count_nonzero(part == unknown) for part in _split(ids)) / max(1, texts)
+    count = sum(np.count_nonzero(~np.isin(part, special)) for part in _split_ids(ids))
+    return sum(np.count_nonzero(part == unknown) for part in _split_ids(ids)) / max(1, count)
 
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
-    """Say in one line what was understood of the data: the examples, the labels, the columns, what was cut."""
+    """Say in one line how the data was understood: the numbers of examples, the labels, the columns, what was cut."""
     validation = " and ".join(f"{len(tokens):,}" for tokens in prepared.validation.values())
     count = len(prepared.train)
     parts = [f"training on {count:,} example{'s' * (count != 1)}, validating on {validation}"]
@@ -220,45 +244,45 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
         parts.append(f"each example is a piece of text of up to {config.max_length} tokens, no labels are needed")
     else:
         parts += [_describe_labels(prepared, config), f"columns: {', '.join(prepared.texts)} -> {prepared.label}"]
-    if prepared.kind != "masked" and prepared.cut != UNKNOWN:
-        # A share that rounds to 0.0 % is not none: it says "1 example".
-        share = prepared.cut / max(1, count)
-        some = f"{share:.1%}".replace("%", " %") if share >= 0.001 else f"{prepared.cut}"
-        parts.append(f"{some if prepared.cut else 'none'} of the examples cut at --max-length {config.max_length}")
+    if prepared.kind != "masked" and prepared.truncated != UNKNOWN:
+        # A share that would round to 0.0 % is written as the number of examples.
+        share = prepared.truncated / max(1, count)
+        some = f"{share:.1%}".replace("%", " %") if share >= 0.001 else f"{prepared.truncated or 'none'}"
+        parts.append(f"{some} of the examples cut at --max-length {config.max_length}")
     return "; ".join(parts)
 
 
 def warn_of_unknown(prepared: Prepared) -> str:
-    """Warn that the tokenizer does not know many of the training texts' tokens; empty where it knows enough."""
-    if prepared.unknown <= MOST_UNKNOWN:
+    """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else nothing."""
+    if prepared.unknown_share <= _MAX_UNKNOWN_SHARE:
         return ""
     return (
-        f"warning: {prepared.unknown:.0%} of the tokens of the training texts are unknown to the tokenizer (more than "
-        f"{MOST_UNKNOWN:.0%}): the model cannot tell them apart; name a tokenizer for these texts by --tokenizer, or a "
-        f"--model that was made for them"
+        f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer (more "
+        f"than {_MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; name a tokenizer for these texts by "
+        f"--tokenizer, or a --model that was made for them"
     )
 
 
 def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
-    """What is learned of each training example."""
+    """Say what the model learns to predict for each training example."""
     labels = prepared.train.labels
     if prepared.kind == "score":
-        from_to = f"{float(labels.min()):g} to {float(labels.max()):g}"
-        others = " (--label-type class learns them as classes)" if config.task == "files" else ""
-        return f"labels: numbers from {from_to}, learned by regression{others}"
+        bounds = f"{float(labels.min()):g} to {float(labels.max()):g}"
+        hint = " (--label-type class learns them as classes)" if config.task == "files" else ""
+        return f"labels: numbers from {bounds}, learned by regression{hint}"
     if prepared.kind == "labels":
         counts, what = labels.sum(0).astype(int).tolist(), "classes, of which an example may have several"
     else:
         known = labels[labels != UNTAGGED].astype(int)
         counts = np.bincount(known, minlength=len(prepared.labels)).tolist()
         what = "tags of words" if prepared.kind == "tags" else "classes"
-    common = sorted(zip(prepared.labels, counts), key=lambda one: -one[1])[:_MOST_NAMED]
-    shown = prepared.labels if len(prepared.labels) <= _MOST_NAMED else [label for label, _ in common]
+    common = sorted(zip(prepared.labels, counts), key=lambda one: -one[1])[:_MAX_LISTED_LABELS]
+    shown = prepared.labels if len(prepared.labels) <= _MAX_LISTED_LABELS else [label for label, _ in common]
     named = ", ".join(f"{label} ({count:,})" for label, count in zip(prepared.labels, counts) if label in shown)
     rest = f" and {len(prepared.labels) - len(shown)} rarer ones" if len(shown) < len(prepared.labels) else ""
-    whole = prepared.kind == "class" and config.task == "files" and all(map(_is_number, prepared.labels))
-    others = " (the labels are numbers: --label-type number learns them by regression)" * whole
-    return f"labels: {len(prepared.labels)} {what}, {named}{rest}{others}"
+    are_numbers = prepared.kind == "class" and config.task == "files" and all(map(_is_number, prepared.labels))
+    hint = " (the labels are numbers: --label-type number learns them by regression)" * are_numbers
+    return f"labels: {len(prepared.labels)} {what}, {named}{rest}{hint}"
 
 
 def _is_number(text: str) -> bool:
@@ -269,26 +293,29 @@ def _is_number(text: str) -> bool:
 
 
 def main() -> None:
-    """Prepare, see whether the training fits, and put a copy where the run wants it."""
+    """Prepare the data, check that training fits into the hosts' memory, and copy the archive to the run's path.
+
+    Exits with code 2 and one line for bad input.
+    """
     try:
-        rooms, words = split_run_memory(sys.argv[2:])
-        output, config = sys.argv[1], parse_arguments(TrainConfig, words)
+        memory, arguments = split_run_memory(sys.argv[2:])
+        output, config = sys.argv[1], parse_arguments(TrainConfig, arguments)
         os.environ.update(take_sent(os.environ, "prepare"))
         check_engine(config)
         check_lora(config)
         if not config.from_config:
             check_weights(find_model(config.model))
         path = prepare(config)
-        if rooms:
-            check_fit(config, read_prepared(str(path)), rooms)
+        if memory:
+            check_fit(config, read_prepared(str(path)), memory)
         with written_beside(Path(output)) as beside:
             shutil.copyfile(path, beside)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        said = describe_disk(error) or f"{error}: name another place with --run-dir"
-        print(f"cpuft: error: {said}", file=sys.stderr)
+        reason = describe_disk(error) or f"{error}: name another place with --run-dir"
+        print(f"cpuft: error: {reason}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -22,102 +22,114 @@ from cpuft.train.startup import find_hub_problem
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Texts (one or two a row; of tags, the row's words) and labels of one split."""
+class Examples:
+    """The examples of one split."""
 
     texts: list[tuple[str, ...]]
+    """One or two texts for each example; for the kind tags, its words."""
     labels: list[Any]
-    """Class numbers or scores; of tags and of several labels, tuples of class numbers."""
-    labelled: bool = True
-    """Whether the labels are the rows' own, and not there for the form's sake."""
+    """Class numbers or scores; for the kinds tags and labels, tuples of class numbers."""
+    has_labels: bool = True
+    """Whether the labels were read. If not, they are zeros."""
 
     def list_texts(self) -> Iterator[str]:
-        """All texts, row by row."""
+        """Iterate over all texts, example by example."""
         return chain.from_iterable(self.texts)
 
 
 @dataclass(frozen=True)
-class Data:
-    """Everything a run trains and evaluates on."""
+class TaskData:
+    """The examples that a run trains and evaluates on, and the task with their columns and labels."""
 
     task: Task
-    train: Rows
-    validation: dict[str, Rows]
-    """By what is appended to the metrics' names; most tasks have one, of the empty name."""
+    train: Examples
+    validation: dict[str, Examples]
+    """By the suffix of the metrics' names. Most tasks have one split with an empty suffix."""
 
 
-def first_rows(rows: Rows, count: int) -> Rows:
-    """The first `count` rows; all when `count` is 0."""
-    return replace(rows, texts=rows.texts[:count], labels=rows.labels[:count]) if count else rows
+def first_examples(examples: Examples, count: int) -> Examples:
+    """Return the first `count` examples; all of them when `count` is 0."""
+    return replace(examples, texts=examples.texts[:count], labels=examples.labels[:count]) if count else examples
 
 
-_HUB_NAMES = {"dev": "validation", "dev_matched": "validation_matched", "dev_mismatched": "validation_mismatched"}
-"""The hub's names of splits, where they are not the files'."""
+def read_data(config: TrainConfig) -> TaskData:
+    """Read the examples of `config.task`, which must not be text.
 
-
-def read_data(config: TrainConfig) -> Data:
-    """Rows of `config.task`. Raises CpuftError for missing files, columns, labels and empty splits."""
+    Raises CpuftError: a file, a column or a label is missing or wrong, a split is empty, or the hub does not answer.
+    """
     task = TASKS[config.task]
     if task.name == "files":
-        return read_own(task, config)
+        return read_user_files(task, config)
     if task.name == "demo":
-        return Data(task, _demo_rows(1600, config.seed), read_splits(task, config, task.validation))
+        return TaskData(task, _make_demo_examples(1600, config.seed), read_splits(task, config, task.validation))
     splits = read_splits(task, config, (("train", "train"), *task.validation))
-    return Data(task, splits.pop("train"), splits)
+    return TaskData(task, splits.pop("train"), splits)
 
 
-def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str]]) -> dict[str, Rows]:
-    """Rows of splits of a task that is not the user's own, by what is appended to metrics' names and by file stems."""
+def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
+    """Read splits of a GLUE task from --data-dir or the hub; for the demo, generate its validation split.
+
+    Parameters
+    ----------
+    splits: the key of each split in the result, and the stem of its file's name, such as ("", "dev").
+
+    Raises CpuftError as `read_data` does.
+    """
     if task.name == "demo":
-        return {"": _demo_rows(400, config.seed + 1_000_003)}
+        return {"": _make_demo_examples(400, config.seed + 1_000_003)}
     if not config.data_dir:
         return _read_hub(task, splits)
     return {key: _read_glue_split(task, Path(config.data_dir), stem) for key, stem in splits}
 
 
-def name_tests(task: Task) -> tuple[tuple[str, str], ...]:
-    """The splits without labels that GLUE scores, as `validation`; none for what is not GLUE's."""
+def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
+    """Return the splits without labels that GLUE's server scores, in the form of `Task.validation`.
+
+    Empty for a task that is not GLUE's.
+    """
     return tuple((key, stem.replace("dev", "test")) for key, stem in task.validation) if task.folder else ()
 
 
-def _demo_rows(count: int, seed: int) -> Rows:
-    pairs = make_pairs(count, seed)
-    return Rows([(first, second) for first, second, _ in pairs], [float(same) for _, _, same in pairs])
+# GLUE
 
 
-def _read_glue_split(task: Task, folder: Path, stem: str) -> Rows:
+def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
     if not folder.is_dir():
         raise CpuftError(
             f"there is no folder {folder}: name the one that holds {task.folder}/{stem}.tsv with --data-dir"
         )
-    places = [folder / task.folder / f"{stem}.tsv", folder / f"{stem}.tsv"]
-    path = next((place for place in places if place.exists()), places[0])
-    # Test files have a header line all, and labels none.
+    candidates = [folder / task.folder / f"{stem}.tsv", folder / f"{stem}.tsv"]
+    path = next((candidate for candidate in candidates if candidate.exists()), candidates[0])
+    # All test files have a header line, and none has labels.
     task = replace(task, columns=(), label="") if stem.startswith("test") else task
-    return parse_tsv(read_text(path), task, str(path))
+    return parse_glue_tsv(read_text(path), task, str(path))
 
 
-def read_as_glue(task: Task, path: Path) -> Rows | None:
-    """Rows of a file in the layout of the task's own, with labels or without; None of one in another."""
+def read_glue_file(task: Task, path: Path) -> Examples | None:
+    """Read a file in the layout of the task's own GLUE files, with or without labels.
+
+    Returns None if the task is not GLUE's, or the file is no .tsv file or lacks the task's text columns.
+    """
     if not task.folder or path.suffix != ".tsv":
         return None
     text = read_text(path, "--file")
     columns = text.partition("\n")[0].rstrip("\r").split("\t")
     if not set(task.texts) <= set(columns):
         return None
-    return parse_tsv(text, replace(task, columns=(), label=task.label if task.label in columns else ""), str(path))
+    label = task.label if task.label in columns else ""
+    return parse_glue_tsv(text, replace(task, columns=(), label=label), str(path))
 
 
-def parse_tsv(text: str, task: Task, source: str) -> Rows:
-    """Rows of a GLUE file: tabs between columns, no quoting (a lone quotation mark is part of the text).
+def parse_glue_tsv(text: str, task: Task, source: str) -> Examples:
+    """Parse a GLUE file: columns separated by tabs, without quoting (a quotation mark is part of the text).
 
-    Raises CpuftError: a missing column, a row with too few columns or an unknown label (with the line), no rows.
+    Raises CpuftError: a column is missing; a line has too few columns or an unknown label; there are no examples.
     """
     lines = text.split("\n")
     start = 0 if task.columns else 1
     columns = list(task.columns) or [column.strip() for column in lines[0].rstrip("\r").split("\t")]
     places = [find_column(columns, name, source) for name in (*task.texts, task.label) if name]
-    rows = Rows([], [], labelled=bool(task.label))
+    examples = Examples([], [], has_labels=bool(task.label))
     for number, line in enumerate(lines[start:], start=start + 1):
         if not line.strip():
             continue
@@ -127,75 +139,85 @@ def parse_tsv(text: str, task: Task, source: str) -> Rows:
                 f"{source}, line {number} has {counted(len(cells), 'column')}, {columns[max(places)]!r} is column "
                 f"{max(places) + 1}: correct or remove that line"
             )
-        rows.texts.append(tuple(cells[place] for place in places[: len(task.texts)]))
+        examples.texts.append(tuple(cells[place] for place in places[: len(task.texts)]))
         where = f"{source}, line {number}"
-        rows.labels.append(parse_label(cells[places[-1]], task, where) if task.label else 0.0)
-    refuse_empty(rows.labels, source)
-    return rows
+        examples.labels.append(parse_label(cells[places[-1]], task, where) if task.label else 0.0)
+    refuse_empty(examples.labels, source)
+    return examples
 
 
-def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Rows]:
-    """GLUE from the Hugging Face hub, through `datasets`."""
+_HUB_SPLITS = {"dev": "validation", "dev_matched": "validation_matched", "dev_mismatched": "validation_mismatched"}
+"""The hub's names of splits by the stems of GLUE's files, where they differ."""
+
+
+def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
+    """Read GLUE from the Hugging Face hub with the package datasets."""
     problem = find_hub_problem()
     from datasets import load_dataset
 
     try:
         tables = load_dataset("nyu-mll/glue", task.name)
-    except Exception as error:  # the hub's client raises whatever its layers raise
+    except Exception as error:  # the hub's client raises many kinds of errors
         if problem:
             raise CpuftError(
                 f"the data of --task {task.name} is not in the cache of data sets, and {problem}: check the network "
                 f"and the proxy settings, name a folder with a GLUE download with --data-dir, or use --task demo"
             ) from None
-        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise CpuftError(
-            f"the hub did not give {task.name} ({said}): name a GLUE download with --data-dir, or use --task demo"
+            f"the data of --task {task.name} could not be loaded from the Hugging Face hub ({reason}): name a folder "
+            f"with a GLUE download with --data-dir, or use --task demo"
         ) from None
     columns = task.hub_texts or task.texts
 
-    def rows_of(stem: str) -> Rows:
-        table: Any = tables[_HUB_NAMES.get(stem, stem)]
+    def read(stem: str) -> Examples:
+        table: Any = tables[_HUB_SPLITS.get(stem, stem)]
         texts = list(zip(*(table[column] for column in columns)))
-        labelled = not stem.startswith("test")
-        labels = [float(label) if labelled else 0.0 for label in table["label"]]
-        return Rows([tuple(map(str, row)) for row in texts], labels, labelled)
+        has_labels = not stem.startswith("test")
+        labels = [float(label) if has_labels else 0.0 for label in table["label"]]
+        return Examples([tuple(map(str, row)) for row in texts], labels, has_labels)
 
-    return {key: rows_of(stem) for key, stem in splits}
+    return {key: read(stem) for key, stem in splits}
 
 
-_MOST_SCORE = 3e38  # larger ones are infinite as float32, which models compute in
+# The user's own files
 
 Cell = str | list[str]
-"""A text; in JSON lines, a list of texts too."""
+"""A text; in JSON lines also a list of texts."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A user's file: its column names, and each row with its line number."""
+    """A CSV, TSV or JSON lines file."""
 
     source: str
+    """Its path, for messages."""
     columns: list[str]
     rows: list[tuple[int, dict[str, Cell]]]
+    """Line number and cells of each row. In JSON lines a row may lack columns."""
 
 
 def read_table(path: Path, option: str = "--train-file") -> Table:
-    """A CSV or TSV file with a header line (quoting as RFC 4180 has it), or JSON lines (.json, .jsonl).
+    """Read a CSV or TSV file with a header line (quoting as in RFC 4180) or JSON lines (.json, .jsonl, .ndjson).
 
-    Raises CpuftError: it is not there (`option` named it), empty, no UTF-8 text, or has a line that does not fit the
-    others.
+    Parameters
+    ----------
+    option: the option that named the file, for messages.
+
+    Raises CpuftError: the file is missing, empty or not UTF-8 text, or a line does not fit the others.
     """
     text = read_text(path, option)
     if not text.strip():
         raise CpuftError(f"{path} is empty: give a file with rows")
     if path.suffix in (".json", ".jsonl", ".ndjson"):
         lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        _refuse_array(lines[0][1], path)
-        found = [parse_json_row(line, f"{path}, line {number}", number) for number, line in lines]
-        # Not those of the first line alone: if that lacks a column, the error is to name the line.
-        return Table(str(path), sorted({name for _, row in found for name in row}), found)
-    (_, columns), *rows = _split_cells(text, "\t" if path.suffix == ".tsv" else ",", str(path))
-    _refuse_delimiter(columns, path)
-    for number, cells in rows:
+        _refuse_json_array(lines[0][1], path)
+        rows = [(number, parse_json_cells(line, f"{path}, line {number}")) for number, line in lines]
+        # All lines' columns, not the first line's: if that lacks a column, the error must name the line.
+        return Table(str(path), sorted({name for _, row in rows for name in row}), rows)
+    (_, columns), *cell_rows = _split_cells(text, "\t" if path.suffix == ".tsv" else ",", str(path))
+    _refuse_other_delimiter(columns, path)
+    for number, cells in cell_rows:
         if len(cells) != len(columns):
             separator = "tab" if path.suffix == ".tsv" else "comma"
             quotes = f"put a text that contains a {separator} in quotation marks"
@@ -203,62 +225,62 @@ def read_table(path: Path, option: str = "--train-file") -> Table:
                 f"{path}, line {number} has {counted(len(cells), 'column')}, but the header has {len(columns)}: "
                 f"{quotes if len(cells) > len(columns) else 'correct that line'}"
             )
-    return Table(str(path), columns, [(number, {**dict(zip(columns, cells))}) for number, cells in rows])
+    return Table(str(path), columns, [(number, {**dict(zip(columns, cells))}) for number, cells in cell_rows])
 
 
 def read_text(path: Path, option: str = "--data-dir") -> str:
-    """A file that `option` has named, whole. Raises CpuftError: it is not there, or no UTF-8 text."""
+    """Return the text of a file that `option` has named. Raises CpuftError: it is missing or not UTF-8 text."""
     content = b""
     try:
         if path.is_dir():
             raise CpuftError(_describe_folder(path, option))
         content = path.read_bytes()
-        if how := _describe_format(path, content):
-            raise CpuftError(how)
-        return content.decode("utf-8-sig")  # line ends stay: inside quotation marks they are text
+        if problem := _describe_format(path, content):
+            raise CpuftError(problem)
+        return content.decode("utf-8-sig")  # line ends stay as they are: inside quotation marks they are text
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}: check {option}") from None
     except UnicodeDecodeError as error:
-        # Behind a byte order mark the decoder counts from where that ends.
+        # The decoder does not count a byte order mark at the beginning.
         start = error.start + (len(content) - len(error.object))
         raise CpuftError(describe_encoding(path, content[:start].count(b"\n") + 1, error)) from None
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error.strerror}): check its permissions and {option}") from None
 
 
-_CONVERT = 'python -c "import pandas; pandas.{}"'
+_PANDAS = 'python -c "import pandas; pandas.{}"'
 _MAGIC = ((b"PAR1", "a Parquet file"), (b"ARROW1", "an Arrow file"), (b"\x1f\x8b", "compressed with gzip"))
-"""How files of other formats begin."""
+"""The first bytes of files of other formats."""
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def _describe_format(path: Path, content: bytes) -> str:
-    """What to say of a file of a format that is not read, and how it is converted; empty for what may be text."""
+    """Say that a file has a format that is not supported, and how to convert it; empty if it may be text."""
     name = next((name for magic, name in _MAGIC if content.startswith(magic)), "")
     target = str(path.with_suffix(".jsonl"))
     what = f"{path} is {{}}, which cpuft does not read"
     if name == "a Parquet file":
-        how = _CONVERT.format(f"read_parquet({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
+        command = _PANDAS.format(f"read_parquet({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
     elif name == "an Arrow file":
-        how = _CONVERT.format(f"read_feather({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
+        command = _PANDAS.format(f"read_feather({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
     elif name:
-        how, target = f"gunzip {shlex.quote(str(path))}", str(path.with_suffix(""))
+        command, target = f"gunzip {shlex.quote(str(path))}", str(path.with_suffix(""))
     elif path.suffix in (".xlsx", ".xls", ".ods"):
         advice = "save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead"
         return f"{what.format('a spreadsheet')}: {advice}"
     elif content.startswith(_UTF_16):
         name = "in UTF-16"
-        how, target = _convert_from("UTF-16", path)
-    return f"{what.format(name)}: {_advise_command(how, target)}" if name else ""
+        command, target = _convert_from("UTF-16", path)
+    return f"{what.format(name)}: {_advise_command(command, target)}" if name else ""
 
 
 def _advise_command(command: str, target: str) -> str:
-    """The advice to convert a file with `command`, which writes `target`. The command ends the line, to be copied."""
+    """Advise to run `command`, which writes `target`. The command ends the message so that it can be copied."""
     return f"convert it with this command, then give {target} instead: {command}"
 
 
 def _describe_folder(path: Path, option: str) -> str:
-    """What to say of a folder where a file of rows is needed."""
+    """Say that a folder was given in place of a file, and how to convert one that the package datasets saved."""
     if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
         what = f"{path} is a folder that the package datasets saved, which cpuft does not read"
         if (path / "dataset_dict.json").exists():
@@ -273,13 +295,13 @@ def _describe_folder(path: Path, option: str) -> str:
 
 
 def _convert_from(encoding: str, path: Path) -> tuple[str, str]:
-    """The command that converts a file to UTF-8, and the name of the file that it writes."""
+    """Return the command that converts a file to UTF-8, and the path of the file that it writes."""
     target = str(path.with_name(f"{path.stem}-utf8{path.suffix}"))
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(target)}", target
 
 
 def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
-    """What to say of a line that is no UTF-8, and the command that converts the file from its likeliest encoding."""
+    """Say that a line is not UTF-8, with the command that converts the file from its most likely encoding."""
     if b"\0" in error.object:
         return f"{path} is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8"
     byte = error.object[error.start]
@@ -290,9 +312,9 @@ def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
     )
 
 
-def _refuse_array(line: str, path: Path) -> None:
-    """Raises CpuftError where the file is one JSON array, in place of an object on each line."""
-    if line.lstrip().startswith("["):
+def _refuse_json_array(first_line: str, path: Path) -> None:
+    """Raise CpuftError if the file is one JSON array instead of one object on each line."""
+    if first_line.lstrip().startswith("["):
         target = str(path.with_name(f"{path.stem}-lines.jsonl"))
         code = f"import json; [print(json.dumps(row)) for row in json.load(open({str(path)!r}))]"
         what = f"{path} is a JSON array, and cpuft reads JSON lines, one object a line"
@@ -300,40 +322,45 @@ def _refuse_array(line: str, path: Path) -> None:
         raise CpuftError(f"{what}: {_advise_command(command, target)}")
 
 
-_OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
+_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
 
 
-def _refuse_delimiter(columns: Sequence[str], path: Path) -> None:
-    """Raises CpuftError where the header is one cell that looks like several, with something else between them."""
+def _refuse_other_delimiter(columns: Sequence[str], path: Path) -> None:
+    """Raise CpuftError if the header has one column that contains another delimiter than the file's name tells."""
     wanted = "tabs" if path.suffix == ".tsv" else "commas"
-    for character, name in _OTHER_DELIMITERS.items():
+    for character, name in _DELIMITERS.items():
         if len(columns) == 1 and character in columns[0] and name != wanted:
             if name in ("tabs", "commas"):
                 ending = ".tsv" if name == "tabs" else ".csv"
                 raise CpuftError(f"{path} has {name} between its columns: give it a name that ends in {ending}")
             target = str(path.with_name(f"{path.stem}-{wanted}{path.suffix}"))
-            how = f"read_csv({str(path)!r}, sep={character!r}, dtype=str).to_csv({target!r}, index=False)"
+            code = f"read_csv({str(path)!r}, sep={character!r}, dtype=str).to_csv({target!r}, index=False)"
             what = f"{path} has {name} between its columns, and cpuft reads {wanted}"
-            raise CpuftError(f"{what}: {_advise_command(_CONVERT.format(how), target)}")
+            raise CpuftError(f"{what}: {_advise_command(_PANDAS.format(code), target)}")
 
 
 def _split_cells(text: str, delimiter: str, source: str) -> list[tuple[int, list[str]]]:
-    """The cells of each line that has any, with the line's number; of cells that span lines the last one's."""
-    csv.field_size_limit(sys.maxsize)  # the format knows no limit
+    """Return line number and cells of each row that has any; of a row that spans several lines, the last number."""
+    csv.field_size_limit(sys.maxsize)  # the format has no limit
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
         return [(reader.line_num, cells) for cells in reader if cells]
     except csv.Error as error:
-        raise CpuftError(f"{source}, line {reader.line_num} is no CSV ({error}): correct that line") from None
+        raise CpuftError(f"{source}, line {reader.line_num} is not CSV ({error}): correct that line") from None
 
 
-def parse_json_row(line: str, where: str, number: int) -> tuple[int, dict[str, Cell]]:
-    """Objects, and lists of anything but texts and numbers, are no cells: of columns asked for, they are missing."""
+def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
+    """Parse one JSON object into cells, by column.
+
+    A value that is an object, or a list of anything but texts and numbers, is left out as if the column were missing.
+
+    Raises CpuftError: it is not a JSON object. `where` names the file and the line.
+    """
     try:
         values = load(dict[str, Any], parse_json(line))
         lists = {k: list(map(str, v)) for k, v in values.items() if isinstance(v, list) and _is_flat(v)}
         cells = {k: "" if v is None else str(v) for k, v in values.items() if not isinstance(v, (list, dict))}
-        return number, {**load(dict[str, str], cells), **load(dict[str, list[str]], lists)}
+        return {**load(dict[str, str], cells), **load(dict[str, list[str]], lists)}
     except ValueError as error:
         raise CpuftError(
             f"{where} is not a JSON object ({error}): write one object a line, {{'text': ..., 'label': ...}}"
@@ -345,15 +372,15 @@ def _is_flat(values: list[Any]) -> bool:
 
 
 def refuse_empty(rows: Sequence[object], source: str) -> None:
-    """Raises CpuftError when there are no rows."""
+    """Raise CpuftError if there are no rows."""
     if not rows:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
 
 
 def find_column(columns: Sequence[str], name: str, source: str, advice: str = "") -> int:
-    """The number of a column. Raises CpuftError when there is none of that name.
+    """Return the index of a column. Raises CpuftError if no column has that name.
 
-    `advice` says which option names that column; without it, the error lists the names that are most like it.
+    `advice` says which option names the column; without it, the message lists the most similar names.
     """
     if name not in columns:
         listed = f"{advice} (the file has {', '.join(columns)})" if advice else near_names(name, columns)
@@ -361,33 +388,37 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
     return columns.index(name)
 
 
+_MAX_SCORE = 3e38
+"""Larger scores are infinite in fp32, in which models compute."""
+
+
 def parse_label(text: str, task: Task, where: str) -> float:
-    """A class number, or a score where the task has those. Raises CpuftError for what is neither."""
+    """Return the class number of a label, or the score for a task of that kind. Raises CpuftError: it is neither."""
     text = text.strip()
     if task.kind == "score":
         with suppress(ValueError):
-            if abs(float(text)) < _MOST_SCORE:
+            if abs(float(text)) < _MAX_SCORE:
                 return float(text)
-        raise CpuftError(f"{where}: score {text!r} is no number: correct that line")
+        raise CpuftError(f"{where}: score {text!r} is not a number: correct that line")
     if text not in task.labels:
         raise CpuftError(f"{where}: label {text!r} is not one of {', '.join(task.labels)}: correct that line")
     return float(task.labels.index(text))
 
 
-BETWEEN_LABELS = "|"
-"""In a cell of several labels, where the file has no lists."""
+LABEL_SEPARATOR = "|"
+"""Separates several labels in a cell of a file without lists."""
 
-_TEXTS = (("sentence1", "sentence2"), ("text1", "text2"), ("premise", "hypothesis"), ("sentence",), ("text",))
-_WORDS = ("tokens",)
+_USUAL_TEXTS = (("sentence1", "sentence2"), ("text1", "text2"), ("premise", "hypothesis"), ("sentence",), ("text",))
+_USUAL_WORDS = ("tokens",)
 _NAME_TEXTS = "name the columns of the texts with --text-columns"
 _NAME_LABEL = "name the column of the labels with --label-column"
-_ENTITY_MARKS = ("B", "I", "E", "S")
 
 
-def read_own(task: Task, config: TrainConfig) -> Data:
-    """Training and validation rows of CSV, TSV or JSON lines; their cells decide on the task's kind.
+def read_user_files(task: Task, config: TrainConfig) -> TaskData:
+    """Read --train-file and --validation-file. Their cells decide on the kind of the task and its labels.
 
-    Raises CpuftError: with the line, for what does not fit the other rows; labels that teach nothing.
+    Raises CpuftError: a file is not given or not readable, a line does not fit the others (the message names it), or
+    all training examples have the same label.
     """
     if not config.train_file:
         raise CpuftError("--task files needs --train-file: name a CSV, TSV or JSON lines file with texts and labels")
@@ -398,51 +429,63 @@ def read_own(task: Task, config: TrainConfig) -> Data:
         )
     train = read_table(Path(config.train_file), "--train-file")
     validation = read_table(Path(config.validation_file), "--validation-file")
-    label = _choose_label(train, config.label_column)
-    task = replace(task, texts=find_texts(train, config.text_columns, label), label=label)
+    label = _choose_label_column(train, config.label_column)
+    task = replace(task, texts=choose_text_columns(train, config.text_columns, label), label=label)
     for table in (train, validation):
         for name in task.texts:
             find_column(table.columns, name, table.source, _NAME_TEXTS)
         find_column(table.columns, task.label, table.source, _NAME_LABEL)
-    task = replace(task, kind=_find_kind(train, task, config.label_type))
+    task = replace(task, kind=_choose_kind(train, task, config.label_type))
     for table in (train, validation):
         check_cells(table, task)
     task = _find_labels(task, train, validation, config.label_type)
-    return Data(task, make_rows(train, task), {"": make_rows(validation, task)})
+    return TaskData(task, make_examples(train, task), {"": make_examples(validation, task)})
 
 
-def read_asked(task: Task, asked: PredictConfig, train: TrainConfig) -> tuple[Task, Rows]:
-    """Rows for a model that has learned `task` by `train`, and the task with their columns. They have labels if all do.
+def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
+    """Read the examples of `cpuft predict` from --file, or from the validation file of the run.
 
-    Raises CpuftError: as `read_own`, or a label that the task does not know.
+    Parameters
+    ----------
+    task: the task that the model was trained on, with its labels.
+    train: the options of that training.
+
+    Returns
+    -------
+    The task with the columns of this file, and the examples, which have labels if every row has one.
+
+    Raises CpuftError: as `read_user_files`, or for a label that the task does not have.
     """
-    option = "--file" if asked.file else "where the run's rows are, or name them with --file"
-    table = read_table(Path(asked.file or train.validation_file), option)
-    is_own = {name: name in table.columns for name in (*task.texts, task.label, train.label_column)}
-    usual = task.label if is_own[task.label] and not is_own[train.label_column] else train.label_column
-    label = asked.label_column or _choose_label(table, usual)
-    wanted = asked.text_columns or train.text_columns
-    texts = task.texts if task.texts and not wanted and all(map(is_own.get, task.texts)) else ()
-    texts = texts or find_texts(table, wanted, label)
+    option = "--file" if config.file else "where the run's rows are, or name them with --file"
+    table = read_table(Path(config.file or train.validation_file), option)
+    has_column = {name: name in table.columns for name in (*task.texts, task.label, train.label_column)}
+    usual = task.label if has_column[task.label] and not has_column[train.label_column] else train.label_column
+    label = config.label_column or _choose_label_column(table, usual)
+    wanted = config.text_columns or train.text_columns
+    texts = task.texts if task.texts and not wanted and all(map(has_column.get, task.texts)) else ()
+    texts = texts or choose_text_columns(table, wanted, label)
     for name in texts:
         find_column(table.columns, name, table.source, _NAME_TEXTS)
-    if asked.label_column:
+    if config.label_column:
         find_column(table.columns, label, table.source, _NAME_LABEL)
     if task.texts and len(texts) != len(task.texts):
-        count = counted(len(task.texts), "column")
-        raise CpuftError(f"--task {task.name} has texts in {count}: name as many with --text-columns, a comma between")
+        count = counted(len(task.texts), "text column")
+        raise CpuftError(f"--task {task.name} has {count}: name as many with --text-columns, separated by a comma")
     task = replace(task, texts=texts, label=label)
     every = any if task.kind == "labels" else all
-    labelled = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
-    check_cells(table, task, labelled)
-    return task, make_rows(table, task, labelled)
+    has_labels = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
+    check_cells(table, task, has_labels)
+    return task, make_examples(table, task, has_labels)
 
 
-def find_texts(table: Table, wanted: str, label: str) -> tuple[str, ...]:
-    """The columns of texts: those `wanted`, a comma between, or the usual ones. Raises CpuftError: it has none."""
+def choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
+    """Return the names of the one or two text columns: those `wanted`, separated by a comma, or usual names.
+
+    Raises CpuftError: nothing is wanted, and the table has no column with a usual name.
+    """
     if wanted:
         return tuple(name.strip() for name in wanted.split(","))[:2]
-    for names in (*_TEXTS, _WORDS):
+    for names in (*_USUAL_TEXTS, _USUAL_WORDS):
         if all(name in table.columns for name in names):
             return names
     others = [name for name in table.columns if name != label]
@@ -459,18 +502,18 @@ def find_texts(table: Table, wanted: str, label: str) -> tuple[str, ...]:
     )
 
 
-def _choose_label(table: Table, wanted: str) -> str:
-    """The label's column: beside words it may be called tags."""
+def _choose_label_column(table: Table, wanted: str) -> str:
+    """Return `wanted`, or tags where that is the default and only a column tags exists."""
     is_tags = wanted == "label" and wanted not in table.columns and "tags" in table.columns
     return "tags" if is_tags else wanted
 
 
 _KINDS = {"class": "class", "number": "score", "multi": "labels"}
-"""Kind of task by --label-type."""
+"""Kind of a task by --label-type."""
 
 
-def _find_kind(table: Table, task: Task, wanted: str) -> str:
-    """Kind of task that --label-type or the cells say; whether one label for each row is a score is found later."""
+def _choose_kind(table: Table, task: Task, wanted: str) -> str:
+    """Return the task's kind by --label-type or by the cells. Whether single labels are scores is found out later."""
     refuse_empty(table.rows, table.source)
     if isinstance(table.rows[0][1].get(task.texts[0]), list):
         if wanted != "auto":
@@ -480,38 +523,38 @@ def _find_kind(table: Table, task: Task, wanted: str) -> str:
     if wanted != "auto":
         return _KINDS[wanted]
     cells = [row.get(task.label, "") for _, row in table.rows]
-    return "labels" if any(isinstance(cell, list) or BETWEEN_LABELS in cell for cell in cells) else "class"
+    return "labels" if any(isinstance(cell, list) or LABEL_SEPARATOR in cell for cell in cells) else "class"
 
 
-def check_cells(table: Table, task: Task, labelled: bool = True) -> None:
-    """Refuse rows that do not fit the task or each other; `labelled` says whether labels are looked at.
+def check_cells(table: Table, task: Task, has_labels: bool = True) -> None:
+    """Refuse rows that do not fit the task or each other; without `has_labels`, labels are not checked.
 
-    Raises CpuftError, with the line: a row lacks a column (JSON lines may) or what is needed in it, has a list for a
-    text or the other way round, or not one tag for each word. Also where there are no rows.
+    Raises CpuftError, which names the line: a row lacks a column or its cell is empty, has a list in place of a text or
+    the other way round, or has not one tag for each word. Also raised if there are no rows.
     """
     refuse_empty(table.rows, table.source)
     if task.kind == "tags" and len(task.texts) > 1:
-        raise CpuftError(f"{table.source} has words, which stand in one column: name one with --text-columns")
-    lists = dict.fromkeys(task.texts, task.kind == "tags")
-    if labelled:
+        raise CpuftError(f"{table.source} has lists of words, which need exactly one column: name it by --text-columns")
+    needs_list = dict.fromkeys(task.texts, task.kind == "tags")
+    if has_labels:
         several = any(isinstance(row.get(task.label), list) for _, row in table.rows)
-        lists[task.label] = several if task.kind == "labels" else task.kind == "tags"
+        needs_list[task.label] = several if task.kind == "labels" else task.kind == "tags"
     for number, row in table.rows:
         where = f"{table.source}, line {number}"
-        for name, is_list in lists.items():
-            if name not in row or (_is_needed(name, task) and not _has_text(row[name])):
+        for name, is_list in needs_list.items():
+            if name not in row or (_must_not_be_empty(name, task) and not _has_text(row[name])):
                 raise CpuftError(f"{where} has no {name!r}: correct or remove that line")
             if isinstance(row[name], list) != is_list:
                 form = "a list" if is_list else "one text"
-                raise CpuftError(f"{where}: {name!r} has to be {form}, as it is elsewhere: correct that line")
-        if task.kind == "tags" and labelled:
+                raise CpuftError(f"{where}: {name!r} must be {form}, as in the other lines: correct that line")
+        if task.kind == "tags" and has_labels:
             words, tags = len(row[task.texts[0]]), sum(bool(tag.strip()) for tag in row[task.label])
             if words != tags:
                 raise CpuftError(f"{where} has {counted(words, 'token')} and {counted(tags, 'tag')}: correct that line")
 
 
-def _is_needed(name: str, task: Task) -> bool:
-    """Whether a cell of this column must not be empty: a row may have none of several labels, and an empty text."""
+def _must_not_be_empty(name: str, task: Task) -> bool:
+    """A text may be empty, and so may a cell of several labels; words, tags and single labels must not."""
     return task.kind == "tags" or (task.kind != "labels" and name == task.label)
 
 
@@ -520,24 +563,24 @@ def _has_text(cell: Cell) -> bool:
 
 
 def _split_label(cell: Cell, task: Task) -> list[str]:
-    """The label texts of a cell."""
+    """Return the labels in a cell."""
     if isinstance(cell, str):
-        cell = cell.split(BETWEEN_LABELS) if task.kind == "labels" else [cell]
+        cell = cell.split(LABEL_SEPARATOR) if task.kind == "labels" else [cell]
     return [text for part in cell if (text := part.strip())]
 
 
 def _find_labels(task: Task, train: Table, validation: Table, wanted: str) -> Task:
-    """The task with the classes that the training rows have, or as one of scores where labels are numbers.
+    """Return the task with the labels of the training examples, or with the kind score if labels are fractions.
 
-    Raises CpuftError: training rows have one class only, or validation rows one more.
+    Raises CpuftError: training examples have fewer than two labels, or a validation example has another label.
     """
     found = sorted({text for _, row in train.rows for text in _split_label(row[task.label], task)})
     others = {text: number for number, row in reversed(validation.rows) for text in _split_label(row[task.label], task)}
     if task.kind == "score" or (wanted == "auto" and task.kind == "class" and _are_scores([*found, *others])):
-        return replace(task, labels=(), metrics=("pearson", "spearman"), kind="score")
+        return replace(task, labels=(), metrics=choose_metrics("score", ()), kind="score")
     if len(found) < 2:
         what = f"all rows of {train.source} have the label {found[0]!r}" if found else f"{train.source} has no labels"
-        raise CpuftError(f"{what}: give rows of two labels or more")
+        raise CpuftError(f"{what}: give rows with at least two different labels")
     for label, number in others.items():
         if label not in found:
             raise CpuftError(
@@ -547,21 +590,25 @@ def _find_labels(task: Task, train: Table, validation: Table, wanted: str) -> Ta
     return replace(task, labels=tuple(found), metrics=choose_metrics(task.kind, found))
 
 
+_ENTITY_PREFIXES = ("B", "I", "E", "S")
+"""How tags of named entities begin (IOB2, IOBES)."""
+
+
 def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """What rows of the user's own are measured by."""
+    """Return the metrics for the user's own examples of a kind, with these labels."""
     if kind == "score":
         return ("pearson", "spearman")
     if kind == "labels":
         return ("f1_micro", "f1_macro", "accuracy")
     if kind == "tags":
-        # Of parts of speech and their like there are no entities, whose words seqeval would count as one.
-        entities = all(tag == "O" or tag.split("-")[0] in _ENTITY_MARKS for tag in labels)
+        # Other tags, such as parts of speech, have no entities: seqeval would join words to entities.
+        entities = all(tag == "O" or tag.split("-")[0] in _ENTITY_PREFIXES for tag in labels)
         return ("f1", "precision", "recall", "accuracy") if entities else ("accuracy",)
     return ("accuracy", "f1") if len(labels) == 2 else ("accuracy",)
 
 
 def _are_scores(labels: Sequence[str]) -> bool:
-    """Whether labels are numbers to be met: all parse, and some are no whole numbers."""
+    """Whether all labels are numbers, and some are not whole."""
     try:
         numbers = [float(label) for label in labels]
     except ValueError:
@@ -569,25 +616,30 @@ def _are_scores(labels: Sequence[str]) -> bool:
     return any(not number.is_integer() for number in numbers)
 
 
-def make_rows(table: Table, task: Task, labelled: bool = True) -> Rows:
-    """Rows of cells that `check_cells` has seen. Raises CpuftError, with the line: a label is not the task's."""
-    rows = Rows([], [], labelled)
+def make_examples(table: Table, task: Task, has_labels: bool = True) -> Examples:
+    """Make examples of rows that passed `check_cells`. Raises CpuftError, which names the line: an unknown label."""
+    examples = Examples([], [], has_labels)
     for number, row in table.rows:
         cells = [row[name] for name in task.texts]
-        rows.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
-        texts = _split_label(row[task.label], task) if labelled else []
+        examples.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
+        texts = _split_label(row[task.label], task) if has_labels else []
         numbers = [parse_label(text, task, f"{table.source}, line {number}") for text in texts]
         several = task.kind in ("labels", "tags")
-        rows.labels.append(tuple(map(int, numbers)) if several else numbers[0] if labelled else 0.0)
-    return rows
+        examples.labels.append(tuple(map(int, numbers)) if several else numbers[0] if has_labels else 0.0)
+    return examples
 
+
+# The demo: do both sentences of a pair tell the same event?
+#
+# Synonyms, voice and word order are random. In half of the pairs two facts differ: agent, action, place or time. So
+# neither length nor grammar tells the label, shared words alone mislead, and an untrained head is near chance.
 
 _PEOPLE = (
     "the nurse", "the pilot", "the farmer", "the lawyer", "the baker", "the engineer", "the teacher", "the painter",
     "the sailor", "the mayor", "the judge", "the student",
 )  # fmt: skip
 
-# Participles of one meaning; active sentences take the same word as past tense.
+# Participles with the same meaning, which are also past tenses, for active sentences.
 _ACTIONS = (
     ("called", "phoned"),
     ("helped", "assisted"),
@@ -617,7 +669,7 @@ _TIMES = (
 
 @dataclass(frozen=True)
 class Event:
-    """The facts that a sentence tells; numbers index the tables above."""
+    """The facts of a sentence, as indices of the tables above."""
 
     agent: int
     patient: int
@@ -627,7 +679,7 @@ class Event:
 
 
 def make_pairs(count: int, seed: int) -> list[tuple[str, str, int]]:
-    """`count` pairs of sentences, and 1 where both say the same, else 0. The same seed gives the same pairs."""
+    """Return `count` pairs of sentences, each with 1 if both tell the same event, else 0; determined by the seed."""
     generator = random.Random(seed)
     return [_make_pair(generator) for _ in range(count)]
 
@@ -637,7 +689,7 @@ def _make_pair(generator: random.Random) -> tuple[str, str, int]:
     event = Event(agent, patient, *(generator.randrange(len(table)) for table in (_ACTIONS, _PLACES, _TIMES)))
     same = generator.random() < 0.5
     other = event if same else _change_facts(event, generator)
-    return _tell(event, generator), _tell(other, generator), int(same)
+    return _write_sentence(event, generator), _write_sentence(other, generator), int(same)
 
 
 def _change_facts(event: Event, generator: random.Random) -> Event:
@@ -649,7 +701,7 @@ def _change_facts(event: Event, generator: random.Random) -> Event:
     return event
 
 
-def _tell(event: Event, generator: random.Random) -> str:
+def _write_sentence(event: Event, generator: random.Random) -> str:
     agent, patient = _PEOPLE[event.agent], _PEOPLE[event.patient]
     action, place, time = (
         generator.choice(words) for words in (_ACTIONS[event.action], _PLACES[event.place], _TIMES[event.time])
@@ -657,3 +709,8 @@ def _tell(event: Event, generator: random.Random) -> str:
     core = f"{patient} was {action} by {agent}" if generator.random() < 0.5 else f"{agent} {action} {patient}"
     text = generator.choice((f"{time}, {core} {place}", f"{core} {place} {time}"))
     return text[0].upper() + text[1:] + "."
+
+
+def _make_demo_examples(count: int, seed: int) -> Examples:
+    pairs = make_pairs(count, seed)
+    return Examples([(first, second) for first, second, _ in pairs], [float(same) for _, _, same in pairs])

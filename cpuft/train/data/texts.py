@@ -1,6 +1,7 @@
-"""Texts of the user's own -> full rows of tokens on a disk, in pieces: neither needs to fit into memory.
+"""Texts of the user's own, packed as tokens into examples of one length, on disk: neither has to fit into memory.
 
-A piece is a line of a text, or a row of JSON lines; a document is a text file, or such a row. Blank lines are nothing.
+Texts are read in pieces: a piece is a line of a text file, or a row of JSON lines. A document is a text file, or a row
+of JSON lines. Blank lines are ignored.
 """
 
 from __future__ import annotations
@@ -17,48 +18,59 @@ from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
 from cpuft.files import split_paths
-from cpuft.train.data.sources import describe_encoding, parse_json_row
+from cpuft.train.data.sources import describe_encoding, parse_json_cells
 
-_JSON, _PLAIN = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md")
-MOST_BYTES = 8 << 20
-"""Of a line. To cut it into tokens takes about a hundred times as much memory."""
-_BLOCK = 64
-"""Pieces that are held out together, of many: about a page, so that most words keep their context."""
-_PIECES, _TOKENS = 256, 1 << 16
-"""Cut into tokens at once, and kept before rows are made of them."""
+_JSON_SUFFIXES, _TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md")
+MAX_LINE_BYTES = 8 << 20
+"""Tokenising a line takes about a hundred times as much memory as the line."""
+_BLOCK_PIECES = 64
+"""Number of consecutive pieces that go into the validation split together, about a page, so that most words keep their
+context."""
+_PIECES_AT_ONCE = 256
+"""Number of pieces that are tokenised together."""
+_BUFFERED_TOKENS = 1 << 16
+"""Number of tokens that are collected before they are written as examples."""
 
-BEGINS, GOES_ON, NEVER = 0, 1, 2
-"""A token that begins a word, one that goes on with it, and one that is never masked."""
-_MARKS = ("\u0120", "\u2581")
-"""What words begin with, by tokenizers of GPT-2's kind and by SentencePiece's; others mark tokens that go on."""
+WORD_START, WORD_CONTINUATION, NEVER_MASKED = 0, 1, 2
+"""Kinds of tokens: the first token of a word, a later one, and one that is never masked."""
+_WORD_START_MARKS = ("\u0120", "\u2581")
+"""The first character of a word's first token, in tokenizers like GPT-2's and in SentencePiece. Others mark
+continuations."""
 
 Piece = tuple[bool, str, bool]
-"""Whether it is held out, its text, and whether it begins anew: not where the one before it in its part ends."""
+"""Whether the piece belongs to the validation split; its text; and whether it is not the continuation of the piece
+before it in its split."""
 Packed = tuple[NDArray[np.int32], NDArray[np.int64]]
-"""Token numbers of all rows, mapped from a file; and where each row begins, and the last ends."""
+"""Token ids of all examples, mapped from a file; and the offsets at which each example begins and the last one ends."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files that were looked through once."""
+    """Text files that `scan_texts` has read once."""
 
     files: tuple[Path, ...]
     columns: tuple[str, ...]
-    """Texts of a row of JSON lines."""
+    """Names of the columns of JSON lines whose texts make a piece."""
     pieces: int
     checksum: str
 
 
-def survey(paths: str, columns: str, option: str) -> Corpus:
-    """Look through the files, and folders of files, that an option names with commas between.
+def scan_texts(paths: str, columns: str, option: str) -> Corpus:
+    """Read all texts once, to check and count them and to take their checksum.
 
-    Raises CpuftError: there are none, nothing is in them, or something is no text.
+    Parameters
+    ----------
+    paths: files, and folders of files, separated by commas.
+    columns: names of the columns of JSON lines, separated by commas; empty for text.
+    option: the option that names the paths, for messages.
+
+    Raises CpuftError: there are no files, they are empty, or a line is not text.
     """
-    files = tuple(file for word in split_paths(paths) for file in _find_files(Path(word), option))
+    files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
     names = tuple(name.strip() for name in columns.split(",")) if columns else ("text",)
     digest, pieces = hashlib.sha256(), 0
     for path in files:
-        digest.update(b"json\n" if path.suffix in _JSON else b"text\n")
+        digest.update(b"json\n" if path.suffix in _JSON_SUFFIXES else b"text\n")
         for text in _list_texts(path, names, option):
             digest.update(text.encode() + b"\n")
             pieces += 1
@@ -68,9 +80,15 @@ def survey(paths: str, columns: str, option: str) -> Corpus:
 
 
 def _find_files(path: Path, option: str) -> list[Path]:
-    found = [path] if not path.is_dir() else sorted(one for one in path.rglob("*") if one.suffix in (*_JSON, *_PLAIN))
+    found = (
+        [path]
+        if not path.is_dir()
+        else sorted(one for one in path.rglob("*") if one.suffix in (*_JSON_SUFFIXES, *_TEXT_SUFFIXES))
+    )
     if not found:
-        raise CpuftError(f"folder {path} holds no {', '.join((*_PLAIN, *_JSON))}: name other files with {option}")
+        raise CpuftError(
+            f"folder {path} holds no {', '.join((*_TEXT_SUFFIXES, *_JSON_SUFFIXES))}: name other files with {option}"
+        )
     return found
 
 
@@ -78,14 +96,16 @@ def _list_texts(path: Path, columns: tuple[str, ...], option: str) -> Iterator[s
     number = 0
     try:
         with path.open("rb") as file:
-            while line := file.readline(MOST_BYTES + 1):
+            while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                if len(line) > MOST_BYTES:
-                    raise CpuftError(f"{path}, line {number} is longer than {MOST_BYTES >> 20} MB: break it into lines")
+                if len(line) > MAX_LINE_BYTES:
+                    raise CpuftError(
+                        f"{path}, line {number} is longer than {MAX_LINE_BYTES >> 20} MB: split it into several lines"
+                    )
                 if b"\0" in line:
-                    raise CpuftError(f"{path}, line {number} holds a null byte, so it is no text: name other files")
+                    raise CpuftError(f"{path}, line {number} has a null byte, so that it is not text: name other files")
                 if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
-                    yield _join_cells(text, columns, path, number) if path.suffix in _JSON else text
+                    yield _join_cells(text, columns, path, number) if path.suffix in _JSON_SUFFIXES else text
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}: check {option}") from None
     except OSError as error:
@@ -96,7 +116,7 @@ def _list_texts(path: Path, columns: tuple[str, ...], option: str) -> Iterator[s
 
 def _join_cells(line: str, columns: tuple[str, ...], path: Path, number: int) -> str:
     where = f"{path}, line {number}"
-    _, cells = parse_json_row(line, where, number)
+    cells = parse_json_cells(line, where)
     for name in columns:
         if name not in cells:
             has = f"it has {', '.join(cells) or 'nothing'}"
@@ -106,81 +126,86 @@ def _join_cells(line: str, columns: tuple[str, ...], path: Path, number: int) ->
 
 
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
-    """The text of each piece, and whether it begins a document."""
+    """Yield the text of each piece, and whether it begins a document."""
     for path in corpus.files:
         for number, text in enumerate(_list_texts(path, corpus.columns, "--train-file")):
-            yield text, not number or path.suffix in _JSON
+            yield text, not number or path.suffix in _JSON_SUFFIXES
 
 
-def divide(corpus: Corpus, share: float, held_out: Corpus | None) -> Iterator[Piece]:
-    """All pieces. Where nothing else is `held_out`, about `share` of them are, evenly spread, the same whenever it is
-    asked; together with their neighbours where there are enough."""
-    size, before = min(_BLOCK, max(1, corpus.pieces // 100)), None
+def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iterator[Piece]:
+    """Yield all pieces with the split that they belong to.
+
+    Without a `validation` corpus, about `share` of the pieces go into the validation split: blocks of up to 64
+    consecutive pieces, evenly spread over the corpus, always the same ones.
+    """
+    size, before = min(_BLOCK_PIECES, max(1, corpus.pieces // 100)), None
     for number, (text, begins) in enumerate(list_pieces(corpus)):
         block = number // size
-        held = held_out is None and int((block + 1) * share) > int(block * share)
-        yield held, text, begins or held != before
-        before = held
-    if held_out:
-        yield from ((True, text, begins) for text, begins in list_pieces(held_out))
+        validates = validation is None and int((block + 1) * share) > int(block * share)
+        yield validates, text, begins or validates != before
+        before = validates
+    if validation:
+        yield from ((True, text, begins) for text, begins in list_pieces(validation))
 
 
 class Packer:
-    """Writes tokens to a file as rows of one length: the token that begins a row, as many as fit, and the one that ends
-    it. Only the last row may be shorter."""
+    """Writes tokens to a file as examples of one length: the first token ([CLS]), as many tokens as fit, and the last
+    token ([SEP]). Only the last example may be shorter."""
 
     def __init__(self, path: Path, length: int, begin: int, end: int) -> None:
         self.length, self.begin, self.end = length, begin, end
-        self._waiting: list[int] = []
-        self._rows, self._begins = 0, False
+        self._buffer: list[int] = []
+        self._examples, self._begins = 0, False
         self._file = path.open("w+b")
 
     def add(self, tokens: list[int], begins: bool) -> None:
-        """Append a piece's tokens; one that begins anew stands behind the token that ends a row."""
+        """Append the tokens of a piece, behind a [SEP] if it begins a document or otherwise continues nothing."""
         self._begins = begins or self._begins
         if tokens and self._begins:
-            self._waiting += [self.end] * bool(self._waiting or self._rows)
+            self._buffer += [self.end] * bool(self._buffer or self._examples)
             self._begins = False
-        self._waiting += tokens
-        if len(self._waiting) >= _TOKENS:
+        self._buffer += tokens
+        if len(self._buffer) >= _BUFFERED_TOKENS:
             self._write()
 
     def _write(self) -> None:
-        count = len(self._waiting) // (self.length - 2)
-        full = np.asarray(self._waiting[: count * (self.length - 2)], np.int32).reshape(count, self.length - 2)
+        count = len(self._buffer) // (self.length - 2)
+        full = np.asarray(self._buffer[: count * (self.length - 2)], np.int32).reshape(count, self.length - 2)
         self._file.write(np.pad(full, ((0, 0), (1, 1)), constant_values=(self.begin, self.end)).tobytes())
-        del self._waiting[: full.size]
-        self._rows += count
+        del self._buffer[: full.size]
+        self._examples += count
 
-    def finish(self, most: int = 0) -> Packed:
-        """All rows, or the first `most` of them unless that is 0. Closes the file."""
+    def finish(self, max_examples: int = 0) -> Packed:
+        """Close the file and return all examples, or the first `max_examples` of them unless that is 0."""
         self._write()
         with self._file as file:
-            if self._waiting:
-                file.write(np.asarray([self.begin, *self._waiting, self.end], np.int32).tobytes())
+            if self._buffer:
+                file.write(np.asarray([self.begin, *self._buffer, self.end], np.int32).tobytes())
             size = file.tell() // 4
             ids = np.memmap(file, np.int32, "r") if size else np.zeros(0, np.int32)
-        offsets = np.append(np.arange(0, size, self.length), size).astype(np.int64)[: most + 1 if most else None]
+        offsets = np.append(np.arange(0, size, self.length), size).astype(np.int64)[
+            : max_examples + 1 if max_examples else None
+        ]
         return ids[: offsets[-1]], offsets
 
 
 def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> None:
-    """Cut pieces into tokens, and give those that are held out to the second packer."""
-    waiting = iter(pieces)
-    while batch := list(islice(waiting, _PIECES)):
+    """Tokenise pieces; those of the validation split go to the second packer, the others to the first."""
+    remaining = iter(pieces)
+    while batch := list(islice(remaining, _PIECES_AT_ONCE)):
         without = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-        cut = tokenizer([text for _, text, _ in batch], verbose=False, **without)["input_ids"]
-        for (held, _, begins), tokens in zip(batch, cut, strict=True):
-            packers[held].add(tokens, begins)
+        ids = tokenizer([text for _, text, _ in batch], verbose=False, **without)["input_ids"]
+        for (validates, _, begins), tokens in zip(batch, ids, strict=True):
+            packers[validates].add(tokens, begins)
 
 
-def sort_words(tokenizer: Any) -> NDArray[np.int8]:
-    """What each token is: BEGINS, GOES_ON or NEVER, shape (words,)."""
-    words = tokenizer.get_vocab()
-    marked = sum(word.startswith(_MARKS) for word in words) > len(words) // 10
-    kinds = np.full(1 + max(words.values()), NEVER, np.int8)
-    for word, number in words.items():
-        goes_on = not word.startswith(_MARKS) if marked else word.startswith("##")
-        kinds[number] = GOES_ON if goes_on else BEGINS
-    kinds[tokenizer.all_special_ids] = NEVER
+def classify_tokens(tokenizer: Any) -> NDArray[np.int8]:
+    """Return the kind of each token id, shape (vocabulary,): WORD_START, WORD_CONTINUATION or NEVER_MASKED."""
+    vocabulary = tokenizer.get_vocab()
+    marks_starts = sum(token.startswith(_WORD_START_MARKS) for token in vocabulary) > len(vocabulary) // 10
+    kinds = np.full(1 + max(vocabulary.values()), NEVER_MASKED, np.int8)
+    for token, number in vocabulary.items():
+        continues = not token.startswith(_WORD_START_MARKS) if marks_starts else token.startswith("##")
+        kinds[number] = WORD_CONTINUATION if continues else WORD_START
+    kinds[tokenizer.all_special_ids] = NEVER_MASKED
     return kinds

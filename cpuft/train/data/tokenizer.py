@@ -1,4 +1,4 @@
-"""Tokenizers: a model's own, one that is named, or one made of the texts that a model is trained on from nothing."""
+"""Tokenizers: the model's own, one that is named, or one that is trained on the texts of an untrained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, hash_text, write_text
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
-from cpuft.train.model import describe_load_failure, find_model, load_settings, name_model
+from cpuft.train.model import describe_load_failure, find_model, load_config, name_model
 from cpuft.train.startup import find_hub_problem
 
 _FILES = (
@@ -29,39 +29,45 @@ _FILES = (
     "tokenizer.model",
     "sentencepiece.bpe.model",
 )
-_SPECIAL = {
+"""Files of a tokenizer, whose content is part of the data's checksum."""
+_VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
+"""Patterns of the files that hold a tokenizer's vocabulary. Other files, such as tokenizer_config.json, hold none."""
+_SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
     "cls_token": "[CLS]",
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-_ALPHABET = 1000
-"""Characters that BERT's own tokenizer keeps apart; all others are unknown words."""
+_ALPHABET_SIZE = 1000
+"""Number of different characters in the vocabulary, as in BERT's own; words with other characters are unknown."""
 
 
-def name_tokenizer(config: TrainConfig) -> str:
-    """Whose tokenizer it is; empty for one that is to be made."""
+def get_tokenizer_name(config: TrainConfig) -> str:
+    """Return the folder or hub name of the tokenizer; empty if one is to be trained."""
     return config.tokenizer or ("" if config.from_config else config.model)
 
 
-def is_checked(config: TrainConfig) -> bool:
-    """Whether tokenizer and model may be such as do not belong together."""
+def may_mismatch_model(config: TrainConfig) -> bool:
+    """Return whether the options allow a tokenizer with a larger vocabulary than the model embeds."""
     return bool(config.tokenizer or config.from_config) or config.task == "text"
 
 
 def digest_tokenizer(config: TrainConfig) -> bytes:
-    """All that decides which tokenizer it is, but for texts that one is made of, and what batches are padded with."""
-    name = name_tokenizer(config)
+    """Return the bytes that the tokenizer and the padding token depend on, for the data's checksum.
+
+    The texts that a tokenizer is trained on are not included.
+    """
+    name = get_tokenizer_name(config)
     if not name:
         return repr((config.from_config, config.vocab_size)).encode()
     folder = Path(find_model(name))
     files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in _FILES]
-    return b"".join([name.encode() if not folder.is_dir() else b"", *files, _digest_settings(config)])
+    return b"".join([name.encode() if not folder.is_dir() else b"", *files, _digest_model_config(config)])
 
 
-def _digest_settings(config: TrainConfig) -> bytes:
-    """What `choose_pad_id` and the check of token ids read of the model's configuration, where it is here."""
+def _digest_model_config(config: TrainConfig) -> bytes:
+    """Return the entries of the model's configuration that `choose_pad_id` and the check of token ids read."""
     path = Path(config.from_config) if config.from_config else Path(find_model(config.model), "config.json")
     try:
         settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
@@ -72,90 +78,139 @@ def _digest_settings(config: TrainConfig) -> bytes:
 
 
 def choose_tokenizer(
-    config: TrainConfig, list_texts: Callable[[], Iterator[str]], key: str, words: bool = False
+    config: TrainConfig, list_texts: Callable[[], Iterator[str]], key: str, in_words: bool = False
 ) -> tuple[Any, str]:
-    """The tokenizer, for texts or for `words` one by one; and what it is, where it is made of these texts, which is
-    done once for each key.
+    """Load the tokenizer of the model or of --tokenizer, or train one on the texts of an untrained model.
 
-    Raises CpuftError: it cannot be had, or does not fit the model.
+    Parameters
+    ----------
+    list_texts: returns the training texts. It may be called several times.
+    key: identifies these texts. A tokenizer is trained once for each key and stored in the cache folder.
+    in_words: whether texts come as lists of words.
+
+    Returns
+    -------
+    The tokenizer, and its JSON if it was trained on these texts, else an empty text.
+
+    Raises CpuftError: the tokenizer cannot be loaded, or the model embeds fewer tokens than it has.
     """
-    made, name = "", name_tokenizer(config)
+    trained, name = "", get_tokenizer_name(config)
     if name:
-        tokenizer = load_tokenizer(name, words)
+        tokenizer = load_tokenizer(name, in_words)
     else:
-        most = min(config.vocab_size, load_settings(config, {}, config.vocab_size).vocab_size)
-        path = cache_folder(os.environ) / f"tokenizer-{hash_text(f'{most} {key}', 16)}.json"
+        size = min(config.vocab_size, load_config(config, {}, config.vocab_size).vocab_size)
+        path = cache_folder(os.environ) / f"tokenizer-{hash_text(f'{size} {key}', 16)}.json"
         if not path.exists():
-            write_text(path, make_tokenizer(list_texts, most))
-        made = path.read_text(encoding="utf-8")
-        tokenizer = wrap_tokenizer(made)
-    if is_checked(config):
-        check_tokenizer(config, count_words(tokenizer))
-    return tokenizer, made
+            write_text(path, train_tokenizer(list_texts, size))
+        trained = path.read_text(encoding="utf-8")
+        tokenizer = make_tokenizer(trained)
+    if may_mismatch_model(config):
+        check_tokenizer(config, get_vocab_size(tokenizer))
+    return tokenizer, trained
 
 
-def make_tokenizer(list_texts: Callable[[], Iterator[str]], words: int) -> str:
-    """A WordPiece tokenizer as BERT's uncased one, of at most so many words of these texts; as JSON.
+def train_tokenizer(list_texts: Callable[[], Iterator[str]], vocab_size: int) -> str:
+    """Train a WordPiece tokenizer like BERT's uncased one on texts, with at most `vocab_size` tokens; return its JSON.
 
-    The same texts give the same words with the same numbers. By itself the library numbers letters inside of words by
-    chance, and by that decides between pairs that come equally often: it is told these letters in order beforehand.
+    The same texts give the same tokens with the same ids. By itself the library numbers the letters inside words in
+    random order, and chooses by these numbers between pairs that are equally frequent. So a first pass finds these
+    letters, and the second gets them in alphabetical order.
     """
     from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
     from tokenizers.processors import TemplateProcessing
 
-    def train(most: int, *letters: str) -> dict[str, int]:
+    def train(size: int, *letters: str) -> dict[str, int]:
         tokenizer = BertWordPieceTokenizer()
-        first: list[Any] = [*_SPECIAL.values(), *letters]
+        first: list[Any] = [*_SPECIAL_TOKENS.values(), *letters]
         tokenizer.train_from_iterator(
-            list_texts(), most, limit_alphabet=_ALPHABET, special_tokens=first, show_progress=False
+            list_texts(), size, limit_alphabet=_ALPHABET_SIZE, special_tokens=first, show_progress=False
         )
         return dict(tokenizer.get_vocab())
 
-    inside = sorted(letter for letter in train(len(_SPECIAL)) if letter.startswith("##"))
-    tokenizer = BertWordPieceTokenizer(train(words, *inside))
-    numbers = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", numbers)
+    letters = sorted(letter for letter in train(len(_SPECIAL_TOKENS)) if letter.startswith("##"))
+    tokenizer = BertWordPieceTokenizer(train(vocab_size, *letters))
+    ids = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ids)
     return str(tokenizer.to_str())
 
 
-def wrap_tokenizer(text: str) -> Any:
-    """A tokenizer of transformers', from what `make_tokenizer` made."""
+def make_tokenizer(text: str) -> Any:
+    """Return a fast tokenizer of transformers from the JSON of `train_tokenizer`."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), model_input_names=inputs, **_SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(text), model_input_names=inputs, **_SPECIAL_TOKENS
+    )
 
 
-def count_words(tokenizer: Any) -> int:
-    """Rows that an embedding of its tokens needs."""
+def get_vocab_size(tokenizer: Any) -> int:
+    """Return the number of rows that an embedding for this tokenizer needs: its largest token id + 1."""
     return 1 + int(max(tokenizer.get_vocab().values()))
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
-"""Patterns of the files that hold a tokenizer's vocabulary. Other files, as tokenizer_config.json, hold none."""
+def load_tokenizer(name: str, in_words: bool = False) -> Any:
+    """Load the fast tokenizer in a folder or of a hub name; `in_words`: for texts that come as lists of words.
 
+    Raises CpuftError: it cannot be loaded, or has no tokens but special ones.
+    """
+    import transformers
 
-def check_tokenizer(config: TrainConfig, words: int) -> None:
-    """Raises CpuftError: the model embeds fewer tokens than a tokenizer of so many words makes."""
-    settings = load_settings(config, {}, words)
-    if words > settings.vocab_size:
+    source = find_model(name)
+    if Path(source).is_dir():
+        _check_vocabulary_files(Path(source))
+    else:
+        print(f"looking for model {name} at the Hugging Face hub", file=sys.stderr, flush=True)
+        find_hub_problem()
+    try:
+        # Without this, RoBERTa's would take each word for the first of a text. Others ignore the option.
+        options = {"add_prefix_space": True} if in_words else {}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise CpuftError(describe_load_failure(name, error)) from None
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise CpuftError(
-            f"the tokenizer has {words} words, and {name_model(config)} embeds {settings.vocab_size}: "
+            f"the tokenizer of {name} knows nothing but its special tokens, so that every text would be unknown: save "
+            f"the tokenizer that the model was made with there, or name a folder or hub model with it by --tokenizer"
+        )
+    return tokenizer
+
+
+def _check_vocabulary_files(folder: Path) -> None:
+    """Raise CpuftError if the folder holds no vocabulary: transformers would make a tokenizer that knows no word."""
+    missing = ""
+    if not any(any(folder.glob(pattern)) for pattern in _VOCABULARY_FILES):
+        missing = "no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) or SentencePiece *.model"
+    elif {"vocab.json"} == {"vocab.json", "merges.txt", "tokenizer.json"} & {path.name for path in folder.iterdir()}:
+        missing = "vocab.json without merges.txt, and no tokenizer.json"
+    if missing:
+        raise CpuftError(
+            f"the folder {folder} holds no complete tokenizer ({missing}): save the tokenizer that the model was made "
+            f"with there (tokenizer.save_pretrained), or name a folder or hub model that has it by --tokenizer"
+        )
+
+
+def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
+    """Raise CpuftError if the model embeds fewer tokens than the tokenizer's `vocab_size`."""
+    embedded = load_config(config, {}, vocab_size).vocab_size
+    if vocab_size > embedded:
+        raise CpuftError(
+            f"the tokenizer has {vocab_size} tokens, and {name_model(config)} embeds only {embedded}: "
             f"leave --tokenizer out, or name the one that the model was made with"
         )
 
 
-def choose_pad_id(config: TrainConfig, tokenizer: Any, words: int = 0) -> int:
+def choose_pad_id(config: TrainConfig, tokenizer: Any, vocab_size: int = 0) -> int:
     """Return the id of the token that batches are padded with.
 
     It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text:
-    models that need the padding token look for the last token that is another one, and attention masks hide padding
-    from all others. RoBERTa's kind counts positions from its own padding token, which stays.
+    models that need a padding token use it to find the last token of a text, and attention masks hide padding from all
+    others. Models that number positions from their own padding token keep that one.
 
     Raises CpuftError: neither the tokenizer nor the model knows such a token, or the model does not know this one.
     """
-    settings = load_settings(config, {}, words)
+    settings = load_config(config, {}, vocab_size)
     own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
     first = [own] if settings.model_type in POSITIONS_AFTER_PADDING else []
     ends = ends if isinstance(ends, list) else [ends]
@@ -171,41 +226,3 @@ def choose_pad_id(config: TrainConfig, tokenizer: Any, words: int = 0) -> int:
             f"{settings.vocab_size - 1} only: set pad_token in tokenizer_config.json to a token that the model knows"
         )
     return int(known[0])
-
-
-def load_tokenizer(name: str, words: bool = False) -> Any:
-    """The model's own fast tokenizer, for texts or for `words` one by one. Raises CpuftError when it cannot be had."""
-    import transformers
-
-    source = find_model(name)
-    if Path(source).is_dir():
-        _check_tokenizer_files(Path(source))
-    else:
-        print(f"looking for model {name} at the Hugging Face hub", file=sys.stderr, flush=True)
-        find_hub_problem()
-    try:
-        # RoBERTa's would take each word for the first of a text; those that know no such option leave it be.
-        more = {"add_prefix_space": True} if words else {}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **more)
-    except (OSError, ValueError) as error:
-        raise CpuftError(describe_load_failure(name, error)) from None
-    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
-        raise CpuftError(
-            f"the tokenizer of {name} knows nothing but its special tokens, so that every text would be unknown: save "
-            f"the tokenizer that the model was made with there, or name a folder or hub model with it by --tokenizer"
-        )
-    return tokenizer
-
-
-def _check_tokenizer_files(folder: Path) -> None:
-    """Raises CpuftError: the folder holds no tokenizer. transformers would make one that knows no word."""
-    missing = ""
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        missing = "no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) or SentencePiece *.model"
-    elif {"vocab.json"} == {"vocab.json", "merges.txt", "tokenizer.json"} & {path.name for path in folder.iterdir()}:
-        missing = "vocab.json without merges.txt, and no tokenizer.json"
-    if missing:
-        raise CpuftError(
-            f"the folder {folder} holds no whole tokenizer ({missing}): save the tokenizer that the model was made "
-            f"with there (tokenizer.save_pretrained), or name a folder or hub model that has it by --tokenizer"
-        )

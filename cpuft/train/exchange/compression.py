@@ -23,7 +23,7 @@ from cpuft.config import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import Travels
 from cpuft.train.data.archive import Prepared
-from cpuft.train.data.order import deal, plan_updates
+from cpuft.train.data.order import plan_updates, select_for_rank
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.objective.base import Objective
 from cpuft.train.precision import autocast
@@ -117,7 +117,7 @@ def _measure_compute(
     model.train()
     updates = plan_updates(prepared.train, config.batch_size * world.size, config.seed, 1, config.padding == "dynamic")
     _, examples = next(iter(updates))
-    batch = objective.make_batch(prepared.train, deal(examples, world.rank, world.size))
+    batch = objective.make_batch(prepared.train, select_for_rank(examples, world.rank, world.size))
     seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()

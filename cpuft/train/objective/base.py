@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Tokens
-from cpuft.train.data.order import Order
+from cpuft.train.data.order import Indices
 from cpuft.train.model import load_model
 
 Predictions = NDArray[np.float32]
@@ -67,7 +67,7 @@ class Objective:
         """Return metrics by name, from the predictions for all examples of a split in their order."""
         raise NotImplementedError
 
-    def count_terms(self, tokens: Tokens, examples: Order, epoch: int = -1) -> float:
+    def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
         """Return of how many terms the losses of these examples are the sum, on any rank and before batches are made.
 
         The loss of an update is the mean over the terms of all its examples.
@@ -91,14 +91,14 @@ class Objective:
         """Load the encoder with a new head, fp32. Raises CpuftError if the model cannot be found or read."""
         return load_model(config, self.model_class, self.head_settings(), self.vocab_size, self.pad_id)
 
-    def make_batch(self, tokens: Tokens, examples: Order, epoch: int = -1) -> Batch:
+    def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
         """Return the batch of the examples with these numbers.
 
         Parameters
         ----------
         epoch: of the training, for objectives that change examples from epoch to epoch; -1 for evaluation.
         """
-        lengths, places = tokens.lengths[examples], tokens.places(examples)
+        lengths, places = tokens.lengths[examples], tokens.positions(examples)
         mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
         ids = np.full(mask.shape, self.pad_id, np.int64)
         ids[mask] = tokens.ids[places]
@@ -109,13 +109,13 @@ class Objective:
             inputs["token_type_ids"] = torch.from_numpy(types)
         return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))
 
-    def make_labels(self, tokens: Tokens, examples: Order, mask: NDArray[np.bool_]) -> torch.Tensor:
+    def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
         """Return the labels of the examples with these numbers.
 
         `mask` is true where a batch has their tokens and false where it has padding; shape (examples, length).
         """
         return torch.from_numpy(tokens.labels[examples]).to(self.label_type)
 
-    def list_token_ids(self, tokens: Tokens, examples: Order) -> torch.Tensor:
+    def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
         """Return all token ids that batches of these examples look up in the embedding, int64, with repetitions."""
-        return torch.from_numpy(np.append(tokens.ids[tokens.places(examples)], self.pad_id).astype(np.int64))
+        return torch.from_numpy(np.append(tokens.ids[tokens.positions(examples)], self.pad_id).astype(np.int64))

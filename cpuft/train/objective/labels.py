@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from cpuft.train.data.archive import UNTAGGED, Tokens
-from cpuft.train.data.order import Order
+from cpuft.train.data.order import Indices
 from cpuft.train.objective.base import Batch, Objective, Predictions
 
 
@@ -100,19 +100,19 @@ class TokenClassification(Objective):
         entropy = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none", ignore_index=UNTAGGED)
         return entropy.sum(-1)
 
-    def count_terms(self, tokens: Tokens, examples: Order, epoch: int = -1) -> float:
+    def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
         """Return the number of words that have a tag."""
-        return float(np.count_nonzero(tokens.labels[tokens.places(examples)] != UNTAGGED))
+        return float(np.count_nonzero(tokens.labels[tokens.positions(examples)] != UNTAGGED))
 
     def reduce_outputs(self, outputs: Predictions) -> Predictions:
         """Return the number of the most likely class of each token."""
         likeliest: Predictions = outputs.argmax(-1).astype(np.float32)
         return likeliest
 
-    def make_labels(self, tokens: Tokens, examples: Order, mask: NDArray[np.bool_]) -> torch.Tensor:
+    def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
         """Return class numbers at the first tokens of words, elsewhere UNTAGGED; shape (examples, longest example)."""
         labels = np.full(mask.shape, UNTAGGED, np.int64)
-        labels[mask] = tokens.labels[tokens.places(examples)]
+        labels[mask] = tokens.labels[tokens.positions(examples)]
         return torch.from_numpy(labels)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import UNTAGGED, Tokens
-from cpuft.train.data.order import Order
-from cpuft.train.data.texts import BEGINS, NEVER
+from cpuft.train.data.order import Indices
+from cpuft.train.data.texts import NEVER_MASKED, WORD_START
 from cpuft.train.lora import is_adapted
 from cpuft.train.objective.base import Batch, Predictions
 from cpuft.train.objective.labels import TokenClassification
@@ -51,7 +51,7 @@ class MaskedLanguageModelling(TokenClassification):
         model.register_forward_pre_hook(selection.take_places, with_kwargs=True)
         model.base_model.register_forward_hook(selection.select)
 
-    def make_batch(self, tokens: Tokens, examples: Order, epoch: int = -1) -> Batch:
+    def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
         """Return the batch of these examples with masks; its input `places` numbers the masked places of the batch."""
         ids, labels = zip(*(self.mask_example(tokens, int(example), epoch) for example in examples))
         offsets = np.cumsum([0, *map(len, ids)])
@@ -62,27 +62,27 @@ class MaskedLanguageModelling(TokenClassification):
             del batch.inputs["attention_mask"]
         return batch
 
-    def count_terms(self, tokens: Tokens, examples: Order, epoch: int = -1) -> float:
+    def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
         """Return the number of masked places."""
         return float(sum((self.mask_example(tokens, int(one), epoch)[1] != UNTAGGED).sum() for one in examples))
 
-    def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Order, Order]:
+    def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Indices, Indices]:
         """Return an example with its masks in an epoch, and its labels: see `mask`."""
         ids = tokens.ids[tokens.offsets[example] : tokens.offsets[example + 1]].astype(np.int64)
         seed = (self.config.seed, epoch, example) if epoch >= 0 else (example,)
         return self.mask(ids, np.random.default_rng(seed))
 
-    def mask(self, ids: Order, generator: np.random.Generator) -> tuple[Order, Order]:
+    def mask(self, ids: Indices, generator: np.random.Generator) -> tuple[Indices, Indices]:
         """Return an example's tokens with masks, and its labels: the tokens at masked places, elsewhere UNTAGGED.
 
         A fixed share of the places is drawn, instead of each place by itself: so all full examples have the same number
         of masks. BERT's own training data was made in the same way.
         """
         kinds = self.kinds[ids]
-        places = np.flatnonzero(kinds != NEVER)
+        places = np.flatnonzero(kinds != NEVER_MASKED)
         count = max(1, round(self.config.mlm_probability * len(places)))
         if self.config.whole_word_mask and len(places):
-            words = np.cumsum(kinds[places] == BEGINS)  # the number of the word at each place
+            words = np.cumsum(kinds[places] == WORD_START)  # the number of the word at each place
             order = generator.permutation(np.unique(words))
             fitting = (np.cumsum(np.bincount(words)[order]) <= count).sum()
             chosen = places[np.isin(words, order[: max(1, fitting)])]
@@ -96,9 +96,9 @@ class MaskedLanguageModelling(TokenClassification):
         return masked, labels
 
     @cached_property
-    def replacements(self) -> Order:
+    def replacements(self) -> Indices:
         """Tokens that may replace another one."""
-        return np.flatnonzero(self.kinds != NEVER)
+        return np.flatnonzero(self.kinds != NEVER_MASKED)
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of each example: the sum over its masked places."""
@@ -120,7 +120,7 @@ class MaskedLanguageModelling(TokenClassification):
         loss, right = sums[:2] / max(1.0, sums[2])
         return {"perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": float(right)}
 
-    def list_token_ids(self, tokens: Tokens, examples: Order) -> torch.Tensor:
+    def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
         """Return all tokens of the vocabulary: any of them may replace another one."""
         return torch.arange(len(self.kinds))
 

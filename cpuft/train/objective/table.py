@@ -22,7 +22,7 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
     """Return the objective for examples of this kind."""
     padded_length = config.max_length if config.padding == "max_length" else 0
     objective = OBJECTIVES[prepared.kind]
-    shared = (prepared.labels, prepared.metrics, prepared.pad_id, padded_length, prepared.words)
+    shared = (prepared.labels, prepared.metrics, prepared.pad_id, padded_length, prepared.vocab_size)
     if objective is MaskedLanguageModelling:
-        return objective(*shared, kinds=prepared.word_kinds, mask_id=prepared.mask_id, config=config)
+        return objective(*shared, kinds=prepared.token_kinds, mask_id=prepared.mask_id, config=config)
     return objective(*shared)

@@ -68,7 +68,11 @@ def save(path: Path, changes: dict[str, Any], compress: bool = False) -> str:
     "name, array, problem",
     [
         # As a memory map these would be taken for pointers.
-        ("train.ids", np.asarray([{}, "x", 1, 2], object), r"array 'train\.ids' of type object and 1 axes is none of"),
+        (
+            "train.ids",
+            np.asarray([{}, "x", 1, 2], object),
+            r"array 'train\.ids' of type object and 1 axes does",
+        ),
         ("train.labels", np.asarray([[], {}], object), r"array 'train\.labels' of type object"),
         ("others.x", np.asarray([{}], object), r"array 'others\.x' of type object"),
         ("train.ids", np.arange(4), r"array 'train\.ids' of type int64"),
@@ -84,12 +88,12 @@ def save(path: Path, changes: dict[str, Any], compress: bool = False) -> str:
 )
 def test_arrays_of_other_types_and_sizes_are_refused(name: str, array: Any, problem: str, tmp_path: Path) -> None:
     path = save(tmp_path / "x.npz", {name: array})
-    with pytest.raises(CpuftError, match=rf"x\.npz is no prepared data \(.*{problem}.*\): remove it, and start again"):
+    with pytest.raises(CpuftError, match=rf"x\.npz is not prepared data \(.*{problem}.*\): remove it, and start again"):
         read_prepared(path)
 
 
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     """Its bytes are no numbers that could be mapped."""
     assert len(read_prepared(save(tmp_path / "x.npz", {})).train) == 2
-    with pytest.raises(CpuftError, match=r"x\.npz is no prepared data"):
+    with pytest.raises(CpuftError, match=r"x\.npz is not prepared data"):
         read_prepared(save(tmp_path / "x.npz", {}, compress=True))

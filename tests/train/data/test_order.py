@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.train.data.order import count_updates, deal, plan_epoch, plan_updates
+from cpuft.train.data.order import count_updates, plan_epoch, plan_updates, select_for_rank
 from tests.train.tokens import make_tokens
 
 LENGTHS = st.lists(st.integers(1, 128), min_size=1, max_size=300)
@@ -26,7 +26,7 @@ def test_every_row_is_in_exactly_one_update(
 @given(st.integers(1, 100), st.integers(1, 8))
 def test_ranks_share_an_update_evenly(rows: int, ranks: int) -> None:
     order = np.arange(rows)
-    shares = [deal(order, rank, ranks) for rank in range(ranks)]
+    shares = [select_for_rank(order, rank, ranks) for rank in range(ranks)]
     weighted = [share for rank, share in enumerate(shares) if rank < rows]
     assert sorted(np.concatenate(weighted)) == list(order)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -46,7 +46,7 @@ def test_rows_of_like_length_are_together_and_ranks_get_equal_work() -> None:
     updates = plan_epoch(lengths, 64, 1, 0, True)
     padded = sum(len(rows) * lengths[rows].max() for rows in updates)
     assert padded < 1.03 * lengths.sum()
-    shares = [[lengths[deal(rows, rank, 2)].sum() for rank in (0, 1)] for rows in updates]
+    shares = [[lengths[select_for_rank(rows, rank, 2)].sum() for rank in (0, 1)] for rows in updates]
     assert max(abs(a - b) / (a + b) for a, b in shares) < 0.02
 
 

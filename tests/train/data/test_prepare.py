@@ -29,7 +29,7 @@ def test_rows_that_others_could_have_written_are_not_read(own_cache: None) -> No
 def test_an_archive_that_is_none_of_ours(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     path.write_bytes(data)
-    with pytest.raises(CpuftError, match=r"data\.npz is no prepared data \(.+\): remove it, and start again"):
+    with pytest.raises(CpuftError, match=r"data\.npz is not prepared data \(.+\): remove it, and start again"):
         read_prepared(str(path))
 
 

@@ -21,14 +21,14 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS
 from cpuft.train.data.sources import (
-    Data,
-    Rows,
+    Examples,
+    TaskData,
     choose_metrics,
+    list_test_splits,
     make_pairs,
-    name_tests,
-    parse_tsv,
-    read_as_glue,
+    parse_glue_tsv,
     read_data,
+    read_glue_file,
     read_splits,
     read_table,
 )
@@ -42,7 +42,7 @@ CELLS = st.text(st.characters(exclude_characters="\t\n\r", exclude_categories=["
 @given(st.lists(st.tuples(CELLS, CELLS, st.sampled_from("01")), min_size=1))
 def test_every_text_reads_back_quotation_marks_and_all(rows: list[tuple[str, str, str]]) -> None:
     text = HEADER + "".join(f"{label}\t1\t2\t{first}\t{second}\n" for first, second, label in rows)
-    found = parse_tsv(text, TASKS["mrpc"], "x")
+    found = parse_glue_tsv(text, TASKS["mrpc"], "x")
     assert found.texts == [(first, second) for first, second, _ in rows]
     assert found.labels == [float(label) for _, _, label in rows]
 
@@ -59,16 +59,16 @@ def test_every_text_reads_back_quotation_marks_and_all(rows: list[tuple[str, str
 )
 def test_what_is_wrong_is_named_with_its_line(text: str, message: str) -> None:
     with pytest.raises(CpuftError) as error:
-        parse_tsv(text, TASKS["mrpc"], "x")
+        parse_glue_tsv(text, TASKS["mrpc"], "x")
     assert str(error.value).startswith(message)
 
 
 def test_cola_has_no_header_and_stsb_scores() -> None:
-    assert parse_tsv("gj04\t1\t\tOne more.\n", TASKS["cola"], "x").texts == [("One more.",)]
+    assert parse_glue_tsv("gj04\t1\t\tOne more.\n", TASKS["cola"], "x").texts == [("One more.",)]
     stsb = "index\tsentence1\tsentence2\tscore\n0\ta\tb\t3.25\n"
-    assert parse_tsv(stsb, TASKS["stsb"], "x").labels == [3.25]
-    with pytest.raises(CpuftError, match=r"x, line 2: score 'high' is no number"):
-        parse_tsv(stsb.replace("3.25", "high"), TASKS["stsb"], "x")
+    assert parse_glue_tsv(stsb, TASKS["stsb"], "x").labels == [3.25]
+    with pytest.raises(CpuftError, match=r"x, line 2: score 'high' is not a number"):
+        parse_glue_tsv(stsb.replace("3.25", "high"), TASKS["stsb"], "x")
 
 
 @needs_glue
@@ -82,33 +82,33 @@ def test_real_files_have_all_their_rows(name: str, rows: int, dev: int) -> None:
 
 @needs_glue
 def test_test_rows_have_texts_and_no_labels() -> None:
-    (rows,) = read_splits(TASKS["mrpc"], TrainConfig(data_dir=str(GLUE)), name_tests(TASKS["mrpc"])).values()
-    assert (len(rows.texts), len(rows.labels), rows.labelled) == (1725, 1725, False)
+    (rows,) = read_splits(TASKS["mrpc"], TrainConfig(data_dir=str(GLUE)), list_test_splits(TASKS["mrpc"])).values()
+    assert (len(rows.texts), len(rows.labels), rows.has_labels) == (1725, 1725, False)
     assert rows.texts[0][0].startswith("PCCW's chief operating officer")
     with pytest.raises(CpuftError, match=r"there is no file .*STS-B/test\.tsv: check --data-dir"):
-        read_splits(TASKS["stsb"], TrainConfig(data_dir=str(GLUE)), name_tests(TASKS["stsb"]))
+        read_splits(TASKS["stsb"], TrainConfig(data_dir=str(GLUE)), list_test_splits(TASKS["stsb"]))
 
 
 def test_every_glue_task_has_test_rows_of_its_own_columns(tmp_path: Path) -> None:
     """Cola's have a header line, unlike its others; no file has labels, and Mnli has two."""
     (tmp_path / "test.tsv").write_text("index\tsentence\n0\tOne more.\n")
     config = TrainConfig(data_dir=str(tmp_path))
-    assert read_splits(TASKS["cola"], config, name_tests(TASKS["cola"]))[""].texts == [("One more.",)]
-    assert name_tests(TASKS["mnli"]) == (("", "test_matched"), ("_mismatched", "test_mismatched"))
-    assert name_tests(TASKS["demo"]) == ()
+    assert read_splits(TASKS["cola"], config, list_test_splits(TASKS["cola"]))[""].texts == [("One more.",)]
+    assert list_test_splits(TASKS["mnli"]) == (("", "test_matched"), ("_mismatched", "test_mismatched"))
+    assert list_test_splits(TASKS["demo"]) == ()
 
 
 def test_a_file_in_a_task_s_own_layout_is_read_without_quoting(tmp_path: Path) -> None:
     path = tmp_path / "dev.tsv"
     path.write_text(GOOD)
-    rows = read_as_glue(TASKS["mrpc"], path)
+    rows = read_glue_file(TASKS["mrpc"], path)
     assert rows is not None
     assert (rows.texts, rows.labels) == ([('He said "yes.', "She said so."), ("a", "b")], [1.0, 0.0])
     path.write_text("id\t#1 String\t#2 String\n5\ta\tb\n")
-    assert read_as_glue(TASKS["mrpc"], path) == Rows([("a", "b")], [0.0], labelled=False)
+    assert read_glue_file(TASKS["mrpc"], path) == Examples([("a", "b")], [0.0], has_labels=False)
     path.write_text("sentence1\tsentence2\na\tb\n")
-    assert read_as_glue(TASKS["mrpc"], path) is None
-    assert read_as_glue(TASKS["mrpc"], tmp_path / "dev.csv") is None
+    assert read_glue_file(TASKS["mrpc"], path) is None
+    assert read_glue_file(TASKS["mrpc"], tmp_path / "dev.csv") is None
 
 
 def files(folder: Path, train: str, validation: str, ending: str = "csv") -> TrainConfig:
@@ -163,17 +163,19 @@ def test_what_no_csv_file_has_is_named_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", ["nan", "inf", "-inf", "Infinity", "1e999"])
 def test_a_label_that_is_no_number_is_named_with_its_line(label: str, tmp_path: Path) -> None:
     config = files(tmp_path, f"text,label\na,0\nb,{label}\n", "text,label\na,0\n")
-    with pytest.raises(CpuftError, match=rf"train.csv, line 3: score '{label}' is no number: correct that line"):
+    with pytest.raises(CpuftError, match=rf"train.csv, line 3: score '{label}' is not a number: correct that line"):
         read_data(config)
     config = files(tmp_path, "text,label\na,0.5\nb,1\n", f"text,label\na,1\nb,{label}\n")
-    with pytest.raises(CpuftError, match=rf"validation.csv, line 3: score '{label}' is no number: correct that line"):
+    with pytest.raises(
+        CpuftError, match=rf"validation.csv, line 3: score '{label}' is not a number: correct that line"
+    ):
         read_data(config)
-    with pytest.raises(CpuftError, match=rf"x, line 2: score '{label}' is no number: correct that line"):
-        parse_tsv(f"index\tsentence1\tsentence2\tscore\n0\ta\tb\t{label}\n", TASKS["stsb"], "x")
+    with pytest.raises(CpuftError, match=rf"x, line 2: score '{label}' is not a number: correct that line"):
+        parse_glue_tsv(f"index\tsentence1\tsentence2\tscore\n0\ta\tb\t{label}\n", TASKS["stsb"], "x")
 
 
 def test_a_score_that_no_model_can_meet(tmp_path: Path) -> None:
-    with pytest.raises(CpuftError, match=r"train.csv, line 3: score '1e300' is no number: correct that line"):
+    with pytest.raises(CpuftError, match=r"train.csv, line 3: score '1e300' is not a number: correct that line"):
         read_data(files(tmp_path, "text,label\na,0.5\nb,1e300\n", "text,label\na,1\n"))
 
 
@@ -214,7 +216,7 @@ def test_the_users_json_lines(tmp_path: Path) -> None:
             "line 2 has 3 columns, but the header has 2: put a text that contains a comma in quotation marks",
         ),
         ("text,label\na,1\nb,\n", "train.csv, line 3 has no 'label': correct or remove that line"),
-        ("text,label\na,1\nb,1\n", "train.csv have the label '1': give rows of two labels or more"),
+        ("text,label\na,1\nb,1\n", "train.csv have the label '1': give rows with at least two different labels"),
         ("text,label\na,0\nb,2\n", "validation.csv, line 2: no row of "),
         ("", "train.csv is empty: give a file with rows"),
     ],
@@ -232,7 +234,7 @@ def test_what_is_wrong_with_the_users_files(train: str, message: str, tmp_path: 
         ('{"label": 1}', "train.jsonl, line 2 has no 'text': correct or remove that line"),
         ('{"text": "a", "label": null}', "train.jsonl, line 2 has no 'label': correct or remove that line"),
         ('{"text": [["a"]], "label": 1}', "train.jsonl, line 2 has no 'text': correct or remove that line"),
-        ('{"text": ["a"], "label": 1}', "line 2: 'text' has to be one text, as it is elsewhere: correct that line"),
+        ('{"text": ["a"], "label": 1}', "line 2: 'text' must be one text, as in the other lines: correct that line"),
         ('{"text": "a", "label": {"b": 1}}', "train.jsonl, line 2 has no 'label': correct or remove that line"),
     ],
 )
@@ -266,7 +268,7 @@ def test_missing_files(tmp_path: Path) -> None:
 def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *_: (_ for _ in ()).throw(ConnectionError("offline")))
     answers = {
-        "": r"the hub did not give rte \(offline\): name a GLUE download",
+        "": r"the data of --task rte could not be loaded from the Hugging Face hub \(offline\): name",
         "the hub is away": r"the data of --task rte is not in the cache of data sets, and the hub is away: check the",
     }
     for problem, message in answers.items():
@@ -423,7 +425,7 @@ EVERY_TAG = [("x", tag) for tag in TAGS]
 TAGGED = '{"tokens": ["Bath", "is", "old"], "tags": ["B-LOC", "O", "O"]}\n'
 
 
-def read(train: str, validation: str, ending: str = "jsonl") -> Data:
+def read(train: str, validation: str, ending: str = "jsonl") -> TaskData:
     with tempfile.TemporaryDirectory() as folder:
         return read_data(files(Path(folder), train, validation, ending))
 
@@ -497,8 +499,8 @@ def test_words_and_tags_by_other_names(tmp_path: Path) -> None:
         ({"tokens": [["a"]], "tags": ["O"]}, "line 2 has no 'tokens': correct or remove that line"),
         ({"tokens": ["a"]}, "line 2 has no 'tags': correct or remove that line"),
         ({"tokens": ["a"], "tags": ["O", None]}, "line 2 has no 'tags': correct or remove that line"),
-        ({"tokens": "a b", "tags": ["O", "O"]}, "line 2: 'tokens' has to be a list, as it is elsewhere: correct that"),
-        ({"tokens": ["a"], "tags": "O"}, "line 2: 'tags' has to be a list, as it is elsewhere: correct that line"),
+        ({"tokens": "a b", "tags": ["O", "O"]}, "line 2: 'tokens' must be a list, as in the other lines: correct that"),
+        ({"tokens": ["a"], "tags": "O"}, "line 2: 'tags' must be a list, as in the other lines: correct that line"),
     ],
 )
 def test_words_and_tags_that_do_not_fit(row: dict[str, Any], message: str) -> None:
@@ -512,14 +514,14 @@ def test_words_and_tags_that_do_not_fit(row: dict[str, Any], message: str) -> No
     "train, validation, message",
     [
         (TAGGED, TAGGED.replace("B-", "I-"), "jsonl, line 1: no row of "),
-        (TAGGED.replace("B-LOC", "O"), TAGGED, "have the label 'O': give rows of two labels or more"),
+        (TAGGED.replace("B-LOC", "O"), TAGGED, "have the label 'O': give rows with at least two different labels"),
         (lines({"text": "a", "label": []}), TAGGED, "validation.jsonl has no column 'text'"),
         (lines({"text": "a", "label": []}), lines({"text": "a", "label": []}), "train.jsonl has no labels: give rows"),
         (lines({"text": "a", "label": ["x"]}), lines({"text": "a", "label": ["x"]}), "have the label 'x': give rows"),
         (
             lines({"text": "a", "label": ["x", "y"]}, {"text": "b", "label": "x"}),
             lines({"text": "a", "label": ["x"]}),
-            "train.jsonl, line 2: 'label' has to be a list, as it is elsewhere: correct that line",
+            "train.jsonl, line 2: 'label' must be a list, as in the other lines: correct that line",
         ),
         (
             lines({"text": "a", "label": ["x", "y"]}),
@@ -529,7 +531,7 @@ def test_words_and_tags_that_do_not_fit(row: dict[str, Any], message: str) -> No
         (
             lines({"text": "a", "label": "x"}, {"text": "b", "label": "y"}),
             lines({"text": "a", "label": "x"}, {"text": "b", "label": ["y"]}),
-            "validation.jsonl, line 2: 'label' has to be one text, as it is elsewhere: correct that line",
+            "validation.jsonl, line 2: 'label' must be one text, as in the other lines: correct that line",
         ),
     ],
 )
@@ -542,7 +544,9 @@ def test_labels_that_teach_nothing_or_do_not_fit(train: str, validation: str, me
 def test_words_stand_in_one_column(tmp_path: Path) -> None:
     row = lines({"a": ["x"], "b": ["y"], "tags": ["O"]})
     config = replace(files(tmp_path, row, row, "jsonl"), text_columns="a,b", label_column="tags")
-    with pytest.raises(CpuftError, match="has words, which stand in one column: name one with --text-columns"):
+    with pytest.raises(
+        CpuftError, match="has lists of words, which need exactly one column: name it by --text-columns"
+    ):
         read_data(config)
 
 
@@ -570,9 +574,9 @@ def test_the_label_type_may_be_chosen(
 @pytest.mark.parametrize(
     "wanted, train, ending, problem",
     [
-        ("number", "text,label\nx,good\nx,bad\n", "csv", r"line 2: score 'good' is no number"),
+        ("number", "text,label\nx,good\nx,bad\n", "csv", r"line 2: score 'good' is not a number"),
         ("number", TAGGED, "jsonl", r"has lists of words in 'tokens', .*: leave --label-type number out"),
-        ("class", lines({"text": "x", "label": ["a", "b"]}), "jsonl", r"line 1: 'label' has to be one text"),
+        ("class", lines({"text": "x", "label": ["a", "b"]}), "jsonl", r"line 1: 'label' must be one text"),
     ],
 )
 def test_labels_that_are_not_of_the_chosen_type(

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from cpuft.errors import CpuftError
 from cpuft.train.data.texts import (
-    BEGINS,
-    GOES_ON,
-    MOST_BYTES,
-    NEVER,
+    MAX_LINE_BYTES,
+    NEVER_MASKED,
+    WORD_CONTINUATION,
+    WORD_START,
     Corpus,
     Packer,
     Piece,
-    divide,
+    classify_tokens,
     list_pieces,
     pack,
-    sort_words,
-    survey,
+    scan_texts,
+    split_texts,
 )
 
 
@@ -39,7 +39,7 @@ def write(**files: str | bytes) -> None:
 
 
 def pieces_of(paths: str, columns: str = "") -> list[tuple[str, bool]]:
-    return list(list_pieces(survey(paths, columns, "--train-file")))
+    return list(list_pieces(scan_texts(paths, columns, "--train-file")))
 
 
 def test_lines_of_a_text_are_pieces_of_one_document() -> None:
@@ -67,10 +67,10 @@ def test_a_file_may_have_a_comma_in_its_name() -> None:
 @pytest.mark.parametrize("change", [{"a_txt": "other"}, {"b_txt": "more"}, {"a_txt": "same\n\nb"}])
 def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
     write(a_txt="same\n", b_txt="b")
-    before = survey("a.txt,b.txt", "", "-").checksum
-    assert survey("a.txt,b.txt", "", "-").checksum == before
+    before = scan_texts("a.txt,b.txt", "", "-").checksum
+    assert scan_texts("a.txt,b.txt", "", "-").checksum == before
     write(**change)
-    assert survey("a.txt,b.txt", "", "-").checksum != before
+    assert scan_texts("a.txt,b.txt", "", "-").checksum != before
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,17 @@ def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
     [
         ({}, "a.txt", "there is no file a.txt: check --train-file"),
         ({"a_txt": " \n\n"}, "a.txt", "a.txt holds no text: name files of text, or of JSON lines, with --train-file"),
-        ({"a_txt": b"one\nt\0o\n"}, "a.txt", "a.txt, line 2 holds a null byte, so it is no text: name other files"),
+        ({"a_txt": b"one\nt\0o\n"}, "a.txt", "a.txt, line 2 has a null byte, so that it is not text: name other files"),
         (
             {"a_txt": b"one\n\xff\xfe"},
             "a.txt",
             "a.txt, line 2 is not UTF-8 text (byte 0xff): correct that line; or, if the file comes from",
         ),
-        ({"a_txt": b"a" * (MOST_BYTES + 1)}, "a.txt", "a.txt, line 1 is longer than 8 MB: break it into lines"),
+        (
+            {"a_txt": b"a" * (MAX_LINE_BYTES + 1)},
+            "a.txt",
+            "a.txt, line 1 is longer than 8 MB: split it into several lines",
+        ),
         ({"a_csv": ""}, ".", "folder . holds no .txt, .text, .md, .json, .jsonl, .ndjson: name other files with"),
         ({"a_jsonl": '{"text": "a"}\n["b"]'}, "a.jsonl", "a.jsonl, line 2 is not a JSON object"),
         (
@@ -102,18 +106,18 @@ def test_what_is_no_text_is_named(files: dict[str, str | bytes], paths: str, mes
 
 
 def test_a_line_may_be_as_long_as_it_is_said() -> None:
-    write(a_txt=b"a" * MOST_BYTES)
-    assert survey("a.txt", "", "-").pieces == 1
+    write(a_txt=b"a" * MAX_LINE_BYTES)
+    assert scan_texts("a.txt", "", "-").pieces == 1
 
 
 def parts_of(corpus: Corpus, share: float) -> list[bool]:
-    return [held for held, _, _ in divide(corpus, share, None)]
+    return [held for held, _, _ in split_texts(corpus, share, None)]
 
 
 @given(st.integers(10, 3000), st.sampled_from([0.05, 0.1, 0.25, 0.5]))
 def test_the_share_that_is_held_out_is_spread_evenly(count: int, share: float) -> None:
     write(a_txt="".join(f"{number}\n" for number in range(count)))
-    corpus = survey("a.txt", "", "-")
+    corpus = scan_texts("a.txt", "", "-")
     held = parts_of(corpus, share)
     assert held == parts_of(corpus, share)
     # To within a block of neighbours, which is a hundredth of a small corpus.
@@ -124,7 +128,7 @@ def test_the_share_that_is_held_out_is_spread_evenly(count: int, share: float) -
 
 def test_neighbours_are_held_out_together_and_seams_are_told() -> None:
     write(a_txt="".join(f"{number}\n" for number in range(1000)), b_jsonl=json.dumps({"text": "x"}))
-    found = list(divide(survey("a.txt,b.jsonl", "", "-"), 0.1, None))
+    found = list(split_texts(scan_texts("a.txt,b.jsonl", "", "-"), 0.1, None))
     assert [int(text) for held, text, _ in found if held] == [
         number for block in range(90, 1000, 100) for number in range(block, block + 10)
     ]
@@ -134,8 +138,8 @@ def test_neighbours_are_held_out_together_and_seams_are_told() -> None:
 
 def test_texts_of_their_own_are_held_out_instead() -> None:
     write(a_txt="".join(f"{number}\n" for number in range(30)), b_txt="x\ny\n")
-    held_out = survey("b.txt", "", "-")
-    found = list(divide(survey("a.txt", "", "-"), 0.5, held_out))
+    held_out = scan_texts("b.txt", "", "-")
+    found = list(split_texts(scan_texts("a.txt", "", "-"), 0.5, held_out))
     assert [held for held, _, _ in found] == [False] * 30 + [True] * 2
     assert found[-2:] == [(True, "x", True), (True, "y", False)]
 
@@ -143,19 +147,28 @@ def test_texts_of_their_own_are_held_out_instead() -> None:
 @pytest.mark.parametrize(
     "words, kinds",
     [
-        (["[PAD]", "[MASK]", "play", "##ing", "."], [NEVER, NEVER, BEGINS, GOES_ON, BEGINS]),
-        (["<pad>", "<mask>", "\u0120play", "ing", "\u0120the"], [NEVER, NEVER, BEGINS, GOES_ON, BEGINS]),
-        (["<pad>", "<mask>", "\u2581play", "ing", "\u2581the"], [NEVER, NEVER, BEGINS, GOES_ON, BEGINS]),
+        (
+            ["[PAD]", "[MASK]", "play", "##ing", "."],
+            [NEVER_MASKED, NEVER_MASKED, WORD_START, WORD_CONTINUATION, WORD_START],
+        ),
+        (
+            ["<pad>", "<mask>", "\u0120play", "ing", "\u0120the"],
+            [NEVER_MASKED, NEVER_MASKED, WORD_START, WORD_CONTINUATION, WORD_START],
+        ),
+        (
+            ["<pad>", "<mask>", "\u2581play", "ing", "\u2581the"],
+            [NEVER_MASKED, NEVER_MASKED, WORD_START, WORD_CONTINUATION, WORD_START],
+        ),
     ],
 )
 def test_words_and_their_parts(words: list[str], kinds: list[int]) -> None:
     numbers = {word: number for number, word in enumerate(words)}
-    assert sort_words(SimpleNamespace(get_vocab=lambda: numbers, all_special_ids=[0, 1])).tolist() == kinds
+    assert classify_tokens(SimpleNamespace(get_vocab=lambda: numbers, all_special_ids=[0, 1])).tolist() == kinds
 
 
 def test_a_number_that_no_word_has_is_never_masked() -> None:
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 3}, all_special_ids=[])
-    assert sort_words(tokenizer).tolist() == [BEGINS, NEVER, NEVER, BEGINS]
+    assert classify_tokens(tokenizer).tolist() == [WORD_START, NEVER_MASKED, NEVER_MASKED, WORD_START]
 
 
 BEGIN, END = 1, 2

@@ -12,9 +12,9 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.tokenizer import (
     choose_tokenizer,
-    count_words,
+    get_vocab_size,
     make_tokenizer,
-    wrap_tokenizer,
+    train_tokenizer,
 )
 from cpuft.train.model import check_positions
 
@@ -30,10 +30,10 @@ def list_none() -> Iterator[str]:
 
 
 def test_a_tokenizer_of_texts_is_as_berts() -> None:
-    made = make_tokenizer(list_texts, 60)
-    assert {make_tokenizer(list_texts, 60) for _ in range(20)} == {made}
-    tokenizer = wrap_tokenizer(made)
-    assert count_words(tokenizer) <= 60
+    made = train_tokenizer(list_texts, 60)
+    assert {train_tokenizer(list_texts, 60) for _ in range(20)} == {made}
+    tokenizer = make_tokenizer(made)
+    assert get_vocab_size(tokenizer) <= 60
     found = tokenizer("The NURSE!", "the pilot")
     words = tokenizer.convert_ids_to_tokens(found["input_ids"])
     assert words == ["[CLS]", "the", "nurse", "[UNK]", "[SEP]", "the", "pilot", "[SEP]"]
@@ -44,7 +44,7 @@ def test_a_tokenizer_of_texts_is_as_berts() -> None:
 def test_it_is_saved_and_read_as_any_models(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, BertConfig
 
-    tokenizer = wrap_tokenizer(make_tokenizer(list_texts, 60))
+    tokenizer = make_tokenizer(train_tokenizer(list_texts, 60))
     tokenizer.save_pretrained(tmp_path)
     BertConfig().save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
@@ -62,7 +62,7 @@ def test_one_is_made_once_for_the_same_texts(own_cache: None) -> None:
 
 def test_one_that_is_named_is_not_made(own_cache: None) -> None:
     tokenizer, made = choose_tokenizer(TrainConfig(from_config="bert-base", tokenizer="minilm"), list_none, "")
-    assert (count_words(tokenizer), made) == (30522, "")
+    assert (get_vocab_size(tokenizer), made) == (30522, "")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_one_that_is_named_is_not_made(own_cache: None) -> None:
     [
         (
             {"vocab_size": 1000},
-            "the tokenizer has 30522 words, and small.json embeds 1000: leave --tokenizer out, or name the one that",
+            "the tokenizer has 30522 tokens, and small.json embeds only 1000: leave --tokenizer out, or name the one",
         ),
         (
             {"max_position_embeddings": 64},

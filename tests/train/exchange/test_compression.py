@@ -54,7 +54,7 @@ def test_adapters_are_under_three_hundredths_of_what_a_small_encoder_sends() -> 
 def test_words_are_those_of_the_updates_that_come() -> None:
     config = TrainConfig(batch_size=2, seed=3)
     updates = plan_updates(TOKENS, 4, 3, 4, True)
-    named = [len({*np.concatenate([TOKENS.ids[TOKENS.places(rows)], [0]]).tolist()}) for _, rows in updates]
+    named = [len({*np.concatenate([TOKENS.ids[TOKENS.positions(rows)], [0]]).tolist()}) for _, rows in updates]
     assert count_sent_numbers(Encoder(), OBJECTIVE, config, PREPARED).words["2"] == pytest.approx(np.mean(named))
 
 

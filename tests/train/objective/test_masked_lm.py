@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
-from cpuft.train.data.order import deal
-from cpuft.train.data.texts import BEGINS, GOES_ON, NEVER
+from cpuft.train.data.order import select_for_rank
+from cpuft.train.data.texts import NEVER_MASKED, WORD_CONTINUATION, WORD_START
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective.base import Batch
@@ -24,7 +24,7 @@ from cpuft.train.objective.table import make_objective
 
 WORDS = 40
 PAD, MASK, START, END = 0, 1, 2, 3
-KINDS = np.asarray([NEVER] * 4 + [BEGINS, BEGINS, GOES_ON] * 12, np.int8)
+KINDS = np.asarray([NEVER_MASKED] * 4 + [WORD_START, WORD_START, WORD_CONTINUATION] * 12, np.int8)
 """Of 40 words; every third is a part that goes on."""
 
 
@@ -51,7 +51,7 @@ def test_a_share_of_the_words_is_to_be_guessed_and_nothing_else_changes(
     assert labels[guessed].tolist() == ids[guessed].tolist()
     assert masked[~guessed].tolist() == ids[~guessed].tolist()
     assert guessed[[0, -1]].tolist() == [False, False]
-    assert all(word == MASK or KINDS[word] != NEVER for word in masked[guessed])
+    assert all(word == MASK or KINDS[word] != NEVER_MASKED for word in masked[guessed])
     count = max(1, round(share * (length - 2)))
     # Of whole words the last may not fit; one longer than all is masked nevertheless.
     assert guessed.sum() == count if not whole else guessed.sum() >= 1
@@ -62,7 +62,7 @@ def test_words_are_masked_as_a_whole_or_not_at_all(length: int, seed: int) -> No
     ids = make_rows([length], seed).ids.astype(np.int64)
     _, labels = make_masking(0.3, whole=True).mask(ids, np.random.default_rng(seed))
     guessed = (labels != UNTAGGED)[1:-1]
-    inside = KINDS[ids[1:-1]] == GOES_ON
+    inside = KINDS[ids[1:-1]] == WORD_CONTINUATION
     assert (guessed[1:] == guessed[:-1])[inside[1:]].all()
     assert guessed.sum() <= max(round(0.3 * (length - 2)), 1 + inside.sum())
 
@@ -85,7 +85,7 @@ def test_masks_are_the_rows_own_whatever_ranks_there_are() -> None:
     whole = masking.make_batch(rows, order, 2)
     for size in (1, 2, 3, 6):
         for rank in range(size):
-            part, places = masking.make_batch(rows, deal(order, rank, size), 2), np.arange(6)[rank::size]
+            part, places = masking.make_batch(rows, select_for_rank(order, rank, size), 2), np.arange(6)[rank::size]
             width = part.labels.shape[1]
             assert part.labels.tolist() == whole.labels[places, :width].tolist()
             assert part.inputs["input_ids"].tolist() == whole.inputs["input_ids"][places, :width].tolist()
