@@ -78,10 +78,10 @@ def check_request(asked: PredictConfig, header: Header) -> None:
 
 def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...]) -> Step:
     """The process that predicts."""
+    from cpuft.argv import module_command
     from cpuft.plan import Step
-    from cpuft.words import own_module
 
-    words = (*own_module(sys.executable, "cpuft.train.predict"), *format_arguments(asked))
+    words = (*module_command(sys.executable, "cpuft.train.predict"), *format_arguments(asked))
     return Step(f"predict with {asked.run}", words, settings)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cpuft.argv import WITHOUT_WORKING_FOLDER
 from cpuft.doctor import probe
 from cpuft.doctor.checks import ClusterState, Health, HostState, find_all
 from cpuft.doctor.finding import Finding, describe_errors
@@ -24,7 +25,6 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import parse_facts
 from cpuft.hosts.transport import HostError, side_by_side
 from cpuft.serialization import load, parse_json
-from cpuft.words import WITHOUT_FOLDER
 
 PORT_SECONDS = 3.0
 """How long hosts try to connect to each other's port. Their ssh logins begin within a shorter time of each other."""
@@ -38,7 +38,7 @@ _TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUF
 
 # The sources of both modules are sent, because a host may have neither cpuft nor a disk to write to.
 _LOADER = (
-    f"{WITHOUT_FOLDER}\nimport json\n"
+    f"{WITHOUT_WORKING_FOLDER}\nimport json\n"
     "order=json.load(sys.stdin)\n"
     "facts,probe={'__name__':'facts'},{'__name__':'probe'}\n"
     "exec(order['facts_source'],facts)\n"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cpuft.argv import WITHOUT_WORKING_FOLDER
 from cpuft.doctor import probe
 from cpuft.doctor.examine import choose_port
 from cpuft.errors import CpuftError
@@ -16,13 +17,12 @@ from cpuft.hosts.transport import side_by_side
 from cpuft.record import Link
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
-from cpuft.words import WITHOUT_FOLDER
 
 SECONDS = 0.5
 """How long each host sends over each link in each direction: about 60 MB at 1 Gbit/s."""
 _ROUND_SECONDS = 20.0
 _LOADER = (
-    f"{WITHOUT_FOLDER}\nimport json\n"
+    f"{WITHOUT_WORKING_FOLDER}\nimport json\n"
     "order=json.load(sys.stdin)\n"
     "probe={'__name__':'probe'}\n"
     "exec(order['source'],probe)\n"

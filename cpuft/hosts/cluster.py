@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cpuft.argv import WITHOUT_WORKING_FOLDER
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import hash_text
@@ -19,14 +20,13 @@ from cpuft.hosts.mpi_implementations import Flavour, find_flavour
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import Transport, side_by_side
 from cpuft.plan import Plan, Step
-from cpuft.words import WITHOUT_FOLDER
 
 LOCAL = Host("localhost")
 JOB = "CPUFT_JOB"
 """Folder of the cluster that a scheduler's job is, where that starts launches on its hosts itself."""
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep, in a folder of each user's, what was sent for runs, and runs' own files."""
-FROM_STDIN = f"{WITHOUT_FOLDER}; exec(sys.stdin.read())"
+FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """What `python -c` runs on a host to execute a program that the launcher sends on standard input."""
 
 

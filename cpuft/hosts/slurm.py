@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cpuft import execute
+from cpuft.argv import parse_slurm_counts
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
-from cpuft.words import parse_counts
 
 _SECONDS = 20.0
 """Within which Slurm's controller answers."""
@@ -100,7 +100,7 @@ def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """
     names = _ask(("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])).split()
     asked = {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys()
-    counts = parse_counts(environ.get("SLURM_TASKS_PER_NODE", "")) if asked else ()
+    counts = parse_slurm_counts(environ.get("SLURM_TASKS_PER_NODE", "")) if asked else ()
     slots = counts if len(counts) == len(names) else (0,) * len(names)
     hosts = [Host(name, count) for name, count in zip(names, slots)]
     own = environ.get("SLURMD_NODENAME", "")

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from cpuft.argv import module_command, pack_argv
 from cpuft.config import (
     BenchConfig,
     HostMemory,
@@ -47,7 +48,6 @@ from cpuft.launch.settings import script_settings
 from cpuft.launch.supervise import LEASE_RENEWAL_SECONDS
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.interruption import NOTICE_VARIABLE
-from cpuft.words import own_module, pack_words
 
 LEAST_FREE_BYTES = 256 << 20
 """Space that a run folder must have. Records and logs are small; a trained encoder takes a few hundred MB."""
@@ -199,7 +199,7 @@ def plan_training(
     memory = () if is_restart else describe_host_memory(cluster, train, environ, independent)
     prepare = Step(
         "check and tokenize the examples once, before any rank starts",
-        (*own_module(cluster.python, "cpuft.train.data.prepare"), prepared, *memory, *format_arguments(train)),
+        (*module_command(cluster.python, "cpuft.train.data.prepare"), prepared, *memory, *format_arguments(train)),
         (*_settings_on_hosts(cluster), *(plan_secrets(cluster, run_dir, environ)[0][0] if cluster.away else ())),
         cluster.master,
     )
@@ -381,7 +381,7 @@ def plan_launch(
     shared += (Setting("CPUFT_RESUMED", "1", "the run continues from what is in $CPUFT_RUN_DIR"),) if resumed else ()
     logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
-    rank_command = (*own_module(cluster.python, "cpuft.rank"), *pack_words(command))
+    rank_command = (*module_command(cluster.python, "cpuft.rank"), *pack_argv(command))
     command = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
     own = mpirun.mpirun_settings(cluster.flavour, cluster.access.mpirun_options, cluster.as_root, cluster.bootstrap)
     start = Step(

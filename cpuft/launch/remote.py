@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cpuft import execute
+from cpuft.argv import module_command
 from cpuft.errors import AGAIN, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import Transport
@@ -32,7 +33,6 @@ from cpuft.rank.process import end_with_parent
 from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import keep_streams
-from cpuft.words import own_module
 
 _EXIT_CODE = "exit-code"
 """File beside the ranks' logs with the supervisor's exit code, if it came to its end."""
@@ -141,7 +141,7 @@ def run_on_head_host(
 def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
     """Return the step that starts the supervisor on the head host."""
     settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
-    command = own_module(cluster.python, "cpuft.launch.remote")
+    command = module_command(cluster.python, "cpuft.launch.remote")
     return Step("supervise the ranks", command, settings, cluster.master, json.dumps(dataclasses.asdict(order)))
 
 

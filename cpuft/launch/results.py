@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import IO, cast
 
 from cpuft import execute
+from cpuft.argv import module_command
 from cpuft.errors import NOT_STORED, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.resume import CHECKPOINT_HOSTS, read_lost_hosts
 from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
-from cpuft.words import own_module
 
 Say = Callable[[str], None]
 NEW, MERGE = "new", "merge"
@@ -88,7 +88,7 @@ def plan_results(
     if not cluster.away:
         return ()
     send = cluster.command_on(cluster.master, ("sh", "-c", _SEND_RUN, "send_run", work))
-    program = own_module(sys.executable, "cpuft.launch.results")
+    program = module_command(sys.executable, "cpuft.launch.results")
     fetch = Step(f"fetch the run from {cluster.master}", (*program, MERGE if resumed else NEW, run_dir, *send))
     remove = remove_command(cluster.folder, os.path.dirname(work))
     names = [*(assignment.host.name for assignment in cluster.assignments), *former_hosts]

@@ -28,7 +28,7 @@ STALE_SECONDS = 3.0
 """A rank reports twice a second, unless its threads get no turn."""
 
 _FRAME = re.compile(r'^  File "(.*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
-_OTHERS = re.compile(r"^<|/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/cpuft/(comm|rank)/|/cpuft/words\.py$")
+_OTHERS = re.compile(r"^<|/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/cpuft/(comm|rank)/|/cpuft/argv\.py$")
 _TRAINING = re.compile(r"/cpuft/(train|bench)/")
 _WAITING = re.compile(r"/torch/distributed/|/torch/autograd/graph\.py$|/cpuft/comm/|/mpi4py/")
 _SENT = re.compile(r"^/var/tmp/cpuft-\d+/inputs/[0-9a-f]+/")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft import execute
+from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.files import REMOVE, hash_file, hash_text
 from cpuft.plan import Plan, Step, format_comment
@@ -27,7 +28,6 @@ from cpuft.provision.cluster_files import check_prefix, plan_file
 from cpuft.provision.options import RECIPE
 from cpuft.provision.wheels import EXTRAS, INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
 from cpuft.serialization import find_control, load, parse_json, parse_yaml
-from cpuft.words import own_module
 
 STAMP = "etc/cpuft-image.json"
 """The file in an image that says how it was built and what it contains."""
@@ -300,7 +300,7 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
     install = ("chroot", root, "sh", "-s", prefix, make_stamp(pins, facts.supply.wheels), *pins)
     namespaces = ("--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
     check = ("unshare", *namespaces, "sh", str(_HERE.with_name("image_check.sh")), root, python, PROVE)
-    stamp = (*own_module(sys.executable, "cpuft.provision.image"), target, json.dumps(values))
+    stamp = (*module_command(sys.executable, "cpuft.provision.image"), target, json.dumps(values))
     return (
         Step("create an empty directory for the image", ("sh", "-c", _BEGIN, "begin", root, STAMP)),
         Step(f"install Debian {recipe.base.suite} and the packages of the recipe", debootstrap),

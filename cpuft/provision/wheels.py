@@ -25,12 +25,12 @@ from typing import Any
 
 import cpuft
 from cpuft import execute
+from cpuft.argv import module_command
 from cpuft.compiler import PACKAGE, TARGETS, Target, compile_kernels, find_compiler, hash_sources, name_library
 from cpuft.errors import CPU_INDEX, CpuftError
 from cpuft.files import REMOVE, cache_folder, cache_path, check_private, hash_file, hash_text, written_beside
 from cpuft.hosts.registry import refuse_untrusted
 from cpuft.plan import Step
-from cpuft.words import own_module
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
 """Extras of cpuft that every host gets, because a run may need each of them."""
@@ -161,7 +161,7 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
     if python and not folder:
         folder = str(downloads_folder(python, environ))
         if not Path(folder).exists():
-            command = (*own_module(sys.executable, "cpuft.provision.wheels"), "download", python)
+            command = (*module_command(sys.executable, "cpuft.provision.wheels"), "download", python)
             missing.append(Step(f"download wheels for Python {python} into {folder}", command))
             return Supply(tuple(wheels), tuple(missing), complete=False)
         check_private(cache_path(environ))
@@ -276,7 +276,7 @@ def _choose_torch() -> tuple[str, ...]:
 
 def _pip(*argv: str) -> str:
     """Run pip and return its output. Raise CpuftError if it fails."""
-    command = (*own_module(sys.executable, "pip"), "--disable-pip-version-check", *argv)
+    command = (*module_command(sys.executable, "pip"), "--disable-pip-version-check", *argv)
     answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
     if answer.exit_code:
         last_lines = " | ".join(answer.said.strip().splitlines()[-4:])
@@ -376,7 +376,7 @@ def write_own_wheel(folder: Path) -> Path:
 
 def plan_own_wheel(folder: Path) -> Step:
     """Return the step that writes this cpuft as a wheel into `folder`."""
-    command = (*own_module(sys.executable, "cpuft.provision.wheels"), "own", str(folder))
+    command = (*module_command(sys.executable, "cpuft.provision.wheels"), "own", str(folder))
     return Step("write this cpuft as a wheel", command)
 
 

@@ -1,6 +1,6 @@
 """`python -m cpuft.rank COMMAND ...`: check this rank's place, pin it to its cores, and run the worker to its end.
 
-The command is packed by `cpuft.words`. The environment holds what `cpuft.launch.settings` wrote, MASTER_ADDR and
+The command is packed by `cpuft.argv`. The environment holds what `cpuft.launch.settings` wrote, MASTER_ADDR and
 MASTER_PORT among it, and the launcher's own variables. The worker gets the names that torch knows as well: RANK,
 WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 """
@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 
+from cpuft.argv import unpack_argv
 from cpuft.errors import CpuftError
 from cpuft.files import take_sent
 from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
-from cpuft.words import unpack_words
 
 FAILURE, STARTED, ENDED = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
 MARKS = (FAILURE, STARTED, ENDED)
@@ -194,7 +194,7 @@ def main() -> None:
             os.sched_setaffinity(0, cores)
         environ = dict(os.environ) | take_sent(os.environ, str(world.local_rank)) | world_variables(world)
         environ["CPUFT_CORES"] = ",".join(map(str, cores))
-        code = run_worker(unpack_words(sys.argv[1:]), environ, world)
+        code = run_worker(unpack_argv(sys.argv[1:]), environ, world)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
     if code:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cpuft.argv import parse_slurm_counts
 from cpuft.errors import CpuftError
-from cpuft.words import parse_counts
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _parse_variables(environ: Mapping[str, str], names: tuple[str, str, str, str
 
 def _count_tasks(text: str, node: str) -> str:
     """Return the number of tasks on a node of the step: of "2(x3),1", nodes 0 to 2 have 2 tasks and node 3 has 1."""
-    counts, number = parse_counts(text), int(node) if node.isdecimal() else 0
+    counts, number = parse_slurm_counts(text), int(node) if node.isdecimal() else 0
     return str(counts[number]) if number < len(counts) else ""
 
 

@@ -88,19 +88,19 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so -env CPUFT_SENT /var/tmp/cpuft-0/0436b62aebee.sent/0 python \
-    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
+    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.rank python train.py \
     : -host node2 -n 1 -env CPUFT_HOSTNAME node2 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so -env CPUFT_SENT /var/tmp/cpuft-0/0436b62aebee.sent/1 python \
-    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
+    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.rank python train.py \
     : -host node3 -n 1 -env CPUFT_HOSTNAME node3 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so -env CPUFT_SENT /var/tmp/cpuft-0/0436b62aebee.sent/2 python \
-    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py \
+    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.rank python train.py \
     : -host node4 -n 1 -env CPUFT_HOSTNAME node4 -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN_DOMAIN '[0xfffffff0]' -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \
     -env GLOO_SOCKET_IFNAME ens5 -env FI_TCP_IFACE ens5 -env CCL_KVS_IFACE ens5 -env THP_MEM_ALLOC_ENABLE 1 \
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so -env CPUFT_SENT /var/tmp/cpuft-0/0436b62aebee.sent/3 python \
-    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank python train.py </dev/null
+    -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.rank python train.py </dev/null

@@ -33,7 +33,7 @@ set -euo pipefail
 echo 'cpuft: make the run folder' >&2
 sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"' /runs /runs/one </dev/null
 echo 'cpuft: check and tokenize the examples once, before any rank starts' >&2
-python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
+python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
     --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 --data-dir= \
     --train-file= --validation-file= --text-columns= --label-column=label --label-type=auto \
     --max-length=128 --validation-split=0.1 --mlm-probability=0.15 --whole-word-mask=False \
@@ -53,7 +53,7 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
     -env OMP_NUM_THREADS 14 -env I_MPI_PIN_DOMAIN '[0xfffc,0xfffc0000]' -env CCL_WORKER_COUNT 2 -env CCL_WORKER_AFFINITY 0,1,16,17 \
     -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env THP_MEM_ALLOC_ENABLE 1 \
-    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.words import run_module; run_module()' cpuft.rank \
+    -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.rank \
     -m cpuft.train --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 \
     --data-dir= --train-file= --validation-file= --text-columns= --label-column=label \
     --label-type=auto --max-length=128 --validation-split=0.1 --mlm-probability=0.15 \

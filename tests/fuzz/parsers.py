@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from cpuft import hardware, plan, serialization, words
+from cpuft import argv, hardware, plan, serialization
 from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.options import read_config
 from cpuft.cli.stacks import format_dumps
@@ -279,7 +279,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_lock": Parser(partial(parse_lock, path="two.lock"), LOCKS),
     "read_prepared": Parser(_read_archive, _ARCHIVES),
-    "parse_counts": Parser(words.parse_counts, values.damaged(["2(x3),1"])),
+    "parse_slurm_counts": Parser(argv.parse_slurm_counts, values.damaged(["2(x3),1"])),
     "parse_lscpu": Parser(lambda text: topology.parse_lscpu(text, (0, 1)), values.damaged([_LSCPU])),
     "parse_flavour": Parser(
         partial(parse_flavour, "/m"), values.damaged(["Intel(R) MPI Library", "mpirun (Open MPI) 4"])

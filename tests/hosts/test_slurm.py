@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpuft.argv import parse_slurm_counts
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import Flavour, find_flavour
 from cpuft.hosts.slurm import SlurmTransport, find_slurm_transport, read_hosts
 from cpuft.hosts.transport import Transport
-from cpuft.words import parse_counts
 
 OUTSIDE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
 JOB = OUTSIDE | {"SLURMD_NODENAME": "n2"}
@@ -23,12 +23,12 @@ JOB = OUTSIDE | {"SLURMD_NODENAME": "n2"}
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 9)), min_size=1))
 def test_counts_of_hosts_are_read(runs: list[tuple[int, int]]) -> None:
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
-    assert parse_counts(text) == tuple(count for count, times in runs for _ in range(times))
+    assert parse_slurm_counts(text) == tuple(count for count, times in runs for _ in range(times))
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2,,1", "-1", "2(x3),", "1" * 50])
 def test_what_are_no_counts(text: str) -> None:
-    assert parse_counts(text) == ()
+    assert parse_slurm_counts(text) == ()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.argv import pack_argv
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, name_work
@@ -29,7 +30,6 @@ from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.measured import read_measurements
 from cpuft.record import Line, RecordedRank, ResumedLine, format_line
-from cpuft.words import pack_words
 from tests.conftest import run_cpuft
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
@@ -130,7 +130,7 @@ def test_what_was_measured_holds_between_hosts_that_the_run_had(
     plan = plan_training(make_cluster(ranks), LaunchConfig(np=sum(ranks)), TRAIN, "r", "lines", {}, resumed=resumed)
     words = {word for stage in plan.ranks for step in stage for word in step.command if "--measured=" in word}
     measured = json.dumps(asdict(read_measurements(HEADER))) if told else ""
-    assert words == set(pack_words([f"--measured={measured}"]))
+    assert words == set(pack_argv([f"--measured={measured}"]))
 
 
 def test_a_refusal_before_ranks_start_leaves_the_run_alone(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_main_thread_got_the_signal_or_is_the_last(text: str, innermost: int
             "/x/site-packages/cpuft/train/loop.py:2",
         ),
         (["/src/cpuft/comm/process_group.py", "/src/cpuft/train/loop.py"], "/src/cpuft/train/loop.py:2"),
-        (["<string>", "/var/tmp/cpuft-0/inputs/0123abcd/train.py", "/src/cpuft/words.py"], "train.py:2"),
+        (["<string>", "/var/tmp/cpuft-0/inputs/0123abcd/train.py", "/src/cpuft/argv.py"], "train.py:2"),
         (["<frozen importlib>", "/x/lib/python3.11/site-packages/torch/a.py"], "<frozen importlib>:1"),
         ([str(Path.cwd() / "train.py")], str(Path.cwd() / "train.py") + ":1"),
         ([], ""),

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.argv import module_command
 from cpuft.rank.diagnostics import parse_recorder
 from cpuft.rank.dump_stacks import dump_stacks, find_workers
 from cpuft.rank.script import is_timeout
-from cpuft.words import own_module
 
 NOW = 1_795_326_590_000_000_000
 
@@ -71,7 +71,7 @@ print("here", flush=True)
 )
 def test_a_process_is_seen_from_outside_whatever_holds_the_gil(line: str, file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text(SCRIPT.format(line), encoding="utf-8")
-    starter = [*own_module(sys.executable, "cpuft.rank"), "-m", "cpuft.rank.script", f"{tmp_path}/{file}"]
+    starter = [*module_command(sys.executable, "cpuft.rank"), "-m", "cpuft.rank.script", f"{tmp_path}/{file}"]
     environ = {**os.environ, "CPUFT_RUN_DIR": str(tmp_path), "CPUFT_HOSTNAME": socket.gethostname()}
     pipe = subprocess.PIPE
     with subprocess.Popen(starter, env=environ, stdin=pipe, stdout=pipe, text=True) as process:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.argv import module_command
 from cpuft.rank.script import restrict_stores, wait_for_listener
-from cpuft.words import own_module
 
 
 def run(
@@ -22,7 +22,7 @@ def run(
     """Output, complaints and exit code of a script."""
     (folder / "beside.py").write_text("NAME = 'beside'\n")
     (folder / "script.py").write_text(text)
-    python = own_module(sys.executable, module) if module else (sys.executable,)
+    python = module_command(sys.executable, module) if module else (sys.executable,)
     command = [*python, str(folder / "script.py"), *words]
     environ = dict(os.environ) | settings
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
@@ -66,7 +66,7 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
     (tmp_path / "package" / "inner.py").write_text("NAME = 'inner'\n")
     (tmp_path / "package" / "train.py").write_text(text)
     told = []
-    for python in ((sys.executable,), own_module(sys.executable, "cpuft.rank.script")):
+    for python in ((sys.executable,), module_command(sys.executable, "cpuft.rank.script")):
         command = [*python, "-m", "package.train", "--lr", "1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
         told.append((done.stdout, done.stderr, done.returncode))

@@ -1,4 +1,4 @@
-"""Commands on their way to a rank."""
+"""Command lines of our own modules, and those that pass through mpirun."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.words import own_module, pack_words, unpack_words
+from cpuft.argv import module_command, pack_argv, unpack_argv
 from tests.test_plan import AWKWARD
 
 ODD = [*AWKWARD, ":", "-genv", "-m", "%r", "json:1", "--", "-", "--x y", "\udcff", "--lr=1e-4", "a:b", "100%"]
 
 
 @given(st.lists(st.sampled_from(ODD) | st.text(st.characters(exclude_characters="\0")), min_size=1))
-def test_packed_words_come_out_as_they_went_in(words: list[str]) -> None:
-    packed = pack_words(["train.py", *words])
-    assert unpack_words(packed) == ["train.py", *words]
+def test_a_packed_command_line_is_unpacked_unchanged(words: list[str]) -> None:
+    packed = pack_argv(["train.py", *words])
+    assert unpack_argv(packed) == ["train.py", *words]
     assert not [word for word in packed if word in ("", ":", "--") or (word.startswith("-") and word[:2] != "--")]
     assert all(word.isascii() and word.isprintable() for word in packed)
 
 
-def test_plain_words_can_be_read_and_modules_of_ours_are_run() -> None:
+def test_harmless_arguments_stay_readable_and_own_modules_are_run() -> None:
     plain = ("/env/bin/python", "train.py", "--lr", "1e-4", "--data=a/b.csv", "k=v,w")
-    assert pack_words(plain) == plain
-    assert pack_words(("-m", "cpuft.train", "--task=a b")) == ("-m", "cpuft.train", 'json:"--task=a b"')
-    assert unpack_words(["-m", "cpuft.train", "x"]) == [*own_module(sys.executable, "cpuft.train"), "x"]
-    assert unpack_words(pack_words(["echo", "-m", "x"])) == ["echo", "-m", "x"]
+    assert pack_argv(plain) == plain
+    assert pack_argv(("-m", "cpuft.train", "--task=a b")) == ("-m", "cpuft.train", 'json:"--task=a b"')
+    assert unpack_argv(["-m", "cpuft.train", "x"]) == [*module_command(sys.executable, "cpuft.train"), "x"]
+    assert unpack_argv(pack_argv(["echo", "-m", "x"])) == ["echo", "-m", "x"]
 
 
 PLANTED = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nraise SystemExit('planted')\n"
@@ -51,7 +51,7 @@ def test_a_module_of_ours_imports_nothing_of_the_working_folder(environ: dict[st
     (planted / "elsewhere").mkdir()
     script = planted / "elsewhere" / "show.py"
     script.write_text(show)
-    command = [*own_module(sys.executable, "cpuft.rank.script"), str(script), "a", ""]
+    command = [*module_command(sys.executable, "cpuft.rank.script"), str(script), "a", ""]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ) | environ)
     words, path = json.loads(done.stdout)
     assert (words, path[0]) == (["a", ""], str(script.parent))

@@ -1,0 +1,61 @@
+"""Command lines of cpuft's own modules, and command lines that pass through mpirun unchanged."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+
+WITHOUT_WORKING_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"
+"""First statement of a program for `python -c`, which would otherwise import from the working folder, where other
+users may be able to write."""
+
+_RUN = f"{WITHOUT_WORKING_FOLDER}; from cpuft.argv import run_module; run_module()"
+_MARK = "json:"
+_UNCHANGED = re.compile(r"(--)?[A-Za-z0-9_./][A-Za-z0-9_./=,+@:-]*")
+
+
+def module_command(python: str, module: str) -> tuple[str, ...]:
+    """Return a command like `python -m module` that does not import from the working folder.
+
+    Python 3.10 has no option -P, which does the same.
+    """
+    return (python, "-c", _RUN, module)
+
+
+def run_module() -> None:
+    """Run the module that the first argument names, with the other arguments; `module_command` starts this."""
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+
+
+def pack_argv(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return a command line of which mpirun takes no argument for its own, such as a `:`.
+
+    A leading `-m MODULE` names a module of cpuft. Arguments that no mpirun can misread stay as they are, so that a
+    person can read the plan.
+    """
+    begin = 1 if argv[:1] == ("-m",) else 0
+    return (*argv[:begin], *(arg if _is_safe(arg) else _MARK + json.dumps(arg) for arg in argv[begin:]))
+
+
+def _is_safe(arg: str) -> bool:
+    return bool(_UNCHANGED.fullmatch(arg)) and not arg.startswith(_MARK)
+
+
+def unpack_argv(argv: Sequence[str]) -> list[str]:
+    """Return the command to execute from what `pack_argv` returned."""
+    unpacked = [json.loads(arg.removeprefix(_MARK)) if arg.startswith(_MARK) else arg for arg in argv]
+    return [*module_command(sys.executable, unpacked[1]), *unpacked[2:]] if argv[:1] == ["-m"] else unpacked
+
+
+def parse_slurm_counts(text: str) -> tuple[int, ...]:
+    """Return Slurm's count for each host: 2, 2, 2, 1 for "2(x3),1"; nothing if the text has another form."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if not found:
+            return ()
+        counts += [int(found[1])] * int(found[2] or 1)
+    return tuple(counts)
