@@ -18,7 +18,7 @@ from cpuft.provision.base import PROVIDERS, describe_region, find_cluster, load_
 from cpuft.provision.options import ImageConfig, LocalConfig
 
 if TYPE_CHECKING:
-    from cpuft.provision.aws.image import Builder
+    from cpuft.provision.aws.ami import AmiBuilder
     from cpuft.provision.base import Provider
 
 _dry_run = click.option("--dry-run", is_flag=True, help=DRY_RUN.help)
@@ -45,7 +45,7 @@ def _print_or_execute(dry_run: bool, plan: Callable[[], Plan], execute: Callable
         click.echo(execute())
 
 
-def _make(provider: Provider[Any, Any] | Builder, dry_run: bool) -> None:
+def _make(provider: Provider[Any, Any] | AmiBuilder, dry_run: bool) -> None:
     _print_or_execute(dry_run, provider.show, lambda: provider.make(_say, _ask))
 
 
@@ -206,15 +206,15 @@ def _make_root(config: ImageConfig, dry_run: bool) -> None:
 
 
 def _make_ami(config: ImageConfig, dry_run: bool) -> None:
-    from cpuft.provision.aws.image import Builder, delete_image, list_images
+    from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 
     if config.list:
         click.echo(list_images(config.region), nl=False)
     elif config.delete:
         plan = delete_image(config.delete, config.region, dry_run, _say)
-        click.echo(format_plan(plan) if dry_run else f"image {config.delete} is gone", nl=not dry_run)
+        click.echo(format_plan(plan) if dry_run else f"AMI {config.delete} was deleted", nl=not dry_run)
     else:
-        _make(Builder(config, os.environ), dry_run)
+        _make(AmiBuilder(config, os.environ), dry_run)
 
 
 @provision.command("recipe")

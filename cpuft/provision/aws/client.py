@@ -1,4 +1,7 @@
-"""The edge to AWS: makes calls, and says what became of them. The only module for clusters that imports boto3."""
+"""Calls to AWS: the table of all calls that cpuft makes, calls as steps of a plan, and the client that makes them.
+
+Each call prints as a command of AWS's own command line, `aws`, that does the same. Only this module imports boto3.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,76 +17,81 @@ from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.plan import Step
 
 TAG = "cpuft:cluster"
-"""Tag of everything that belongs to a cluster; its value is the cluster's name. Everything else is found by it."""
+"""Tag of every resource that belongs to a cluster; its value is the cluster's name. Resources are found by this tag."""
 OWNER, UNTIL, GENERATION = "cpuft:owner", "cpuft:until", "cpuft:generation"
-"""Who made it; when its lease ends; when its missing instances were last asked for. Times are seconds of the epoch."""
+"""Tags of a cluster: who made it, when its lease ends, and when its missing instances were last requested.
+
+Times are in seconds since the epoch.
+"""
 LIMIT, GROUP = "cpuft:limit", "cpuft:group"
-"""Until when a running job may move the end of the lease; of an instance, which group it was started in."""
+"""Tags: the time to which a running job may extend the lease; the security group in which an instance was started."""
 IMAGE, ENVIRONMENT = "cpuft:image", "cpuft:environment"
-"""Of images and their snapshots, which outlive clusters: the recipe's digest, the environment's stamp."""
-LOOK, MAKE, CHANGE, ROLE = "look", "make", "change", "role"
-"""What a call does: nothing; make something with our tag; change or end something that has the tag; make the role
-without which AWS starts no spot instances."""
+"""Tags of AMIs and their snapshots, which outlive clusters: the digest of the recipe, the stamp of the environment."""
+
+READ, CREATE, CHANGE, ROLE = "read", "create", "change", "role"
+"""What a call does: change nothing; create a resource with our tag; change or delete a resource that has our tag;
+create the role without which AWS starts no spot instances."""
 SPOT_SERVICE, SPOT_ROLE = "spot.amazonaws.com", "AWSServiceRoleForEC2Spot"
 
 
 @dataclass(frozen=True)
 class Action:
-    """One call that this room may make."""
+    """A call that cpuft may make, and what an IAM policy has to know about it."""
 
     service: str
-    """As boto3 and AWS's command line call it."""
-    right: str
-    """As a policy calls it."""
+    """Service, as boto3 and the command line of AWS name it."""
+    permission: str
+    """Permission, as an IAM policy names it."""
     kind: str
-    made: tuple[str, ...] = ()
-    """Kinds of resources that it makes, or changes."""
-    used: tuple[str, ...] = ()
-    """Kinds of resources that it needs, and that are not the cluster's."""
-    ours: tuple[str, ...] = ()
-    """Kinds of resources that it needs, and that must be the cluster's."""
+    """`READ`, `CREATE`, `CHANGE` or `ROLE`."""
+    targets: tuple[str, ...] = ()
+    """Types of the resources that the call creates or changes."""
+    uses: tuple[str, ...] = ()
+    """Types of the resources that the call needs and that do not have to carry our tag."""
+    uses_tagged: tuple[str, ...] = ()
+    """Types of the resources that the call needs and that have to carry our tag."""
 
 
-def tag_of(kind: str) -> str:
-    """The tag that all resources of a kind carry that are ours."""
-    return IMAGE if kind in ("image", "snapshot") else TAG
+def tag_of(resource_type: str) -> str:
+    """Return the tag that all resources of a type carry if they are ours."""
+    return IMAGE if resource_type in ("image", "snapshot") else TAG
 
 
-def _look(right: str, service: str = "ec2", prefix: str = "") -> Action:
-    return Action(service, f"{prefix or service}:{right}", LOOK)
+def _read(permission: str, service: str = "ec2", prefix: str = "") -> Action:
+    return Action(service, f"{prefix or service}:{permission}", READ)
 
 
-def _change(right: str, *made: str) -> Action:
-    return Action("ec2", f"ec2:{right}", CHANGE, made)
+def _change(permission: str, *targets: str) -> Action:
+    return Action("ec2", f"ec2:{permission}", CHANGE, targets)
 
 
 ACTIONS: dict[str, Action] = {
-    "get_caller_identity": _look("GetCallerIdentity", "sts"),
-    "get_role": _look("GetRole", "iam"),
-    "get_parameter": _look("GetParameter", "ssm"),
-    "get_service_quota": _look("GetServiceQuota", "service-quotas", "servicequotas"),
-    "describe_images": _look("DescribeImages"),
-    "describe_instance_type_offerings": _look("DescribeInstanceTypeOfferings"),
-    "describe_instance_types": _look("DescribeInstanceTypes"),
-    "describe_instances": _look("DescribeInstances"),
-    "describe_key_pairs": _look("DescribeKeyPairs"),
-    "describe_placement_groups": _look("DescribePlacementGroups"),
-    "describe_security_groups": _look("DescribeSecurityGroups"),
-    "describe_snapshots": _look("DescribeSnapshots"),
-    "describe_spot_price_history": _look("DescribeSpotPriceHistory"),
-    "describe_subnets": _look("DescribeSubnets"),
-    "describe_volumes": _look("DescribeVolumes"),
-    "create_security_group": Action("ec2", "ec2:CreateSecurityGroup", MAKE, ("security-group",), ("vpc",)),
-    "create_placement_group": Action("ec2", "ec2:CreatePlacementGroup", MAKE, ("placement-group",)),
-    "import_key_pair": Action("ec2", "ec2:ImportKeyPair", MAKE, ("key-pair",)),
+    "get_caller_identity": _read("GetCallerIdentity", "sts"),
+    "get_role": _read("GetRole", "iam"),
+    "get_parameter": _read("GetParameter", "ssm"),
+    "get_service_quota": _read("GetServiceQuota", "service-quotas", "servicequotas"),
+    "describe_images": _read("DescribeImages"),
+    "describe_instance_type_offerings": _read("DescribeInstanceTypeOfferings"),
+    "describe_instance_types": _read("DescribeInstanceTypes"),
+    "describe_instances": _read("DescribeInstances"),
+    "describe_key_pairs": _read("DescribeKeyPairs"),
+    "describe_placement_groups": _read("DescribePlacementGroups"),
+    "describe_security_groups": _read("DescribeSecurityGroups"),
+    "describe_snapshots": _read("DescribeSnapshots"),
+    "describe_spot_price_history": _read("DescribeSpotPriceHistory"),
+    "describe_subnets": _read("DescribeSubnets"),
+    "describe_volumes": _read("DescribeVolumes"),
+    "create_security_group": Action("ec2", "ec2:CreateSecurityGroup", CREATE, ("security-group",), ("vpc",)),
+    "create_placement_group": Action("ec2", "ec2:CreatePlacementGroup", CREATE, ("placement-group",)),
+    "import_key_pair": Action("ec2", "ec2:ImportKeyPair", CREATE, ("key-pair",)),
     "run_instances": Action(
         "ec2",
         "ec2:RunInstances",
-        MAKE,
+        CREATE,
         ("instance", "volume", "network-interface", "spot-instances-request"),
         ("image", "subnet", "security-group", "key-pair", "placement-group"),
     ),
-    "create_image": Action("ec2", "ec2:CreateImage", MAKE, ("image", "snapshot"), ours=("instance",)),
+    "create_image": Action("ec2", "ec2:CreateImage", CREATE, ("image", "snapshot"), uses_tagged=("instance",)),
     "create_service_linked_role": Action("iam", "iam:CreateServiceLinkedRole", ROLE),
     "create_tags": _change("CreateTags", "security-group", "instance"),
     "authorize_security_group_ingress": _change("AuthorizeSecurityGroupIngress", "security-group"),
@@ -98,70 +106,66 @@ ACTIONS: dict[str, Action] = {
     "deregister_image": _change("DeregisterImage", "image"),
     "delete_snapshot": _change("DeleteSnapshot", "snapshot"),
 }
-"""All calls of this room, by boto3's names for them: no other can be made, and the printed policy is made of these."""
+"""All calls that cpuft can make, by the names of boto3's methods. `cpuft provision aws --policy` is made from it."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call, its parameters as AWS has them."""
+class CallStep(Step):
+    """A step that is a call to AWS. Its command is the equivalent command of AWS's command line."""
 
-    method: str
-    """One of ACTIONS."""
-    parameters: dict[str, Any]
-    files: dict[str, str]
-    """Parameters that are files' contents: name -> path."""
+    method: str = ""
+    """Key in `ACTIONS`."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters, as boto3 takes them."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Further parameters whose values are read from files when the call is made: name -> path."""
 
 
 def plan_call(
     method: str, why: str, region: str, parameters: Mapping[str, Any], files: Mapping[str, str] | None = None
-) -> Step:
-    """A call as a step: the words of AWS's command line that do the same. What is secret comes from a file."""
-    words = ["aws", ACTIONS[method].service, method.replace("_", "-"), "--region", region]
-    words += ["--cli-input-json", json.dumps(parameters)]
+) -> CallStep:
+    """Return the step that makes a call.
+
+    Parameters
+    ----------
+    files
+        As `CallStep.files`. Secrets are passed in this way, because plans are printed.
+    """
+    command = ["aws", ACTIONS[method].service, method.replace("_", "-"), "--region", region]
+    command += ["--cli-input-json", json.dumps(parameters)]
     for name, path in (files or {}).items():
-        words += [f"--{_dashed(name)}", f"fileb://{path}"]
-    return Step(why, tuple(words))
+        command += [f"--{_convert_to_dashes(name)}", f"fileb://{path}"]
+    return CallStep(why, tuple(command), method=method, parameters=parameters, files=files or {})
 
 
-def parse_call(step: Step) -> Call | None:
-    """The call that `plan_call` wrote; None for a step that is none."""
-    if step.command[0] != "aws":
-        return None
-    _, _, verb, _, _, _, text, *rest = step.command
-    files = {
-        "".join(part.title() for part in flag[2:].split("-")): path.removeprefix("fileb://")
-        for flag, path in zip(rest[::2], rest[1::2])
-    }
-    return Call(verb.replace("-", "_"), json.loads(text), files)
-
-
-def _dashed(name: str) -> str:
+def _convert_to_dashes(name: str) -> str:
     """`UserData` -> `user-data`."""
     return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("-")
 
 
 def make_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Tags as calls have them."""
+    """Return tags in the form that calls take."""
     return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
-def tag_all(tags: Mapping[str, str], *kinds: str) -> list[dict[str, Any]]:
-    """TagSpecifications that give all resources a call makes these tags, from their first moment."""
-    return [{"ResourceType": kind, "Tags": make_tags(tags)} for kind in kinds]
+def specify_tags(tags: Mapping[str, str], *resource_types: str) -> list[dict[str, Any]]:
+    """Return the TagSpecifications of a call that give every resource it creates these tags."""
+    return [{"ResourceType": kind, "Tags": make_tags(tags)} for kind in resource_types]
 
 
-def read_tags(found: Mapping[str, Any]) -> dict[str, str]:
-    """Tags of what a call described."""
-    return {tag["Key"]: tag["Value"] for tag in found.get("Tags", ())}
+def read_tags(resource: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tags of a resource that a call described."""
+    return {tag["Key"]: tag["Value"] for tag in resource.get("Tags", ())}
 
 
-Hook = Callable[[str, str, dict[str, Any]], None]
-"""Told of every request: "before" or "after" it, boto3's name of the operation, its parameters."""
+Hook = Callable[[str, str, Mapping[str, Any]], None]
+"""Called with "before" or "after", the method and its parameters for every request."""
+
 _ATTEMPTS = 6
-"""Of a call whose outcome is unknown: the same again, which changes nothing where it took effect."""
+"""Attempts of a call whose outcome is unknown. Repeating it is safe: a call that took effect changes nothing again."""
 _DELETE_SECONDS = 180.0
-"""A group is in use until its last instance's interface is gone."""
-CAPACITY = (
+"""How long to retry a deletion. A security group is in use until the network interface of its last instance is gone."""
+CAPACITY_CODES = (
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
     "InsufficientFreeAddressesInSubnet",
@@ -169,8 +173,8 @@ CAPACITY = (
     "SpotMaxPriceTooLow",
     "Unsupported",
 )
-"""One zone's refusals: only these lead to another zone. The first one comes as HTTP 500."""
-_DONE = {
+"""Error codes that say that a zone has no capacity. Only these lead to an attempt in another zone."""
+_ALREADY_DONE = {
     "create_security_group": ("InvalidGroup.Duplicate",),
     "create_placement_group": ("InvalidPlacementGroup.Duplicate",),
     "import_key_pair": ("InvalidKeyPair.Duplicate",),
@@ -188,8 +192,8 @@ _DONE = {
     "deregister_image": ("InvalidAMIID.NotFound", "InvalidAMIID.Unavailable"),
     "delete_snapshot": ("InvalidSnapshot.NotFound",),
 }
-"""What says that a call has been made before: an answer was lost."""
-_TRANSIENT = (
+"""Error codes that say that a call took effect before, because the response to it was lost."""
+_TRANSIENT_CODES = (
     "InternalError",
     "ServiceUnavailable",
     "Unavailable",
@@ -200,11 +204,12 @@ _TRANSIENT = (
     "InvalidKeyPair.NotFound",
     "InvalidPlacementGroup.Unknown",
 )
-"""A fault or too many calls; and what was made a moment ago, and is not known everywhere yet. So is all of HTTP 5xx."""
-_IN_USE = ("DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidSnapshot.InUse")
-"""What uses it is about to go."""
-_FORBIDDEN = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
-_STRANGERS = (
+"""Error codes, beside all of HTTP 5xx, after which a call is repeated: a fault in AWS, too many requests, or a resource
+that was created a moment ago and is not visible everywhere yet."""
+_IN_USE_CODES = ("DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidSnapshot.InUse")
+"""Error codes of a resource that cannot be deleted yet, because a resource that is being deleted still uses it."""
+_FORBIDDEN_CODES = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
+_CREDENTIAL_CODES = (
     "AuthFailure",
     "InvalidClientTokenId",
     "UnrecognizedClientException",
@@ -214,29 +219,55 @@ _STRANGERS = (
     "RequestExpired",
     "OptInRequired",
 )
-_WHO = "put a key and its secret into ~/.aws/credentials or the environment, or log in with your AWS tool"
+_GIVE_CREDENTIALS = (
+    "put an access key and its secret into ~/.aws/credentials or the environment, or log in with the AWS command line"
+)
 
 
-class Refusal(CpuftError):
-    """AWS said no; `code` is its word for why."""
+class CallRefusedError(CpuftError):
+    """AWS refused a call.
 
-    def __init__(self, method: str, code: str, said: str, status: int = 400) -> None:
-        right = ACTIONS[method].right
-        if code in _FORBIDDEN:
-            text = f"your AWS credentials may not do {right}: add what cpuft provision aws --policy prints to them"
-        elif code in _STRANGERS:
-            text = f"AWS does not take your credentials ({code}): {_WHO}"
+    Parameters
+    ----------
+    method
+        Key in `ACTIONS`.
+    code, message
+        Error code and message of AWS.
+    status
+        Status code of HTTP.
+    """
+
+    def __init__(self, method: str, code: str, message: str, status: int = 400) -> None:
+        permission = ACTIONS[method].permission
+        if code in _FORBIDDEN_CODES:
+            text = (
+                f"your AWS credentials lack the permission {permission}: add the policy that `cpuft provision aws "
+                "--policy` prints to your IAM user or role"
+            )
+        elif code in _CREDENTIAL_CODES:
+            text = f"AWS does not accept your credentials ({code}): {_GIVE_CREDENTIALS}"
         else:
-            text = f"AWS refused {right} ({code}: {said.strip().rstrip('.')}): correct that, and run it again"
+            message = message.strip().rstrip(".")
+            text = f"AWS refused {permission} ({code}: {message}): correct the cause, then run the command again"
         super().__init__(text)
-        self.code, self.said = code, said
-        self.transient = status >= 500 or code in _TRANSIENT
+        self.code, self.message = code, message
+        self.is_transient = status >= 500 or code in _TRANSIENT_CODES
 
 
-class Cloud:
-    """One account in one region.
+class AwsClient:
+    """One AWS account in one region.
 
-    Raises CpuftError: boto3 is missing, or no region is named; what a call raises is told with it.
+    All methods raise CpuftError when credentials are missing, AWS refuses the call (`CallRefusedError`), or AWS does
+    not answer.
+
+    Parameters
+    ----------
+    region
+        Name of the region; empty for the region of the user's AWS configuration.
+    hook
+        Called before and after every request.
+
+    Raises CpuftError when boto3 is not installed, or the region is unknown or not given.
     """
 
     def __init__(self, region: str, hook: Hook | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -248,111 +279,117 @@ class Cloud:
         try:
             self._session = boto3.session.Session(region_name=region or None)
         except botocore.exceptions.ProfileNotFound as error:
-            raise CpuftError(f"{error}: set AWS_PROFILE to one of ~/.aws/config") from None
+            raise CpuftError(f"{error}: set AWS_PROFILE to a profile of ~/.aws/config") from None
         self.region = str(self._session.region_name or "")
         known = self._session.get_available_regions("ec2")
         if not self.region:
-            raise CpuftError("no region of AWS is named: say e.g. --region us-east-1")
+            raise CpuftError("no AWS region is given: add --region, such as --region us-east-1")
         if self.region not in known:
             raise CpuftError(f"AWS has no region {self.region!r:.60}: {near_names(self.region, known)}")
         self._clients: dict[tuple[str, bool], Any] = {}
         self._hook, self._sleep = hook, sleep
 
-    def _client(self, method: str) -> Any:
-        """What changes something is tried once by botocore: whether to try again is decided here."""
+    def _get_client(self, method: str) -> Any:
+        """Return boto3's client for a method.
+
+        botocore repeats only calls that read. It would also repeat RunInstances when a zone has no capacity, because
+        that error comes as HTTP 500; `execute` goes to another zone instead.
+        """
         from botocore.config import Config
 
-        service, again = ACTIONS[method].service, ACTIONS[method].kind == LOOK
-        if (service, again) not in self._clients:
-            retries: Any = {"total_max_attempts": _ATTEMPTS if again else 1, "mode": "standard"}
-            config = Config(connect_timeout=10, read_timeout=60, retries=retries)
-            self._clients[service, again] = self._session.client(service, config=config)
-        return self._clients[service, again]
+        service, retries = ACTIONS[method].service, ACTIONS[method].kind == READ
+        if (service, retries) not in self._clients:
+            policy: Any = {"total_max_attempts": _ATTEMPTS if retries else 1, "mode": "standard"}
+            config = Config(connect_timeout=10, read_timeout=60, retries=policy)
+            self._clients[service, retries] = self._session.client(service, config=config)
+        return self._clients[service, retries]
 
-    def _request(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Raises CpuftError: Refusal, or no credentials, or no answer (TimeoutError)."""
+    def _request(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Make one request and return the response, with all of its pages.
+
+        Raises CallRefusedError when AWS refuses it, TimeoutError when AWS does not answer, and CpuftError without
+        credentials.
+        """
         import botocore.exceptions as faults
 
-        client = self._client(method)
-        self._tell("before", method, parameters)
+        client = self._get_client(method)
+        self._call_hook("before", method, parameters)
         try:
             if client.can_paginate(method) and "MaxResults" not in parameters:
-                answer = dict(client.get_paginator(method).paginate(**parameters).build_full_result())
+                response = dict(client.get_paginator(method).paginate(**parameters).build_full_result())
             else:
-                answer = dict(getattr(client, method)(**parameters))
+                response = dict(getattr(client, method)(**parameters))
         except faults.ClientError as error:
-            told, status = error.response["Error"], error.response["ResponseMetadata"]["HTTPStatusCode"]
-            raise Refusal(method, str(told.get("Code", "")), str(told.get("Message", "")), status) from None
+            reason, status = error.response["Error"], error.response["ResponseMetadata"]["HTTPStatusCode"]
+            raise CallRefusedError(
+                method, str(reason.get("Code", "")), str(reason.get("Message", "")), status
+            ) from None
         except (faults.NoCredentialsError, faults.PartialCredentialsError, faults.CredentialRetrievalError) as error:
-            raise CpuftError(f"there are no AWS credentials ({error}): {_WHO}") from None
+            raise CpuftError(f"there are no AWS credentials ({error}): {_GIVE_CREDENTIALS}") from None
         except faults.ParamValidationError as error:
-            raise CpuftError(f"AWS cannot be asked for that ({' '.join(str(error).split())}): correct it") from None
+            raise CpuftError(
+                f"AWS does not accept these values ({' '.join(str(error).split())}): correct the options"
+            ) from None
         except faults.BotoCoreError as error:
-            raise TimeoutError(f"{ACTIONS[method].right}: {error}") from None
-        self._tell("after", method, parameters)
-        return answer
+            raise TimeoutError(f"{ACTIONS[method].permission}: {error}") from None
+        self._call_hook("after", method, parameters)
+        return response
 
-    def _tell(self, when: str, method: str, parameters: dict[str, Any]) -> None:
+    def _call_hook(self, when: str, method: str, parameters: Mapping[str, Any]) -> None:
         if self._hook:
             self._hook(when, method, parameters)
 
     @functools.cached_property
     def caller(self) -> str:
-        """Who calls, as AWS names them. Raises CpuftError."""
-        return str(self.ask("get_caller_identity")["Arn"])
+        """ARN of the user or role that makes the calls."""
+        return str(self.query("get_caller_identity")["Arn"])
 
-    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """What AWS says; all pages of it. Changes nothing. Raises CpuftError."""
-        assert ACTIONS[method].kind == LOOK, method
+    def query(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Make a call that changes nothing, and return its response with all pages."""
+        assert ACTIONS[method].kind == READ, method
+        return self._request_once(method, parameters)
+
+    def _request_once(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return self._request(method, parameters)
         except TimeoutError as error:
-            raise CpuftError(f"AWS does not answer ({error}): check --region and this machine's network") from None
+            raise CpuftError(f"AWS does not answer ({error}): check --region and the network of this machine") from None
 
-    def try_out(self, method: str, parameters: dict[str, Any]) -> None:
-        """Ask whether a call would be allowed, without making it. Raises CpuftError when it would not."""
+    def dry_run(self, method: str, parameters: Mapping[str, Any]) -> None:
+        """Check that AWS would allow a call, without making it. Raises CallRefusedError when AWS would not."""
         try:
-            self._request(method, parameters | {"DryRun": True})
-        except Refusal as refusal:
-            if refusal.code not in ("DryRunOperation", *_DONE.get(method, ())):
+            self._request_once(method, {**parameters, "DryRun": True})
+        except CallRefusedError as error:
+            if error.code not in ("DryRunOperation", *_ALREADY_DONE.get(method, ())):
                 raise
-        except TimeoutError as error:
-            raise CpuftError(f"AWS does not answer ({error}): check --region and this machine's network") from None
 
-    def do(self, call: Call) -> str:
-        """Make a call that changes something; the same again as long as nobody knows what became of it.
+    def execute(self, call: CallStep) -> str:
+        """Make a call that changes something, and repeat it as long as its outcome is unknown.
 
         Returns
         -------
-        Why one zone has no instances for us; empty when the call was made.
-
-        Raises CpuftError: AWS refused it, or the outcome stays unknown.
+        Why the zone has no capacity for instances; empty when the call took effect.
         """
-        parameters = call.parameters | {name: Path(path).read_bytes() for name, path in call.files.items()}
+        parameters = {**call.parameters, **{name: Path(path).read_bytes() for name, path in call.files.items()}}
         if "UserData" in parameters:
             parameters["UserData"] = parameters["UserData"].decode()
-        trouble, waited, number = "", 0.0, 0
-        while number < _ATTEMPTS:
+        problem, waited, failures = "", 0.0, 0
+        while failures < _ATTEMPTS:
             try:
                 self._request(call.method, parameters)
                 return ""
-            except Refusal as refusal:
-                if refusal.code in _DONE.get(call.method, ()):
+            except CallRefusedError as error:
+                if error.code in _ALREADY_DONE.get(call.method, ()):
                     return ""
-                if call.method == "run_instances" and refusal.code in CAPACITY:
-                    return f"{refusal.code}: {refusal.said}"
-                number = self._count(refusal, number, waited)
-                trouble = str(refusal)
+                if call.method == "run_instances" and error.code in CAPACITY_CODES:
+                    return f"{error.code}: {error.message}"
+                is_in_use = error.code in _IN_USE_CODES and waited < _DELETE_SECONDS
+                if not is_in_use and not error.is_transient:
+                    raise
+                failures += not is_in_use
+                problem = str(error)
             except TimeoutError as error:
-                trouble, number = f"AWS does not answer ({error})", number + 1
-            self._sleep(pause := min(2.0**number, 15.0))
+                problem, failures = f"AWS does not answer ({error})", failures + 1
+            self._sleep(pause := min(2.0**failures, 15.0))
             waited += pause
-        raise CpuftError(f"{trouble}: run the same command again, it goes on where this one stopped")
-
-    def _count(self, refusal: Refusal, number: int, waited: float) -> int:
-        """The number of the next attempt. Raises the refusal when another would not help."""
-        if refusal.code in _IN_USE and waited < _DELETE_SECONDS:
-            return number
-        if refusal.transient:
-            return number + 1
-        raise refusal
+        raise CpuftError(f"{problem}. Run the same command again: it continues where this one stopped")

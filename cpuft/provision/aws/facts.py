@@ -1,4 +1,4 @@
-"""What there is of a rented cluster, and what there is to rent: AWS's answers, read. Pure."""
+"""Facts from AWS: the resources of a cluster, what can be rented, and AMIs. The calls here change nothing."""
 
 from __future__ import annotations
 
@@ -20,26 +20,34 @@ from cpuft.provision.aws.client import (
     SPOT_ROLE,
     TAG,
     UNTIL,
-    Cloud,
-    Refusal,
+    AwsClient,
+    CallRefusedError,
     read_tags,
 )
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.image import read_recipe
 from cpuft.report.estimate import TABLE
-from cpuft.report.estimate import Instance as Kind
+from cpuft.report.estimate import Instance as ListedType
 from cpuft.report.estimate import parse_instances as parse_table
 
 LIVE = ("pending", "running")
-COSTS = (*LIVE, "stopping", "stopped")
-"""States in which an instance, or its disk, goes on costing money until it is terminated."""
+"""States of instances that can be used, or will be soon."""
+BILLED = (*LIVE, "stopping", "stopped")
+"""States in which an instance or its disk costs money until it is terminated."""
+READY, PENDING = "available", "pending"
+"""States of an AMI that instances can start from, and of one that is being made."""
+QUOTA_CODES = {False: "L-1216C47A", True: "L-34B43A08"}
+"""Service quotas of EC2 for the vCPUs of running standard instances, by whether they are spot instances."""
+_DEBIAN_PARAMETER = "/aws/service/debian/release/12/latest/amd64"
+"""Public parameter of AWS whose value is the newest AMI of Debian 12."""
+_ADDRESS_SERVICE = "https://checkip.amazonaws.com"
 Rule = tuple[str, int, int, str]
-"""Protocol, first and last port, and who is let through: a range of addresses, or a group's id."""
+"""Rule of a security group: protocol ("-1" for all), first port, last port, and the address range or group allowed."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One rented host."""
+    """One rented instance. Times are in seconds since the epoch, here and in the other classes."""
 
     id: str
     cluster: str
@@ -47,84 +55,82 @@ class Instance:
     type: str
     zone: str
     private: str
-    """Its address for the other instances."""
+    """Address that the other instances use."""
     public: str
-    """Its address for everyone else."""
+    """Address that everyone else uses."""
     spot: bool
     launched: float
-    """Seconds of the epoch, as all times here."""
     ended: float
-    """When it was terminated; 0 for one that was not, or of which that is unknown."""
+    """When it was terminated; 0 if it was not, or if AWS does not say."""
     until: int
+    """When its lease ends, by its tag."""
     generation: int
+    """Value of `SecurityGroup.generation` when it was requested."""
     index: int
-    """Its number among those of one call."""
+    """Its number among the instances that were started by the same call."""
     group: str = ""
-    """Id of the security group that it was started in: AWS forgets that of what has ended."""
+    """Id of the security group that it was started in, from its tag: AWS forgets the group of terminated instances."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """The security group of a cluster: the first thing made, the last one gone, and what the cluster is to be."""
+class SecurityGroup:
+    """The security group of a cluster. It is created first and deleted last, and its tags describe the cluster."""
 
     id: str
     cluster: str
     vpc: str
     owner: str
     until: int
+    """When the lease of the cluster ends."""
     generation: int
+    """When missing instances were last requested."""
     ingress: tuple[Rule, ...]
     egress: tuple[Rule, ...]
     limit: int = 0
-    """Until when running jobs may move the end of the lease."""
+    """The time to which running jobs may extend the lease."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Everything that carries a cluster's tag."""
+class Resources:
+    """Everything in a region that carries a cluster's tag."""
 
     now: float
-    owner: str
-    """Who asks."""
-    group: Group | None = None
+    """When AWS was asked."""
+    caller: str
+    """ARN of the user or role that asked."""
+    group: SecurityGroup | None = None
     instances: tuple[Instance, ...] = ()
-    """The master first; terminated ones among them, as long as AWS tells of them."""
+    """The head host comes first. Includes terminated instances as long as AWS still lists them."""
     placement_group: str = ""
     key_pair: str = ""
     volumes: tuple[str, ...] = ()
-    """Disks that belong to no instance any more."""
+    """Ids of disks that are no longer attached to an instance."""
 
     @property
     def live(self) -> tuple[Instance, ...]:
-        """Instances that are there, or will be soon."""
+        """Instances that can be used, or will be soon."""
         return tuple(one for one in self.instances if one.state in LIVE)
-
-    @property
-    def owners(self) -> set[str]:
-        """Whose the cluster is."""
-        return {self.group.owner} if self.group else set()
 
 
 @dataclass(frozen=True)
 class Zone:
-    """Where instances of a type can be had."""
+    """An availability zone that offers an instance type."""
 
     name: str
     subnet: str
     vpc: str
-    addresses: int
-    """Free ones."""
+    free_addresses: int
     spot_price: float = 0.0
-    """Dollars an hour now; 0 for unknown."""
+    """Dollars per hour now; 0 if unknown."""
 
 
 @dataclass(frozen=True)
-class Image:
-    """What instances start from."""
+class BaseImage:
+    """The AMI that instances start from."""
 
     id: str
     root: str
-    """Device of its disk."""
+    """Name of its root device."""
     gigabytes: int
     architecture: str
     name: str = ""
@@ -132,56 +138,94 @@ class Image:
 
 @dataclass(frozen=True)
 class Offer:
-    """What AWS has to rent, and how much of it to this account."""
+    """What AWS offers of an instance type, and how much of it this account may rent."""
 
     type: str
     vcpus: int
     architectures: tuple[str, ...]
-    clusters: bool
-    """Whether placement groups take it."""
+    in_placement_groups: bool
+    """Whether placement groups accept the type."""
     markets: tuple[str, ...]
-    """"on-demand", "spot"."""
+    """"on-demand", "spot" or both."""
     zones: tuple[Zone, ...]
-    """That have the type, and a default subnet."""
+    """Zones that offer the type and have a default subnet."""
     all_zones: tuple[str, ...]
-    """With a default subnet."""
-    image: Image
+    """Names of all zones with a default subnet."""
+    image: BaseImage
     quota: float | None
-    """vCPUs that may run at a time; None for unknown."""
+    """vCPUs that may run at the same time; None if unknown."""
     used: int
-    """vCPUs that run now and count."""
+    """vCPUs that run now and count against the quota."""
     cores: int = 0
     threads: tuple[int, ...] = ()
-    """How many hardware threads a core may have; empty for no choice."""
+    """Possible numbers of hardware threads per core; empty for no choice."""
     efa: bool = False
-    """Whether it has the adapter for fast fabrics."""
-    spot_role: bool = True
+    """Whether the type has an Elastic Fabric Adapter."""
+    has_spot_role: bool = True
     """Whether the account has the role without which no spot instance starts."""
 
 
-def owner_of(arn: str) -> str:
-    """Who calls: a role taken on for a session is the same one in the next session."""
+@dataclass(frozen=True)
+class Ami:
+    """An AMI of this account."""
+
+    id: str
+    name: str
+    state: str
+    """`READY`, `PENDING`, or the state of an AMI that could not be made."""
+    created: str
+    """Creation time as AWS writes it; sorts in time order."""
+    recipe: str
+    """Digest of its recipe; empty for an AMI that cpuft did not make."""
+    gigabytes: int
+    snapshots: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The disk of an AMI that cpuft has made."""
+
+    id: str
+    name: str
+    """Name of the AMI."""
+
+
+@dataclass(frozen=True)
+class OwnImages:
+    """All AMIs and snapshots that cpuft has made in an account and region."""
+
+    images: tuple[Ami, ...]
+    snapshots: tuple[Snapshot, ...]
+
+    @property
+    def orphans(self) -> tuple[Snapshot, ...]:
+        """Snapshots whose AMI was deleted: a deletion stopped halfway."""
+        known = {snapshot for image in self.images for snapshot in image.snapshots}
+        return tuple(one for one in self.snapshots if one.id not in known)
+
+
+def normalize_owner(arn: str) -> str:
+    """Return the owner that an ARN stands for. A role that is assumed in several sessions is the same owner."""
     return arn.rpartition("/")[0] if ":assumed-role/" in arn else arn
 
 
-def parse_group(found: Mapping[str, Any]) -> Group:
-    """A group from DescribeSecurityGroups."""
+def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
     tags = read_tags(found)
-    return Group(
+    return SecurityGroup(
         found["GroupId"],
         tags.get(TAG, ""),
         str(found.get("VpcId", "")),
         tags.get(OWNER, ""),
-        _number(tags.get(UNTIL, "")),
-        _number(tags.get(GENERATION, "")),
+        _parse_time(tags.get(UNTIL, "")),
+        _parse_time(tags.get(GENERATION, "")),
         parse_rules(found.get("IpPermissions", ())),
         parse_rules(found.get("IpPermissionsEgress", ())),
-        _number(tags.get(LIMIT, "")),
+        _parse_time(tags.get(LIMIT, "")),
     )
 
 
 def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    """Rules of a group, one for each that is let through."""
+    """Return the rules in IpPermissions of a security group, one for each address range or group that is allowed."""
     rules = []
     for one in permissions:
         peers = [peer["CidrIp"] for peer in one.get("IpRanges", ())]
@@ -194,7 +238,7 @@ def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def format_rules(rules: Iterable[Rule]) -> list[dict[str, Any]]:
-    """IpPermissions of rules, as calls have them."""
+    """Return IpPermissions of rules, in the form that calls take."""
     permissions = []
     for protocol, first, last, peer in rules:
         one: dict[str, Any] = {"IpProtocol": protocol}
@@ -211,9 +255,13 @@ def format_rules(rules: Iterable[Rule]) -> list[dict[str, Any]]:
     return permissions
 
 
-def parse_instances(answer: Mapping[str, Any]) -> tuple[Instance, ...]:
-    """Instances from DescribeInstances, the first launched first."""
-    found = [_parse_instance(one) for place in answer.get("Reservations", ()) for one in place["Instances"]]
+def _list_instances(response: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [one for reservation in response.get("Reservations", ()) for one in reservation["Instances"]]
+
+
+def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
+    """Return the instances in a response to DescribeInstances, the one that was launched first first."""
+    found = [_parse_instance(one) for one in _list_instances(response)]
     return tuple(sorted(found, key=lambda one: (one.launched, one.index, one.id)))
 
 
@@ -230,21 +278,24 @@ def _parse_instance(found: Mapping[str, Any]) -> Instance:
         spot=found.get("InstanceLifecycle") == "spot",
         launched=found["LaunchTime"].timestamp(),
         ended=_parse_end(str(found.get("StateTransitionReason") or "")),
-        until=_number(tags.get(UNTIL, "")),
-        generation=_number(tags.get(GENERATION, "")),
+        until=_parse_time(tags.get(UNTIL, "")),
+        generation=_parse_time(tags.get(GENERATION, "")),
         index=int(found.get("AmiLaunchIndex", 0)),
         group=tags.get(GROUP, ""),
     )
 
 
-def keep_own(instances: Iterable[Instance], group: Group | None) -> tuple[Instance, ...]:
-    """Instances without those of an earlier cluster of the same name, of which AWS tells for an hour."""
-    other = [one for one in instances if group and one.state == "terminated" and one.group not in ("", group.id)]
-    return tuple(one for one in instances if one not in other)
+def drop_earlier_cluster(instances: Iterable[Instance], group: SecurityGroup | None) -> tuple[Instance, ...]:
+    """Return instances without the terminated ones of an earlier cluster of the same name.
+
+    AWS lists terminated instances for about an hour.
+    """
+    earlier = [one for one in instances if group and one.state == "terminated" and one.group not in ("", group.id)]
+    return tuple(one for one in instances if one not in earlier)
 
 
 def _parse_end(reason: str) -> float:
-    """`User initiated (2026-01-31 12:00:00 GMT)` -> seconds of the epoch."""
+    """`User initiated (2026-01-31 12:00:00 GMT)` -> seconds since the epoch; 0.0 for a text without a time."""
     try:
         text = reason[reason.index("(") + 1 : reason.index(")")].removesuffix(" UTC").removesuffix(" GMT")
         return datetime.strptime(text, "%Y-%m-%d %H:%M:%S").replace(tzinfo=timezone.utc).timestamp()
@@ -252,271 +303,224 @@ def _parse_end(reason: str) -> float:
         return 0.0
 
 
-def _number(text: str) -> int:
+def _parse_time(text: str) -> int:
     return int(text) if is_count(text, least=0) else 0
 
 
-def count_vcpus(answer: Mapping[str, Any], spot: bool) -> int:
-    """vCPUs of all standard instances of an account's market, whoever started them, from DescribeInstances."""
-    found = [one for place in answer.get("Reservations", ()) for one in place["Instances"]]
+def _count_vcpus(response: Mapping[str, Any], spot: bool) -> int:
+    """Return the vCPUs of all standard instances of a market that run in the account, whoever started them."""
     return sum(
         one.get("CpuOptions", {}).get("CoreCount", 0) * one.get("CpuOptions", {}).get("ThreadsPerCore", 1)
-        for one in found
+        for one in _list_instances(response)
         if one["State"]["Name"] in LIVE
         and (one.get("InstanceLifecycle") == "spot") == spot
         and is_standard(str(one.get("InstanceType", "")))
     )
 
 
-def is_standard(kind: str) -> bool:
-    """Whether a type counts against the quota of standard ones: families A, C, D, H, I, M, R, T and Z."""
-    return kind[:1] in tuple("acdhimrtz") and not kind.startswith(("inf", "hpc", "mac", "trn"))
+def is_standard(instance_type: str) -> bool:
+    """Whether a type counts against the quota of standard instances: families A, C, D, H, I, M, R, T and Z."""
+    return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("inf", "hpc", "mac", "trn"))
 
 
-READY, COMING = "available", "pending"
+def parse_images(response: Mapping[str, Any]) -> tuple[Ami, ...]:
+    """Return the AMIs in a response to DescribeImages, the oldest first."""
+    found = [_parse_image(one) for one in response.get("Images", ())]
+    return tuple(sorted(found, key=lambda one: (one.created, one.id)))
 
 
-@dataclass(frozen=True)
-class Golden:
-    """One image of the account."""
-
-    id: str
-    name: str
-    state: str
-    """"available", "pending", or what has become of it instead."""
-    made: str
-    """When, as AWS tells it: texts of times, in their order."""
-    recipe: str
-    """The digest of its recipe; empty for an image that is not cpuft's."""
-    gigabytes: int
-    snapshots: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A disk of an image, or what is left of one."""
-
-    id: str
-    name: str
-    """Of the image."""
-
-
-@dataclass(frozen=True)
-class Images:
-    """All that is cpuft's."""
-
-    images: tuple[Golden, ...]
-    snapshots: tuple[Snapshot, ...]
-
-    @property
-    def strays(self) -> tuple[Snapshot, ...]:
-        """Snapshots whose image is gone: somebody stopped halfway."""
-        known = {snapshot for image in self.images for snapshot in image.snapshots}
-        return tuple(one for one in self.snapshots if one.id not in known)
-
-
-def parse_images(answer: Mapping[str, Any]) -> tuple[Golden, ...]:
-    """Images from DescribeImages, the oldest first."""
-    return tuple(sorted((_parse_image(one) for one in answer.get("Images", ())), key=lambda one: (one.made, one.id)))
-
-
-def _parse_image(found: Mapping[str, Any]) -> Golden:
+def _parse_image(found: Mapping[str, Any]) -> Ami:
     disks = [one["Ebs"] for one in found.get("BlockDeviceMappings", ()) if "Ebs" in one]
-    return Golden(
+    return Ami(
         id=found["ImageId"],
         name=str(found.get("Name", "")),
         state=str(found.get("State", "")),
-        made=str(found.get("CreationDate", "")),
+        created=str(found.get("CreationDate", "")),
         recipe=read_tags(found).get(IMAGE, ""),
         gigabytes=sum(int(disk.get("VolumeSize", 0)) for disk in disks),
         snapshots=tuple(disk["SnapshotId"] for disk in disks if "SnapshotId" in disk),
     )
 
 
-def parse_snapshots(answer: Mapping[str, Any]) -> tuple[Snapshot, ...]:
-    """Snapshots from DescribeSnapshots."""
-    return tuple(Snapshot(one["SnapshotId"], read_tags(one).get("Name", "")) for one in answer.get("Snapshots", ()))
+def choose_image(images: Sequence[Ami]) -> Ami | None:
+    """Return the newest AMI that instances can start from; None without one."""
+    return next((one for one in reversed(images) if one.state == READY), None)
 
 
-def choose_image(images: Iterable[Golden]) -> Golden | None:
-    """The newest that instances can start from."""
-    return next((one for one in reversed(tuple(images)) if one.state == READY), None)
-
-
-QUOTAS = {False: "L-1216C47A", True: "L-34B43A08"}
-"""Of service ec2: vCPUs of running standard instances, on demand and spot."""
-DEBIAN = "/aws/service/debian/release/12/latest/amd64"
-"""AWS's parameter that names Debian 12's newest image."""
-
-
-def name_unknown(kind: str, known: Iterable[str]) -> str:
-    """What to say of a type that a region does not have."""
-    return f"AWS knows no type {kind!r:.60} here: {near_names(kind, known)}"
-
-
-_MIRROR = "https://checkip.amazonaws.com"
-_LIVE_FILTER = {"Name": "instance-state-name", "Values": ["pending", "running"]}
-
-
-def read_table() -> dict[str, Kind]:
-    """Our table of prices, by types."""
+def read_table() -> dict[str, ListedType]:
+    """Return the table of instance types and their list prices that comes with cpuft, by type."""
     return parse_table(TABLE.read_text(encoding="utf-8"), str(TABLE))
 
 
 def find_own_address() -> str:
-    """This machine's address as the internet sees it. Raises CpuftError."""
+    """Return the public address of this machine. Raises CpuftError when it cannot be found out."""
     try:
-        with urllib.request.urlopen(_MIRROR, timeout=10) as answer:
+        with urllib.request.urlopen(_ADDRESS_SERVICE, timeout=10) as answer:
             return str(answer.read(100).decode(errors="replace")).strip()
     except (OSError, urllib.error.URLError) as error:
-        raise CpuftError(f"{_MIRROR} does not tell your address ({error}): say it with --ssh-from") from None
+        raise CpuftError(
+            f"{_ADDRESS_SERVICE} does not say the public address of this machine ({error}): give it with --ssh-from"
+        ) from None
 
 
-def _tagged(name: str) -> list[dict[str, Any]]:
-    return [{"Name": f"tag:{TAG}", "Values": [name]}] if name else [{"Name": "tag-key", "Values": [TAG]}]
-
-
-def find_tagged(cloud: Cloud, name: str, now: float) -> Found:
-    """Everything that carries a cluster's tag."""
-    filters = _tagged(name)
-    groups = cloud.ask("describe_security_groups", Filters=filters).get("SecurityGroups", ())
-    places = cloud.ask("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
-    keys = cloud.ask("describe_key_pairs", Filters=filters).get("KeyPairs", ())
-    free = [*filters, {"Name": "status", "Values": ["available"]}]
-    volumes = cloud.ask("describe_volumes", Filters=free).get("Volumes", ())
-    group = parse_group(groups[0]) if groups else None
-    return Found(
+def find_resources(client: AwsClient, name: str, now: float) -> Resources:
+    """Return everything that carries the tag of the cluster `name`. Raises CpuftError when AWS cannot be asked."""
+    filters = [{"Name": f"tag:{TAG}", "Values": [name]}]
+    groups = client.query("describe_security_groups", Filters=filters).get("SecurityGroups", ())
+    places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
+    keys = client.query("describe_key_pairs", Filters=filters).get("KeyPairs", ())
+    unattached = [*filters, {"Name": "status", "Values": ["available"]}]
+    volumes = client.query("describe_volumes", Filters=unattached).get("Volumes", ())
+    group = _parse_group(groups[0]) if groups else None
+    instances = parse_instances(client.query("describe_instances", Filters=filters))
+    return Resources(
         now=now,
-        owner=owner_of(cloud.caller),
+        caller=normalize_owner(client.caller),
         group=group,
-        instances=keep_own(parse_instances(cloud.ask("describe_instances", Filters=filters)), group),
+        instances=drop_earlier_cluster(instances, group),
         placement_group=next((one["GroupName"] for one in places if one.get("State") != "deleted"), ""),
         key_pair=keys[0]["KeyName"] if keys else "",
         volumes=tuple(one["VolumeId"] for one in volumes),
     )
 
 
-def find_clusters(cloud: Cloud) -> dict[str, tuple[Group | None, tuple[Instance, ...]]]:
-    """All clusters of the account in this region, whoever made them."""
-    filters = _tagged("")
-    groups = [parse_group(one) for one in cloud.ask("describe_security_groups", Filters=filters)["SecurityGroups"]]
-    instances = parse_instances(cloud.ask("describe_instances", Filters=filters))
+def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tuple[Instance, ...]]]:
+    """Return all clusters of the account in this region, whoever made them.
+
+    Returns
+    -------
+    By the name of the cluster: its security group (None if it was deleted) and its instances.
+    """
+    filters = [{"Name": "tag-key", "Values": [TAG]}]
+    groups = [_parse_group(one) for one in client.query("describe_security_groups", Filters=filters)["SecurityGroups"]]
+    instances = parse_instances(client.query("describe_instances", Filters=filters))
     by_name = {group.cluster: group for group in groups}
-    return {
-        name: (by_name.get(name), keep_own([one for one in instances if one.cluster == name], by_name.get(name)))
-        for name in sorted({*by_name, *(one.cluster for one in instances)})
-    }
+    clusters = {}
+    for name in sorted({*by_name, *(one.cluster for one in instances)}):
+        group, own = by_name.get(name), [one for one in instances if one.cluster == name]
+        clusters[name] = (group, drop_earlier_cluster(own, group))
+    return clusters
 
 
-def find_offer(cloud: Cloud, config: AwsConfig) -> Offer:
-    """What AWS has to rent of what is asked for. Raises CpuftError: no such type or image, no default network."""
-    kind = _find_type(cloud, config.type)
-    cpus = kind["VCpuInfo"]
-    subnets = cloud.ask("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
+def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
+    """Return what AWS offers of the instance type that the options ask for.
+
+    Raises CpuftError when the type or the AMI does not exist, or the region has no default network.
+    """
+    details = _find_type(client, config.type)
+    cpus = details["VCpuInfo"]
+    subnets = client.query("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
     if not subnets:
-        raise CpuftError(f"region {cloud.region} has no default network: make one with aws ec2 create-default-vpc")
+        raise CpuftError(f"region {client.region} has no default network: make one with `aws ec2 create-default-vpc`")
     filters = [{"Name": "instance-type", "Values": [config.type]}]
-    there = cloud.ask("describe_instance_type_offerings", LocationType="availability-zone", Filters=filters)
-    has = {one["Location"] for one in there["InstanceTypeOfferings"]}
-    prices = find_spot_prices(cloud, config.type) if config.spot else {}
+    response = client.query("describe_instance_type_offerings", LocationType="availability-zone", Filters=filters)
+    offering = {one["Location"] for one in response["InstanceTypeOfferings"]}
+    prices = find_spot_prices(client, config.type) if config.spot else {}
     zones = [
         Zone(name, one["SubnetId"], one["VpcId"], one["AvailableIpAddressCount"], prices.get(name, 0.0))
         for one in subnets
-        if (name := one["AvailabilityZone"]) in has
+        if (name := one["AvailabilityZone"]) in offering
     ]
+    running = [{"Name": "instance-state-name", "Values": [*LIVE]}]
     return Offer(
         type=config.type,
         vcpus=cpus["DefaultVCpus"],
         cores=cpus.get("DefaultCores", 0),
         threads=tuple(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)]),
-        efa=bool(kind.get("NetworkInfo", {}).get("EfaSupported")),
-        spot_role=not config.spot or _has_spot_role(cloud),
-        architectures=tuple(kind["ProcessorInfo"]["SupportedArchitectures"]),
-        clusters="cluster" in kind.get("PlacementGroupInfo", {}).get("SupportedStrategies", ()),
-        markets=tuple(kind.get("SupportedUsageClasses", ())),
+        efa=bool(details.get("NetworkInfo", {}).get("EfaSupported")),
+        has_spot_role=not config.spot or _has_spot_role(client),
+        architectures=tuple(details["ProcessorInfo"]["SupportedArchitectures"]),
+        in_placement_groups="cluster" in details.get("PlacementGroupInfo", {}).get("SupportedStrategies", ()),
+        markets=tuple(details.get("SupportedUsageClasses", ())),
         zones=tuple(sorted(zones, key=lambda zone: zone.name)),
         all_zones=tuple(sorted(one["AvailabilityZone"] for one in subnets)),
-        image=_find_image(cloud, config.image or _find_recipes(cloud, config.recipe)),
-        quota=_find_quota(cloud, config.spot),
-        used=count_vcpus(cloud.ask("describe_instances", Filters=[_LIVE_FILTER]), config.spot),
+        image=_find_base_image(client, config.image or _find_recipe_image(client, config.recipe)),
+        quota=_find_quota(client, config.spot),
+        used=_count_vcpus(client.query("describe_instances", Filters=running), config.spot),
     )
 
 
-def _find_type(cloud: Cloud, kind: str) -> dict[str, Any]:
+def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
     try:
-        return dict(cloud.ask("describe_instance_types", InstanceTypes=[kind])["InstanceTypes"][0])
-    except Refusal as refusal:
-        if refusal.code == "InvalidInstanceType":
-            raise CpuftError(name_unknown(kind, read_table())) from None
+        return dict(client.query("describe_instance_types", InstanceTypes=[instance_type])["InstanceTypes"][0])
+    except CallRefusedError as error:
+        if error.code == "InvalidInstanceType":
+            names = near_names(instance_type, read_table())
+            raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}") from None
         raise
 
 
-def find_spot_prices(cloud: Cloud, kind: str) -> dict[str, float]:
-    """Dollars an hour of a spot instance now, by zones: those that AWS tells."""
+def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
+    """Return the present price of a spot instance in dollars per hour, by zone. Zones without a price are left out."""
     products = ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"]
-    found = cloud.ask("describe_spot_price_history", InstanceTypes=[kind], ProductDescriptions=products, MaxResults=100)
-    # The newest comes first.
-    history: Sequence[dict[str, Any]] = found["SpotPriceHistory"]
+    response = client.query(
+        "describe_spot_price_history", InstanceTypes=[instance_type], ProductDescriptions=products, MaxResults=100
+    )
+    # The newest price comes first; the last one that is written into the dictionary stays.
+    history: Sequence[dict[str, Any]] = response["SpotPriceHistory"]
     return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
 
 
-def _find_image(cloud: Cloud, name: str) -> Image:
+def _find_base_image(client: AwsClient, image: str) -> BaseImage:
+    """Return the AMI with this id, or Debian 12's newest one if the id is empty."""
     try:
-        wanted = name or str(cloud.ask("get_parameter", Name=DEBIAN)["Parameter"]["Value"])
-        found = cloud.ask("describe_images", ImageIds=[wanted])["Images"]
-    except Refusal as refusal:
-        if refusal.code == "ParameterNotFound":
-            raise CpuftError(f"region {cloud.region} tells of no image of Debian 12: name one with --image") from None
-        if not refusal.code.startswith("InvalidAMIID"):
+        wanted = image or str(client.query("get_parameter", Name=_DEBIAN_PARAMETER)["Parameter"]["Value"])
+        found = client.query("describe_images", ImageIds=[wanted])["Images"]
+    except CallRefusedError as error:
+        if error.code == "ParameterNotFound":
+            raise CpuftError(f"region {client.region} offers no AMI of Debian 12: give an AMI with --image") from None
+        if not error.code.startswith("InvalidAMIID"):
             raise
         found = []
     if not found:
-        raise CpuftError(f"region {cloud.region} has no image {name!r:.60} for you: images belong to one region, and "
-                         "name themselves ami-...")  # fmt: skip
-    root = str(found[0]["RootDeviceName"])
-    disks = {one["DeviceName"]: one.get("Ebs", {}) for one in found[0].get("BlockDeviceMappings", ())}
-    size = int(disks.get(root, {}).get("VolumeSize", 0))
-    one = found[0]
-    return Image(one["ImageId"], root, size, str(one.get("Architecture", "")), str(one.get("Name", "")))
+        raise CpuftError(
+            f"region {client.region} has no AMI {image!r:.60} that you can use: an AMI belongs to one region, and its "
+            "id begins with ami-"
+        )
+    one, root = found[0], str(found[0]["RootDeviceName"])
+    disks = {disk["DeviceName"]: disk.get("Ebs", {}) for disk in one.get("BlockDeviceMappings", ())}
+    gigabytes = int(disks.get(root, {}).get("VolumeSize", 0))
+    return BaseImage(one["ImageId"], root, gigabytes, str(one.get("Architecture", "")), str(one.get("Name", "")))
 
 
-def find_images(cloud: Cloud) -> Images:
-    """All images of this account that are cpuft's, and their snapshots."""
-    filters = [{"Name": "tag-key", "Values": [IMAGE]}]
-    return Images(
-        parse_images(cloud.ask("describe_images", Owners=["self"], Filters=filters)),
-        parse_snapshots(cloud.ask("describe_snapshots", OwnerIds=["self"], Filters=filters)),
-    )
-
-
-def find_named(cloud: Cloud, name: str) -> Golden | None:
-    """This account's image of a name, whoever has made it."""
-    filters = [{"Name": "name", "Values": [name]}]
-    return next(iter(parse_images(cloud.ask("describe_images", Owners=["self"], Filters=filters))), None)
-
-
-def _find_recipes(cloud: Cloud, path: str) -> str:
-    """The newest image of a recipe; empty where there is none, or no recipe was named."""
+def _find_recipe_image(client: AwsClient, path: str) -> str:
+    """Return the id of the newest AMI of a recipe; empty without one, or without a recipe."""
     if not path:
         return ""
     filters = [{"Name": f"tag:{IMAGE}", "Values": [read_recipe(path).digest]}]
-    found = choose_image(parse_images(cloud.ask("describe_images", Owners=["self"], Filters=filters)))
+    found = choose_image(parse_images(client.query("describe_images", Owners=["self"], Filters=filters)))
     return found.id if found else ""
 
 
-def _has_spot_role(cloud: Cloud) -> bool:
+def find_own_images(client: AwsClient) -> OwnImages:
+    """Return all AMIs of this account that cpuft has made in this region, and their snapshots."""
+    filters = [{"Name": "tag-key", "Values": [IMAGE]}]
+    snapshots = client.query("describe_snapshots", OwnerIds=["self"], Filters=filters).get("Snapshots", ())
+    return OwnImages(
+        parse_images(client.query("describe_images", Owners=["self"], Filters=filters)),
+        tuple(Snapshot(one["SnapshotId"], read_tags(one).get("Name", "")) for one in snapshots),
+    )
+
+
+def find_image(client: AwsClient, name: str) -> Ami | None:
+    """Return this account's AMI of a name, whoever has made it; None without one."""
+    filters = [{"Name": "name", "Values": [name]}]
+    return next(iter(parse_images(client.query("describe_images", Owners=["self"], Filters=filters))), None)
+
+
+def _has_spot_role(client: AwsClient) -> bool:
     try:
-        return bool(cloud.ask("get_role", RoleName=SPOT_ROLE))
-    except Refusal as refusal:
-        if refusal.code == "NoSuchEntity":
+        return bool(client.query("get_role", RoleName=SPOT_ROLE))
+    except CallRefusedError as error:
+        if error.code == "NoSuchEntity":
             return False
         raise
 
 
-def _find_quota(cloud: Cloud, spot: bool) -> float | None:
-    """vCPUs that may run at a time; None where AWS does not tell."""
+def _find_quota(client: AwsClient, spot: bool) -> float | None:
+    """Return how many vCPUs may run at the same time; None if AWS does not say."""
     try:
-        found = cloud.ask("get_service_quota", ServiceCode="ec2", QuotaCode=QUOTAS[spot])
-        return float(found["Quota"]["Value"])
-    except Refusal:
+        response = client.query("get_service_quota", ServiceCode="ec2", QuotaCode=QUOTA_CODES[spot])
+        return float(response["Quota"]["Value"])
+    except CallRefusedError:
         return None

@@ -1,4 +1,8 @@
-"""How long instances live: they end themselves at a time that they are told at birth. Pure."""
+"""The lease of rented instances: they terminate themselves when it ends, even if nobody is connected. Pure.
+
+Each instance keeps the end of its lease in a file, schedules its own shutdown for that time, and was started in such a
+way that shutting down terminates it. A running job extends the lease as far as a second file allows.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,20 @@ from cpuft.config import is_count
 from cpuft.errors import CpuftError
 
 UNTIL_FILE = "/var/lib/cpuft/until"
-"""On every instance: when it ends itself, in seconds of the epoch."""
+"""File on every instance: when its lease ends, in seconds since the epoch."""
 _LIMIT_FILE = "/var/lib/cpuft/limit"
-"""And until when a running job may move that."""
+"""File on every instance: the time to which a running job may extend the lease."""
 _ARM = "/usr/local/sbin/cpuft-lease"
-RENEWAL = f"{_ARM} renew"
-"""A command of every instance: by it a job that runs moves the end."""
+RENEW_COMMAND = f"{_ARM} renew"
+"""Command on every instance that extends the lease while a job runs. It prints the end of the lease and its limit."""
 _RENEWED_SECONDS = 900
-"""How long an instance lives on after a renewal: jobs renew every five minutes."""
+"""How far a renewal moves the end of the lease from now. Jobs renew every five minutes."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
-_LEAST, _MOST = 600, 30 * 86400
+_SHORTEST, _LONGEST = 600, 30 * 86400
 
 ARM_SCRIPT = f"""#!/bin/sh
-# cpuft-lease [renew]: arms the end of the lease; with a word, moves it before, as far as it may, and says both times.
+# cpuft-lease [renew]: schedules the shutdown at the end of the lease. With `renew` it first extends the lease, as far
+# as the limit allows, and prints the end of the lease and the limit.
 until=$(cat {UNTIL_FILE}) now=$(date +%s)
 if [ "${{1:-}}" = renew ]; then
     limit=$(cat {_LIMIT_FILE} 2>/dev/null || echo "$until")
@@ -33,13 +38,13 @@ if [ "${{1:-}}" = renew ]; then
     until=$wanted
     echo "$until $limit"
 fi
-# Whole minutes, rounded down: the instance is gone by the end of its lease, never after it.
+# `shutdown` takes whole minutes: rounding down makes the instance terminate before its lease ends, never after it.
 left=$(( (until - now) / 60 ))
 shutdown -c 2>/dev/null
 [ "$left" -gt 0 ] || exec shutdown -P now
 exec shutdown -P "+$left"
 """
-"""Arms the end of the lease on an instance. Instances are made so that powering off terminates them."""
+"""Shell script on every instance that schedules the shutdown at the end of its lease."""
 _UNIT_FILE = "/etc/systemd/system/cpuft-lease.service"
 _UNIT = f"""[Unit]
 Description=End of the lease of this instance
@@ -59,9 +64,9 @@ echo "until $(cat {UNTIL_FILE} 2>/dev/null)"
 sed -n 's/^USEC=/usec /p; s/^MODE=/mode /p' /run/systemd/shutdown/scheduled 2>/dev/null
 [ ! -e /etc/systemd/system/multi-user.target.wants/cpuft-lease.service ] || echo "enabled yes"
 """
-"""Shell script that prints what `parse_timer` reads: the end of the lease as an instance knows it, and as it is armed.
+"""Shell script that prints what `parse_timer` reads: the end of the lease, and the shutdown that is scheduled.
 
-systemd writes `scheduled` for a shutdown that is to come, and removes it when that is cancelled.
+systemd writes the file `scheduled` when a shutdown is scheduled, and removes it when the shutdown is cancelled.
 """
 _INSTALL = """set -eu
 put() {
@@ -82,17 +87,17 @@ exec "$5"
 
 @dataclass(frozen=True)
 class Timer:
-    """The end of the lease of one instance, as it said itself."""
+    """What one instance says about the end of its lease."""
 
     until: int = 0
-    """The end that it knows, in seconds of the epoch; 0 for none."""
+    """The end of its lease, in seconds since the epoch; 0 if it does not know one."""
     scheduled: int = 0
-    """When it will power off; 0 when no power-off is scheduled."""
+    """When it will shut down; 0 if no shutdown is scheduled."""
     enabled: bool = False
-    """Whether the end is armed again after a reboot."""
+    """Whether the shutdown is scheduled again after a reboot."""
 
     def find_fault(self, limit: int) -> str:
-        """Why the instance would not end itself by `limit`; empty when it will."""
+        """Return why the instance would not terminate itself by `limit`; empty if it will."""
         if not self.scheduled:
             return "no shutdown is scheduled"
         if self.scheduled > limit:
@@ -101,51 +106,51 @@ class Timer:
 
 
 def parse_timer(text: str) -> Timer:
-    """What `CHECK_TIMER` printed; what is missing there, or is no number, counts as not armed."""
-    said = dict(line.partition(" ")[::2] for line in text.split("\n"))
-    until, usec = said.get("until", "").strip(), said.get("usec", "").strip()
-    armed = said.get("mode", "").strip() == "poweroff" and is_count(usec, most=10**18)
-    return Timer(int(until) if is_count(until) else 0, int(usec) // 10**6 if armed else 0, "enabled" in said)
+    """Return what `CHECK_TIMER` printed. A line that is missing or has no number counts as not scheduled."""
+    values = dict(line.partition(" ")[::2] for line in text.split("\n"))
+    until, usec = values.get("until", "").strip(), values.get("usec", "").strip()
+    is_scheduled = values.get("mode", "").strip() == "poweroff" and is_count(usec, most=10**18)
+    return Timer(int(until) if is_count(until) else 0, int(usec) // 10**6 if is_scheduled else 0, "enabled" in values)
 
 
-def make_arming(until: int, limit: int) -> tuple[str, ...]:
-    """A command of an instance that installs and arms the end of its lease, whatever user data has done before."""
+def make_schedule_command(until: int, limit: int) -> tuple[str, ...]:
+    """Return a command that installs on an instance what user data should have, and schedules the shutdown."""
     files = (UNTIL_FILE, str(until), _LIMIT_FILE, str(limit), _ARM, ARM_SCRIPT, _UNIT_FILE, _UNIT)
     return ("sh", "-c", _INSTALL, "arm", *files)
 
 
 def parse_lease(text: str, flag: str = "--lease") -> int:
-    """Seconds of "90m", "4h" or "2d". Raises CpuftError."""
+    """Return the seconds of "90m", "4h" or "2d". Raises CpuftError below 10m, above 30d and for other texts."""
     match = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
-    if not _LEAST <= seconds <= _MOST:
-        raise CpuftError(f"{flag} {text!r:.60} is no lease: give 10m to 30d, such as 90m, 4h or 2d")
+    if not _SHORTEST <= seconds <= _LONGEST:
+        raise CpuftError(f"{flag} {text!r:.60} is not a valid time: give 10m to 30d, such as 90m, 4h or 2d")
     return seconds
 
 
 def parse_limit(text: str, lease: int) -> int:
-    """Seconds to the limit of a lease of so many; empty for twice as many. Raises CpuftError."""
-    limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _MOST)
+    """Return the seconds of --lease-limit; by default twice the seconds of the lease. Raises CpuftError."""
+    limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _LONGEST)
     if limit < lease:
-        raise CpuftError(f"--lease-limit {text} is less than the lease itself: give as much, or more")
+        raise CpuftError(f"--lease-limit {text} is less than --lease: give at least the time of the lease")
     return limit
 
 
 def format_time(seconds: float) -> str:
-    """A time for people: in UTC, as this machine's clock may be anywhere."""
+    """Return a time in UTC: `2027-01-15 10:00 UTC`."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def format_span(seconds: float) -> str:
-    """`3 h 59 min`."""
+    """Return a duration in hours and minutes: `3 h 59 min`."""
     minutes = max(0, int(seconds)) // 60
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 
 
 def format_user_data(until: int, limit: int) -> str:
-    """What an instance is told at birth, but for its host key, which belongs right behind it.
+    """Return the user data of an instance, to which `user_data.sh` appends the host key.
 
-    JSON is YAML: what is quoted so cannot end its line.
+    Values are written as JSON, which is valid YAML, so that no value can end its line.
     """
     files = [
         {"path": UNTIL_FILE, "content": f"{until}\n"},
@@ -163,8 +168,8 @@ def format_user_data(until: int, limit: int) -> str:
     )
 
 
-def make_extension(until: int, limit: int) -> tuple[str, ...]:
-    """A command of an instance that moves its end, and until when jobs may move that."""
+def make_extend_command(until: int, limit: int) -> tuple[str, ...]:
+    """Return a command for an instance that sets the end of its lease and its limit, and schedules the shutdown."""
     script = (
         'set -e; put() { echo "$2" >"$1.new"; mv "$1.new" "$1"; }; put "${3%/*}/limit" "$2"; put "$3" "$1"; exec "$4"'
     )

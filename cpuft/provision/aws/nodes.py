@@ -1,4 +1,10 @@
-"""The instances of a rented cluster as servers over ssh: the same steps as for servers that are there anyway."""
+"""The instances of a cluster as servers over ssh: their environment, their lease and their host keys.
+
+RunInstances gives all instances of a call the same user data, and so the same host key, which this machine has made.
+The first connection to each instance is strict with that key. Then each instance makes a host key of its own and
+deletes the shared one. ssh accepts both keys while that happens, so a process that is killed in between can still
+connect.
+"""
 
 from __future__ import annotations
 
@@ -11,65 +17,71 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_files import Member
 from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, attempt, side_by_side
 from cpuft.plan import Plan, Step
-from cpuft.provision.aws.facts import Group, Instance
-from cpuft.provision.aws.lease import CHECK_TIMER, RENEWAL, Timer, make_arming, parse_timer
+from cpuft.provision.aws.facts import Instance, SecurityGroup
+from cpuft.provision.aws.lease import CHECK_TIMER, RENEW_COMMAND, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.plan import find_notice, remember
+from cpuft.provision.aws.plan import find_notice_url, list_options
 from cpuft.provision.cluster_files import read_raw
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.servers import Facts, ServerFacts, Servers
 
-_SCRIPT = Path(__file__).with_name("host_key.sh").read_text(encoding="utf-8")
-_MARK = "cpuft-own"
-"""The comment of a key that a host has made for itself."""
+_HOST_KEY_SCRIPT = Path(__file__).with_name("host_key.sh").read_text(encoding="utf-8")
+_OWN_COMMENT = "cpuft-own"
+"""Comment of a host key that an instance has made itself."""
 _FOLDER, _PIDFILE = "/etc/ssh", "/run/sshd.pid"
+_POLL_SECONDS = 2.0
 
 
-def known_keys(text: str, member: Member) -> str:
-    """What a known_hosts file tells of this very machine: of another one that had its address before, nothing."""
-    lines = [line.split() for line in text.splitlines()]
+class LeaseError(CpuftError):
+    """Instances do not terminate themselves when their lease ends, and cannot be made to."""
+
+
+def find_known_keys(known_hosts: str, member: Member) -> str:
+    """Return the keys that a known_hosts file has for an instance, one per line as "type base64".
+
+    Keys of another instance that had the same address before are left out: the comment of a line is the instance's id.
+    """
+    lines = [line.split() for line in known_hosts.splitlines()]
     return "\n".join(
         " ".join(words[1:3]) for words in lines if words[:1] == [member.known_name] and words[3:] == [member.mark]
     )
 
 
-def choose_keys(given: str, there: Iterable[str]) -> str:
-    """The keys by which a host may be known that has these in /etc/ssh; `given` is "type base64"."""
-    keys = [key.split() for key in there]
-    own = [" ".join(words[:2]) for words in keys if words[2:] == [_MARK]]
-    has_given = any(" ".join(words[:2]) == given for words in keys)
-    return "\n".join([*([given] if has_given or not own else []), *own])
+def choose_keys(shared: str, host_keys: Iterable[str]) -> str:
+    """Return the keys by which an instance may be recognized, one per line as "type base64".
+
+    Parameters
+    ----------
+    shared
+        The key that all instances got at first, as "type base64".
+    host_keys
+        The public keys in /etc/ssh of the instance, with their comments.
+    """
+    keys = [key.split() for key in host_keys]
+    own = [" ".join(words[:2]) for words in keys if words[2:] == [_OWN_COMMENT]]
+    has_shared = any(" ".join(words[:2]) == shared for words in keys)
+    return "\n".join([*([shared] if has_shared or not own else []), *own])
 
 
-def plan_rotation(servers: Sequence[tuple[Member, ServerFacts]], given: str) -> tuple[Step, ...]:
-    """What is next, for hosts that have the given key in /etc/ssh: a key of their own, then that they forget it.
+def plan_rotation(servers: Sequence[tuple[Member, ServerFacts]], shared: str) -> tuple[Step, ...]:
+    """Return the next step of each instance that still has the shared host key.
 
-    Between these all have learnt the new one: whoever plans this has nothing else to do any more.
+    First the instance makes a key of its own. When this machine and all other instances know that key, the instance
+    deletes the shared key. The caller must write the known_hosts files between these two steps.
     """
     steps = []
     for member, own in servers:
-        keys = choose_keys(given, own.host_keys).splitlines()
-        if given in {" ".join(key.split()[:2]) for key in own.host_keys}:
-            verb = "make" if keys == [given] else "forget"
-            why = "make the host a key of its own" if verb == "make" else "forget the key that all hosts were given"
-            words = ("sh", "-c", _SCRIPT, "hostkey", verb, _MARK, _FOLDER, _PIDFILE)
-            steps.append(Step(why, words, host=member.address))
+        keys = choose_keys(shared, own.host_keys).splitlines()
+        if shared in {" ".join(key.split()[:2]) for key in own.host_keys}:
+            verb = "make" if keys == [shared] else "forget"
+            why = "make a host key for this host" if verb == "make" else "delete the host key that all hosts share"
+            command = ("sh", "-c", _HOST_KEY_SCRIPT, "host_key", verb, _OWN_COMMENT, _FOLDER, _PIDFILE)
+            steps.append(Step(why, command, host=member.address))
     return tuple(steps)
 
 
-_LOOK_AGAIN_SECONDS = 2.0
-
-
-class LeaseError(CpuftError):
-    """Instances do not end themselves when their lease ends, and cannot be made to."""
-
-
 class Nodes(Servers):
-    """Known to each other by private addresses, and reached from here by public ones.
-
-    All show the host key that they were given at birth, so that the first connection is strict already; then each makes
-    one of its own.
-    """
+    """The instances as servers. They know each other by private addresses; this machine uses their public ones."""
 
     kind = "aws"
     elsewhere = True
@@ -80,40 +92,40 @@ class Nodes(Servers):
         instances: tuple[Instance, ...],
         environ: Mapping[str, str],
         hostfile: str,
-        group: Group | None = None,
+        group: SecurityGroup | None = None,
     ) -> None:
         hosts = ",".join(one.private for one in instances)
-        own = HostsConfig(hosts, config.name, "root", prefix=config.prefix, wheels=config.wheels)
-        super().__init__(own, environ)
+        servers_config = HostsConfig(hosts, config.name, "root", prefix=config.prefix, wheels=config.wheels)
+        super().__init__(servers_config, environ)
         self.hostfile = hostfile
         self.config = replace(self.config, key=str(self.directory / "id_ed25519"))
         self.members = tuple(
             Member(one.private, one.private, "root", reached=one.public, mark=one.id) for one in instances
         )
-        self._given = " ".join(read_raw(self.directory / "host_key.pub").split()[:2])
-        known = read_raw(self.directory / "known_hosts")
-        self.keys = {member.known_name: known_keys(known, member) or self._given for member in self.members}
-        self._asked = config
+        self._shared_key = " ".join(read_raw(self.directory / "host_key.pub").split()[:2])
+        known_hosts = read_raw(self.directory / "known_hosts")
+        self.keys = {one.known_name: find_known_keys(known_hosts, one) or self._shared_key for one in self.members}
+        self._aws_config = config
         self._until = group.until if group else 0
         self._limit = max(group.until, group.limit) if group else 0
         self._timers: dict[str, Timer] = {}
-        """Of each instance, by its private address, as it was seen last."""
+        """What each instance said last about its lease, by private address."""
 
     def _look(self, transport: Transport) -> Facts:
         facts = super()._look(transport)
         self._read_timers(transport)
         servers = tuple(
-            (replace(member, key=choose_keys(self._given, own.host_keys)), own) for member, own in facts.servers
+            (replace(member, key=choose_keys(self._shared_key, own.host_keys)), own) for member, own in facts.servers
         )
-        facts = replace(facts, servers=servers, kind=self.kind, options=remember(self._asked))
-        facts = replace(facts, until=self._until)
-        return replace(facts, notice=find_notice(self._asked), renewal=RENEWAL, may_lose_master=True)
+        facts = replace(facts, servers=servers, kind=self.kind, options=list_options(self._aws_config))
+        facts = replace(facts, until=self._until, renewal=RENEW_COMMAND, may_lose_master=True)
+        return replace(facts, notice=find_notice_url(self._aws_config))
 
     def plan(self, facts: Facts) -> Plan:
-        """The end of the lease, where it is not armed; what is missing; then the next step of the hosts' own keys."""
+        """Plan scheduling shutdowns that are not scheduled, then what is missing, then the rotation of host keys."""
         plan = super().plan(facts)
-        steps = () if plan.stages else plan_rotation(facts.servers, self._given)
-        stages = (self._plan_arming(), steps or (), *plan.stages)
+        rotation = () if plan.stages else plan_rotation(facts.servers, self._shared_key)
+        stages = (self._plan_shutdowns(), rotation, *plan.stages)
         return replace(plan, stages=tuple(stage for stage in stages if stage))
 
     def _read_timers(self, transport: Transport) -> None:
@@ -123,56 +135,64 @@ class Nodes(Servers):
         if self._limit:
             self._timers = dict(zip([member.address for member in self.members], side_by_side(read, self.members)))
 
-    def _find_unarmed(self) -> dict[str, str]:
-        """Why instances do not end themselves with their lease, by their addresses."""
+    def _find_faults(self) -> dict[str, str]:
+        """Return why instances would not terminate themselves when their lease ends, by address."""
         faults = {address: timer.find_fault(self._limit) for address, timer in self._timers.items()}
         return {address: fault for address, fault in faults.items() if fault}
 
-    def _plan_arming(self) -> tuple[Step, ...]:
+    def _plan_shutdowns(self) -> tuple[Step, ...]:
         steps = []
-        for address, fault in self._find_unarmed().items():
-            # What jobs have moved the end to stays, as far as they may.
+        for address, fault in self._find_faults().items():
+            # If a running job has extended the lease within its limit, that end stays.
             known = self._timers[address].until
             until = known if self._until <= known <= self._limit else self._until
-            words = make_arming(until, self._limit)
-            steps.append(Step(f"arm the end of the lease, because {fault}", words, host=address))
+            command = make_schedule_command(until, self._limit)
+            steps.append(Step(f"schedule the shutdown at the end of the lease, because {fault}", command, host=address))
         return tuple(steps)
 
     def secure_lease(self, say: Callable[[str], None]) -> None:
-        """Verify that all instances end themselves when their lease ends, and make those do so that do not.
+        """Verify that all instances terminate themselves when their lease ends; schedule shutdowns that are missing.
 
-        Raises LeaseError: naming each that still does not.
+        Raises LeaseError that names each instance that still would not terminate itself.
         """
         with self._door(()) as transport:
             try:
                 self._read_timers(transport)
-                for step in self._plan_arming():
+                for step in self._plan_shutdowns():
                     say(f"{step.host}: {step.why}")
                     answer = transport.run(Host(step.host), step.command)
                     if answer.exit_code:
-                        said = " ".join(answer.errors.split())[-300:] or "it said nothing"
-                        raise LeaseError(f"{step.host} does not end itself when its lease ends ({said})")
+                        errors = " ".join(answer.errors.split())[-300:] or "without a message"
+                        raise LeaseError(
+                            f"the shutdown of {step.host} at the end of its lease could not be scheduled ({errors})"
+                        )
                 self._read_timers(transport)
             except HostError as error:
-                raise LeaseError(f"whether {error.host} ends itself when its lease ends is unknown: {error}") from None
-            if unarmed := self._find_unarmed():
-                told = ", ".join(f"{address}: {fault}" for address, fault in unarmed.items())
-                raise LeaseError(f"instances do not end themselves when their lease ends ({told})")
+                raise LeaseError(
+                    f"{error.host} cannot be asked whether it terminates itself when its lease ends: {error}"
+                ) from None
+            if faults := self._find_faults():
+                reasons = ", ".join(f"{address}: {fault}" for address, fault in faults.items())
+                raise LeaseError(f"instances would not terminate themselves when their lease ends ({reasons})")
 
     def wait(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        """Until all let us in. Raises CpuftError: some do not in time, or one shows a key that is not the given one."""
+        """Wait until all instances accept ssh connections.
+
+        Raises CpuftError when some do not within `seconds`, or when one shows an unexpected host key.
+        """
         end = now() + seconds
         with self._door(()) as transport:
             while True:
                 answers = attempt(lambda one: transport.run(Host(one.address), ("true",)), self.members)
-                troubles = [one for one in answers if isinstance(one, CpuftError)]
-                if not troubles:
+                errors = [one for one in answers if isinstance(one, CpuftError)]
+                if not errors:
                     return
-                strange = [one for one in troubles if isinstance(one, HostError) and one.kind in _STRANGE]
-                if strange or now() > end:
-                    told = "; ".join(str(one) for one in strange or troubles)
-                    raise CpuftError(f"{told}; they cost money: cpuft provision down {self.name}")
-                sleep(_LOOK_AGAIN_SECONDS)
-
-
-_STRANGE = (KEY_CHANGED, KEY_UNKNOWN)
+                key_errors = [
+                    one for one in errors if isinstance(one, HostError) and one.kind in (KEY_CHANGED, KEY_UNKNOWN)
+                ]
+                if key_errors or now() > end:
+                    reasons = "; ".join(str(one) for one in key_errors or errors)
+                    raise CpuftError(
+                        f"{reasons}. The instances cost money: remove them with `cpuft provision down {self.name}`"
+                    )
+                sleep(_POLL_SECONDS)

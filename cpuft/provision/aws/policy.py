@@ -1,4 +1,4 @@
-"""The least that credentials must allow for renting: an IAM policy made from the table of calls. Pure."""
+"""The IAM policy with the least permissions that renting needs, made from the table of calls. Pure."""
 
 from __future__ import annotations
 
@@ -6,55 +6,59 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from cpuft.provision.aws.client import ACTIONS, CHANGE, LOOK, MAKE, ROLE, SPOT_SERVICE, tag_of
+from cpuft.provision.aws.client import ACTIONS, CHANGE, CREATE, READ, ROLE, SPOT_SERVICE, tag_of
 
-_ROLE = f"arn:aws:iam::*:role/aws-service-role/{SPOT_SERVICE}/*"
-
-
-def _new(kind: str) -> dict[str, Any]:
-    """Only what carries our tag from its first moment may be made."""
-    return {"StringLike": {f"aws:RequestTag/{tag_of(kind)}": "*"}}
+_SPOT_ROLE_ARN = f"arn:aws:iam::*:role/aws-service-role/{SPOT_SERVICE}/*"
 
 
-def _ours(kind: str) -> dict[str, Any]:
-    """Only what carries our tag may be changed or ended."""
-    return {"StringLike": {f"aws:ResourceTag/{tag_of(kind)}": "*"}}
+def _require_new_tag(resource_type: str) -> dict[str, Any]:
+    """Return the condition that a resource gets our tag when it is created."""
+    return {"StringLike": {f"aws:RequestTag/{tag_of(resource_type)}": "*"}}
+
+
+def _require_tag(resource_type: str) -> dict[str, Any]:
+    """Return the condition that an existing resource carries our tag."""
+    return {"StringLike": {f"aws:ResourceTag/{tag_of(resource_type)}": "*"}}
 
 
 def make_policy() -> dict[str, Any]:
-    """A policy of every call that this version can make, and of no other."""
-    made = {name: action for name, action in ACTIONS.items() if action.kind == MAKE}
-    statements = [_allow("Look", [one.right for one in ACTIONS.values() if one.kind == LOOK], "*")]
-    for name, action in made.items():
-        title = "".join(part.title() for part in name.split("_"))
-        statements.append(_allow(title, [action.right], _resources(action.made), _new(action.made[0])))
-        if action.used:
-            statements.append(_allow(f"{title}From", [action.right], _resources(action.used)))
-        if action.ours:
-            statements.append(_allow(f"{title}Of", [action.right], _resources(action.ours), _ours(action.ours[0])))
-    births = {"StringEquals": {"ec2:CreateAction": [action.right.partition(":")[2] for action in made.values()]}}
-    kinds = {kind for action in made.values() for kind in action.made}
-    statements.append(_allow("TagAtBirth", ["ec2:CreateTags"], _resources(sorted(kinds)), births))
-    changes = [one for one in ACTIONS.values() if one.kind == CHANGE]
-    for kind in sorted({kind for one in changes for kind in one.made}):
+    """Return an IAM policy that allows every call that this version can make, and no other call."""
+    creating = {name: action for name, action in ACTIONS.items() if action.kind == CREATE}
+    statements = [_allow("Look", [one.permission for one in ACTIONS.values() if one.kind == READ], "*")]
+    for name, action in creating.items():
+        title, permissions = "".join(part.title() for part in name.split("_")), [action.permission]
+        condition = _require_new_tag(action.targets[0])
+        statements.append(_allow(title, permissions, _list_arns(action.targets), condition))
+        if action.uses:
+            statements.append(_allow(f"{title}From", permissions, _list_arns(action.uses)))
+        if action.uses_tagged:
+            condition = _require_tag(action.uses_tagged[0])
+            statements.append(_allow(f"{title}Of", permissions, _list_arns(action.uses_tagged), condition))
+    names = [action.permission.partition(":")[2] for action in creating.values()]
+    created = sorted({kind for action in creating.values() for kind in action.targets})
+    condition = {"StringEquals": {"ec2:CreateAction": names}}
+    statements.append(_allow("TagAtBirth", ["ec2:CreateTags"], _list_arns(created), condition))
+    changing = [one for one in ACTIONS.values() if one.kind == CHANGE]
+    for kind in sorted({kind for one in changing for kind in one.targets}):
         title = "Change" + "".join(part.title() for part in kind.split("-"))
-        rights = [one.right for one in changes if kind in one.made]
-        statements.append(_allow(title, rights, _resources([kind]), _ours(kind)))
-    roles = [one.right for one in ACTIONS.values() if one.kind == ROLE]
-    statements.append(_allow("Spot", roles, [_ROLE], {"StringEquals": {"iam:AWSServiceName": SPOT_SERVICE}}))
+        permissions = [one.permission for one in changing if kind in one.targets]
+        statements.append(_allow(title, permissions, _list_arns([kind]), _require_tag(kind)))
+    permissions = [one.permission for one in ACTIONS.values() if one.kind == ROLE]
+    condition = {"StringEquals": {"iam:AWSServiceName": SPOT_SERVICE}}
+    statements.append(_allow("Spot", permissions, [_SPOT_ROLE_ARN], condition))
     return {"Version": "2012-10-17", "Statement": statements}
 
 
-def _allow(name: str, rights: list[str], resources: Any, condition: Any = None) -> dict[str, Any]:
-    statement = {"Sid": name, "Effect": "Allow", "Action": sorted(rights), "Resource": resources}
+def _allow(name: str, permissions: list[str], resources: Any, condition: Any = None) -> dict[str, Any]:
+    statement = {"Sid": name, "Effect": "Allow", "Action": sorted(permissions), "Resource": resources}
     return statement | ({"Condition": condition} if condition else {})
 
 
-def _resources(kinds: Iterable[str]) -> list[str]:
-    # Names of images and snapshots hold no account.
-    return [f"arn:aws:ec2:*:{'' if kind in ('image', 'snapshot') else '*'}:{kind}/*" for kind in kinds]
+def _list_arns(resource_types: Iterable[str]) -> list[str]:
+    """Return patterns of the names of all resources of these types. Those of images and snapshots name no account."""
+    return [f"arn:aws:ec2:*:{'' if kind in ('image', 'snapshot') else '*'}:{kind}/*" for kind in resource_types]
 
 
 def format_policy() -> str:
-    """The policy as IAM takes it."""
+    """Return the policy as JSON text, as IAM takes it."""
     return json.dumps(make_policy(), indent=2) + "\n"

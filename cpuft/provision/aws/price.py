@@ -1,4 +1,4 @@
-"""What instances cost, and have cost so far; what is unknown is said to be unknown. Pure."""
+"""What instances cost and have cost, and the description of a cluster: its instances, its lease and its cost."""
 
 from __future__ import annotations
 
@@ -6,170 +6,188 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cpuft.errors import counted
-from cpuft.provision.aws.client import Cloud
+from cpuft.provision.aws.client import AwsClient
 from cpuft.provision.aws.facts import (
-    COSTS,
+    BILLED,
     LIVE,
-    Group,
     Instance,
+    SecurityGroup,
     find_spot_prices,
     read_table,
 )
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.report.estimate import Instance as Kind
+from cpuft.report.estimate import Instance as ListedType
 
 LISTED = "us-east-1"
-"""The region whose prices our table has."""
+"""The region whose list prices cpuft has."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Of one instance, in dollars an hour; None where it is unknown."""
+    """Price of one instance, in dollars per hour; None if unknown."""
 
     on_demand: float | None
     dated: str
-    """When the list price was looked up."""
+    """When the list price was looked up: a year."""
     spot: tuple[float, float] | None = None
-    """The lowest and the highest over the zones, now."""
-    spot_in: Mapping[str, float] = field(default_factory=dict)
-    """The same, zone by zone."""
+    """Lowest and highest present spot price of all zones."""
+    spot_by_zone: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
-        """Region and year of the list price."""
+        """Where the list price comes from."""
         return f"list price of {LISTED} in {self.dated}"
 
-    def source_of(self, instances: Sequence[Instance]) -> str:
-        """Where the prices of these instances come from."""
-        sources = sorted({"spot price of now" if one.spot else self.source for one in instances})
-        return f" at the {' and the '.join(sources)}" if sources else ""
+    def format_source(self, instances: Sequence[Instance]) -> str:
+        """Return, in parentheses, where the prices of these instances come from."""
+        sources = sorted({"present spot price" if one.spot else self.source for one in instances})
+        return f" ({' and '.join(sources)})" if sources else ""
 
-    def of(self, one: Instance) -> float | None:
-        """What an instance costs an hour. A spot price changes: the one of now is reckoned with."""
-        if not one.spot:
+    def _find(self, instance: Instance) -> float | None:
+        """Return the hourly price of an instance. Earlier spot prices are unknown, so the present one is used."""
+        if not instance.spot:
             return self.on_demand
-        return self.spot_in.get(one.zone, self.spot[1] if self.spot else None)
+        return self.spot_by_zone.get(instance.zone, self.spot[1] if self.spot else None)
+
+    def total(self, instances: Sequence[Instance], now: float) -> float | None:
+        """Return what instances have cost so far in dollars; None if a price is unknown."""
+        hours = [count_seconds([one], now) / 3600 for one in instances]
+        prices = [self._find(one) for one in instances]
+        return sum(price * one for price, one in zip(prices, hours) if price) if all(prices) else None
 
 
-def find_price(kind: str, region: str, table: dict[str, Kind], spot: Mapping[str, float]) -> Price:
-    """What an instance of a kind costs, by the table and by what AWS asks for spot now, zone by zone."""
-    listed = table.get(kind) if region == LISTED else None
-    asked = {zone: price for zone, price in spot.items() if price}
+def find_price(
+    instance_type: str, region: str, table: Mapping[str, ListedType], spot_by_zone: Mapping[str, float]
+) -> Price:
+    """Return the price of an instance type, from our table and from the present spot prices (0: unknown)."""
+    listed = table.get(instance_type) if region == LISTED else None
+    known = {zone: price for zone, price in spot_by_zone.items() if price}
     return Price(
         listed.dollars_per_hour if listed else None,
         listed.dated if listed else "",
-        (min(asked.values()), max(asked.values())) if asked else None,
-        asked,
+        (min(known.values()), max(known.values())) if known else None,
+        known,
     )
+
+
+def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
+    """Return the price of one of a cluster's instances, which are all of one type."""
+    instance_type = instances[0].type if instances else ""
+    spot = find_spot_prices(client, instance_type) if any(one.spot for one in instances) else {}
+    return find_price(instance_type, client.region, read_table(), spot)
 
 
 def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:
-    """What missing instances cost to the end of their lease, in one line; and to its limit, if jobs move it so far."""
-    hours, later = max(0.0, until - now) / 3600, max(0.0, limit - now) / 3600
-    listed = f"on demand about {price.on_demand:.3f} $ ({price.source})" if price.on_demand else _NO_LIST
-    spot = f"spot now {_format_range(price.spot)} $ in {config.region}" if price.spot else "spot now unknown"
-    each = [listed, spot] if config.spot else [listed]
-    asked = (price.spot[1] if price.spot else None) if config.spot else price.on_demand
-    hourly = asked * missing if asked else 0.0
-    total = f"{hourly:.2f} $ an hour, {hourly * hours:.2f} $" if hourly else "an unknown price"
-    most = f", running jobs move it to {format_time(limit)} at most" + (f": {hourly * later:.2f} $" if hourly else "")
-    also = _describe_demand(price, missing, hours) if config.spot and config.spot_or_demand else ""
-    market = "spot" if config.spot else "on demand"
-    return (
-        f"{missing} x {config.type} {market}, an hour of one: {', '.join(each)}; in all {total} to the end of the "
-        f"lease at {format_time(until)}, in {format_span(until - now)}{most if limit > until else ''}{also}; "
-        "disks and traffic come on top"
-    )
+    """Return sentences that say what instances will cost, without the last full stop.
 
-
-def _describe_demand(price: Price, missing: int, hours: float) -> str:
-    total = f"{price.on_demand * missing * hours:.2f} $" if price.on_demand else "at an unknown price"
-    return f"; on demand where no zone has spot instances: {total}"
-
-
-_NO_LIST = f"on demand unknown (not in the list of {LISTED})"
+    Parameters
+    ----------
+    missing
+        Number of instances to rent.
+    now, until, limit
+        The time now, when the lease ends, and to when running jobs may extend it.
+    """
+    listed = f"about ${price.on_demand:.3f}" if price.on_demand else ""
+    unknown = f"cpuft has only the list prices of {LISTED}"
+    if config.spot:
+        each = f"${_format_range(price.spot)} now in {config.region}" if price.spot else "a price that AWS does not say"
+        each += f"; on demand: {listed}, {price.source}" if listed else f"; on demand: unknown, {unknown}"
+        hourly = (price.spot[1] if price.spot else 0.0) * missing
+    else:
+        each = f"{listed}, {price.source}" if listed else f"an unknown price, {unknown}"
+        hourly = (price.on_demand or 0.0) * missing
+    hours, longest = max(0.0, until - now) / 3600, max(0.0, limit - now) / 3600
+    end = f"the lease ends at {format_time(until)} (in {format_span(until - now)})"
+    sentences = [
+        f"{missing} x {config.type} {'spot' if config.spot else 'on demand'}: each instance costs per hour {each}",
+        f"All together cost ${hourly:.2f} per hour, ${hourly * hours:.2f} until {end}"
+        if hourly
+        else f"All together cost an unknown price until {end}",
+    ]
+    if limit > until:
+        cost = f", for ${hourly * longest:.2f}" if hourly else ""
+        sentences.append(f"Running jobs can extend the lease to {format_time(limit)}{cost}")
+    if config.spot and config.spot_or_demand:
+        cost = f"${price.on_demand * missing * hours:.2f}" if price.on_demand else "an unknown price"
+        sentences.append(f"On demand, if no zone has spot instances: {cost}")
+    return ". ".join([*sentences, "Disks and network traffic cost extra"])
 
 
 def _format_range(prices: tuple[float, float]) -> str:
     low, high = prices
-    return f"{low:.3f}" if low == high else f"{low:.3f} to {high:.3f}"
+    return f"{low:.3f}" if low == high else f"{low:.3f} to ${high:.3f}"
 
 
-def reckon_seconds(instances: Sequence[Instance], now: float) -> float:
-    """Seconds paid for so far. Of an instance whose end is unknown: to the end of its lease, at most."""
-    return sum(_paid_until(one, now) - one.launched for one in instances)
+def count_seconds(instances: Sequence[Instance], now: float) -> float:
+    """Return for how many seconds instances have been paid for so far, added up.
 
-
-def _paid_until(one: Instance, now: float) -> float:
-    if one.state in COSTS:
-        return now
-    return one.ended or max(one.launched, min(now, float(one.until or now)))
-
-
-def reckon_cost(price: Price, instances: Sequence[Instance], now: float) -> float | None:
-    """What instances have cost so far, in dollars; None where a price is unknown."""
-    costs = [price.of(one) for one in instances]
-    if not all(costs):
-        return None
-    return sum((cost or 0.0) * reckon_seconds([one], now) / 3600 for cost, one in zip(costs, instances))
+    An instance that ended at an unknown time counts to the end of its lease.
+    """
+    seconds = 0.0
+    for one in instances:
+        end = now if one.state in BILLED else one.ended or max(one.launched, min(now, float(one.until or now)))
+        seconds += end - one.launched
+    return seconds
 
 
 def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """What instances have cost so far, in words."""
-    cost = reckon_cost(price, instances, now)
+    """Return what instances have cost so far, in words."""
+    cost = price.total(instances, now)
     if cost is None:
-        return f"{reckon_seconds(instances, now) / 3600:.2f} instance hours so far, at an unknown price"
-    return f"about {format_dollars(cost)} $ so far{price.source_of(instances)}"
+        return f"{count_seconds(instances, now) / 3600:.2f} instance hours so far, at an unknown price"
+    return f"about ${_format_amount(cost)} so far{price.format_source(instances)}"
 
 
-def format_dollars(cost: float) -> str:
-    """A sum, to a cent or to three digits."""
-    return f"{cost:.2f}" if cost >= 1 else f"{cost:.3g}"
+def _format_amount(amount: float) -> str:
+    """Return an amount with two decimals, or with three digits if it is less than one."""
+    return f"{amount:.2f}" if amount >= 1 else f"{amount:.3g}"
 
 
 def describe_bill(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """What a cluster has cost that is gone; nothing where AWS tells of no instance any more."""
+    """Return what a cluster that was removed has cost, in words; empty if AWS lists no instance of it any more."""
     if not instances:
         return ""
-    cost, hours = reckon_cost(price, instances, now), reckon_seconds(instances, now) / 3600
-    said = f"about {format_dollars(cost)} $" if cost is not None else "an unknown price"
-    source = price.source_of(instances) if cost is not None else ""
-    return f"it has cost {said} for {format_dollars(hours)} instance hours{source}; disks and traffic come on top"
+    cost, hours = price.total(instances, now), count_seconds(instances, now) / 3600
+    total = f"about ${_format_amount(cost)}" if cost is not None else "an unknown price"
+    source = price.format_source(instances) if cost is not None else ""
+    return (
+        f"it has cost {total} for {_format_amount(hours)} instance hours{source}; disks and network traffic cost extra"
+    )
 
 
-def find_costs(cloud: Cloud, instances: Sequence[Instance]) -> Price:
-    """What an hour of a cluster's instances costs."""
-    kind = instances[0].type if instances else ""
-    prices = find_spot_prices(cloud, kind) if any(one.spot for one in instances) else {}
-    return find_price(kind, cloud.region, read_table(), prices)
-
-
-def describe_instances(group: Group | None, instances: Sequence[Instance], now: float, price: Price) -> list[str]:
-    """A line for the cluster, and one for each instance that AWS tells of."""
-    lines = [_describe_whole(group, instances, now, price)]
+def describe_instances(
+    group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
+) -> list[str]:
+    """Return a line about the lease and cost of a cluster, and a line for each instance that AWS lists."""
+    lines = [_describe_lease(group, instances, now, price)]
     for one in instances:
         market = "spot" if one.spot else "on demand"
         age = format_span((now if one.state in LIVE else one.ended or now) - one.launched)
-        lines.append(f"{one.private or one.id}  {one.state}, {one.id}, {one.type} {market} in {one.zone}, for {age}")
+        lines.append(
+            f"{one.private or one.id}  {one.state}, {one.id}, {one.type} {market} in {one.zone}, running time {age}"
+        )
     return lines
 
 
-def _describe_whole(group: Group | None, instances: Sequence[Instance], now: float, price: Price) -> str:
+def _describe_lease(group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price) -> str:
     until = max([group.until if group else 0, *(one.until for one in instances)])
     if not until:
-        return "nothing at AWS carries its tag"
-    left = f"in {format_span(until - now)}" if until > now else "which is past"
+        return "AWS has no resource that is tagged as this cluster's"
+    lease = f"the lease {'ends' if until > now else 'ended'} at {format_time(until)}"
+    lease += f" (in {format_span(until - now)})" if until > now else ""
     if group and group.limit > until:
-        left += f"; jobs move it, to {format_time(group.limit)} at most"
-    whose = f", of {group.owner}" if group else ", its security group is gone"
-    return f"lease to {format_time(until)}, {left}; {describe_cost(price, instances, now)}{whose}"
+        lease += f"; running jobs can extend it to {format_time(group.limit)}"
+    owner = f"owner: {group.owner}" if group else "its security group was deleted"
+    return f"{lease}; {describe_cost(price, instances, now)}; {owner}"
 
 
 def describe_cluster(
-    name: str, group: Group | None, instances: Sequence[Instance], now: float, price: Price
+    name: str, group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
 ) -> list[str]:
-    """The same for a cluster of which only the tags are known."""
+    """Return lines about a cluster that was found by its tags."""
     nodes = counted(sum(one.state in LIVE for one in instances), "node")
-    head = f"cluster {name} (aws), {nodes}"
-    return [head, *(f"  {line}" for line in describe_instances(group, instances, now, price))]
+    return [
+        f"cluster {name} (aws), {nodes}",
+        *(f"  {line}" for line in describe_instances(group, instances, now, price)),
+    ]

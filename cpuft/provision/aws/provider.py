@@ -1,4 +1,4 @@
-"""A cluster of instances that are rented from AWS: what is asked of it, and how its plans are carried out."""
+"""The provider of clusters of instances that are rented from AWS."""
 
 from __future__ import annotations
 
@@ -7,314 +7,355 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import Transport
-from cpuft.plan import Plan, Step
-from cpuft.provision.aws import plan as plans
-from cpuft.provision.aws.client import ACTIONS, Cloud, parse_call
+from cpuft.plan import Plan
+from cpuft.provision.aws.client import ACTIONS, AwsClient, CallStep
 from cpuft.provision.aws.facts import (
-    Found,
     Instance,
     Offer,
+    Resources,
     find_clusters,
     find_offer,
     find_own_address,
-    find_tagged,
+    find_resources,
     read_table,
 )
 from cpuft.provision.aws.lease import format_time, parse_lease, parse_limit
 from cpuft.provision.aws.nodes import LeaseError, Nodes
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.plan import Facts, NoCapacityError, check_offer, parse_ssh_from, plan_rental
+from cpuft.provision.aws.plan import (
+    NoCapacityError,
+    RentalFacts,
+    check_offer,
+    check_rental,
+    check_ssh_config,
+    choose_zone,
+    count_states,
+    is_young,
+    make_request,
+    needs_offer,
+    parse_ssh_from,
+    plan_instance_extension,
+    plan_record_extension,
+    plan_rental,
+    plan_rental_down,
+    plan_tag_extension,
+)
 from cpuft.provision.aws.price import (
     describe_bill,
     describe_cluster,
     describe_instances,
     describe_price,
-    find_costs,
     find_price,
+    find_price_of,
 )
 from cpuft.provision.base import Ask, Provider, Say, run_stages
 from cpuft.provision.cluster_files import read_files
 from cpuft.provision.servers import Facts as ServersFacts
 
 _BOOT_SECONDS = 300.0
+"""Time limit for instances to reach the state "running", and again to accept ssh connections."""
 _END_SECONDS = 600.0
+"""Time limit for instances that shut down to be terminated."""
 _POLL_SECONDS = 2.0
 _YOUNG_SECONDS = 120.0
+"""How long after a request its instances may still be missing in AWS's lists."""
 
 
 @dataclass(frozen=True)
-class Edge:
-    """What a rented cluster needs of the world, for those who bring another one."""
+class Services:
+    """What a cluster on AWS needs from outside. Tests replace it."""
 
-    open_cloud: Callable[[str], Cloud] = Cloud
-    """Of a region."""
+    open_client: Callable[[str], AwsClient] = AwsClient
+    """Opens a client for a region."""
     sleep: Callable[[float], None] = time.sleep
     now: Callable[[], float] = time.time
     find_address: Callable[[], str] = find_own_address
-    late_seconds: float = 30.0
-    """How long something that was asked for may take to appear."""
-    logs_in: bool = True
-    """Whether instances are logged into; without, they are rented and no more."""
+    appear_seconds: float = 30.0
+    """How long `down` waits for instances that were requested a moment ago to appear in AWS's lists."""
+    uses_ssh: bool = True
+    """Whether to log in to the instances. Otherwise they are rented only."""
 
 
 @dataclass(frozen=True)
-class Everything:
-    """What there is: at AWS, and on the instances once they are all there."""
+class AwsFacts:
+    """What exists in AWS, and what the instances say about themselves once all of them run."""
 
-    rental: Facts
+    rental: RentalFacts
     servers: ServersFacts | None = None
 
 
-class Aws(Provider[AwsConfig, Everything]):
-    """Instances, found by their tags: what is remembered here is keys, and how to reach them."""
+class Aws(Provider[AwsConfig, AwsFacts]):
+    """A cluster of instances that are rented from AWS.
+
+    Its resources are found by their tags. This machine keeps only the keys, and the files that say how to reach the
+    instances.
+    """
 
     kind = "aws"
     options = AwsConfig
 
     def __init__(
-        self, config: AwsConfig, environ: Mapping[str, str], entry: Entry | None = None, edge: Edge | None = None
+        self,
+        config: AwsConfig,
+        environ: Mapping[str, str],
+        entry: Entry | None = None,
+        services: Services | None = None,
     ) -> None:
         super().__init__(config, environ, entry)
         parse_limit(config.lease_limit, parse_lease(config.lease))
-        self.edge = edge or Edge()
-        self.cloud = self.edge.open_cloud(config.region)
+        self.services = services or Services()
+        self.client = self.services.open_client(config.region)
         wheels = str(Path(config.wheels).absolute()) if config.wheels else ""
         spot = config.spot or config.spot_or_demand
-        self.config = replace(config, region=self.cloud.region, wheels=wheels, spot=spot)
+        self.config = replace(config, region=self.client.region, wheels=wheels, spot=spot)
         self.summary = f"{config.nodes} x {config.type}"
         self._refused: dict[str, str] = {}
+        """Why zones had no capacity, by zone."""
         self._offer: Offer | None = None
-        self._quote = ""
-        self._patient = False
-        """Whether to wait for what AWS is about to do: only those who change something do."""
-        self._on_demand = False
-        """Whether no zone has spot instances for us, and others will do."""
+        self._price = ""
+        """Description of the price of what will be rented."""
+        self._waits = False
+        """Whether to wait until instances start or end. Commands that change nothing do not wait."""
+        self._uses_on_demand = False
+        """Whether to rent on-demand instances because no zone has spot capacity."""
         self._say: Say = lambda text: None
-        self._last: tuple[Instance, ...] = ()
-        """What AWS told of the instances when the cluster was last looked at to be taken down."""
+        self._last_instances: tuple[Instance, ...] = ()
+        """The instances when `down` last looked, for the bill."""
 
     @classmethod
     def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Aws | None:
-        """Return the cluster that tags in a region may tell of; None where no region is given."""
+        """Return the cluster that tags in a region may describe; None without a region."""
         return cls(AwsConfig(name=name, region=region), environ) if region else None
 
     @classmethod
-    def describe_region(cls, region: str, edge: Edge | None = None) -> list[str]:
-        """Return lines that describe all clusters in a region that this account rents, whoever made them."""
-        edge = edge or Edge()
-        cloud, lines = edge.open_cloud(region), list[str]()
-        for name, (group, instances) in find_clusters(cloud).items():
-            lines += describe_cluster(name, group, instances, edge.now(), find_costs(cloud, instances))
+    def describe_region(cls, region: str, services: Services | None = None) -> list[str]:
+        """Return lines that describe all clusters that the account has in a region, whoever made them."""
+        services = services or Services()
+        client, lines = services.open_client(region), list[str]()
+        for name, (group, instances) in find_clusters(client).items():
+            price = find_price_of(client, instances)
+            lines += describe_cluster(name, group, instances, services.now(), price)
         return lines
 
     @property
     def _wanted(self) -> AwsConfig:
-        """What is to be rented now."""
-        return replace(self.config, spot=False) if self._on_demand else self.config
+        """The options, with the market that is tried now."""
+        return replace(self.config, spot=False) if self._uses_on_demand else self.config
 
-    def gather(self) -> Everything:
-        """What AWS tells, and what this machine remembers; then what the instances say."""
-        facts = self._look()
-        if self.edge.logs_in and not plan_rental(self.config, facts).stages:
-            facts = self._await_running(facts) if self._patient else facts
+    def gather(self) -> AwsFacts:
+        """Return what exists in AWS; when nothing is missing there, also what the instances say."""
+        facts = self._gather_rental()
+        if self.services.uses_ssh and not plan_rental(self.config, facts).stages:
+            facts = self._wait_until_running(facts) if self._waits else facts
             if not plan_rental(self.config, facts).stages:
-                return Everything(facts, self._gather_servers(facts.found))
-        return Everything(facts)
+                return AwsFacts(facts, self._gather_servers(facts.resources))
+        return AwsFacts(facts)
 
-    def _look(self) -> Facts:
-        facts = self._facts()
-        found, place = facts.found, self.config.ssh_from or self.edge.find_address()
-        plans.check_rental(self.config, found)
-        if plans.needs_offer(self.config, found) and not self._offer:
-            self._offer = check_offer(self._wanted, found, find_offer(self.cloud, self._wanted), self.cloud.region)
-        return replace(facts, address=parse_ssh_from(place), offer=self._offer)
+    def _gather_rental(self) -> RentalFacts:
+        """Return the facts for `plan_rental`. Asks AWS what it offers if something has to be rented."""
+        facts = self._gather_resources()
+        resources, ssh_from = facts.resources, self.config.ssh_from or self.services.find_address()
+        check_rental(self.config, resources)
+        if needs_offer(self.config, resources) and not self._offer:
+            offer = find_offer(self.client, self._wanted)
+            check_offer(self._wanted, resources, offer, self.client.region)
+            self._offer = offer
+        return replace(facts, ssh_from=parse_ssh_from(ssh_from), offer=self._offer)
 
-    def _facts(self) -> Facts:
-        found = find_tagged(self.cloud, self.name, self.edge.now())
-        files = read_files(self.directory, Path(self.hostfile))
-        own = Facts(found, files, str(self.directory), self.hostfile, self.cloud.region, refused=self._refused)
-        return replace(own, on_demand=self._on_demand)
+    def _gather_resources(self) -> RentalFacts:
+        return RentalFacts(
+            find_resources(self.client, self.name, self.services.now()),
+            read_files(self.directory, Path(self.hostfile)),
+            str(self.directory),
+            self.hostfile,
+            self.client.region,
+            refused=self._refused,
+            on_demand=self._uses_on_demand,
+        )
 
-    def _gather_servers(self, found: Found) -> ServersFacts:
-        nodes = self._nodes(found)
-        if self._patient:
-            nodes.wait(_BOOT_SECONDS, self.edge.now, self.edge.sleep)
+    def _gather_servers(self, resources: Resources) -> ServersFacts:
+        nodes = self._make_nodes(resources)
+        if self._waits:
+            nodes.wait(_BOOT_SECONDS, self.services.now, self.services.sleep)
             nodes.secure_lease(self._say)
         return nodes.gather()
 
-    def _nodes(self, found: Found) -> Nodes:
-        return Nodes(self.config, found.live, self.environ, self.hostfile, found.group)
+    def _make_nodes(self, resources: Resources) -> Nodes:
+        return Nodes(self.config, resources.live, self.environ, self.hostfile, resources.group)
 
-    def _await_running(self, facts: Facts) -> Facts:
-        """Until all instances run, or fewer are left. Raises CpuftError when that takes too long."""
-        end = self.edge.now() + _BOOT_SECONDS
-        while any(one.state != "running" or not one.public for one in facts.found.live):
-            if self.edge.now() > end:
-                told = plans.name_states(facts.found.instances)
-                raise CpuftError(f"instances of {self.name} do not start ({told}): cpuft provision down {self.name}")
-            self.edge.sleep(_POLL_SECONDS)
-            facts = replace(facts, found=find_tagged(self.cloud, self.name, self.edge.now()))
+    def _wait_until_running(self, facts: RentalFacts) -> RentalFacts:
+        """Wait until all instances that are left run and have addresses. Raises CpuftError after a time limit."""
+        end = self.services.now() + _BOOT_SECONDS
+        while any(one.state != "running" or not one.public for one in facts.resources.live):
+            if self.services.now() > end:
+                raise CpuftError(
+                    f"the instances of {self.name} did not start within {_BOOT_SECONDS / 60:.0f} minutes "
+                    f"({count_states(facts.resources.instances)}): remove them with `cpuft provision down {self.name}`"
+                )
+            self.services.sleep(_POLL_SECONDS)
+            facts = replace(facts, resources=find_resources(self.client, self.name, self.services.now()))
         return facts
 
     def confirm(self, ask: Ask) -> None:
-        """Whether the price is right, when something is to be rented; and before that, whether we would be let."""
-        facts = self._look()
-        missing = self.config.nodes - len(facts.found.live)
+        """Check the permissions for what has to be rented, then ask whether the user agrees to the price."""
+        facts = self._gather_rental()
+        missing = self.config.nodes - len(facts.resources.live)
         if not missing or not facts.offer:
             return
-        self._try_out(facts)
-        self._quote = self._make_quote(facts, missing)
+        self._check_permissions(facts, facts.offer)
+        self._price = self._describe_price(facts.resources, facts.offer, missing)
         if self.config.yes:
-            self._say(self._quote)
-        elif not ask(f"{self._quote}. Rent them?"):
-            raise CpuftError(f"nothing was rented ({self._quote}): answer yes at a terminal, or say --yes")
+            self._say(self._price)
+        elif not ask(f"{self._price}. Rent them?"):
+            raise CpuftError(f"nothing was rented: answer yes at a terminal, or add --yes. The price: {self._price}")
 
-    def _make_quote(self, facts: Facts, missing: int) -> str:
-        assert facts.offer
-        lease, now, group = parse_lease(self.config.lease), facts.found.now, facts.found.group
+    def _describe_price(self, resources: Resources, offer: Offer, missing: int) -> str:
+        lease, now, group = parse_lease(self.config.lease), resources.now, resources.group
         until = group.until if group else now + lease
         limit = group.limit if group else now + parse_limit(self.config.lease_limit, lease)
-        spot = {zone.name: zone.spot_price for zone in facts.offer.zones}
-        price = find_price(self.config.type, self.cloud.region, read_table(), spot)
+        spot_by_zone = {zone.name: zone.spot_price for zone in offer.zones}
+        price = find_price(self.config.type, self.client.region, read_table(), spot_by_zone)
         return describe_price(price, self._wanted, missing, now, until, limit)
 
-    def _try_out(self, facts: Facts) -> None:
-        """Ask AWS, call by call, whether it would do what is planned. Raises CpuftError when it would not."""
-        assert facts.offer
-        zone = plans.choose_zone(self._wanted, facts.found, facts.offer, {})
-        missing = self.config.nodes - len(facts.found.live)
-        request = plans.make_request(self._wanted, facts.found, facts.offer, zone, missing)
-        self.cloud.try_out("run_instances", request)
+    def _check_permissions(self, facts: RentalFacts, offer: Offer) -> None:
+        """Ask AWS in dry runs whether it would allow the planned calls. Raises CpuftError when it would not."""
+        zone = choose_zone(self._wanted, facts.resources, offer, {})
+        missing = self.config.nodes - len(facts.resources.live)
+        self.client.dry_run("run_instances", make_request(self._wanted, facts.resources, offer, zone, missing))
         for step in (step for stage in plan_rental(self.config, facts).stages for step in stage):
-            call = parse_call(step)
-            if call and not call.files and ACTIONS[call.method].service == "ec2":
-                self.cloud.try_out(call.method, call.parameters)
+            if isinstance(step, CallStep) and not step.files and ACTIONS[step.method].service == "ec2":
+                self.client.dry_run(step.method, step.parameters)
 
-    def plan(self, facts: Everything) -> Plan:
-        """What is missing at AWS; then on the instances."""
+    def plan(self, facts: AwsFacts) -> Plan:
+        """Plan what is missing in AWS; when nothing is, plan what is missing on the instances."""
         rental = plan_rental(self.config, facts.rental)
         if rental.stages or not facts.servers:
-            return replace(rental, notes=tuple(filter(None, (self._quote, *rental.notes))))
-        return self._nodes(facts.rental.found).plan(facts.servers)
+            return replace(rental, notes=tuple(filter(None, (self._price, *rental.notes))))
+        return self._make_nodes(facts.rental.resources).plan(facts.servers)
 
     def run(self, plan: Plan, say: Say) -> None:
-        """Calls are made from here, one by one; other steps run as those of any plan."""
-        for are_calls, stages in itertools.groupby(plan.stages, lambda stage: bool(parse_call(stage[0]))):
+        """Execute a plan. Calls to AWS are made one after another; other steps run as those of any plan."""
+        for are_calls, stages in itertools.groupby(plan.stages, lambda stage: isinstance(stage[0], CallStep)):
             if are_calls:
                 for step in (step for stage in stages for step in stage):
-                    self._make_call(step, say)
+                    self._make_call(cast(CallStep, step), say)
             else:
                 run_stages(replace(plan, stages=tuple(stages)), say)
 
-    def _make_call(self, step: Step, say: Say) -> None:
-        call = parse_call(step)
-        assert call, step
-        say(step.why)
-        if refused := self.cloud.do(call):
+    def _make_call(self, call: CallStep, say: Say) -> None:
+        say(call.why)
+        if reason := self.client.execute(call):
             zone = call.parameters["Placement"]["AvailabilityZone"]
-            say(f"{zone} has none: {refused}")
-            self._refused[zone] = refused
+            say(f"{zone} has no capacity: {reason}")
+            self._refused[zone] = reason
         if call.method == "create_service_linked_role" and self._offer:
-            self._offer = replace(self._offer, spot_role=True)
+            self._offer = replace(self._offer, has_spot_role=True)
 
     def make(self, say: Say, ask: Ask) -> str:
-        """As for all clusters; where no zone has any instance for us, nothing is left.
+        """Make or repair the cluster, and wait until it is ready.
 
-        Nor is anything left where instances would not end themselves with their lease: they would cost money for ever.
+        Nothing is left in two cases: when no zone has capacity, and when instances would not terminate themselves at
+        the end of their lease, because they would cost money forever.
         """
-        self._patient, self._say = True, say
+        self._waits, self._say = True, say
         try:
-            made = self._make_on_any_market(say, ask)
+            sentence = self._make_on_any_market(say, ask)
         except LeaseError as error:
-            say(f"end the instances: {error}")
+            say(f"terminate the instances: {error}")
             try:
                 self.down(say)
-            except CpuftError as trouble:
-                raise CpuftError(f"{error}; they cost money, and could not be ended ({trouble})") from None
+            except CpuftError as failure:
+                raise CpuftError(f"{error}. They cost money and could not be terminated: {failure}") from None
             raise CpuftError(
-                f"{error}: all instances of {self.name} were ended, look at systemd and cloud-init of the image"
+                f"{error}. All instances of {self.name} were terminated: check systemd and cloud-init in the AMI"
             ) from None
         except NoCapacityError:
-            if not self._facts().found.live:
-                # Every zone has said no: nothing can appear late.
-                self.edge = replace(self.edge, late_seconds=0.0)
+            if not self._gather_resources().resources.live:
+                # All zones have refused, so there is no need to wait for instances that appear late.
+                self.services = replace(self.services, appear_seconds=0.0)
                 self.down(say)
             raise
-        group = self._facts().found.group
-        return f"{made}; it ends itself at {format_time(group.until if group else 0)}"
+        return f"{sentence}; {self._describe_end()}"
+
+    def _describe_end(self) -> str:
+        group = self._gather_resources().resources.group
+        return f"the instances terminate themselves at {format_time(group.until if group else 0)}"
 
     def _make_on_any_market(self, say: Say, ask: Ask) -> str:
+        """Make the cluster; with --spot-or-demand on demand if no zone has spot capacity."""
         try:
             return super().make(say, ask)
         except NoCapacityError as error:
             if not self.config.spot_or_demand:
                 raise
-            say(f"on demand instead: {error}")
-        # The price was agreed to with the one of spot instances.
+            say(f"rent on-demand instances instead: {error}")
+        # The user has agreed to this price, too: the question about spot instances includes it.
         self.config = replace(self.config, yes=True)
-        self._on_demand, self._offer = True, None
+        self._uses_on_demand, self._offer = True, None
         self._refused.clear()
         return super().make(say, ask)
 
     def down(self, say: Say) -> str:
-        """Leave nothing of it anywhere, nor what appears late; what it has cost."""
-        self._patient = True
-        gone = super().down(say)
-        bill = describe_bill(find_costs(self.cloud, self._last), self._last, self.edge.now()) if self._last else ""
-        return "; ".join(filter(None, (gone, bill)))
+        """Remove the cluster, including instances that appear late. The sentence says what the cluster has cost."""
+        self._waits = True
+        sentence, instances = super().down(say), self._last_instances
+        if not instances:
+            return sentence
+        return f"{sentence}; {describe_bill(find_price_of(self.client, instances), instances, self.services.now())}"
 
-    def gather_remains(self) -> Everything:
-        """What there is, when nothing is about to end or to appear any more."""
-        facts = self._facts()
-        start = self.edge.now()
-        while self._patient and self._may_change(facts, self.edge.now() - start):
-            self.edge.sleep(_POLL_SECONDS)
-            facts = self._facts()
-        if facts.found.group or not self._last:
-            self._last = facts.found.instances
-        return Everything(facts)
+    def gather_remains(self) -> AwsFacts:
+        """Return what exists; if this command waits, as soon as no instance is about to end or to appear."""
+        facts = self._gather_resources()
+        start = self.services.now()
+        while self._waits and self._may_change(facts.resources, self.services.now() - start):
+            self.services.sleep(_POLL_SECONDS)
+            facts = self._gather_resources()
+        if facts.resources.group or not self._last_instances:
+            self._last_instances = facts.resources.instances
+        return AwsFacts(facts)
 
-    def _may_change(self, facts: Facts, waited: float) -> bool:
-        states = {one.state for one in facts.found.instances}
+    def _may_change(self, resources: Resources, waited: float) -> bool:
+        """Whether instances are about to end, or were requested a moment ago and may still appear."""
+        states = {one.state for one in resources.instances}
         if states - {"terminated"}:
             return states <= {"terminated", "shutting-down"} and waited < _END_SECONDS
-        generation = facts.found.group.generation if facts.found.group else -1
-        accounted = any(one.generation == generation for one in facts.found.instances)
-        entry = self.directory / FILE_NAME
-        made = entry.stat().st_mtime if entry.exists() else 0.0
-        young = plans.is_young(facts.found, made, _YOUNG_SECONDS)
-        return not accounted and young and waited < self.edge.late_seconds
+        generation = resources.group.generation if resources.group else -1
+        have_appeared = any(one.generation == generation for one in resources.instances)
+        record = self.directory / FILE_NAME
+        recorded = record.stat().st_mtime if record.exists() else 0.0
+        may_appear = not have_appeared and is_young(resources, recorded, _YOUNG_SECONDS)
+        return may_appear and waited < self.services.appear_seconds
 
-    def plan_down(self, facts: Everything) -> Plan:
-        """What is left, at AWS and here."""
-        return plans.plan_rental_down(self.name, facts.rental)
+    def plan_down(self, facts: AwsFacts) -> Plan:
+        """Plan the deletion of what is left in AWS and on this machine."""
+        return plan_rental_down(self.name, facts.rental)
 
     def plan_extension(self, lease: str) -> Plan:
-        """The lease is to end so long from now. Raises CpuftError: there is no such cluster, or it has ended."""
-        facts = self._facts()
-        until = int(facts.found.now) + parse_lease(lease)
-        plan = plans.plan_extension(self.name, facts, until)
-        if self.edge.logs_in:
-            transport = Transport(plans.check_config(self.name, facts), elsewhere=True)
-            ways = {one.private: transport.way(Host(one.private)) for one in facts.found.live}
-            tell = plans.tell_instances(facts.found, until)
-            note = plans.plan_lease_note(self.name, facts, until)
-            plan = replace(plan, stages=(*plan.stages, tell, *note), ways=ways)
+        """Plan that the lease ends `lease` from now: in the tags, on the instances and in the cluster's record."""
+        facts = self._gather_resources()
+        until = int(facts.resources.now) + parse_lease(lease)
+        plan = plan_tag_extension(self.name, facts, until)
+        if self.services.uses_ssh:
+            transport = Transport(check_ssh_config(self.name, facts), elsewhere=True)
+            ways = {one.private: transport.way(Host(one.private)) for one in facts.resources.live}
+            instances = plan_instance_extension(facts.resources, until)
+            record = plan_record_extension(self.name, facts, until)
+            plan = replace(plan, stages=(*plan.stages, instances, *record), ways=ways)
         return plan
 
     def extend(self, lease: str, say: Say) -> str:
-        """Let the lease end so long from now. Raises CpuftError as the plan of it."""
+        """Execute `plan_extension`."""
         self.run(self.plan_extension(lease), say)
-        group = self._facts().found.group
-        return f"cluster {self.name} ends itself at {format_time(group.until if group else 0)}"
+        return f"cluster {self.name}: {self._describe_end()}"
 
     def describe_hosts(self) -> list[str]:
-        """An instance a line; its age, its lease and what it has cost."""
-        found = self._facts().found
-        price = find_costs(self.cloud, found.instances)
-        return describe_instances(found.group, found.instances, found.now, price)
+        """Return a line about the lease and the cost, and a line for each instance."""
+        resources = self._gather_resources().resources
+        price = find_price_of(self.client, resources.instances)
+        return describe_instances(resources.group, resources.instances, resources.now, price)

@@ -1,4 +1,4 @@
-# What instances are told at birth: standard input, and behind it their host key, which no plan may show.
+# Writes the user data of instances: standard input, then the host key, which must not be shown in a plan.
 #   arguments: HOST_KEY PATH
 set -eu
 umask 077

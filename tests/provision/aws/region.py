@@ -6,16 +6,16 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cpuft.provision.aws.client import ACTIONS, LOOK, Cloud
+from cpuft.provision.aws.client import ACTIONS, READ, AwsClient
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.provider import Aws, Edge
+from cpuft.provision.aws.provider import Aws, Services
 
 REGION = "us-east-1"
 ACCOUNT = "123456789012"
@@ -47,7 +47,7 @@ class Region:
     start: float = field(default_factory=time.time)
     seconds: float = 0.0
     """That have been slept: time passes by them alone, however slow the machine is."""
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    calls: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     kill: tuple[int, str] = (-1, "")
     """The number of the mutating call at which the launcher dies, and whether before or after it."""
     outright: bool = False
@@ -56,7 +56,7 @@ class Region:
     lingers: bool = False
     """Whether an image is there only when somebody has waited for it."""
     coming: list[Any] = field(default_factory=list)
-    """Images that are being made."""
+    """AMIs that are being made."""
     image_faults: list[str] = field(default_factory=list)
     """Codes of CreateImage's answers to come, as `faults`."""
 
@@ -65,7 +65,7 @@ class Region:
         """Names of calls that changed something, or would have."""
         return [name for name, parameters in self.calls if is_mutating(name, parameters)]
 
-    def hook(self, when: str, method: str, parameters: dict[str, Any]) -> None:
+    def hook(self, when: str, method: str, parameters: Mapping[str, Any]) -> None:
         number, word = self.kill
         if when == "before":
             self.calls.append((method, parameters))
@@ -83,21 +83,21 @@ class Region:
     def now(self) -> float:
         return self.start + self.seconds
 
-    def edge(self, **changes: Any) -> Edge:
+    def services(self, **changes: Any) -> Services:
         """The world of a launcher that rents and does not log in."""
-        edge = Edge(lambda name: _open_cloud(), self.sleep, self.now, lambda: "203.0.113.7\n", logs_in=False)
-        return replace(edge, **changes)
+        services = Services(lambda name: _open_cloud(), self.sleep, self.now, lambda: "203.0.113.7\n", uses_ssh=False)
+        return replace(services, **changes)
 
 
-def is_mutating(method: str, parameters: dict[str, Any]) -> bool:
-    return ACTIONS[method].kind != LOOK and not parameters.get("DryRun")
+def is_mutating(method: str, parameters: Mapping[str, Any]) -> bool:
+    return ACTIONS[method].kind != READ and not parameters.get("DryRun")
 
 
 def make_aws(region: Region, folder: Path, **options: Any) -> Aws:
     """A launcher with a memory of its own."""
-    edge = region.edge(**{name: options.pop(name) for name in [*options] if name in Edge.__annotations__})
+    services = region.services(**{name: options.pop(name) for name in [*options] if name in Services.__annotations__})
     config = replace(AwsConfig(name=NAME, nodes=4, region=REGION, yes=True), **options)
-    return Aws(config, {"CPUFT_STATE": str(folder / "state")}, edge=edge)
+    return Aws(config, {"CPUFT_STATE": str(folder / "state")}, services=services)
 
 
 def say(text: str) -> None:
@@ -121,8 +121,8 @@ def down(region: Region, folder: Path) -> None:
 
 
 @functools.cache
-def _open_cloud() -> Cloud:
-    return Cloud(REGION, lambda *told: _OPEN[-1].hook(*told), lambda seconds: _OPEN[-1].sleep(seconds))
+def _open_cloud() -> AwsClient:
+    return AwsClient(REGION, lambda *told: _OPEN[-1].hook(*told), lambda seconds: _OPEN[-1].sleep(seconds))
 
 
 @functools.cache

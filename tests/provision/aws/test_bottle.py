@@ -90,7 +90,9 @@ def test_somebody_else_at_its_addresses_is_told_nothing(bottle: Bottle) -> None:
     bottle.ask("send_impostors", True)
     made = bottle.cpuft(*LAB, "--nodes", "1")
     assert made.returncode == 2
-    assert re.search(r"its key .*; they cost money: cpuft provision down lab$", made.stderr), made.stderr
+    assert re.search(
+        r"its key .*\. The instances cost money: remove them with `cpuft provision down lab`$", made.stderr
+    ), made.stderr
     (one,) = bottle.live()
     console = bottle.ask("console", one["id"])
     assert "[preauth]" in console
@@ -110,19 +112,21 @@ def test_a_lease_that_user_data_did_not_arm_is_armed_over_ssh(bottle: Bottle) ->
     bottle.ask("send_broken", "final")
     made = bottle.cpuft(*LAB, "--nodes", "1", "--lease", "2h")
     check(made)
-    assert "arm the end of the lease, because no shutdown is scheduled" in made.stderr
+    assert "schedule the shutdown at the end of the lease, because no shutdown is scheduled" in made.stderr
     (one,) = bottle.live()
     assert re.findall("shutdown in (.*) min", bottle.ask("console", one["id"])) == ["119"]
     assert (bottle.disk(one["id"]) / "etc/systemd/system/multi-user.target.wants/cpuft-lease.service").is_symlink()
     again = bottle.cpuft(*LAB, "--nodes", "1", "--lease", "2h")
-    assert "arm the end" not in check(again) + again.stderr
+    assert "schedule the shutdown" not in check(again) + again.stderr
 
 
 def test_instances_that_would_never_end_themselves_are_ended(bottle: Bottle) -> None:
     bottle.ask("send_broken", "shutdown")
     made = bottle.cpuft(*LAB, "--nodes", "2")
     assert made.returncode == 2
-    assert re.search(r"does not end itself when its lease ends .*: all instances of lab were ended", made.stderr)
+    assert re.search(
+        r"at the end of its lease could not be scheduled .*\. All instances of lab were terminated", made.stderr
+    )
     assert bottle.ask("left") == NOTHING_LEFT
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 from cpuft.provision.aws.client import read_tags
-from cpuft.provision.aws.image import Builder, delete_image, list_images
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
     NOTHING,
@@ -55,9 +55,9 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_builder(region: Region, folder: Path, wheels: Path, **options: Any) -> Builder:
+def make_builder(region: Region, folder: Path, wheels: Path, **options: Any) -> AmiBuilder:
     config = ImageConfig(recipe=str(RECIPE), wheels=str(wheels), aws=True, region=REGION, yes=True)
-    return Builder(replace(config, **options), {"CPUFT_STATE": str(folder / "state")}, region.edge())
+    return AmiBuilder(replace(config, **options), {"CPUFT_STATE": str(folder / "state")}, region.services())
 
 
 def build(region: Region, folder: Path, wheels: Path, **options: Any) -> str:
@@ -76,7 +76,7 @@ def test_a_dry_run_makes_no_call_that_changes_anything(region: Region, tmp_path:
     plan = make_builder(region, tmp_path, wheels).show()
     assert region.mutating == []
     assert "1 x m7i.xlarge on demand" in plan.notes[0]
-    assert [note for note in plan.notes if note.startswith("then: ")][-1].startswith("then: end the instance")
+    assert [note for note in plan.notes if note.startswith("then: ")][-1].startswith("then: terminate the instance")
     assert [*tmp_path.iterdir()] == []
 
 
@@ -85,12 +85,12 @@ def test_an_image_is_made_once_and_instances_start_from_it(region: Region, tmp_p
     assert region.mutating == CALLS
     ((name,), (disk,)) = find_made()
     assert name == disk
-    assert said == f"image {name} is made; next: cpuft provision aws --region {REGION}"
+    assert said == f"AMI {name} was made; next: cpuft provision aws --region {REGION}"
     assert left(region) == NOTHING
     assert [*(tmp_path / "state").iterdir()] == []
 
     region.calls.clear()
-    assert build(region, tmp_path / "elsewhere", wheels).startswith(f"image {name} is there")
+    assert build(region, tmp_path / "elsewhere", wheels).startswith(f"AMI {name} exists already")
     assert make_builder(region, tmp_path, wheels).show().stages == ()
     assert region.mutating == []
 
@@ -154,28 +154,29 @@ def test_an_answer_that_was_lost_makes_no_second_image(
 def test_an_image_goes_with_its_snapshot_also_in_two_attempts(region: Region, tmp_path: Path, wheels: Path) -> None:
     build(region, tmp_path, wheels)
     ((name,), _) = find_made()
-    assert list_images(REGION, region.edge()).startswith(f"{name}  ami-")
+    assert list_images(REGION, region.services()).startswith(f"{name}  ami-")
     region.calls.clear()
-    assert len(delete_image(name, REGION, True, say, region.edge()).stages) == 2
+    assert len(delete_image(name, REGION, True, say, region.services()).stages) == 2
     assert region.mutating == []
     region.kill = (0, "after")
     with pytest.raises(KilledError):
-        delete_image(name, REGION, False, say, region.edge())
+        delete_image(name, REGION, False, say, region.services())
     region.kill = (-1, "")
     assert find_made() == ([], [name])
-    assert list_images(REGION, region.edge()).endswith("a snapshot whose image is gone\n")
-    delete_image(name, REGION, False, say, region.edge())
+    assert list_images(REGION, region.services()).endswith("a snapshot whose AMI was deleted\n")
+    delete_image(name, REGION, False, say, region.services())
     assert find_made() == ([], [])
-    with pytest.raises(CpuftError, match=f"cpuft has made no image '{region.image}' in us-east-1"):
-        delete_image(region.image, REGION, False, say, region.edge())
+    with pytest.raises(CpuftError, match=f"cpuft has made no AMI '{region.image}' in us-east-1"):
+        delete_image(region.image, REGION, False, say, region.services())
 
 
 def test_what_another_machine_is_at_work_on_stays(region: Region, tmp_path: Path, wheels: Path) -> None:
     builder = make_builder(region, tmp_path / "there", wheels)
-    builder.lab.make(say, refuse)
+    builder.cluster.make(say, refuse)
     region.calls.clear()
     with pytest.raises(
-        CpuftError, match=r"another machine makes this image: wait for it, or cpuft provision down image"
+        CpuftError,
+        match=r"another machine is making this AMI: .* with `cpuft provision down image",
     ):
         build(region, tmp_path / "here", wheels)
     assert region.mutating == []
@@ -184,16 +185,16 @@ def test_what_another_machine_is_at_work_on_stays(region: Region, tmp_path: Path
 def test_an_image_of_that_name_that_is_not_ours_stays(region: Region, tmp_path: Path, wheels: Path) -> None:
     build(region, tmp_path, wheels)
     ((name,), _) = find_made()
-    delete_image(name, REGION, False, say, region.edge())
+    delete_image(name, REGION, False, say, region.services())
     client().register_image(Name=name)
     region.calls.clear()
-    with pytest.raises(CpuftError, match=f"is called {name} and is not cpuft's: deregister it"):
+    with pytest.raises(CpuftError, match=f"has the name {name}, but cpuft did not make it: deregister it"):
         build(region, tmp_path, wheels)
     assert region.mutating == []
 
 
 def test_a_no_to_the_price_costs_nothing(region: Region, tmp_path: Path, wheels: Path) -> None:
-    with pytest.raises(CpuftError, match=r"nothing was rented \(1 x m7i.xlarge on demand"):
+    with pytest.raises(CpuftError, match=r"nothing was rented: .* The price: 1 x m7i.xlarge on demand"):
         make_builder(region, tmp_path, wheels, yes=False).make(say, lambda question: False)
     assert region.mutating == []
 
@@ -202,8 +203,8 @@ def test_an_image_that_does_not_appear_is_not_waited_for_without_end(
     region: Region, tmp_path: Path, wheels: Path
 ) -> None:
     builder = make_builder(region, tmp_path, wheels)
-    builder.edge = replace(builder.edge, sleep=lambda seconds: setattr(region, "seconds", region.seconds + 600))
-    with pytest.raises(CpuftError, match=r"is not there after 60 min: run it again"):
+    builder.services = replace(builder.services, sleep=lambda seconds: setattr(region, "seconds", region.seconds + 600))
+    with pytest.raises(CpuftError, match=r"is not ready after 60 minutes: run the command again"):
         builder.make(say, refuse)
     assert left(region) == NOTHING
 
@@ -211,5 +212,5 @@ def test_an_image_that_does_not_appear_is_not_waited_for_without_end(
 def test_only_debian_12_becomes_an_ami(region: Region, tmp_path: Path, wheels: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.read_text().replace("suite: bookworm", "suite: trixie"))
-    with pytest.raises(CpuftError, match=r"an AMI is made of Debian bookworm, and .* wants trixie"):
+    with pytest.raises(CpuftError, match=r"AMIs are made from Debian bookworm, and .* asks for trixie"):
         make_builder(region, tmp_path, wheels, recipe=str(path))

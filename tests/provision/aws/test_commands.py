@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.cli import main
-from cpuft.provision.aws.client import Cloud
-from cpuft.provision.aws.image import Builder, delete_image, list_images
+from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
+from cpuft.provision.aws.client import AwsClient
 from cpuft.provision.aws.policy import make_policy
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
@@ -53,23 +53,32 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     [
         (
             ("--region", REGION, "--type", "m7i.9xlarge"),
-            "AWS knows no type 'm7i.9xlarge' here: did you mean m7i.xlarge or m7i.8xlarge",
+            "region us-east-1 has no instance type 'm7i.9xlarge': did you mean m7i.xlarge or m7i.8xlarge",
         ),
-        (("--region", REGION, "--type", "'"), 'AWS knows no type "\'" here: choose one of'),
-        (("--region", REGION, "--zone", "us-east-1z"), "us-east-1 has no zone 'us-east-1z' for you: did you mean"),
-        (("--region", REGION, "--zone", "us-east-1e"), "m7i.8xlarge is not offered in us-east-1e, but in us-east-1a"),
+        (("--region", REGION, "--type", "'"), 'region us-east-1 has no instance type "\'": choose one of'),
+        (("--region", REGION, "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z': did you mean"),
+        (
+            ("--region", REGION, "--zone", "us-east-1e"),
+            "zone us-east-1e does not offer m7i.8xlarge: choose one",
+        ),
         (
             ("--region", REGION, "--image", "ami-00000000000000000"),
-            "region us-east-1 has no image 'ami-00000000000000000'",
+            "region us-east-1 has no AMI 'ami-00000000000000000' that you can use",
         ),
-        (("--region", REGION, "--image", "debian"), "region us-east-1 has no image 'debian' for you"),
-        (("--region", REGION, "--lease", "1y"), "--lease '1y' is no lease: give 10m to 30d"),
-        (("--region", REGION, "--ssh-from", "0.0.0.0/0"), "--ssh-from 0.0.0.0/0 is as good as the whole world"),
-        (("--region", REGION, "--nodes", "900"), "900 x m7i.8xlarge are 28800 vCPUs; 256 may run at a time, 0 do now"),
+        (("--region", REGION, "--image", "debian"), "region us-east-1 has no AMI 'debian' that you can use"),
+        (("--region", REGION, "--lease", "1y"), "--lease '1y' is not a valid time: give 10m to 30d"),
+        (("--region", REGION, "--ssh-from", "0.0.0.0/0"), "--ssh-from 0.0.0.0/0 would let almost everybody reach ssh"),
+        (
+            ("--region", REGION, "--nodes", "900"),
+            "900 x m7i.8xlarge need 28800 vCPUs, but your quota is 256 vCPUs",
+        ),
         (("--region", "us-east-9"), "AWS has no region 'us-east-9': did you mean us-east-2"),
-        ((), "no region of AWS is named: say e.g. --region us-east-1"),
+        ((), "no AWS region is given: add --region, such as --region us-east-1"),
         (("--region", REGION, "--name", "A"), "'A' is no name of a cluster"),
-        (("--region", REGION, "--no-yes"), "nothing was rented (2 x m7i.8xlarge on demand"),
+        (
+            ("--region", REGION, "--no-yes"),
+            "nothing was rented: answer yes at a terminal, or add --yes. The price: 2 x m7i",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -162,28 +171,28 @@ def test_a_price_that_nobody_is_asked_about_is_said_all_the_same(region: Region,
     lab = make_aws(region, tmp_path, nodes=2)
     lab.make(told.append, refuse)
     assert re.match(
-        r"2 x m7i\.8xlarge on demand, an hour of one: "
-        r"on demand about [0-9.]+ \$ \(list price of us-east-1 in 20[0-9]{2}\); "
-        r"in all [0-9.]+ \$ an hour, [0-9.]+ \$ to the end of the lease at ",
+        r"2 x m7i\.8xlarge on demand: each instance costs per hour "
+        r"about \$[0-9.]+, list price of us-east-1 in 20[0-9]{2}\. "
+        r"All together cost \$[0-9.]+ per hour, \$[0-9.]+ until the lease ends at ",
         told[0],
     ), told
-    assert sum("in all" in line for line in told) == 1
+    assert sum("All together" in line for line in told) == 1
     lab.down(say)
 
 
 def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         become("renter", patch)
-        cloud = Cloud(REGION, region.hook, region.sleep)
-        lab = make_aws(region, tmp_path, spot=True, nodes=2, open_cloud=lambda name: cloud)
+        cloud = AwsClient(REGION, region.hook, region.sleep)
+        lab = make_aws(region, tmp_path, spot=True, nodes=2, open_client=lambda name: cloud)
         lab.make(say, refuse)
         lab.extend("5h", say)
         lab.down(say)
         write_wheels(tmp_path / "wheels")
-        edge = region.edge(open_cloud=lambda name: cloud)
+        services = region.services(open_client=lambda name: cloud)
         config = ImageConfig(recipe=str(RECIPE), wheels=str(tmp_path / "wheels"), region=REGION, yes=True)
-        Builder(config, {"CPUFT_STATE": str(tmp_path / "state")}, edge).make(say, refuse)
-        delete_image(list_images(REGION, edge).split()[0], REGION, False, say, edge)
+        AmiBuilder(config, {"CPUFT_STATE": str(tmp_path / "state")}, services).make(say, refuse)
+        delete_image(list_images(REGION, services).split()[0], REGION, False, say, services)
         assert "user/renter" in cloud.caller
     assert left(region) == NOTHING
 
@@ -211,7 +220,8 @@ def test_a_right_that_lacks_is_named(
         code, _, errors = run(capsys, *ASKED, "--region", REGION, *words)
     assert code == 2
     assert errors.splitlines()[-1] == (
-        f"cpuft: error: your AWS credentials may not do {right}: add what cpuft provision aws --policy prints to them"
+        f"cpuft: error: your AWS credentials lack the permission {right}: add the policy that `cpuft provision aws "
+        "--policy` prints to your IAM user or role"
     )
     assert live() == []
 
@@ -220,15 +230,18 @@ def test_a_right_that_lacks_is_named(
     ("words", "said"),
     [
         ((), "give --output with a new directory to make a root filesystem, or --aws to make an AMI"),
-        (("--delete", "cpuft-x"), "cpuft has made no image 'cpuft-x' in us-east-1: there is nothing to take away"),
+        (("--delete", "cpuft-x"), "cpuft has made no AMI 'cpuft-x' in us-east-1: there is nothing to delete"),
         (
             ("--aws", "--type", "m7i.9xlarge"),
-            "AWS knows no type 'm7i.9xlarge' here: did you mean m7i.xlarge or m7i.8xlarge",
+            "region us-east-1 has no instance type 'm7i.9xlarge': did you mean m7i.xlarge or m7i.8xlarge",
         ),
-        (("--aws", "--zone", "us-east-1z"), "us-east-1 has no zone 'us-east-1z' for you: did you mean"),
+        (("--aws", "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z': did you mean"),
         (("--aws", "--recipe", "none.yaml"), "recipe none.yaml cannot be used"),
         (("--aws", "--wheels", "none"), "--wheels /"),
-        (("--aws", "--no-yes"), "nothing was rented (1 x m7i.xlarge on demand"),
+        (
+            ("--aws", "--no-yes"),
+            "nothing was rented: answer yes at a terminal, or add --yes. The price: 1 x",
+        ),
     ],
 )
 def test_bad_input_of_an_image_is_one_line(
@@ -248,16 +261,16 @@ def test_images_are_listed_and_deleted_by_what_a_user_types(
 ) -> None:
     write_wheels(tmp_path / "wheels")
     config = ImageConfig(recipe=str(RECIPE), wheels=str(tmp_path / "wheels"), region=REGION, yes=True)
-    Builder(config, {"CPUFT_STATE": str(tmp_path / "state")}, region.edge()).make(say, refuse)
+    AmiBuilder(config, {"CPUFT_STATE": str(tmp_path / "state")}, region.services()).make(say, refuse)
     code, output, _ = run(capsys, "provision", "image", "--list", "--region", REGION)
     name = output.split()[0]
     assert (code, output.count("\n")) == (0, 1)
     code, output, _ = run(capsys, "provision", "image", "--delete", name, "--region", REGION, "--dry-run")
     assert (code, output.count("aws ec2 de")) == (0, 2)
     code, output, _ = run(capsys, "provision", "image", "--delete", name, "--region", REGION)
-    assert (code, output) == (0, f"image {name} is gone\n")
+    assert (code, output) == (0, f"AMI {name} was deleted\n")
     code, output, _ = run(capsys, "provision", "image", "--list", "--region", REGION)
-    assert (code, output) == (0, "cpuft has made no image in us-east-1\n")
+    assert (code, output) == (0, "cpuft has made no AMI in us-east-1\n")
 
 
 def test_status_goes_on_past_an_account_that_cannot_be_asked(

@@ -65,7 +65,7 @@ def test_from_an_image_to_a_job_and_back_to_nothing(job: tuple[str, ...], file: 
     assert "then: check it inside: imports, mpirun, two ranks that add up numbers" in planned
     assert bottle.ask("calls") == []
     said = bottle.cpuft(*IMAGE, seconds=300)
-    assert re.match(r"image cpuft-\S+ is made", check(said)), said.stdout
+    assert re.match(r"AMI cpuft-\S+ was made", check(said)), said.stdout
     assert bottle.ask("calls").count("CreateImage") == 1
     left = bottle.ask("left")
     assert NOTHING_LEFT | {"images": left["images"], "snapshots": left["snapshots"]} == left
@@ -103,5 +103,5 @@ def test_a_job_moves_the_end_of_its_hosts_lease(bottle: Bottle) -> None:
     (one,) = bottle.live()
     said = re.findall("shutdown in (.*) min", bottle.ask("console", one["id"]))
     assert list(dict.fromkeys(said)) == ["9", "15"]
-    assert "; jobs move it, to " in check(bottle.cpuft("provision", "status", "lab"))
+    assert "; running jobs can extend it to " in check(bottle.cpuft("provision", "status", "lab"))
     bottle.empty("lab")

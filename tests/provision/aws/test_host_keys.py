@@ -16,7 +16,7 @@ from cpuft.hosts.ssh_files import Member, format_known_hosts, format_ssh_config
 from cpuft.hosts.transport import Transport
 from cpuft.provision.aws import nodes
 from cpuft.provision.aws.facts import Instance
-from cpuft.provision.aws.nodes import Nodes, choose_keys, known_keys, plan_rotation
+from cpuft.provision.aws.nodes import Nodes, choose_keys, find_known_keys, plan_rotation
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.servers import ServerFacts
 from tests.hosts.test_transport import free_port, wait_for
@@ -57,9 +57,9 @@ def test_by_which_keys_a_host_is_known_and_what_is_next(there: tuple[str, ...], 
 def test_what_is_known_of_a_host_is_not_believed_of_another_one_with_its_address() -> None:
     text = format_known_hosts([replace(MEMBER, key=f"{GIVEN} cpuft\n{OWN} cpuft-own")])
     assert text == f"10.0.0.1 {GIVEN} i-1\n10.0.0.1 {OWN} i-1\n"
-    assert known_keys(text, MEMBER) == f"{GIVEN}\n{OWN}"
-    assert known_keys(text, replace(MEMBER, mark="i-2")) == ""
-    assert known_keys(f"10.0.0.1 {OWN}\n", MEMBER) == ""
+    assert find_known_keys(text, MEMBER) == f"{GIVEN}\n{OWN}"
+    assert find_known_keys(text, replace(MEMBER, mark="i-2")) == ""
+    assert find_known_keys(f"10.0.0.1 {OWN}\n", MEMBER) == ""
 
 
 class Born:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.provision.aws.client import ACTIONS, LOOK, TAG, UNTIL, read_tags
+from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
+from cpuft.provision.aws.client import ACTIONS, READ, TAG, UNTIL, read_tags
 from cpuft.provision.aws.facts import parse_instances
-from cpuft.provision.aws.image import Builder, delete_image, list_images
 from cpuft.provision.aws.plan import NoCapacityError
 from cpuft.provision.aws.provider import Aws
 from cpuft.provision.options import ImageConfig
@@ -57,17 +57,17 @@ def test_another_machine_finds_it_by_its_tags(region: Region, tmp_path: Path) ->
 
 
 def test_all_clusters_of_a_region_are_told_of(region: Region, tmp_path: Path) -> None:
-    assert Aws.describe_region(REGION, region.edge()) == []
+    assert Aws.describe_region(REGION, region.services()) == []
     make(region, tmp_path)
     make(region, tmp_path, name="other", nodes=1, spot=True)
     region.seconds += 1800
-    said = Aws.describe_region(REGION, region.edge())
+    said = Aws.describe_region(REGION, region.services())
     assert [line for line in said if line.startswith("cluster")] == [
         "cluster lab (aws), 4 nodes",
         "cluster other (aws), 1 node",
     ]
     # Half an hour of four, but for the seconds in which they were started.
-    assert 2.5 < float(said[1].partition("about ")[2].split()[0]) < 3.24
+    assert 2.5 < float(said[1].partition("about $")[2].split()[0]) < 3.24
     assert "in 3 h " in said[1]
 
 
@@ -105,7 +105,7 @@ def test_what_a_cluster_has_cost_is_told_when_it_is_gone(region: Region, tmp_pat
     down(region, tmp_path)
     lab = make_aws(region, tmp_path, nodes=2)
     lab.make(say, refuse)
-    told = float(lab.down(say).partition("it has cost about ")[2].split()[0])
+    told = float(lab.down(say).partition("it has cost about $")[2].split()[0])
     found = [one for place in client().describe_instances()["Reservations"] for one in place["Instances"]]
     mine = parse_instances({"Reservations": [{"Instances": [one for one in found if one["InstanceId"] not in first]}]})
     assert len(mine) == 2
@@ -116,12 +116,12 @@ def test_a_lease_is_extended_for_all(region: Region, tmp_path: Path) -> None:
     lab = make_aws(region, tmp_path, lease="1h")
     lab.make(say, refuse)
     region.seconds += 1800
-    assert lab.extend("3h", say).startswith("cluster lab ends itself at")
+    assert lab.extend("3h", say).startswith("cluster lab: the instances terminate themselves at")
     (until,) = {int(read_tags(one)[UNTIL]) for one in live()}
     assert 3 * 3600 - 2 < until - region.now() <= 3 * 3600
     assert "in 2 h 5" in lab.describe()
     region.seconds += 4 * 3600
-    with pytest.raises(CpuftError, match=r"the lease of lab ended at .*: cpuft provision down lab, and rent it anew"):
+    with pytest.raises(CpuftError, match=r"the lease of lab ended at .*: remove it with .*, then rent it again"):
         make(region, tmp_path)
 
 
@@ -151,12 +151,12 @@ def test_every_call_of_the_table_is_made(region: Region, tmp_path: Path) -> None
     lab.down(say)
     write_wheels(tmp_path / "wheels")
     config = ImageConfig(recipe=str(RECIPE), wheels=str(tmp_path / "wheels"), region=REGION, yes=True)
-    Builder(config, {"CPUFT_STATE": str(tmp_path / "state")}, region.edge()).make(say, refuse)
-    delete_image(list_images(REGION, region.edge()).split()[0], REGION, False, say, region.edge())
+    AmiBuilder(config, {"CPUFT_STATE": str(tmp_path / "state")}, region.services()).make(say, refuse)
+    delete_image(list_images(REGION, region.services()).split()[0], REGION, False, say, region.services())
     assert left(region) == NOTHING
     # Who calls is asked once, and the clients of all tests are the same.
     assert {name for name, _ in region.calls} | {"get_caller_identity"} == set(ACTIONS)
-    assert {*region.mutating} == {name for name, action in ACTIONS.items() if action.kind != LOOK}
+    assert {*region.mutating} == {name for name, action in ACTIONS.items() if action.kind != READ}
 
 
 def test_nobody_is_asked_twice_and_a_no_costs_nothing(region: Region, tmp_path: Path) -> None:
@@ -168,7 +168,10 @@ def test_nobody_is_asked_twice_and_a_no_costs_nothing(region: Region, tmp_path: 
 
     lab = make_aws(region, tmp_path)
     lab.config = replace(lab.config, yes=False)
-    with pytest.raises(CpuftError, match=r"nothing was rented \(4 x m7i.8xlarge on demand.*say --yes"):
+    with pytest.raises(
+        CpuftError,
+        match=r"nothing was rented: answer yes .* add --yes. The price: 4 x m7i.8xlarge on demand",
+    ):
         lab.make(say, no)
     assert len(asked) == 1
     assert left(region) == NOTHING

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from cpuft.provision.aws.client import Cloud
+from cpuft.provision.aws.client import AwsClient
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.provider import Aws, Edge
+from cpuft.provision.aws.provider import Aws, Services
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, Bottle, open_bottle
 from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say
 
@@ -31,9 +31,9 @@ class Launcher:
         self.bottle = bottle
         self.start, self.seconds = time.time(), 0.0
         self.calls, self.killed_at = 0, (-1, "")
-        self.cloud = Cloud(REGION, self._hook, self._sleep)
+        self.cloud = AwsClient(REGION, self._hook, self._sleep)
 
-    def _hook(self, when: str, method: str, parameters: dict[str, Any]) -> None:
+    def _hook(self, when: str, method: str, parameters: Mapping[str, Any]) -> None:
         if is_mutating(method, parameters):
             if (self.calls, when) == self.killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -46,9 +46,9 @@ class Launcher:
         return self.start + self.seconds
 
     def _aws(self) -> Aws:
-        edge = Edge(lambda name: self.cloud, self._sleep, self._now, lambda: "203.0.113.7", logs_in=False)
+        services = Services(lambda name: self.cloud, self._sleep, self._now, lambda: "203.0.113.7", uses_ssh=False)
         config = AwsConfig(name=NAME, nodes=NODES, region=REGION, yes=True)
-        return Aws(config, {"CPUFT_STATE": str(self.bottle.folder / "state")}, edge=edge)
+        return Aws(config, {"CPUFT_STATE": str(self.bottle.folder / "state")}, services=services)
 
     def make(self) -> None:
         self._aws().make(say, refuse)

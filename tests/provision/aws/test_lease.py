@@ -15,8 +15,8 @@ from cpuft.provision.aws.lease import (
     ARM_SCRIPT,
     format_span,
     format_user_data,
-    make_arming,
-    make_extension,
+    make_extend_command,
+    make_schedule_command,
     parse_lease,
     parse_limit,
     parse_timer,
@@ -32,7 +32,7 @@ def test_a_lease(text: str, seconds: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "4", "h", "0h", "9m", "31d", "-4h", "4 h", "4h30m", "4H", "9999999h", "٤h"])
 def test_what_is_no_lease(text: str) -> None:
-    with pytest.raises(CpuftError, match="is no lease: give 10m to 30d"):
+    with pytest.raises(CpuftError, match="is not a valid time: give 10m to 30d"):
         parse_lease(text)
 
 
@@ -45,7 +45,7 @@ def test_how_far_jobs_may_move_the_end_of_a_lease(text: str, lease: int, seconds
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("3h", "--lease-limit 3h is less than the lease itself"), ("x", "--lease-limit 'x' is no lease")]
+    ("text", "said"), [("3h", "--lease-limit 3h is less than --lease"), ("x", "--lease-limit 'x' is not a valid time")]
 )
 def test_what_is_no_limit(text: str, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
@@ -122,7 +122,7 @@ def test_an_instance_that_user_data_has_told_nothing_is_armed(tmp_path: Path) ->
         (tmp_path / "bin" / name).chmod(0o755)
     words = [
         word.replace("/var/lib/cpuft", f"{tmp_path}/lib").replace("/usr/local/sbin", f"{tmp_path}/sbin")
-        for word in make_arming(2 * NOW, 2 * NOW + 9)
+        for word in make_schedule_command(2 * NOW, 2 * NOW + 9)
     ]
     words = [word.replace("/etc/systemd", f"{tmp_path}/systemd") for word in words]
     environ = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
@@ -139,7 +139,7 @@ def test_an_instance_is_told_a_new_end_and_arms_it(tmp_path: Path) -> None:
     (tmp_path / "arm").write_text(f"#!/bin/sh\ncp {tmp_path}/until {tmp_path}/armed\n")
     (tmp_path / "arm").chmod(0o755)
     places = {"/var/lib/cpuft/until": f"{tmp_path}/until", "/usr/local/sbin/cpuft-lease": f"{tmp_path}/arm"}
-    subprocess.run([places.get(word, word) for word in make_extension(NOW + 60, NOW + 90)], check=True)
+    subprocess.run([places.get(word, word) for word in make_extend_command(NOW + 60, NOW + 90)], check=True)
     assert (tmp_path / "armed").read_text() == f"{NOW + 60}\n"
     assert (tmp_path / "limit").read_text() == f"{NOW + 90}\n"
 

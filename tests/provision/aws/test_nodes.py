@@ -55,11 +55,14 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
     addresses = [host.name for host in cluster.hosts]
     with open_region() as region:
         region.addresses = addresses
-        options = {"nodes": 2, "prefix": "/mnt/cpuft", "wheels": str(cluster.folder / "wheels"), "logs_in": True}
+        options = {"nodes": 2, "prefix": "/mnt/cpuft", "wheels": str(cluster.folder / "wheels"), "uses_ssh": True}
         # Somebody else answers at these addresses.
         lab = make_aws(region, tmp_path, **options)
         plant(cluster, lab, state / "id_ed25519")
-        with pytest.raises(CpuftError, match=r"its key has changed.*they cost money: cpuft provision down lab"):
+        with pytest.raises(
+            CpuftError,
+            match=r"its key has changed.*The instances cost money: remove them",
+        ):
             lab.make(say, refuse)
         assert Transport(cluster.ssh_config).run(Host(addresses[0]), ("ls", "/mnt")).output == ""
         plant(cluster, lab, state / "nodes/1/host_key")
@@ -90,16 +93,17 @@ def test_instances_that_would_never_end_themselves_are_ended(
     cluster: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(cluster.folder)
-    monkeypatch.setattr(nodes, "make_arming", lambda until, limit: ("sh", "-c", command))
+    monkeypatch.setattr(nodes, "make_schedule_command", lambda until, limit: ("sh", "-c", command))
     with open_region() as region:
         region.addresses = [host.name for host in cluster.hosts]
-        lab = make_aws(region, tmp_path, nodes=2, wheels=str(cluster.folder / "wheels"), logs_in=True)
+        lab = make_aws(region, tmp_path, nodes=2, wheels=str(cluster.folder / "wheels"), uses_ssh=True)
         plant(cluster, lab, cluster.folder / "state" / cluster.name / "nodes/1/host_key")
         told: list[str] = []
-        with pytest.raises(CpuftError, match=r"when (its|their) lease ends") as caught:
+        with pytest.raises(CpuftError, match=r"(end of its lease|their lease ends)") as caught:
             lab.make(told.append, refuse)
         assert str(caught.value).endswith(
-            "all instances of lab were ended, look at systemd and cloud-init of the image"
+            "All instances of lab were terminated: check systemd and cloud-init in the AMI"
         )
-        assert any("arm the end of the lease, because no shutdown is scheduled" in line for line in told)
+        reason = "schedule the shutdown at the end of the lease, because no shutdown is scheduled"
+        assert any(reason in line for line in told)
         assert left(region) == NOTHING

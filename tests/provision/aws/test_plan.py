@@ -10,12 +10,12 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.ssh_files import Member, format_inside, format_ssh_config
 from cpuft.provision.aws import facts
-from cpuft.provision.aws.client import parse_call, plan_call
-from cpuft.provision.aws.facts import Found, Group, Image, Instance, Offer, Zone
+from cpuft.provision.aws.client import CallStep, plan_call
+from cpuft.provision.aws.facts import BaseImage, Instance, Offer, Resources, SecurityGroup, Zone
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import (
-    Facts,
     NoCapacityError,
+    RentalFacts,
     check_offer,
     check_rental,
     choose_zone,
@@ -29,7 +29,7 @@ from cpuft.provision.aws.price import Price, describe_instances
 NOW = 1_800_000_000
 ME = "arn:aws:iam::1:user/me"
 CONFIG = AwsConfig(name="lab", nodes=4, type="m7i.8xlarge", region="us-east-1")
-GROUP = Group("sg-1", "lab", "vpc-1", ME, NOW + 3600, NOW - 60, (), (("-1", -1, -1, "0.0.0.0/0"),))
+GROUP = SecurityGroup("sg-1", "lab", "vpc-1", ME, NOW + 3600, NOW - 60, (), (("-1", -1, -1, "0.0.0.0/0"),))
 ZONES = tuple(Zone(f"us-east-1{letter}", f"subnet-{letter}", "vpc-1", 4000) for letter in "abc")
 OFFER = Offer(
     "m7i.8xlarge",
@@ -39,7 +39,7 @@ OFFER = Offer(
     ("on-demand", "spot"),
     ZONES,
     tuple(zone.name for zone in ZONES),
-    Image("ami-1", "/dev/xvda", 8, "x86_64"),
+    BaseImage("ami-1", "/dev/xvda", 8, "x86_64"),
     256.0,
     0,
 )
@@ -53,9 +53,9 @@ def make_instance(number: int, **changes: Any) -> Instance:
     return replace(one, **changes)
 
 
-def make_facts(found: Found, **changes: Any) -> Facts:
+def make_facts(found: Resources, **changes: Any) -> RentalFacts:
     files = {f"/state/lab/{name}.pub": "ssh-ed25519 AAAA cpuft" for name in ("id_ed25519", "host_key")}
-    own = Facts(found, files, "/state/lab", "/here/hostfiles/lab", "us-east-1", "203.0.113.7/32", OFFER)
+    own = RentalFacts(found, files, "/state/lab", "/here/hostfiles/lab", "us-east-1", "203.0.113.7/32", OFFER)
     return replace(own, **changes)
 
 
@@ -84,11 +84,9 @@ def test_rules_are_read_and_written() -> None:
 
 @pytest.mark.parametrize("value", ["a b", "a'b", 'a"b', "$HOME", "a\nb", "--region", "é"])
 def test_a_call_is_a_step_and_back(value: str) -> None:
-    step = plan_call("run_instances", "start", "us-east-1", {"KeyName": value}, {"UserData": "/x/user data"})
-    assert step.command[:5] == ("aws", "ec2", "run-instances", "--region", "us-east-1")
-    assert step.command[-2:] == ("--user-data", "fileb:///x/user data")
-    call = parse_call(step)
-    assert call is not None
+    call = plan_call("run_instances", "start", "us-east-1", {"KeyName": value}, {"UserData": "/x/user data"})
+    assert call.command[:5] == ("aws", "ec2", "run-instances", "--region", "us-east-1")
+    assert call.command[-2:] == ("--user-data", "fileb:///x/user data")
     assert (call.method, call.parameters, call.files) == (
         "run_instances",
         {"KeyName": value},
@@ -101,10 +99,10 @@ def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
 
     def find_call(now: float, refused: dict[str, str], **changes: Any) -> dict[str, Any]:
         group = replace(GROUP, **changes)
-        plan = plan_rental(CONFIG, make_facts(Found(now, ME, group), refused=refused))
-        call = parse_call(plan.stages[-1][0])
-        assert call
-        return call.parameters
+        plan = plan_rental(CONFIG, make_facts(Resources(now, ME, group), refused=refused))
+        call = plan.stages[-1][0]
+        assert isinstance(call, CallStep)
+        return dict(call.parameters)
 
     first = find_call(NOW, {})
     assert first == find_call(NOW + 600, {})
@@ -121,11 +119,13 @@ def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
 
 
 def test_what_is_left_goes_in_the_right_order() -> None:
-    whole = Found(NOW, ME, GROUP, (make_instance(1), make_instance(2, state="terminated")), "cpuft-lab", "cpuft-lab")
+    whole = Resources(
+        NOW, ME, GROUP, (make_instance(1), make_instance(2, state="terminated")), "cpuft-lab", "cpuft-lab"
+    )
 
-    def name_calls(found: Found) -> list[str]:
-        calls = [parse_call(step) for stage in plan_rental_down("lab", make_facts(found)).stages for step in stage]
-        return [call.method for call in calls if call]
+    def name_calls(found: Resources) -> list[str]:
+        steps = [step for stage in plan_rental_down("lab", make_facts(found)).stages for step in stage]
+        return [step.method for step in steps if isinstance(step, CallStep)]
 
     assert name_calls(whole) == ["terminate_instances"]
     ended = replace(whole, instances=whole.instances[1:], volumes=("vol-1",))
@@ -135,20 +135,36 @@ def test_what_is_left_goes_in_the_right_order() -> None:
         "delete_volume",
         "delete_security_group",
     ]
-    assert name_calls(Found(NOW, ME)) == []
+    assert name_calls(Resources(NOW, ME)) == []
 
 
 @pytest.mark.parametrize(
     ("found", "config", "said"),
     [
-        (Found(NOW, "me", replace(GROUP, owner="you")), {}, "lab is a cluster of you, and you are me: choose another"),
-        (Found(NOW + 9999, ME, GROUP), {}, "the lease of lab ended at .* UTC: cpuft provision down lab"),
-        (Found(NOW, ME, GROUP, (make_instance(1), make_instance(2))), {"nodes": 1}, "lab has 2 nodes, --nodes 1 asks"),
-        (Found(NOW, ME, GROUP, (make_instance(1, type="c7i.large"),)), {}, "of type c7i.large: .* --type c7i.large"),
-        (Found(NOW, ME, GROUP, (make_instance(1),)), {"zone": "us-east-1b"}, "lab is in zone us-east-1a"),
+        (
+            Resources(NOW, "me", replace(GROUP, owner="you")),
+            {},
+            "cluster lab belongs to you, and you are me: use another",
+        ),
+        (
+            Resources(NOW + 9999, ME, GROUP),
+            {},
+            "the lease of lab ended at .* UTC: remove it with .*down lab",
+        ),
+        (
+            Resources(NOW, ME, GROUP, (make_instance(1), make_instance(2))),
+            {"nodes": 1},
+            "lab has 2 nodes, and --nodes 1 asks",
+        ),
+        (
+            Resources(NOW, ME, GROUP, (make_instance(1, type="c7i.large"),)),
+            {},
+            "of type c7i.large: .* --type c7i.large",
+        ),
+        (Resources(NOW, ME, GROUP, (make_instance(1),)), {"zone": "us-east-1b"}, "lab is in zone us-east-1a"),
     ],
 )
-def test_what_can_never_become_what_is_asked_for(found: Found, config: dict[str, Any], said: str) -> None:
+def test_what_can_never_become_what_is_asked_for(found: Resources, config: dict[str, Any], said: str) -> None:
     with pytest.raises(CpuftError, match=said):
         plan_rental(replace(CONFIG, **config), make_facts(found))
 
@@ -159,36 +175,56 @@ def test_what_can_never_become_what_is_asked_for(found: Found, config: dict[str,
         (
             {"quota": 64.0},
             {},
-            "4 x m7i.8xlarge are 128 vCPUs; 64 may run at a time, 0 do now: ask for 2 nodes, or have",
+            "need 128 vCPUs, but your quota is 64 vCPUs, of which 0 are in use: use --nodes 2, or",
         ),
-        ({"quota": 16.0}, {"spot": True}, "16 may run at a time, 0 do now: have quota L-34B43A08 raised"),
-        ({"used": 200}, {}, "256 may run at a time, 200 do now: ask for 1 nodes"),
-        ({"markets": ("on-demand",)}, {"spot": True}, "m7i.8xlarge is not rented spot: choose another --type"),
-        ({"threads": (2,)}, {"threads_per_core": 1}, "m7i.8xlarge cannot leave a core's second thread out: drop"),
-        ({"architectures": ("arm64",)}, {}, "m7i.8xlarge is arm64, and cpuft needs x86_64: choose an Intel one"),
-        ({"image": Image("ami-1", "", 8, "arm64")}, {}, "image ami-1 is for arm64: name one for x86_64 with --image"),
-        ({}, {"zone": "us-east-1x"}, "us-east-1 has no zone 'us-east-1x' for you: did you mean us-east-1"),
-        ({"zones": ()}, {}, "no zone of us-east-1 with a default subnet has m7i.8xlarge: try another"),
-        ({"zones": ZONES[1:]}, {"zone": "us-east-1a"}, "is not offered in us-east-1a, but in us-east-1b, us-east-1c"),
-        ({"zones": (replace(ZONES[0], addresses=3),)}, {}, "4 instances are asked for, and the subnets have 3 free"),
+        (
+            {"quota": 16.0},
+            {"spot": True},
+            "of which 0 are in use: request a higher quota L-34B43A08",
+        ),
+        ({"used": 200}, {}, "your quota is 256 vCPUs, of which 200 are in use: use --nodes 1, or"),
+        (
+            {"markets": ("on-demand",)},
+            {"spot": True},
+            "AWS does not offer m7i.8xlarge as spot instance",
+        ),
+        ({"threads": (2,)}, {"threads_per_core": 1}, "m7i.8xlarge does not support --threads-per-core 1: leave"),
+        ({"architectures": ("arm64",)}, {}, "m7i.8xlarge is arm64, and cpuft needs x86_64: choose another --type"),
+        (
+            {"image": BaseImage("ami-1", "", 8, "arm64")},
+            {},
+            "AMI ami-1 is for arm64: choose an AMI for x86_64 with --image",
+        ),
+        ({}, {"zone": "us-east-1x"}, "region us-east-1 has no zone 'us-east-1x': did you mean us-east-1"),
+        ({"zones": ()}, {}, "no zone of us-east-1 with a default subnet offers m7i.8xlarge: try another"),
+        (
+            {"zones": ZONES[1:]},
+            {"zone": "us-east-1a"},
+            "does not offer m7i.8xlarge: choose one of the zones us-east-1b, us-east-1c",
+        ),
+        (
+            {"zones": (replace(ZONES[0], free_addresses=3),)},
+            {},
+            "4 instances are needed, and the subnets have 3 free",
+        ),
     ],
 )
 def test_what_cannot_be_rented(offer: dict[str, Any], config: dict[str, Any], said: str) -> None:
     with pytest.raises(CpuftError, match=said):
-        check_offer(replace(CONFIG, **config), Found(NOW, ME), replace(OFFER, **offer), "us-east-1")
+        check_offer(replace(CONFIG, **config), Resources(NOW, ME), replace(OFFER, **offer), "us-east-1")
 
 
 @pytest.mark.parametrize("offer", [{}, {"quota": None}, {"quota": 128.0}, {"used": 128}])
 def test_what_can_be_rented(offer: dict[str, Any]) -> None:
-    assert check_offer(CONFIG, Found(NOW, ME), replace(OFFER, **offer), "us-east-1")
+    check_offer(CONFIG, Resources(NOW, ME), replace(OFFER, **offer), "us-east-1")
 
 
 def test_the_cheapest_zone_is_first_for_spot() -> None:
     zones = tuple(replace(zone, spot_price=price) for zone, price in zip(ZONES, (0.7, 0.6, 0.8)))
     offer = replace(OFFER, zones=zones)
-    assert choose_zone(CONFIG, Found(NOW, ME), offer, {}).name == "us-east-1a"
-    assert choose_zone(replace(CONFIG, spot=True), Found(NOW, ME), offer, {}).name == "us-east-1b"
-    there = Found(NOW, ME, GROUP, (make_instance(1, zone="us-east-1c"),))
+    assert choose_zone(CONFIG, Resources(NOW, ME), offer, {}).name == "us-east-1a"
+    assert choose_zone(replace(CONFIG, spot=True), Resources(NOW, ME), offer, {}).name == "us-east-1b"
+    there = Resources(NOW, ME, GROUP, (make_instance(1, zone="us-east-1c"),))
     assert choose_zone(CONFIG, there, offer, {}).name == "us-east-1c"
     with pytest.raises(NoCapacityError, match=r"no zone has 3 instances of m7i.8xlarge \(us-east-1c: full\)"):
         choose_zone(CONFIG, there, offer, {"us-east-1c": "full"})
@@ -197,12 +233,12 @@ def test_the_cheapest_zone_is_first_for_spot() -> None:
 def test_what_an_earlier_cluster_of_the_same_name_had_is_none_of_this_one() -> None:
     mine = (make_instance(1, group="sg-1", state="terminated"), make_instance(2, group="sg-1"))
     other = make_instance(3, group="sg-0", state="terminated")
-    assert facts.keep_own((*mine, other), GROUP) == mine
-    assert facts.keep_own((other,), None) == (other,)
+    assert facts.drop_earlier_cluster((*mine, other), GROUP) == mine
+    assert facts.drop_earlier_cluster((other,), None) == (other,)
 
 
 def find_request(config: AwsConfig, offer: Offer) -> dict[str, Any]:
-    return make_request(config, Found(NOW, ME, GROUP), offer, ZONES[0], config.nodes)
+    return make_request(config, Resources(NOW, ME, GROUP), offer, ZONES[0], config.nodes)
 
 
 @pytest.mark.parametrize(
@@ -233,16 +269,16 @@ def test_a_lease_that_a_job_has_moved() -> None:
     """By tags it has ended; on the hosts it goes on, to its limit at most."""
     group = replace(GROUP, until=NOW - 60, limit=NOW + 3600)
     nodes = tuple(make_instance(number, until=NOW - 60) for number in range(4))
-    check_rental(CONFIG, Found(NOW, ME, group, nodes))
+    check_rental(CONFIG, Resources(NOW, ME, group, nodes))
     for found, said in (
-        (Found(NOW, ME, group, nodes[:3]), "only a job keeps its nodes: cpuft provision extend lab first"),
-        (Found(NOW, ME, group), "cpuft provision down lab, and rent it anew"),
-        (Found(NOW + 4000, ME, group, nodes), "cpuft provision down lab, and rent it anew"),
+        (Resources(NOW, ME, group, nodes[:3]), "only a running job keeps it: first run `cpuft provision extend lab`"),
+        (Resources(NOW, ME, group), "remove it with `cpuft provision down lab`, then rent it again"),
+        (Resources(NOW + 4000, ME, group, nodes), "remove it with `cpuft provision down lab`, then rent it again"),
     ):
         with pytest.raises(CpuftError, match=said):
             check_rental(CONFIG, found)
     told = describe_instances(group, nodes, NOW - 120, Price(None, ""))[0]
-    assert "jobs move it, to 2027-01-15 09:00 UTC at most" in told
+    assert "running jobs can extend it to 2027-01-15 09:00 UTC" in told
 
 
 def test_hosts_know_private_addresses_and_this_machine_public_ones() -> None:
@@ -263,7 +299,7 @@ def test_hosts_know_private_addresses_and_this_machine_public_ones() -> None:
     ],
 )
 def test_a_role_is_the_same_in_its_next_session(arn: str, owner: str) -> None:
-    assert facts.owner_of(arn) == owner
+    assert facts.normalize_owner(arn) == owner
 
 
 @pytest.mark.parametrize(

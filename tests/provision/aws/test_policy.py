@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cpuft.provision.aws.client import ACTIONS, CHANGE, MAKE, ROLE, tag_of
+from cpuft.provision.aws.client import ACTIONS, CHANGE, CREATE, ROLE, tag_of
 from cpuft.provision.aws.policy import format_policy, make_policy
 
 
@@ -12,13 +12,13 @@ def test_only_the_tagged_may_be_changed_and_only_what_gets_the_tag_made() -> Non
     statements = make_policy()["Statement"]
     assert json.loads(format_policy()) == make_policy()
     granted = {right for statement in statements for right in statement["Action"]}
-    assert granted == {action.right for action in ACTIONS.values()}
+    assert granted == {action.permission for action in ACTIONS.values()}
     free = [one for one in statements if one["Resource"] == "*"]
     assert [one["Sid"] for one in free] == ["Look"]
-    roles = [action.right for action in ACTIONS.values() if action.kind == ROLE]
+    roles = [action.permission for action in ACTIONS.values() if action.kind == ROLE]
     (role,) = [one for one in statements if one["Action"] == roles]
     assert role["Condition"] == {"StringEquals": {"iam:AWSServiceName": "spot.amazonaws.com"}}
-    changes = {action.right for action in ACTIONS.values() if action.kind == CHANGE} - {"ec2:CreateTags"}
+    changes = {action.permission for action in ACTIONS.values() if action.kind == CHANGE} - {"ec2:CreateTags"}
     for statement in statements:
         condition = json.dumps(statement.get("Condition"))
         if_changes = {*statement["Action"]} & changes
@@ -29,7 +29,7 @@ def test_only_the_tagged_may_be_changed_and_only_what_gets_the_tag_made() -> Non
         ["arn:aws:ec2:*:*:instance/*"],
         ["aws:ResourceTag/cpuft:cluster"],
     )
-    made = {action.right: action.made for action in ACTIONS.values() if action.kind == MAKE}
+    made = {action.permission: action.targets for action in ACTIONS.values() if action.kind == CREATE}
     for right, kinds in made.items():
         resources = [
             resource

@@ -44,7 +44,7 @@ def test_a_dry_run_changes_nothing(region: Region, tmp_path: Path) -> None:
     assert left(region) == NOTHING
     assert [*tmp_path.iterdir()] == []
     assert "4 x m7i.8xlarge on demand" in plan.notes[0]
-    assert "6.45 $ an hour, 25.80 $" in plan.notes[0]
+    assert "$6.45 per hour, $25.80" in plan.notes[0]
     tried = {name: parameters for name, parameters in region.calls if parameters.get("DryRun")}
     assert {*tried} == {"create_placement_group", "create_security_group", "run_instances"}
     # The printed policy allows only what carries the cluster's tag from the start.
@@ -54,7 +54,7 @@ def test_a_dry_run_changes_nothing(region: Region, tmp_path: Path) -> None:
 def test_a_cluster_is_what_was_asked_for_and_making_it_again_does_nothing(region: Region, tmp_path: Path) -> None:
     said = make(region, tmp_path)
     assert "4 x m7i.8xlarge" in said
-    assert "it ends itself at" in said
+    assert "the instances terminate themselves at" in said
     assert region.mutating == CALLS
     found = live()
     assert len(found) == 4
@@ -207,8 +207,8 @@ def test_what_ended_is_rented_again_in_the_same_zone(region: Region, tmp_path: P
     first = {one["InstanceId"] for one in live()}
     client().terminate_instances(InstanceIds=[*first][:1])
     assert make_aws(region, tmp_path).drift() == [
-        "here: note that instances are asked for anew",
-        "here: write what instances are told at birth",
+        "here: record that instances are requested again",
+        "here: write the user data of the instances",
         "here: start 1 instance of m7i.8xlarge in us-east-1b, all or none",
     ]
     make(region, tmp_path)

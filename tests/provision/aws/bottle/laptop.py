@@ -8,14 +8,14 @@ import time
 
 from cpuft.config import parse_arguments
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.provider import Aws, Edge
+from cpuft.provision.aws.provider import Aws, Services
 from tests.provision.aws.region import refuse
 
 
 def main(ahead: float, words: list[str]) -> None:
     """Rent; log in nowhere."""
-    edge = Edge(now=lambda: time.time() + ahead, logs_in=False)
-    Aws(parse_arguments(AwsConfig, words), os.environ, edge=edge).make(print, refuse)
+    services = Services(now=lambda: time.time() + ahead, uses_ssh=False)
+    Aws(parse_arguments(AwsConfig, words), os.environ, services=services).make(print, refuse)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Golden images at AWS: named by what is in them, found, told of, taken away; and what a host forgets to become one."""
+"""AMIs: how they are named, found, described and deleted, and what is removed from a host before one is made."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.plan import format_plan
-from cpuft.provision.aws import image as ami
-from cpuft.provision.aws.client import parse_call
-from cpuft.provision.aws.facts import Golden, Images, Snapshot, choose_image, parse_images
-from cpuft.provision.aws.image import describe_images, is_ready, name_image, plan_deletion, plan_finish
+from cpuft.provision.aws import ami
+from cpuft.provision.aws.ami import describe_images, is_ready, name_image, plan_deletion, plan_finish
+from cpuft.provision.aws.client import CallStep
+from cpuft.provision.aws.facts import Ami, OwnImages, Snapshot, choose_image, parse_images
 from cpuft.provision.image import format_install, read_recipe
 
 RECIPE = read_recipe(str(Path(__file__).parents[3] / "ami" / "recipe.yaml"))
-OLD = Golden("ami-1", "cpuft-a-1", "available", "2026-01-01T10:11:12.000Z", "a", 16, ("snap-1",))
-NEW = Golden("ami-2", "cpuft-a-2", "available", "2026-01-02T10:11:12.000Z", "a", 16, ("snap-2",))
-COMING = Golden("ami-3", "cpuft-a-3", "pending", "2026-01-03T10:11:12.000Z", "a", 16, ())
-FOUND = Images(
+OLD = Ami("ami-1", "cpuft-a-1", "available", "2026-01-01T10:11:12.000Z", "a", 16, ("snap-1",))
+NEW = Ami("ami-2", "cpuft-a-2", "available", "2026-01-02T10:11:12.000Z", "a", 16, ("snap-2",))
+COMING = Ami("ami-3", "cpuft-a-3", "pending", "2026-01-03T10:11:12.000Z", "a", 16, ())
+FOUND = OwnImages(
     (OLD, NEW), (Snapshot("snap-1", "cpuft-a-1"), Snapshot("snap-2", "cpuft-a-2"), Snapshot("snap-9", "lost"))
 )
 
@@ -52,20 +52,20 @@ def test_the_newest_that_is_there_is_used() -> None:
 
 
 @pytest.mark.parametrize(("image", "ready"), [(NEW, True), (COMING, False), (None, False)])
-def test_whether_an_image_is_there(image: Golden | None, ready: bool) -> None:
+def test_whether_an_image_is_there(image: Ami | None, ready: bool) -> None:
     assert is_ready(image, "name") is ready
 
 
 @pytest.mark.parametrize(
     ("recipe", "state", "said"),
     [
-        ("", "available", "image ami-1 is called n and is not cpuft's: deregister it"),
-        ("a", "failed", "image n is failed: take it away with cpuft provision image --delete n"),
+        ("", "available", "AMI ami-1 has the name n, but cpuft did not make it"),
+        ("a", "failed", "AMI n could not be made .*: delete it with `cpuft provision image --delete n`"),
     ],
 )
 def test_an_image_that_is_in_the_way(recipe: str, state: str, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
-        is_ready(Golden("ami-1", "n", state, "", recipe, 0, ()), "n")
+        is_ready(Ami("ami-1", "n", state, "", recipe, 0, ()), "n")
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,21 @@ def test_an_image_that_is_in_the_way(recipe: str, state: str, said: str) -> None
     ],
 )
 def test_an_image_goes_before_its_snapshots(wanted: str, calls: list[tuple[str, str]]) -> None:
-    found = [parse_call(step) for stage in plan_deletion(FOUND, wanted, "us-east-1").stages for step in stage]
-    assert [(call.method, next(iter(call.parameters.values()))) for call in found if call] == calls
+    steps = [step for stage in plan_deletion(FOUND, wanted, "us-east-1").stages for step in stage]
+    found = [step for step in steps if isinstance(step, CallStep)]
+    assert [
+        (call.method, next(iter(call.parameters.values()))) for call in found if isinstance(call, CallStep)
+    ] == calls
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (FOUND, "cpuft has made no image 'cpuft-a' in us-east-1: did you mean"),
-        (Images((), ()), "there is nothing to take away"),
+        (FOUND, "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
+        (OwnImages((), ()), "there is nothing to delete"),
     ],
 )
-def test_only_what_cpuft_has_made_is_taken_away(found: Images, said: str) -> None:
+def test_only_what_cpuft_has_made_is_taken_away(found: OwnImages, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
         plan_deletion(found, "cpuft-a", "us-east-1")
 
@@ -97,9 +100,9 @@ def test_images_are_told_of() -> None:
     assert describe_images(FOUND, "us-east-1") == (
         "cpuft-a-1  ami-1  available, 16 GB, made 2026-01-01 10:11 UTC\n"
         "cpuft-a-2  ami-2  available, 16 GB, made 2026-01-02 10:11 UTC\n"
-        "lost  snap-9  a snapshot whose image is gone\n"
+        "lost  snap-9  a snapshot whose AMI was deleted\n"
     )
-    assert describe_images(Images((), ()), "us-east-1") == "cpuft has made no image in us-east-1\n"
+    assert describe_images(OwnImages((), ()), "us-east-1") == "cpuft has made no AMI in us-east-1\n"
 
 
 def test_packages_come_through_the_machine_that_rents() -> None:
@@ -123,14 +126,14 @@ def test_packages_come_through_the_machine_that_rents() -> None:
 
 
 def test_this_machine_is_never_made_to_forget_itself() -> None:
-    with pytest.raises(AssertionError, match="this machine keeps its identity"):
+    with pytest.raises(AssertionError, match="these steps must not run on this machine"):
         plan_finish(RECIPE, "10.0.0.5", ())
 
 
 def test_apt_is_told_of_the_way_as_long_as_the_script_runs(tmp_path: Path) -> None:
     script = 'cat "$APT_CONFIG"; echo "$APT_CONFIG" >said; exit 7'
     environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
-    words = ["sh", "-c", ami._THROUGH, "through", "3128", script]
+    words = ["sh", "-c", ami._APT_PROXY, "apt_proxy", "3128", script]
     done = subprocess.run(words, env=environ, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (
         7,
@@ -170,7 +173,7 @@ def test_an_image_remembers_no_key_no_name_and_no_lease(bus: str, tmp_path: Path
     }
     makes[bus](top / "var/lib/dbus/machine-id")
     environ = {"PATH": os.environ["PATH"], "HOME": str(top / "root")}
-    words = ["sh", "-c", ami._SEAL, "seal", f"{top}/", "/opt/cpuft", "/var/tmp"]
+    words = ["sh", "-c", ami._CLEAN, "seal", f"{top}/", "/opt/cpuft", "/var/tmp"]
     for _ in range(2):
         done = subprocess.run(words, env=environ, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")

@@ -1,14 +1,14 @@
-# What makes a host itself goes, before it becomes an image: every key, name and memory, and the end of its lease.
-#   arguments: ROOT PREFIX WORK_ROOT; `remove` is cpuft.files.REMOVE, which has variables of its own
-# Not /etc/resolv.conf: that of a cloud's Debian leads to its resolver, whatever the host is called.
+# Removes what makes a host unique before an image is made of it: keys, names, logs and the end of its lease.
+#   arguments: ROOT PREFIX WORK_ROOT; `remove` is defined by cpuft.files.REMOVE
+# /etc/resolv.conf stays: in Debian's cloud images it is a link to systemd's resolver, the same on every host.
 top=${1%/} prefix=$2 work=$3
 remove "$top/etc" "$top"/etc/ssh/ssh_host_* "$top"/etc/systemd/system/*.wants/cpuft-lease.service \
     "$top/etc/systemd/system/cpuft-lease.service"
 remove "$top/usr/local" "$top/usr/local/sbin/cpuft-lease"
-for person in "$top/root" "$top"/home/*; do
-    remove "$person" "$person/.ssh" "$person"/.*_history "$person/.cache" "$person/.local/state"
+for home in "$top/root" "$top"/home/*; do
+    remove "$home" "$home/.ssh" "$home"/.*_history "$home/.cache" "$home/.local/state"
 done
-# The system's bus calls the machine by a file of its own, or by a link to the other one.
+# D-Bus has a machine id of its own, or a link to /etc/machine-id, which is emptied below.
 [ -L "$top/var/lib/dbus/machine-id" ] || remove "$top/var" "$top/var/lib/dbus/machine-id"
 remove "$top/var" "$top/var/lib/cpuft" "$top"/var/lib/cloud/* "$top/var/lib/systemd/random-seed" \
     "$top"/var/cache/apt/* "$top"/var/lib/apt/lists/* "$top"/var/log/journal/*

@@ -1,0 +1,265 @@
+"""AMIs: made on an instance that is rented for this and terminated afterwards, listed and deleted."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from cpuft.errors import CpuftError, near_names
+from cpuft.files import REMOVE
+from cpuft.hosts.cluster import WORK_ROOT
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import Transport
+from cpuft.plan import Plan, Step
+from cpuft.provision.aws.client import ENVIRONMENT, IMAGE, OWNER, CallStep, plan_call, specify_tags
+from cpuft.provision.aws.facts import PENDING, READY, Ami, OwnImages, find_image, find_own_images
+from cpuft.provision.aws.options import AwsConfig
+from cpuft.provision.aws.provider import Aws, Services
+from cpuft.provision.base import Ask, Say, lock, reconcile, run_stages
+from cpuft.provision.cluster_files import is_ours
+from cpuft.provision.image import CHECK, PROVE, Recipe, environment_python, format_install, read_recipe
+from cpuft.provision.options import ImageConfig
+from cpuft.provision.wheels import Supply, gather_supply, list_pins, make_stamp
+
+_SUITE = "bookworm"
+"""Suite of the Debian 12 image that AWS offers, from which AMIs are made."""
+_LEASE = "2h"
+_DISK_GB = 16
+_IMAGE_SECONDS = 3600.0
+"""Time limit for AWS to make an AMI of the instance's disk."""
+_POLL_SECONDS = 5.0
+_HERE = Path(__file__)
+_APT_PROXY = "set -eu\n" + _HERE.with_name("apt_proxy.sh").read_text(encoding="utf-8")
+_CLEAN = f"set -eu\n{REMOVE}" + _HERE.with_name("ami_clean.sh").read_text(encoding="utf-8")
+_PORT = "3128"
+
+
+def name_image(recipe: str, environment: str) -> str:
+    """Return the name of an AMI, from the recipe's digest and the environment's stamp. Equal names mean equal AMIs."""
+    return f"cpuft-{recipe}-{environment[:12]}"
+
+
+def is_ready(image: Ami | None, name: str) -> bool:
+    """Whether the AMI that was found under `name` can be used: False without one, and while it is being made.
+
+    Raises CpuftError when cpuft did not make it, or when it could not be made.
+    """
+    if image and not image.recipe:
+        raise CpuftError(
+            f"AMI {image.id} has the name {name}, but cpuft did not make it: deregister it, or give it another name"
+        )
+    if image and image.state not in (READY, PENDING):
+        raise CpuftError(
+            f"AMI {name} could not be made (its state is {image.state!r}): delete it with `cpuft provision image "
+            f"--delete {name}`"
+        )
+    return bool(image and image.state == READY)
+
+
+def plan_image(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
+    """Return the call that makes an AMI of an instance, with the recipe's digest and environment's stamp as tags.
+
+    AWS shuts the instance down meanwhile, so that its disk is consistent.
+    """
+    tags = {IMAGE: recipe, ENVIRONMENT: environment, OWNER: owner, "Name": name}
+    parameters = {
+        "InstanceId": instance,
+        "Name": name,
+        "Description": "Made by cpuft provision image",
+        "TagSpecifications": specify_tags(tags, "image", "snapshot"),
+    }
+    return plan_call("create_image", f"make AMI {name}", region, parameters)
+
+
+def plan_deletion(found: OwnImages, wanted: str, region: str) -> Plan:
+    """Return the steps that delete an AMI, given by its name or id, and its snapshots, even if the AMI is gone already.
+
+    Raises CpuftError when cpuft has made no such AMI.
+    """
+    images = [one for one in found.images if wanted in (one.id, one.name)]
+    names = {wanted, *(one.name for one in images)}
+    disks = {snapshot for image in images for snapshot in image.snapshots}
+    snapshots = sorted(one.id for one in found.snapshots if one.name in names or one.id in disks)
+    if not images and not snapshots:
+        known = {one.name for one in found.images} | {one.name for one in found.orphans}
+        raise CpuftError(
+            f"cpuft has made no AMI {wanted!r:.80} in {region}: "
+            f"{near_names(wanted, known) if known else 'there is nothing to delete'}"
+        )
+    stages = (
+        tuple(plan_call("deregister_image", f"delete AMI {one.name}", region, {"ImageId": one.id}) for one in images),
+        tuple(plan_call("delete_snapshot", "delete its snapshot", region, {"SnapshotId": one}) for one in snapshots),
+    )
+    return Plan(tuple(stage for stage in stages if stage))
+
+
+def describe_images(found: OwnImages, region: str) -> str:
+    """Return a line for each AMI, and for each snapshot whose AMI was deleted."""
+    lines = [
+        f"{one.name}  {one.id}  {one.state}, {one.gigabytes} GB, made {one.created[:16].replace('T', ' ')} UTC"
+        for one in found.images
+    ]
+    lines += [f"{one.name}  {one.id}  a snapshot whose AMI was deleted" for one in found.orphans]
+    return "".join(f"{line}\n" for line in lines or [f"cpuft has made no AMI in {region}"])
+
+
+class AmiBuilder:
+    """Makes an AMI from a recipe, unless one exists.
+
+    It rents a cluster of one instance, installs the recipe on it, tests that it can train, removes everything that
+    makes the host unique, and makes an AMI of its disk. The instance is terminated, whatever happens.
+    """
+
+    def __init__(self, config: ImageConfig, environ: Mapping[str, str], services: Services | None = None) -> None:
+        self.recipe, self.environ, self.services = read_recipe(config.recipe), environ, services or Services()
+        if self.recipe.base.suite != _SUITE:
+            raise CpuftError(
+                f"AMIs are made from Debian {_SUITE}, and {config.recipe} asks for {self.recipe.base.suite}: set its "
+                f"suite to {_SUITE}"
+            )
+        cluster = AwsConfig(
+            nodes=1,
+            name=f"image{self.recipe.digest[:8]}",
+            type=config.type,
+            lease=_LEASE,
+            lease_limit=_LEASE,
+            recipe="",
+            region=config.region,
+            zone=config.zone,
+            disk=_DISK_GB,
+            placement_group=False,
+            ssh_from=config.ssh_from,
+            prefix=self.recipe.environment.prefix,
+            wheels=config.wheels,
+            yes=config.yes,
+        )
+        self.cluster = Aws(cluster, environ, services=self.services)
+
+    def make(self, say: Say, ask: Ask) -> str:
+        """Make the AMI if it does not exist. Returns a sentence for the user.
+
+        Raises CpuftError as `Provider.make`, and when another machine is making the same AMI.
+        """
+        stamp = _make_stamp(reconcile(self._gather_supply, _plan_supply, say))
+        name = name_image(self.recipe.digest, stamp)
+        hint = f"next: cpuft provision aws --region {self.cluster.config.region}"
+        with lock(self.cluster.root / f"{self.cluster.name}.image"):
+            found = find_image(self.cluster.client, name)
+            ready = is_ready(found, name)
+            self._remove_instance(say, ready)
+            if ready:
+                return f"AMI {name} exists already; {hint}"
+            try:
+                if not found:
+                    self._build(name, stamp, say, ask)
+                self._wait_until_ready(name)
+            finally:
+                self._remove_instance(say)
+        return f"AMI {name} was made; {hint}"
+
+    def show(self) -> Plan:
+        """Return the first plan that `make` would execute; its notes say what follows. Changes nothing anywhere."""
+        supply = self._gather_supply()
+        if not supply.complete:
+            note = "The AMI's name depends on its wheels, so the other steps are planned when the wheels are downloaded"
+            return replace(_plan_supply(supply), notes=(note,))
+        name = name_image(self.recipe.digest, _make_stamp(supply))
+        if is_ready(find_image(self.cluster.client, name), name):
+            return Plan()
+        later = [step.why for stage in plan_finish(self.recipe, "", ("",)).stages for step in stage]
+        plan = self.cluster.show()
+        notes = [f"then: {why}" for why in (*later, f"make AMI {name}", "terminate the instance, even after an error")]
+        return replace(plan, notes=(*plan.notes, *notes))
+
+    def _gather_supply(self) -> Supply:
+        folder, wheels = self.cluster.directory / "wheels", self.cluster.config.wheels
+        return gather_supply(folder, wheels, self.recipe.environment.python, self.environ)
+
+    def _remove_instance(self, say: Say, ready: bool = False) -> None:
+        """Remove the cluster of one instance, if this machine made it.
+
+        Raises CpuftError when another machine made it and still uses it, which it does until the AMI is `ready`.
+        """
+        facts = self.cluster.gather_remains().rental
+        if is_ours(facts.files, facts.directory):
+            say(self.cluster.down(say))
+        elif (facts.resources.group or facts.resources.live) and not ready:
+            raise CpuftError(
+                "another machine is making this AMI: wait until it is done, or stop it with `cpuft provision down "
+                f"{self.cluster.name} --region {facts.region}`"
+            )
+
+    def _build(self, name: str, stamp: str, say: Say, ask: Ask) -> None:
+        self.cluster.make(say, ask)
+        resources = self.cluster.gather_remains().rental.resources
+        instance, region = resources.live[0], self.cluster.config.region
+        if self.services.uses_ssh:
+            transport = Transport(str(self.cluster.directory / "ssh_config"), elsewhere=True)
+            run_stages(plan_finish(self.recipe, instance.private, transport.way(Host(instance.private))), say)
+        step = plan_image(instance.id, name, self.recipe.digest, stamp, resources.caller, region)
+        self.cluster.run(Plan(((step,),)), say)
+
+    def _wait_until_ready(self, name: str) -> None:
+        """Wait until the AMI can be used. Raises CpuftError after a time limit, and as `is_ready`."""
+        end = self.services.now() + _IMAGE_SECONDS
+        while not is_ready(find_image(self.cluster.client, name), name):
+            if self.services.now() > end:
+                minutes = f"{_IMAGE_SECONDS / 60:.0f} minutes"
+                raise CpuftError(f"AMI {name} is not ready after {minutes}: run the command again to continue waiting")
+            self.services.sleep(_POLL_SECONDS)
+
+
+def _plan_supply(supply: Supply) -> Plan:
+    return Plan() if supply.complete else Plan((supply.missing[-1:],))
+
+
+def _make_stamp(supply: Supply) -> str:
+    return make_stamp(list_pins(supply.wheels), supply.wheels)
+
+
+def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan:
+    """Return the steps that turn a host with an installed environment into the source of an image.
+
+    The recipe's packages and files are installed, training is tested, and keys and names of the host are removed. The
+    security group lets the host reach nobody, so apt downloads packages through the ssh connection and this machine.
+
+    Parameters
+    ----------
+    ssh_command
+        The ssh command to the host, which a shell line completes.
+    """
+    assert ssh_command, "these steps must not run on this machine: they remove its keys"
+    line = shlex.join(("sh", "-c", _APT_PROXY, "apt_proxy", _PORT, format_install(recipe)))
+    forward = ("-o", "ExitOnForwardFailure=yes", "-R", f"127.0.0.1:{_PORT}")
+    clean = ("sh", "-c", _CLEAN, "clean", "/", recipe.environment.prefix, WORK_ROOT)
+    steps = (
+        Step(
+            "install the recipe, with packages downloaded through this machine",
+            (*ssh_command[:-1], *forward, *ssh_command[-1:], line),
+        ),
+        Step(CHECK, ("sh", "-c", PROVE, "prove", environment_python(recipe)), host=host),
+        Step("remove keys, names and logs of the host", clean, host=host),
+    )
+    return Plan(tuple((step,) for step in steps), ways={host: ssh_command})
+
+
+def list_images(region: str, services: Services | None = None) -> str:
+    """Return lines about all AMIs that cpuft has made in a region of this account."""
+    client = (services or Services()).open_client(region)
+    return describe_images(find_own_images(client), client.region)
+
+
+def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
+    """Delete an AMI and its snapshots, or only plan that with `dry_run`. Returns the plan.
+
+    Raises CpuftError when cpuft has made no such AMI, or AWS refuses a call.
+    """
+    client = (services or Services()).open_client(region)
+    plan = plan_deletion(find_own_images(client), wanted, client.region)
+    for step in () if dry_run else (step for stage in plan.stages for step in stage):
+        assert isinstance(step, CallStep)
+        say(step.why)
+        client.execute(step)
+    return plan
