@@ -1,4 +1,8 @@
-"""The run record, and the record of measurements: versioned JSON lines, with their writer and reader."""
+"""The run record and the record of measurements: JSON lines with a version, their writer and their reader.
+
+A record begins with a header. Then come lines for updates, evaluations, interruptions and restarts, and a footer if the
+run is complete. Reports, comparisons and estimates read nothing else.
+"""
 
 from __future__ import annotations
 
@@ -16,84 +20,86 @@ from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 
 FORMAT = 1
-"""Of every record; its header says it."""
+"""Version of the format of all records; the header of a record holds it."""
 
 
 @dataclass(frozen=True)
-class Travels:
-    """What gradients are made of, wherever they travel: `cpuft estimate` reads it."""
+class GradientSizes:
+    """How many numbers the gradients of a model have. `cpuft estimate` derives the bytes per update from it."""
 
     parameters: int = 0
-    """Numbers of all gradients but those of words; 0 in the record of an older version."""
+    """Numbers in all gradients except those of word embeddings; 0 in a record of an older version."""
     row: int = 0
-    """Numbers of one word's gradient; 0 where words' are no rows of their own, and part of the parameters."""
+    """Numbers in one row of the word embeddings. 0 if embedding rows are not sent by themselves: then `parameters`
+    includes them."""
     factors: int = 0
-    """Numbers of powersgd's factors of all gradients but those of words; 0 in the record of an older version."""
+    """Numbers in the PowerSGD factors of all gradients except those of word embeddings; 0 in a record of an older
+    version."""
     words: dict[str, float] = field(default_factory=dict)
-    """Different words of an update, on average, by the number of ranks."""
+    """Mean number of different tokens in one update, by the number of ranks."""
 
 
 @dataclass(frozen=True)
 class MeasuredHeader:
-    """What a file of measurements begins with, where a run's has a header."""
+    """First line of a file of measurements."""
 
     what: str
-    """The verb that measured."""
+    """The command that measured, for example `bench comm`."""
     versions: dict[str, str]
     format: int = FORMAT
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One operation of a backend on one message, measured by `cpuft bench comm`.
+    """One collective of one backend on one message size, measured by `cpuft bench comm`.
 
-    Bandwidths are nccl-tests' (doc/PERFORMANCE.md): algorithm bandwidth is bytes a rank holds over time; bus bandwidth
-    multiplies it by 2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter of n ranks, 1 for broadcast, so
-    that it compares with the link's own speed whatever n. Of all_gather and reduce_scatter the bytes are the whole's.
+    Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is the size of the message divided
+    by the time. Bus bandwidth multiplies it by 2(n-1)/n for all_reduce, by (n-1)/n for all_gather and reduce_scatter of
+    n ranks, and by 1 for broadcast, so that it can be compared with the speed of the link for any n.
     """
 
     backend: str
     operation: str
     dtype: str
     nbytes: int
-    """Of the whole message, as nccl-tests count it."""
+    """Bytes of the whole message of all ranks, as nccl-tests count them."""
     ranks: int
     seconds: tuple[float, ...]
-    """Each repetition; of the slowest rank; warm-up left out."""
+    """Seconds of the slowest rank in each repetition, without the warm-up."""
     busy: tuple[float, ...]
-    """Each repetition; the share of its cores that the busiest rank kept busy, its library's threads included."""
+    """Share of its cores that the busiest rank used in each repetition, with all threads of the library."""
 
     @property
     def median_seconds(self) -> float:
-        """The middle repetition."""
+        """Median of the repetitions, in seconds."""
         return statistics.median(self.seconds)
 
     @property
     def algorithm_bytes_per_second(self) -> float:
-        """Message bytes over time."""
+        """Bytes of the message divided by the median time."""
         return self.nbytes / self.median_seconds
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """What the busiest link carries."""
+        """Algorithm bandwidth times `bus_factor`: bytes per second on the busiest link."""
         return self.algorithm_bytes_per_second * bus_factor(self.operation, self.ranks)
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """nccl-tests' factor from algorithm to bus bandwidth."""
+    """Return the factor of nccl-tests from algorithm bandwidth to bus bandwidth."""
     shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one TCP connection carries from a host to another."""
+    """Latency and bandwidth of one TCP connection from one host to another, measured by the doctor."""
 
     source: str
-    """As the hostfile names it."""
+    """Name of the sending host in the hostfile."""
     target: str
     latency_us: float
-    """Half a round trip of one byte, microseconds."""
+    """Half of the round-trip time of one byte, in microseconds."""
     bits_per_second: float
     error: str = ""
 
@@ -104,22 +110,22 @@ PHASES = ("data", "forward", "backward", "communication", "update")
 
 @dataclass(frozen=True)
 class RecordedRank:
-    """Where a rank ran, as a record keeps it."""
+    """Where a rank ran."""
 
     rank: int
     host: str
     cpus: list[int]
-    """Hardware threads it was bound to."""
+    """Hardware threads that the rank was pinned to."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What was run, where and with what."""
+    """First line of a record: what was trained, where, and with which options and versions."""
 
     task: str
     model: str
     data: str
-    """Checksum of the rows, before they were tokenised."""
+    """Checksum of the examples before they were tokenised."""
     options: dict[str, Any]
     world_size: int
     ranks: list[RecordedRank]
@@ -127,98 +133,103 @@ class Header:
     precision: str
     cpu_model: str
     cpu_flags: list[str]
-    """Only those that decide how fast a product is."""
+    """CPU flags that decide how fast matrix products are."""
     versions: dict[str, str]
     global_batch: int
-    """Rows of one update, all ranks together."""
+    """Examples of one update of all ranks together."""
     parameters: int
     started: str
     """UTC, ISO 8601."""
     products: dict[str, Any] = field(default_factory=dict)
-    """What matrix products ran on at the start, on rank 0: see `cpuft.train.precision.measure_products`."""
+    """Kernel and measured speed of matrix products on rank 0: see `cpuft.train.precision.measure_products`."""
     apart: bool = False
-    """Each rank trained for itself on its share of the rows: nothing was exchanged, all at the same time."""
-    travels: Travels = field(default_factory=Travels)
+    """Whether this run measured the ideal: all ranks trained at the same time, each on its share of the examples, and
+    exchanged nothing."""
+    travels: GradientSizes = field(default_factory=GradientSizes)
     rows: int = 0
-    """Of one epoch; 0 in the record of an older version."""
+    """Examples of one epoch; 0 in a record of an older version."""
     cores_allowed: float = 0.0
-    """CPU time that a control group allows rank 0's host, in cores; 0 for no limit."""
+    """Cores' worth of CPU time that a control group allows the head host; 0 for no limit."""
     gradients: str = ""
-    """What gradients were sent as, where that was chosen by measuring; else '' and the options tell."""
+    """Compression level of the gradients if it was chosen by measuring; else empty, and the options tell."""
     kernels: str = ""
-    """`compiled`: all ranks ran the C++ kernels of the fast path. `absent`: at least one rank had none, and was slower.
-    Empty where the fast path was off, and in the record of an older version."""
+    """`compiled`: all ranks ran the C++ kernels of the fast path. `absent`: at least one rank had no kernels and was
+    slower. Empty if the fast path was off, and in a record of an older version."""
     fast_path: str = ""
-    """How many layers of the model the fast path has replaced, or why it has not; empty in the record of an older
+    """How many layers of the model the fast path has replaced, or why it replaced none; empty in a record of an older
     version."""
     format: int = FORMAT
 
     @property
     def hosts(self) -> list[str]:
-        """Host names in the order of ranks, each once."""
+        """Host names in the order of their ranks, each name once."""
         return list(dict.fromkeys(rank.host for rank in self.ranks))
 
 
 @dataclass(frozen=True)
 class StepLine:
-    """One update. Seconds are of rank 0; samples and tokens of all ranks."""
+    """One update. Seconds are those of rank 0; samples and tokens are the sums over all ranks."""
 
     step: int
     loss: float
     learning_rate: float
     samples: int
     tokens: int
-    """Without padding."""
+    """Tokens without padding."""
     data_seconds: float
     forward_seconds: float
     backward_seconds: float
     communication_seconds: float
-    """What communication added after the last gradient was ready; the rest is hidden behind backward."""
+    """Time that communication adds after the last gradient is ready; the rest overlaps with the backward pass."""
     update_seconds: float
     step_seconds: float
     bytes_sent: int = 0
-    """Payload that rank 0 handed to collectives in this step."""
+    """Bytes that rank 0 gave to collectives in this update."""
     compute_seconds: list[float] = field(default_factory=list)
-    """Of each rank, all but communication; of ranks that train apart, their whole steps."""
+    """Seconds of each rank without communication. In a run of independent ranks, their whole steps."""
 
 
 @dataclass(frozen=True)
 class ResumedLine:
-    """The run was resumed: what follows ran here, with the header's options, global batch and rows."""
+    """The run was resumed. The lines after this one ran on these ranks, with the options of the header."""
 
     step: int
-    """The last update before it."""
+    """The last update before the run was resumed."""
     repeated: int
-    """Updates that had been made after that one, and are made again; their lines are gone."""
+    """How many later updates were lost and are repeated; their lines are no longer in the record."""
     world_size: int
     ranks: list[RecordedRank]
     backend: str
     precision: str
     reset: str
-    """What no checkpoint has, and began anew; empty for nothing."""
+    """State that the checkpoint does not hold and that started from the beginning; empty for none."""
     started: str
     """UTC, ISO 8601."""
     lost_seconds: float = 0.0
-    """Of a restart by itself: from the last update recorded, or from when its loss was seen, to this line."""
+    """After an automatic restart: seconds from the last recorded update, or from when the loss was noticed, to this
+    line."""
     because: str = ""
-    """Of a restart by itself: what was lost."""
+    """After an automatic restart: which rank or host was lost."""
 
 
 @dataclass(frozen=True)
 class InterruptedLine:
-    """The run was told to end, and has a checkpoint of this update. `by`: a signal to the launch, or a notice."""
+    """The run stopped early, after a checkpoint of this update.
+
+    `by` names the signal to the launch, or the interruption notice.
+    """
 
     step: int
     updates: int
-    """Of the whole run."""
+    """Updates of the whole run."""
     by: str
     leaving: tuple[int, ...] = ()
-    """Ranks whose hosts are about to go, by a notice there."""
+    """Ranks on hosts that have an interruption notice."""
 
 
 @dataclass(frozen=True)
 class EvaluationLine:
-    """Metrics of one validation split."""
+    """Metrics of one evaluation on a validation split."""
 
     step: int
     metrics: dict[str, float]
@@ -228,30 +239,31 @@ class EvaluationLine:
 
 @dataclass(frozen=True)
 class Footer:
-    """How the run ended."""
+    """Last line of a complete run: its totals."""
 
     train_seconds: float
-    """From the first step's begin to the last one's end, without evaluation, tokenising or saving."""
+    """Seconds from the begin of the first update to the end of the last one, without evaluation, tokenising or
+    saving."""
     samples: int
     samples_per_second: float
     steady_samples_per_second: float
-    """Without the first tenth of the steps, which warm caches and kernels up."""
+    """Samples per second without the first tenth of the steps, in which caches and kernels warm up."""
     tokens_per_second: float
     peak_memory_bytes: int
-    """Largest resident set of any rank."""
+    """Largest resident set size of any rank."""
     total_seconds: float
-    """From the start of rank 0's Python to the saved model."""
+    """Seconds from the start of Python on rank 0 to the saved model."""
     checksum: str
-    """Of the parameters, equal on all ranks."""
+    """Checksum of the parameters, which is equal on all ranks."""
     bytes_per_step: float = 0.0
-    """Payload that rank 0 handed to collectives, on average over the steps."""
+    """Mean bytes that rank 0 gave to collectives in one update."""
     phases: list[dict[str, float]] = field(default_factory=list)
-    """Of each rank: seconds of a steady step by phase, on average."""
+    """For each rank the mean seconds of a steady step by phase."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record as read back; `footer` is None when the run did not come to its end."""
+    """A record as it was read; `footer` is None if the run is not complete."""
 
     path: str
     header: Header
@@ -262,12 +274,12 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last evaluation's metrics; empty without one."""
+        """Metrics of the last evaluation; empty if there was none."""
         return self.evaluations[-1].metrics if self.evaluations else {}
 
 
 def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
-    """Without the first tenth, in which caches and kernels warm up: what is steady."""
+    """Return the steps without the first tenth, in which caches and kernels warm up."""
     return steps[len(steps) // 10 :]
 
 
@@ -287,22 +299,30 @@ _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
 
 def format_line(line: Line) -> str:
-    """One JSON object with the line's kind first, no newline inside."""
+    """Return the line as one JSON object without a newline, its kind first."""
     return json.dumps({"kind": _NAMES[type(line)]} | dataclasses.asdict(line), allow_nan=True)
 
 
 class Writer:
-    """Writes a record line by line, each one flushed, so that a killed run leaves all it had. Locked meanwhile."""
+    """Writes a record line by line and flushes each line, so that a killed run leaves all of them.
+
+    The file is locked while the writer is open.
+    """
 
     def __init__(self, run_dir: str, begun: str | None = None) -> None:
-        """`begun`: what a resumed run's record begins with, in the place of the one that is there."""
+        """Create the record in `run_dir`.
+
+        Parameters
+        ----------
+        begun: the lines that the record of a resumed run begins with; they replace the record that is there.
+        """
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = str(path)
         beside = path if begun is None else path.with_suffix(".new")
         if begun is not None:
-            beside.unlink(missing_ok=True)  # of a start that ended before it could rename it
-        # "x" follows no link, and does not wait at a named pipe.
+            beside.unlink(missing_ok=True)  # left by an earlier start that was killed before it renamed the file
+        # Mode "x" does not follow a link, and does not wait for the other end of a named pipe.
         self._file: IO[str] = open(beside, "x", encoding="utf-8")  # noqa: SIM115
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.write(begun or "")
@@ -310,7 +330,7 @@ class Writer:
         beside.rename(path)
 
     def write(self, line: Line) -> None:
-        """Append a line. Raises OSError, with the record's name: the disk does not take it."""
+        """Append a line. Raises OSError with the name of the record if the disk does not store it."""
         try:
             self._file.write(format_line(line) + "\n")
             self._file.flush()
@@ -322,12 +342,15 @@ class Writer:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        with suppress(OSError) if kind else nullcontext():  # what could not be written then cannot be now
+        with suppress(OSError) if kind else nullcontext():  # the error that was raised is the one to show
             self._file.close()
 
 
 def parse_lines(text: str, path: str) -> list[Line]:
-    """The lines of a record. Raises CpuftError for another format, or a broken line that is not the last."""
+    """Return the lines of a record.
+
+    Raises CpuftError if the format has another version, or if a line other than the last one is broken.
+    """
     lines = text.split("\n")
     parsed: list[Line] = []
     for number, line in enumerate(lines, start=1):
@@ -339,16 +362,19 @@ def parse_lines(text: str, path: str) -> list[Line]:
             if number == len(lines):
                 break
             raise CpuftError(
-                f"{path}, line {number} is not a record line ({error}): name one made by this version of cpuft"
+                f"{path}, line {number} is not a line of a record ({error}): name a record that this version of "
+                "cpuft has made"
             ) from None
     return parsed
 
 
 def parse_record(text: str, path: str = "record") -> Record:
-    """A run's record from its text. Raises CpuftError as `parse_lines`, and when it has no header."""
+    """Return the record of a run from its text. Raises CpuftError as `parse_lines` does, and if there is no header."""
     parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):
-        raise CpuftError(f"{path} has no header: the run ended before its first step; look into its logs")
+        raise CpuftError(
+            f"{path} has no header, because the run ended before its first step: look into the logs of the run"
+        )
     return Record(
         path,
         parsed[0],
@@ -360,10 +386,15 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """What `cpuft bench comm` measured. Raises CpuftError for what is not that, or of an older version."""
+    """Return the measurements of `cpuft bench comm`.
+
+    Raises CpuftError if the text holds none, or is of another version.
+    """
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
-        raise CpuftError(f"{path} is no record of this cpuft's bench comm: name its comm.jsonl, or measure anew")
+        raise CpuftError(
+            f"{path} is not a record of cpuft bench comm of this version: name its comm.jsonl, or measure again"
+        )
     return [line for line in parsed if isinstance(line, Measurement)]
 
 
@@ -380,7 +411,7 @@ def _parse_line(text: str) -> Line:
 
 
 def read_record(run_dir: str) -> Record:
-    """The record of a run directory (or of a record file itself). Raises CpuftError when there is none."""
+    """Return the record in the folder of a run, or the record file itself. Raises CpuftError if there is none."""
     path = Path(run_dir)
     path = path / FILE_NAME if path.is_dir() else path
     try:

@@ -53,18 +53,18 @@ def test_a_line_cut_short_is_forgiven_wherever_it_was_cut() -> None:
     "text, message",
     [
         ("", "has no header"),
-        ("{}\n{}\n", "line 1 is not a record line"),
+        ("{}\n{}\n", "line 1 is not a line of a record"),
         ('{"kind": "header", "format": 99}\n', "format 99, this version reads 1"),
-        ('{"kind": "header", "format": 1}\n', "line 1 is not a record line .it has no 'task'"),
-        ('{"kind": "step", "step": "1"}\n', "line 1 is not a record line .it has no 'loss'"),
+        ('{"kind": "header", "format": 1}\n', "line 1 is not a line of a record .it has no 'task'"),
+        ('{"kind": "step", "step": "1"}\n', "line 1 is not a line of a record .it has no 'loss'"),
         (
             '{"kind": "evaluation", "step": "1", "metrics": {}, "rows": 1, "seconds": 1}\n',
             "it.step is '1', and must be a wh",
         ),
         ('{"kind": []}\n', "its kind is .., and must be a text"),
         ('{"kind": "end"}\n', "kind 'end' is unknown"),
-        ("[" * 100_000 + "\n", "line 1 is not a record line .it is nested too deep"),
-        ('{"kind": "step", "step": ' + "9" * 5000 + "}\n", "line 1 is not a record line"),
+        ("[" * 100_000 + "\n", "line 1 is not a line of a record .it is nested too deep"),
+        ('{"kind": "step", "step": ' + "9" * 5000 + "}\n", "line 1 is not a line of a record"),
         ("5\n", "it is 5, and must be an object"),
     ],
 )
@@ -97,7 +97,7 @@ def test_measurements_read_back(tmp_path: Path) -> None:
     plot = write_plot(str(path))
     assert plot.read_text().startswith("<?xml")
     path.write_text('{"format": "cpuft-comm-bench-1", "torch": "2.13.0"}\n{"backend": "gloo"}\n')
-    with pytest.raises(CpuftError, match=r"no record of this cpuft's bench comm: name its comm\.jsonl"):
+    with pytest.raises(CpuftError, match=r"is not a record of cpuft bench comm of this version: name its comm\.jsonl"):
         write_plot(str(path))
 
 

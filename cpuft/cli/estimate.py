@@ -67,10 +67,10 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     from cpuft.record import read_record
     from cpuft.report.estimate import (
         describe_job,
+        estimate_hosts,
         estimates_to_json,
         find_instance,
-        format_outlook,
-        predict,
+        format_estimates,
         read_job,
         scale_cores,
     )
@@ -93,12 +93,12 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
     notes = describe_job(job, network, run or "a probe of this machine") + _warn(record, rented)
-    found = [predict(scale_cores(job, cores), network, number, price) for number in hosts]
+    found = [estimate_hosts(scale_cores(job, cores), network, number, price) for number in hosts]
     title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"
     if as_json:
         click.echo(json.dumps(estimates_to_json(found, notes), indent=2))
     else:
-        click.echo(format_outlook(found, notes, title), nl=False)
+        click.echo(format_estimates(found, notes, title), nl=False)
 
 
 def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance | None) -> Network:
@@ -116,7 +116,7 @@ def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance 
             raise CpuftError(
                 f"--link {config.link} cannot be read ({error}): give a comm.jsonl that cpuft bench comm wrote"
             ) from None
-        return find_network(parse_measurements(text, config.link), job.ways[0])
+        return find_network(parse_measurements(text, config.link), job.levels[0])
     rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
     return Network(rate, config.latency / 1e6)
 

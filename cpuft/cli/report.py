@@ -39,7 +39,7 @@ def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, est
     """
     from cpuft.record import read_record
     from cpuft.report.comparison import compare
-    from cpuft.report.page import find_runs, page_path, read_predictions, write_page
+    from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.tables import format_markdown, format_text, to_json
 
     if estimate and not html:
@@ -50,7 +50,7 @@ def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, est
     records = [read_record(run) for run in found]
     comparison = compare(records)
     if html:
-        predictions = read_predictions(estimate) if estimate else []
+        predictions = read_estimates(estimate) if estimate else []
         click.echo(f"page: {write_page(records, page_path(runs), predictions)}")
     elif as_json:
         click.echo(json.dumps(to_json(comparison), indent=2))

@@ -12,52 +12,62 @@ from cpuft.errors import CpuftError, counted
 from cpuft.record import PHASES, Record, StepLine
 from cpuft.serialization import load
 
-_T = (
+_STUDENT_T = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-"""The 0.975 quantile for 1, 2, ... degrees of freedom. Source: NIST/SEMATECH e-Handbook, 1.3.6.7.2. A report is made
-where scipy is not."""
+"""0.975 quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
+
+The table stands here because reports are also made where scipy is not installed.
+"""
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the interval around the mean of two or more values; beyond 31 of them a little too wide."""
-    quantile = _T[min(len(values) - 1, len(_T)) - 1]
+    """Return half the width of the 95 % confidence interval of the mean of two or more values.
+
+    For more than 31 values the interval is a little too wide, because the table of quantiles ends there.
+    """
+    quantile = _STUDENT_T[min(len(values) - 1, len(_STUDENT_T)) - 1]
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
-PARTS = {
+MISSING_TIME = {
     "waiting": "waiting for gradients",
     "slowed": "compute slowed by communication",
     "uneven": "uneven work",
     "rest": "the rest",
 }
-"""Where time goes that the ideal does not take, in words."""
+"""Shares of the time of a step that the ideal does not need, and their names in a report."""
 
 
 @dataclass(frozen=True)
-class Against:
-    """A run against its ideal, both in the same steps: without the first tenth, and while all of the ideal ran."""
+class IdealComparison:
+    """A run compared with its ideal.
+
+    The ideal is a run of as many independent ranks, which exchange nothing. Both are measured over the same steps:
+    without the first tenth, and only while all ranks of the ideal were still training.
+    """
 
     samples_per_second: float
-    """Of the ideal: the sum of its ranks' rates."""
+    """Samples per second of the ideal: the sum of the rates of its ranks."""
     efficiency: float
-    """The run's rate over the ideal's."""
+    """Samples per second of the run divided by those of the ideal."""
     step_seconds: float
-    """Of the run."""
+    """Mean seconds of a step of the run."""
     ideal_seconds: float
-    """What the ideal takes for as many rows."""
+    """Seconds that the ideal needs for as many examples as one step of the run has."""
     parts: dict[str, float]
-    """Seconds that are missing in a step, by `PARTS`; empty when the record says nothing of its other ranks.
+    """Seconds of a step that the ideal does not need, by the keys of `MISSING_TIME`; empty if the record does not tell
+    the times of all ranks.
 
-    They add up to step_seconds - ideal_seconds. waiting: of the slowest rank, for what others send; slowed: by how
-    much the ranks compute longer than in the ideal, on average; uneven: by how much the slowest does than the average.
+    They add up to step_seconds - ideal_seconds. `waiting`: the slowest rank waits for gradients. `slowed`: the ranks
+    compute longer than in the ideal, on average. `uneven`: the slowest rank computes longer than the average.
     """
 
 
 def find_ideals(group: Sequence[Record], ideals: Sequence[Record]) -> list[Record]:
-    """The ideals of as many ranks on the same hosts with the same batch, the first first."""
+    """Return the ideals with as many ranks on the same hosts and the same batch, in the order of their start."""
     wanted = _place(group[0])
     return sorted((one for one in ideals if _place(one) == wanted), key=lambda one: one.header.started)
 
@@ -66,14 +76,14 @@ def _place(record: Record) -> tuple[int, int, list[str]]:
     return record.header.world_size, record.header.global_batch, record.header.hosts
 
 
-def measure_against(run: Record, ideal: Record) -> Against | None:
-    """Compare a run with its ideal; None when one of them has no steps that can be compared."""
+def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
+    """Compare a run with its ideal. Returns None if one of them has no steps that can be compared."""
     common = slice(len(run.steps) // 10, count_common(ideal.steps, len(run.steps)))
     own, apart = run.steps[common], ideal.steps[common]
     ranks = run.header.world_size
     if not own or any(len(line.compute_seconds) != ranks for line in apart):
         return None
-    # Each rank sees as many rows: the sum of rates is that of the harmonic mean of seconds.
+    # Every rank has as many examples, so the sum of their rates follows from the harmonic mean of their seconds.
     means = [statistics.fmean(rank) for rank in _by_rank(apart)]
     step = statistics.fmean(line.step_seconds for line in own)
     if not all(mean > 1e-9 for mean in (*means, step)):
@@ -82,21 +92,26 @@ def measure_against(run: Record, ideal: Record) -> Against | None:
     rate = statistics.fmean(line.samples for line in own) / seconds
     known = all(len(line.compute_seconds) == ranks for line in own)
     every = run.header.options.get("sync_every", 1)
-    parts = divide(own, seconds, every if type(every) is int and every > 0 else 1) if known else {}
-    return Against(rate, seconds / step, step, seconds, parts)
+    parts = divide_missing_time(own, seconds, every if type(every) is int and every > 0 else 1) if known else {}
+    return IdealComparison(rate, seconds / step, step, seconds, parts)
 
 
 def count_common(steps: Sequence[StepLine], most: int) -> int:
-    """How many steps every rank of an ideal had done when the first of them was through: they kept all hosts busy."""
+    """Return how many steps every rank of an ideal had made when the first rank was ready.
+
+    Until then all hosts were busy. The result is at most `most`, and at least a tenth of it.
+    """
     ends = [list(itertools.accumulate(rank)) for rank in _by_rank(steps)]
     first = min((rank[-1] for rank in ends), default=0.0)
     common = min((sum(end <= first for end in rank) for rank in ends), default=0)
-    # Of very few steps at least the last that can be compared.
     return min(max(common, most // 10 + 1), most)
 
 
-def divide(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> dict[str, float]:
-    """The seconds of a step beyond the ideal's, part by part, of ranks that meet after `every` updates."""
+def divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> dict[str, float]:
+    """Return the seconds of a step beyond those of the ideal, by the keys of `MISSING_TIME`.
+
+    `every` is the number of updates after which the ranks synchronise.
+    """
     mean = statistics.fmean(statistics.fmean(line.compute_seconds) for line in steps)
     meetings = itertools.groupby(steps, key=lambda line: (line.step - 1) // every)
     slowest = sum(max(map(sum, _by_rank(list(lines)))) for _, lines in meetings) / len(steps)
@@ -104,7 +119,7 @@ def divide(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> d
     waited = statistics.fmean(line.communication_seconds for line in steps)
     step = statistics.fmean(line.step_seconds for line in steps)
     return {
-        # Rank 0 waits for the slowest rank, too: that part is uneven work.
+        # Rank 0 also waits for the slowest rank; that part counts as uneven work.
         "waiting": waited - (slowest - of_rank_0),
         "slowed": mean - ideal_seconds,
         "uneven": slowest - mean,
@@ -112,25 +127,29 @@ def divide(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> d
     }
 
 
-def average_ideals(found: Sequence[Against]) -> Against:
-    """The mean of repeats."""
-    return Against(
+def average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
+    """Return the mean of repeated measurements."""
+    return IdealComparison(
         statistics.fmean(one.samples_per_second for one in found),
         statistics.fmean(one.efficiency for one in found),
         statistics.fmean(one.step_seconds for one in found),
         statistics.fmean(one.ideal_seconds for one in found),
-        {name: statistics.fmean(one.parts[name] for one in found) for name in PARTS if all(o.parts for o in found)},
+        {
+            name: statistics.fmean(one.parts[name] for one in found)
+            for name in MISSING_TIME
+            if all(o.parts for o in found)
+        },
     )
 
 
-def describe_ideal(label: str, against: Against) -> str:
-    """One sentence: the share of the ideal, and where the rest of a step went."""
+def describe_ideal(label: str, against: IdealComparison) -> str:
+    """Return one sentence: the share of the ideal that a run reached, and where the rest of the time went."""
     said = f"{label} reached {against.efficiency * 100:.0f} % of the ideal ({against.samples_per_second:.1f} samples/s)"
     missing = 1 - against.efficiency
     if missing <= 0 or not against.parts:
         return f"{said}."
     listed = ", ".join(
-        f"{PARTS[name]} {seconds / against.step_seconds * 100:.1f} %" for name, seconds in against.parts.items()
+        f"{MISSING_TIME[name]} {seconds / against.step_seconds * 100:.1f} %" for name, seconds in against.parts.items()
     )
     return f"{said}; of its steps' time {missing * 100:.1f} % is missing: {listed}."
 
@@ -156,7 +175,7 @@ _EQUAL_OPTIONS = (
 )
 
 MOST_EFFICIENCY = 1.1
-"""More than this needs a word. A little over 1 happens: smaller shares fit caches better."""
+"""A larger efficiency gets a note. A little over 1 is normal, because smaller shares fit the caches better."""
 
 MOST_SECONDS = 1e9
 
@@ -168,59 +187,63 @@ class Row:
     np: int
     hosts: int
     cores: int
-    """Different hardware threads that its ranks were bound to, all hosts together."""
+    """Number of different hardware threads that the ranks were pinned to, on all hosts together."""
     global_batch: int
     train_seconds: float
     samples_per_second: float
-    """Steady: without the first tenth of the steps."""
+    """Samples per second without the first tenth of the steps."""
     samples_per_second_per_rank: float
     speedup: float
-    """Steady samples per second of this run over those of the baseline."""
+    """Samples per second of this run divided by those of the baseline."""
     efficiency: float
-    """Speedup over (ranks / the baseline's ranks)."""
+    """Speedup divided by (ranks / ranks of the baseline)."""
     metrics: dict[str, float]
     path: str
-    """Of the first of its repeats."""
+    """Folder of the first repeat."""
     repeats: int
-    ideal: Against | None
+    ideal: IdealComparison | None
     intervals: dict[str, float]
-    """Half the 95 % interval of samples_per_second, speedup, efficiency and ideal (its efficiency), where there are
-    repeats; speedup and efficiency are of runs of the same round."""
+    """Half the width of the 95 % confidence intervals of samples_per_second, speedup, efficiency, and of the efficiency
+    relative to the ideal (`ideal`); empty without repeats. Speedup and efficiency compare runs of the same round."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of the same job on different numbers of ranks, the fewest ranks first: the baseline."""
+    """Runs of the same job on different numbers of ranks. The first one has the fewest ranks and is the baseline."""
 
     task: str
     model: str
     precision: str
     epochs: float
     max_steps: int
-    """Updates that each run was limited to; 0 for whole epochs."""
+    """Limit of the number of updates of each run; 0 for none."""
     scaling: str
-    """weak: the batch a rank is fixed; strong: the global batch is; mixed: neither; single: one number of ranks."""
+    """`weak`: the batch per rank is the same in all runs. `strong`: the global batch is. `mixed`: neither is. `single`:
+    all runs have the same number of ranks."""
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    """What a reader must know to read the numbers right."""
+    """What a reader must know to understand the numbers."""
 
 
 def compare(records: list[Record]) -> Comparison:
-    """Compare finished runs.
+    """Compare complete runs.
 
-    Raises CpuftError: no run, one that did not finish or trained nothing, or runs that differ in what must be equal
-    (named).
+    Raises CpuftError if there is no run, if a run is not complete or trained nothing, or if the runs differ in what
+    must be equal, with the names of what differs.
     """
     if all(record.header.apart for record in records):
-        raise CpuftError(f"there is no run{' beside the ideal' if records else ''} to report on: name run directories")
+        raise CpuftError(
+            f"there is no run to report on{' except the ideal' if records else ''}: give the folders of runs"
+        )
     for record in records:
         if record.footer is None:
             raise CpuftError(
-                f"{record.path} did not finish ({counted(len(record.steps), 'step')} recorded): run it "
-                f"again, or leave it out of the report"
+                f"{record.path} is not complete ({counted(len(record.steps), 'step')} recorded): resume the run, "
+                "or leave it "
+                f"out of the report"
             )
         if not (record.footer.steady_samples_per_second > 0 and record.header.world_size > 0):
-            raise CpuftError(f"{record.path} trained no rows: leave it out of the report")
+            raise CpuftError(f"{record.path} trained on no examples: leave it out of the report")
         _refuse_impossible(record)
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
     refuse_differences(records)
@@ -248,19 +271,21 @@ def compare(records: list[Record]) -> Comparison:
 
 
 def _refuse_impossible(record: Record) -> None:
-    """Raises CpuftError for seconds that cannot be reckoned with: a record is what its last editor left of it."""
+    """Raise CpuftError if a time in the record is impossible, because somebody has edited the record."""
     for line in record.steps:
         seconds = (line.step_seconds, *(getattr(line, f"{name}_seconds") for name in PHASES), *line.compute_seconds)
         if not all(abs(value) < MOST_SECONDS for value in seconds):
-            raise CpuftError(f"{record.path}, step {line.step}: no step takes so long: leave it out of the report")
+            raise CpuftError(
+                f"{record.path}, step {line.step}: the time of this step is impossible: leave the run out of the report"
+            )
 
 
 def refuse_differences(records: list[Record]) -> None:
-    """Raises CpuftError naming what differs and between which runs."""
+    """Raise CpuftError if runs differ in what must be equal. The error names the runs and what differs."""
     first = records[0]
     for record in records[1:]:
         pairs = [(n, getattr(first.header, n), getattr(record.header, n)) for n in _MUST_BE_EQUAL]
-        # Older runs know of fewer options, which were off.
+        # Records of older versions have fewer options; the missing ones were off.
         pairs += [(n, first.header.options.get(n) or 0, record.header.options.get(n) or 0) for n in _EQUAL_OPTIONS]
         differing = [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]
         if differing:
@@ -271,7 +296,7 @@ def refuse_differences(records: list[Record]) -> None:
 
 
 def find_scaling(records: list[Record]) -> str:
-    """Which of the two kinds of scaling these runs show."""
+    """Return the kind of scaling of these runs: see `Comparison.scaling`."""
     per_rank = {record.header.global_batch / record.header.world_size for record in records}
     in_all = {record.header.global_batch for record in records}
     if len({record.header.world_size for record in records}) == 1:
@@ -282,17 +307,17 @@ def find_scaling(records: list[Record]) -> str:
 
 
 def count_cores(record: Record) -> int:
-    """Different hardware threads of all ranks."""
+    """Return the number of different hardware threads of all ranks."""
     return len({(place.host, cpu) for place in record.header.ranks for cpu in place.cpus})
 
 
 def shares_cores(row: Row, base: Row) -> bool:
-    """Whether a run had more ranks than the baseline, but no more cores."""
+    """Return whether a run had more ranks than the baseline but not more cores."""
     return row.np > base.np and row.cores <= base.cores
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Runs that differ in nothing but when they ran, together; all in their order."""
+    """Return groups of runs that differ only in when they ran, in the order of the runs."""
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
@@ -302,7 +327,10 @@ def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
 
 
 def _rates(group: Sequence[Record]) -> list[float]:
-    """The steady rates: one slow step at the start would else decide a comparison of short runs."""
+    """Return samples per second without the first steps:
+
+    one slow first step would decide a comparison of short runs.
+    """
     return [record.footer.steady_samples_per_second for record in group if record.footer]
 
 
@@ -310,7 +338,7 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
     first, rates = group[0], _rates(group)
     times = first.header.world_size / baseline[0].header.world_size
     speedups = [own / other for own, other in zip(rates, _rates(baseline))]
-    against = [found for run, ideal in zip(group, ideals) if (found := measure_against(run, ideal))]
+    against = [found for run, ideal in zip(group, ideals) if (found := compare_with_ideal(run, ideal))]
     samples = {
         "samples_per_second": rates,
         "speedup": speedups,
@@ -336,16 +364,17 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
 
 
 def note_ideals(rows: Sequence[Row]) -> list[str]:
-    """What the ideal is, and each run against its own."""
+    """Return notes that explain the ideal and compare each run with its own."""
     found = [describe_ideal(f"np {row.np}", row.ideal) for row in rows if row.ideal]
     if not found:
         return []
     return [
-        "the ideal: the same ranks on the same rows at the same time, each for itself; it and what is measured against "
-        "it are without the first tenth of the steps, in which caches warm up.",
+        "the ideal: as many independent ranks on the same examples at the same time; the first tenth of the steps, in "
+        "which caches warm up, is left out of it and of what is compared with it.",
         *found,
         *(
-            f"np {row.np} was faster than its ideal: something else kept the hosts busy meanwhile; run both again."
+            f"np {row.np} was faster than its ideal: another program used the hosts in the meantime; measure both "
+            "again."
             for row in rows
             if row.ideal and row.ideal.efficiency - row.intervals.get("ideal", 0.0) > MOST_EFFICIENCY
         ),
@@ -353,10 +382,12 @@ def note_ideals(rows: Sequence[Row]) -> list[str]:
 
 
 def note_repeats(rows: Sequence[Row]) -> list[str]:
-    """What the intervals are, and which differences they hide."""
+    """Return notes that explain the intervals and name the differences that are not clear."""
     base, notes = rows[0], list[str]()
     if any(row.intervals for row in rows):
-        notes.append("\u00b1 is half the 95 % interval of the mean (Student's t over the repeats).")
+        notes.append(
+            "\u00b1 is half the width of the 95 % confidence interval of the mean (Student's t over the repeats)."
+        )
     for row in rows:
         if row is not base and abs(row.speedup - 1) <= row.intervals.get("speedup", -1.0):
             notes.append(f"np {row.np} and np {base.np}: no clear difference in speed.")
@@ -366,7 +397,7 @@ def note_repeats(rows: Sequence[Row]) -> list[str]:
 
 
 def note_restarts(records: Sequence[Record]) -> list[str]:
-    """Of each run that was started again by itself: what was lost."""
+    """Return a note for each run that was restarted: what was lost, and how long that took."""
     notes = []
     for record in records:
         again = [line for line in record.resumptions if line.because]
@@ -376,14 +407,15 @@ def note_restarts(records: Sequence[Record]) -> list[str]:
             ranks = " and ".join(str(line.world_size) for line in again)
             why = "; ".join(line.because for line in again)
             notes.append(
-                f"np {record.header.world_size} was started again {counted(len(again), 'time')}, on {ranks} ranks, "
-                f"which took {lost} and made {made} again ({why}): its seconds are not those of a run in peace."
+                f"np {record.header.world_size} was restarted {counted(len(again), 'time')}, on {ranks} ranks, "
+                "which took "
+                f"{lost} and repeated {made} ({why}): its times are not those of an undisturbed run."
             )
     return notes
 
 
 def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
-    """Baseline, kind of scaling, and whatever makes the numbers mean less than they seem to."""
+    """Return notes on the baseline, the kind of scaling, and whatever limits the meaning of the numbers."""
     base = rows[0]
     notes = [
         f"speedup and efficiency are relative to np {base.np} ({counted(base.hosts, 'host')}).",
@@ -392,18 +424,19 @@ def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> li
     ]
     if scaling == "weak":
         notes.append(
-            "weak scaling: the batch a rank is fixed, so the global batch grows with the ranks"
-            f"{'' if records[0].header.options.get('max_steps') else ', and updates get fewer'}; compare the metrics."
+            "weak scaling: the batch per rank is fixed, so the global batch grows with the ranks"
+            f"{'' if records[0].header.options.get('max_steps') else ', and there are fewer updates'}; compare the "
+            "metrics."
         )
     if scaling == "strong":
         notes.append("strong scaling: the global batch is fixed, so every run makes the same updates.")
     if scaling == "mixed":
-        notes.append("neither the batch a rank nor the global batch is the same in all runs.")
+        notes.append("neither the batch per rank nor the global batch is the same in all runs.")
     if len({record.footer.samples for record in records if record.footer}) > 1:
         notes.append("the runs trained on different numbers of examples: compare samples/s, not train seconds.")
     notes += [
-        f"np {row.np} is {row.speedup:.2f} times as fast as np {base.np}, more than its ranks explain: something else "
-        f"kept the hosts busy in the meantime, or cores were idle at np {base.np}; run both again before you trust it."
+        f"np {row.np} is {row.speedup:.2f} times as fast as np {base.np}, more than its ranks explain: another program "
+        f"used the hosts in the meantime, or cores were idle at np {base.np}; measure both again before you trust it."
         for row in rows[1:]
         if row.efficiency > MOST_EFFICIENCY
     ]
@@ -411,11 +444,12 @@ def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> li
     if same_cores:
         listed = ", ".join(map(str, same_cores))
         notes.append(
-            f"np {listed} ran on no more cores than np {base.np} ({counted(base.cores, 'core')}): the speedup shows "
-            f"what splitting the work gains or costs, not what more hosts bring."
+            f"np {listed} did not run on more cores than np {base.np} ({counted(base.cores, 'core')}): the speedup "
+            "shows "
+            f"what splitting the work gains or costs, not what more hosts gain."
         )
     if len({(record.header.cpu_model, tuple(record.header.cpu_flags)) for record in records}) > 1:
-        notes.append("the runs' master hosts have different CPUs.")
+        notes.append("the head hosts of the runs have different CPUs.")
     if len({tuple(sorted(record.header.versions.items())) for record in records}) > 1:
         notes.append("the runs used different software versions.")
     return notes

@@ -1,4 +1,4 @@
-"""Estimate speed, efficiency and price of a job on N hosts, from a run on few ranks and a measured network."""
+"""Estimate speed, efficiency and price of a job on N hosts from a run on one rank and the speed of the network."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ TABLE = Path(__file__).with_name("instances.csv")
 
 @dataclass(frozen=True)
 class Instance:
-    """One kind of host."""
+    """One kind of rented host."""
 
     name: str
     cores: int
-    """Physical ones."""
+    """Number of physical cores."""
     amx: bool
     gbits_per_second: float
-    """Of its network, as the seller tells it."""
+    """Network rate in Gbit/s, as the seller states it."""
     dollars_per_hour: float
-    """Approximate list price, on demand."""
+    """Approximate list price per hour on demand, in US dollars."""
     dated: str
-    """When the price was looked up."""
+    """Date of the price."""
 
 
 INSTANCE_COLUMNS = tuple(Instance.__dataclass_fields__)
 
 
 def parse_instances(text: str, path: str) -> dict[str, Instance]:
-    """A table with a head line, commas between. Raises CpuftError naming the line that is none."""
+    """Return the instances of a CSV table with a head line, by name. Raises CpuftError that names a wrong line."""
     lines = csv.reader(io.StringIO(text, newline=""))
     found: dict[str, Instance] = {}
     try:
@@ -64,97 +64,107 @@ def _parse_words(words: list[str]) -> Instance:
 
 
 def find_instance(name: str, path: str = "") -> Instance:
-    """The kind of this name in the table at `path`, or in ours. Raises CpuftError with the names most like it."""
+    """Return the instance of this name from the table at `path`, or from the table of cpuft.
+
+    Raises CpuftError if the table cannot be read, or with similar names if the name is unknown.
+    """
     table = Path(path) if path else TABLE
     try:
         found = parse_instances(table.read_text(encoding="utf-8"), str(table))
     except FileNotFoundError:
-        raise CpuftError(f"there is no file {path}, which --instances names: name a table") from None
+        raise CpuftError(f"there is no file {path}, which --instances names: give a CSV file like {TABLE}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"--instances {path} cannot be read ({error}): name a table") from None
+        raise CpuftError(f"--instances {path} cannot be read ({error}): give a CSV file like {TABLE}") from None
     if name not in found:
         raise CpuftError(f"--instance {name:.60} is not a known type of instance: {near_names(name, tuple(found))}")
     return found[name]
 
 
 BUCKET_NUMBERS = 2**20
-"""Gradients of so many parameters are sent at a time: `cpuft.comm.selection` has the same."""
+"""Parameters per gradient bucket; equal to the constant in `cpuft.comm.selection`."""
 WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "powersgd": 2.0}
-"""Of one number on its way: powersgd's are those of its factors, and its words' rows go as int8."""
+"""Bytes that are sent per number at each compression level. For powersgd: per number of the factors; its embedding
+rows are sent as int8."""
 CODING_SECONDS = {"int8": 4e-9, "powersgd": 4e-9}
-"""Of a core, for each number in blocks, by `cpuft.comm.compression.int8.measure_coding_seconds` on a Xeon with AMX, or
-in factors, which took 3.5e-9 there."""
+"""Core seconds to encode and decode one number. int8: measured by
+`cpuft.comm.compression.int8.measure_coding_seconds` on an Intel Xeon with AMX; powersgd took 3.5e-9 there."""
 ETHERNET = 1448 / 1538
-"""TCP's payload over what a frame of 1,500 bytes takes on the wire: headers of IP and TCP with time stamps, Ethernet's
-own with preamble and gap (RFC 9293, IEEE 802.3)."""
+"""Payload of a TCP segment divided by the bytes that its 1,500-byte frame takes on the wire: headers of IP and TCP with
+time stamps, and Ethernet's header, preamble and gap (RFC 9293, IEEE 802.3)."""
 CPU_SECONDS_PER_BYTE = 2e-9
-"""Of a core, for each byte that a rank sends in a ring: copies, the kernel's TCP, and adding up. `cpuft bench comm`
-tells yours, and `--link` takes it."""
-TIE = 1.02
-"""Ways that differ less in time are as fast: `cpuft.comm.selection` has the same."""
+"""Core seconds per byte that a rank sends in a ring: copies, TCP in the kernel, and the additions. `cpuft bench comm`
+measures the value of your hosts for `--link`."""
+TIE_RATIO = 1.02
+"""Compression levels whose step times differ by less count as equally fast; equal to the constant in
+`cpuft.comm.selection`."""
 LEAST_STEPS = 4
+"""Fewest steps after the warm-up that an estimate is made from."""
 WORTH = 0.5
+"""Additional hosts are worth it if they add at least this share of what they would do alone."""
 SIGMAS = 2.0
-"""Error bars reach so many standard errors of the recorded step to both sides."""
+"""Standard errors of the recorded step that the interval extends to each side."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins the hosts."""
+    """The network between the hosts."""
 
     bits_per_second: float
     latency_seconds: float
-    """Half a round trip of one byte."""
+    """Half of the round-trip time of one byte."""
     cpu_seconds_per_byte: float = CPU_SECONDS_PER_BYTE
     measured: bool = False
-    """By all-reduces, so that frames' headers are counted already."""
+    """Whether the rate was measured with all-reduces, and so already counts the headers of frames."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Payload."""
+        """Bytes of payload per second."""
         return self.bits_per_second / 8 * (1.0 if self.measured else ETHERNET)
 
     def all_reduce_seconds(self, nbytes: float, hosts: int) -> float:
-        """A ring's: 2(n-1) messages of an n-th one after another (Patarasuk and Yuan, 2009)."""
+        """Return the seconds of a ring all-reduce: 2(n-1) messages of an n-th each (Patarasuk and Yuan, 2009)."""
         return 2 * (hosts - 1) * (self.latency_seconds + nbytes / hosts / self.bytes_per_second)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank does in an update, from a record of one rank."""
+    """Times and sizes of one update, from the record of a run on one rank."""
 
     forward_seconds: float
-    """Data and forward."""
+    """Seconds of loading data and of the forward pass."""
     backward_seconds: float
     update_seconds: float
     error_seconds: float
-    """Standard error of their sum."""
+    """Standard error of the sum of the seconds above."""
     samples: float
-    """Rows of an update."""
+    """Examples of one update."""
     rows: int
-    """Of the whole training, all epochs."""
+    """Examples of the whole training, all epochs together."""
     cores: float
-    ways: tuple[str, ...]
-    """What gradients may be sent as."""
+    levels: tuple[str, ...]
+    """Compression levels that the job may use."""
     parameters: int
     factors: int
     row: int
     words: dict[str, float]
     gathered: float = 0.0
-    """Bytes of weights that ranks have from each other, where the optimizer is shared out."""
+    """Bytes of weights that ranks receive from each other in an update if the optimizer is sharded."""
 
     @property
     def step_seconds(self) -> float:
-        """Of one rank alone."""
+        """Seconds of an update of one rank alone."""
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
     def sent_numbers(self, hosts: int) -> tuple[float, float]:
-        """Of an update: what travels in backward, and the words', which do so after it."""
+        """Return how many numbers an update sends on `hosts` hosts:
+
+        during the backward pass, and embedding rows after it.
+        """
         words = self.words.get(str(hosts)) or interpolate(self.words, hosts)
         return self.parameters, words * self.row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """The same, on its way."""
+        """Return how many bytes these numbers are at a compression level."""
         layers, words = self.sent_numbers(hosts)
         in_factors = sent_as == "powersgd"
         layers = self.factors if in_factors else layers
@@ -162,31 +172,35 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """So many hosts, a rank each, every rank with the recorded batch: weak scaling."""
+class Estimate:
+    """Estimate for a number of hosts with one rank each and the recorded batch per rank (weak scaling)."""
 
     hosts: int
     step_seconds: float
     samples_per_second: float
     least: float
-    """Samples a second, where the error bar begins."""
+    """Lower end of the interval of samples per second."""
     most: float
+    """Upper end of the interval of samples per second."""
     efficiency: float
-    """Of so many times one host."""
+    """Samples per second divided by those of as many independent hosts."""
     train_seconds: float
-    """Of all epochs."""
+    """Seconds of the whole training, all epochs together."""
     price: float
-    """Of all hosts for that long; 0 without a price."""
+    """Price of all hosts for the whole training; 0 if the price of a host is unknown."""
     waited_seconds: float
-    """Of a step: communication that backward does not hide."""
+    """Seconds of a step in which communication is not hidden behind the backward pass."""
     taken_seconds: float
-    """Of a step: what communication takes from compute."""
+    """Seconds of a step that communication takes from computing."""
     sent_as: str = ""
-    """Gradients: of those that the job allows, what is fastest."""
+    """Compression level of the gradients: the fastest one that the job may use."""
 
 
 def interpolate(words: dict[str, float], hosts: int) -> float:
-    """Different words among more rows: between two known numbers of ranks a power law (Heaps' law)."""
+    """Return the number of different tokens in an update of `hosts` ranks.
+
+    Between two known numbers of ranks it follows a power law (Heaps' law).
+    """
     known = sorted((int(ranks), count) for ranks, count in words.items())
     if not known:
         return 0.0
@@ -198,14 +212,19 @@ def interpolate(words: dict[str, float], hosts: int) -> float:
 
 
 def read_job(record: Record, compression: str = "auto") -> Job:
-    """The job of a record. Raises CpuftError when it does not have what a prediction needs."""
+    """Return the job of a record.
+
+    Raises CpuftError if the run had several ranks, too few steps, or no sizes of its gradients.
+    """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
-        raise CpuftError(f"{record.path} ran on {header.world_size} ranks: a prediction needs a run on one")
+        raise CpuftError(f"{record.path} ran on {header.world_size} ranks: an estimate needs a run on one rank")
     if len(steady) < LEAST_STEPS:
         raise CpuftError(f"{record.path} has {counted(len(record.steps), 'step')}: run {LEAST_STEPS + 1} or more")
     if not header.travels.parameters:
-        raise CpuftError(f"{record.path} does not tell of its gradients: run it anew with this version of cpuft")
+        raise CpuftError(
+            f"{record.path} does not hold the sizes of its gradients: run the job again with this version of cpuft"
+        )
     seconds = [one.data_seconds + one.forward_seconds + one.backward_seconds + one.update_seconds for one in steady]
     return Job(
         statistics.mean(line.data_seconds + line.forward_seconds for line in steady),
@@ -213,19 +232,20 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         statistics.mean(line.update_seconds for line in steady),
         statistics.stdev(seconds) / math.sqrt(len(seconds)),
         statistics.mean(line.samples for line in steady),
-        count_rows(record),
+        count_examples(record),
         find_cores(record),
-        find_ways(record, compression),
+        find_levels(record, compression),
         header.travels.parameters,
         header.travels.factors,
         header.travels.row,
         header.travels.words,
-        count_gathered(record),
+        count_gathered_bytes(record),
     )
 
 
-def count_gathered(record: Record) -> float:
-    """Bytes of all weights as ranks compute with them, words' in fp32; 0 where no optimizer is shared out."""
+def count_gathered_bytes(record: Record) -> float:
+    """Return the bytes of all weights as ranks compute with them (embeddings in fp32), or 0 if the optimizer is not
+    sharded."""
     header, options = record.header, record.header.options
     if options.get("shard", "none") == "none":
         return 0.0
@@ -234,33 +254,39 @@ def count_gathered(record: Record) -> float:
     return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.travels.parameters + 4.0 * words
 
 
-def count_rows(record: Record) -> int:
-    """Rows of all epochs, whether the run came to their end or not."""
+def count_examples(record: Record) -> int:
+    """Return the examples of all epochs, even if the run was limited to fewer updates."""
     epochs = record.header.options.get("epochs")
     return round(record.header.rows * epochs) if isinstance(epochs, (int, float)) else record.header.rows
 
 
-def find_ways(record: Record, compression: str) -> tuple[str, ...]:
-    """What gradients may be sent as: this compression, or for auto the recorded one, or what a launch may choose."""
+def find_levels(record: Record, compression: str) -> tuple[str, ...]:
+    """Return the compression levels that a job may use.
+
+    These are `compression`, or for `auto` the recorded one, or those that a launch may choose by itself. Raises
+    CpuftError if the bytes that a level sends are not known.
+    """
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
-    allowed = SHARDED_COMPRESSIONS if count_gathered(record) else tuple(WIRE_BYTES)
-    known = [way for way in allowed if way != "powersgd" or record.header.travels.factors]
+    allowed = SHARDED_COMPRESSIONS if count_gathered_bytes(record) else tuple(WIRE_BYTES)
+    known = [level for level in allowed if level != "powersgd" or record.header.travels.factors]
     if asked == "auto":
         exact = AUTO_COMPRESSIONS.index("bf16" if record.header.precision == "bf16" else "none")
-        return tuple(way for way in AUTO_COMPRESSIONS[exact:] if way in known)
+        return tuple(level for level in AUTO_COMPRESSIONS[exact:] if level in known)
     if asked not in known:
-        raise CpuftError(f"what {asked} sends is not known beforehand: give --compression {', '.join(known)}")
+        raise CpuftError(
+            f"the bytes that {asked} sends are not known before a run: give --compression {', '.join(known)}"
+        )
     return (asked,)
 
 
 def find_cores(record: Record) -> float:
-    """Hardware threads of the run's one rank, or what of them its control group allows."""
+    """Return the cores of the rank, or the CPU time that its control group allows, in cores."""
     bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
     return min(bound, record.header.cores_allowed or bound)
 
 
 def scale_cores(job: Job, cores: float) -> Job:
-    """The job on a host with so many cores of the same kind."""
+    """Return the job on a host with another number of cores of the same kind."""
     factor = job.cores / cores
     return replace(
         job,
@@ -273,9 +299,9 @@ def scale_cores(job: Job, cores: float) -> Job:
 
 
 def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
-    """The link that fits measured all-reduces best, in least squares of relative errors, over the fastest backend.
+    """Return the network that fits measured all-reduces best: the fastest backend, least squares of relative errors.
 
-    Raises CpuftError: fewer than two sizes of an all-reduce of that type, or ranks of one host only.
+    Raises CpuftError if there are fewer than two message sizes of all-reduces of the data type of `sent_as`.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
@@ -287,7 +313,7 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
 
 
 def _fit(rows: Sequence[Measurement]) -> Network:
-    """seconds = steps x latency + bytes x factor / rate, each equation divided by its seconds; two unknowns."""
+    """Fit latency and rate: seconds = steps x latency + bytes x factor / rate, each equation divided by its seconds."""
     equations = []
     for row in rows:
         steps, seconds = 2 * (row.ranks - 1), row.median_seconds
@@ -303,17 +329,21 @@ def _fit(rows: Sequence[Measurement]) -> Network:
     return Network(8 / slowness, latency, busy, measured=True)
 
 
-def predict(job: Job, network: Network, hosts: int, price: float = 0.0) -> Prediction:
-    """A step on `hosts` hosts, and the whole training; `price` is of a host and an hour."""
-    steps = {way: _step(job, network, hosts, way)[0] for way in job.ways}
-    sent_as = next(way for way in job.ways if steps[way] <= TIE * min(steps.values()))
+def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -> Estimate:
+    """Estimate a step and the whole training on `hosts` hosts.
+
+    `price` is the price of one host per hour. The interval reaches from no CPU cost of communication to twice the known
+    cost, and includes the error of the recorded step.
+    """
+    steps = {level: _step(job, network, hosts, level)[0] for level in job.levels}
+    sent_as = next(level for level in job.levels if steps[level] <= TIE_RATIO * min(steps.values()))
     step, waited, taken = _step(job, network, hosts, sent_as)
     error, cost = SIGMAS * job.error_seconds, network.cpu_seconds_per_byte
     slow = _step(job, replace(network, cpu_seconds_per_byte=2 * cost), hosts, sent_as)[0] + error
     fast = max(_step(job, replace(network, cpu_seconds_per_byte=0.0), hosts, sent_as)[0] - error, step / 2)
     rate = hosts * job.samples / step
     seconds = job.rows / rate
-    return Prediction(
+    return Estimate(
         hosts,
         step,
         rate,
@@ -329,11 +359,12 @@ def predict(job: Job, network: Network, hosts: int, price: float = 0.0) -> Predi
 
 
 def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, float, float]:
-    """Seconds of a step, what of them waits, and what of them communication's own work takes from compute."""
+    """Return the seconds of a step, the seconds of waiting in it, and the seconds that communication takes from
+    computing."""
     if hosts == 1:
         return job.step_seconds, 0.0, 0.0
     whole, words = job.sent_bytes(hosts, sent_as)
-    # An optimizer that is shared out takes half an all-reduce of gradients, and half one of weights.
+    # A sharded optimizer needs half an all-reduce of the gradients and half an all-reduce of the weights.
     share = 0.5 if job.gathered else 1.0
     sent = share * whole + words + job.gathered / 2
     sending = 2 * (hosts - 1) / hosts * sent * network.cpu_seconds_per_byte
@@ -341,51 +372,67 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     backward = job.backward_seconds + taken
     buckets = max(1, math.ceil(job.parameters / BUCKET_NUMBERS))
     each = share * network.all_reduce_seconds(whole / buckets, hosts)
-    # The first bucket is ready after its share of backward, and each waits for the one before it.
+    # The first bucket is ready after its share of the backward pass, and each one waits for the one before it.
     waited = max(backward / buckets + buckets * each, backward + each) - backward
     waited += network.all_reduce_seconds(words, hosts) if words else 0.0
     waited += network.all_reduce_seconds(job.gathered, hosts) / 2 if job.gathered else 0.0
-    waited += network.all_reduce_seconds(16, hosts)  # loss and tokens
+    waited += network.all_reduce_seconds(16, hosts)  # the loss and the number of tokens
     return job.forward_seconds + backward + waited + job.update_seconds, waited, taken
 
 
-def count_worth(predictions: Sequence[Prediction]) -> int:
-    """The most hosts that are worth it: those last added bring at least half of what they would bring alone."""
-    best = predictions[0]
+def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
+    """Return the largest number of hosts that is worth it: the hosts that were added last do at least half of what they
+    would do alone."""
+    best = estimates[0]
     alone = best.samples_per_second / best.hosts
-    for one in predictions[1:]:
+    for one in estimates[1:]:
         if (one.samples_per_second - best.samples_per_second) < WORTH * alone * (one.hosts - best.hosts):
             break
         best = one
     return best.hosts
 
 
-COLUMNS = ("hosts", "step ms", "samples/s", "from", "to", "efficiency", "waiting", "taken", "sent as", "hours", "price")
+COLUMNS = (
+    "hosts",
+    "step ms",
+    "samples/s",
+    "at least",
+    "at most",
+    "efficiency",
+    "waiting",
+    "CPU for network",
+    "gradients as",
+    "hours",
+    "price",
+)
 
 
 def describe_job(job: Job, network: Network, source: str) -> list[str]:
-    """What predictions are made of, for a reader who wants to know how far to trust them."""
+    """Return notes that say what an estimate is made from."""
     whole, words = job.sent_numbers(2)
     return [
-        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; "
-        f"{whole / 1e6:.1f} million gradients and {words / 1e6:.1f} million of words' (two hosts) travel an update.",
-        f"link: {network.bits_per_second / 1e9:.3g} Gbit/s, {network.latency_seconds * 1e6:.0f} us one way; sending "
-        f"takes {network.cpu_seconds_per_byte * 1e9:.2g} ns of a core for a byte"
-        f"{', as measured' if network.measured else ''}; bars reach from nothing of that to twice.",
-        f"weak scaling: the batch a rank is fixed; hours and price are of {job.rows:,} rows, all epochs together.",
+        f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an "
+        "update of two "
+        f"hosts sends {whole / 1e6:.1f} million gradients and {words / 1e6:.1f} million numbers of embedding rows.",
+        f"network: {network.bits_per_second / 1e9:.3g} Gbit/s, {network.latency_seconds * 1e6:.0f} us one way; sending "
+        f"takes {network.cpu_seconds_per_byte * 1e9:.2g} ns of a core per byte"
+        f"{', as measured' if network.measured else ''}; the interval reaches from none of that cost to twice as much.",
+        f"weak scaling: the batch per rank is fixed; hours and price are for {job.rows:,} examples, all epochs "
+        "together.",
     ]
 
 
-def format_outlook(predictions: Sequence[Prediction], notes: Sequence[str], title: str) -> str:
-    """For a terminal."""
-    worth = count_worth(predictions)
+def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title: str) -> str:
+    """Return the estimates as a table for a terminal."""
+    worth = count_worthwhile_hosts(estimates)
     verdict = (
-        f"worth it: up to {counted(worth, 'host')}; those added last bring at least half of what they could alone."
+        f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "
+        "do alone."
     )
-    return format_table(COLUMNS, [_format_row(one) for one in predictions], title, [verdict, *notes])
+    return format_table(COLUMNS, [_format_row(one) for one in estimates], title, [verdict, *notes])
 
 
-def _format_row(one: Prediction) -> list[str]:
+def _format_row(one: Estimate) -> list[str]:
     return [
         str(one.hosts),
         f"{one.step_seconds * 1e3:.0f}",
@@ -401,10 +448,10 @@ def _format_row(one: Prediction) -> list[str]:
     ]
 
 
-def estimates_to_json(predictions: Sequence[Prediction], notes: Sequence[str]) -> dict[str, Any]:
-    """One object for programs."""
+def estimates_to_json(estimates: Sequence[Estimate], notes: Sequence[str]) -> dict[str, Any]:
+    """Return the estimates as one JSON object."""
     return {
-        "predictions": [asdict(one) for one in predictions],
-        "worth": count_worth(predictions),
+        "predictions": [asdict(one) for one in estimates],
+        "worth": count_worthwhile_hosts(estimates),
         "notes": list(notes),
     }

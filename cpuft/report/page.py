@@ -12,8 +12,8 @@ from typing import Any
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
 from cpuft.record import FILE_NAME, PHASES, Record, drop_warm_up, read_record
-from cpuft.report.comparison import PARTS, Comparison, Row, compare, group_repeats, shares_cores
-from cpuft.report.estimate import Prediction
+from cpuft.report.comparison import MISSING_TIME, Comparison, Row, compare, group_repeats, shares_cores
+from cpuft.report.estimate import Estimate
 from cpuft.report.plots import COLOURS, Line, draw_bars, draw_lines, thin
 from cpuft.report.tables import format_markdown, format_text, format_title, table_columns, table_rows, to_json
 from cpuft.serialization import load, parse_json
@@ -23,7 +23,7 @@ _OURS = b'<meta name="generator" content="cpuft">'
 _MOST_BARS = 40
 
 
-def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Prediction] = ()) -> Path:
+def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = ()) -> Path:
     """Write the page of these runs; its path.
 
     Raises CpuftError: runs that cannot be compared or have no steps, matplotlib or Jinja2 is not installed, or what
@@ -46,11 +46,11 @@ def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Pred
     return path
 
 
-def read_predictions(path: str) -> list[Prediction]:
+def read_estimates(path: str) -> list[Estimate]:
     """What `cpuft estimate --json` printed into a file. Raises CpuftError for anything else."""
     try:
         found = load(dict[str, Any], parse_json(Path(path).read_text(encoding="utf-8")))
-        return load(list[Prediction], found.get("predictions"))
+        return load(list[Estimate], found.get("predictions"))
     except (OSError, ValueError) as error:
         raise CpuftError(f"{path} is no prediction ({error}): write one with cpuft estimate --json > {path}") from None
 
@@ -59,7 +59,7 @@ def _in_order(records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda record: (record.header.world_size, record.header.started))
 
 
-def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Prediction]) -> dict[str, Any]:
+def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Estimate]) -> dict[str, Any]:
     """What the template names: texts, and figures as SVG with a caption each."""
     columns = table_columns(comparison)
     return {
@@ -110,7 +110,7 @@ def _name(row: Row) -> str:
     return f"{counted(row.np, 'rank')} on {counted(row.hosts, 'host')}"
 
 
-def _speed(comparison: Comparison, predictions: Sequence[Prediction]) -> list[tuple[str, str]]:
+def _speed(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
     """Speedup over ranks: measured, the ideal's, and what was foretold."""
     rows, base = comparison.rows, comparison.rows[0]
     if rows[-1].np == base.np:
@@ -142,8 +142,8 @@ def _missing(comparison: Comparison) -> list[tuple[str, str]]:
     if not rows:
         return []
     parts = {"ideal": [ideal.ideal_seconds for _, ideal in rows]}
-    parts |= {name: [max(0.0, ideal.parts[name]) for _, ideal in rows] for name in PARTS}
-    figure = draw_bars("Against the ideal", "seconds of a step", [f"np {row.np}" for row, _ in rows], parts)
+    parts |= {name: [max(0.0, ideal.parts[name]) for _, ideal in rows] for name in MISSING_TIME}
+    figure = draw_bars("IdealComparison the ideal", "seconds of a step", [f"np {row.np}" for row, _ in rows], parts)
     return [("A step against the ideal's: where the missing share went.", figure)]
 
 

@@ -11,7 +11,7 @@ from cpuft.terminal import format_table
 
 
 def table_columns(comparison: Comparison) -> list[str]:
-    """Headings, each with its unit or what it is relative to."""
+    """Return the headings of the table, each with its unit or its baseline."""
     base = comparison.rows[0].np
     fixed = ["np", "hosts", "cores", "global batch", "train seconds", "samples/s", "samples/s per rank"]
     metrics = [name.replace("_", " ") for name in _metric_names(comparison)]
@@ -20,7 +20,7 @@ def table_columns(comparison: Comparison) -> list[str]:
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
-    """Cells, as texts."""
+    """Return the cells of the table as texts, one list per run."""
     names = _metric_names(comparison)
     ideals = any(row.ideal for row in comparison.rows)
     return [
@@ -42,7 +42,7 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def _with_interval(row: Row, name: str, value: float, digits: int, times: int = 1) -> str:
-    """The number, and what it may be off by; nothing of the baseline, which is 1 by definition."""
+    """Return the number with half of its interval; the baseline of a ratio is 1 and has no interval."""
     off = row.intervals.get(name, 0.0) * times
     return f"{value * times:.{digits}f}" + (f" ±{off:.{digits}f}" if off else "")
 
@@ -59,7 +59,7 @@ def _metric_names(comparison: Comparison) -> list[str]:
 
 
 def format_title(comparison: Comparison) -> str:
-    """What was run."""
+    """Return the headline: task, model, length, precision and kind of scaling."""
     c = comparison
     kind = "" if c.scaling == "single" else f", {c.scaling} scaling"
     length = f"{c.max_steps} updates" if c.max_steps else f"{c.epochs:g} epochs"
@@ -67,13 +67,13 @@ def format_title(comparison: Comparison) -> str:
 
 
 def format_text(comparison: Comparison) -> str:
-    """For a terminal."""
+    """Return the comparison as text for a terminal."""
     columns = [column.replace(" ", "\n", 1) for column in table_columns(comparison)]
     return format_table(columns, table_rows(comparison), format_title(comparison), comparison.notes)
 
 
 def format_markdown(comparison: Comparison) -> str:
-    """For a README or an issue."""
+    """Return the comparison as Markdown."""
     columns = table_columns(comparison)
     lines = [f"## {_escape(format_title(comparison))}", "", _format_cells(columns), "|" + " ---: |" * len(columns)]
     lines += [_format_cells(row) for row in table_rows(comparison)]
@@ -85,12 +85,13 @@ def _format_cells(cells: list[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """The text without line ends and without what Markdown would take for HTML or for the end of a table's cell."""
+    """Return the text on one line, with the characters escaped that Markdown takes for HTML or for the end of a
+    cell."""
     return html.escape(" ".join(text.split()), quote=False).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """One object for programs; its `runs` are the rows."""
+    """Return the comparison as one JSON object; `runs` are the rows of the table."""
     values = dataclasses.asdict(comparison)
     values["runs"] = list(values.pop("rows"))
     values["notes"] = list(values["notes"])

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.record import Record, Travels, Writer
+from cpuft.record import GradientSizes, Record, Writer
 from tests.conftest import run_cpuft
 from tests.records import make_record
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    record = make_record(travels=Travels(10_993_538, 384, 1_000_000, {"1": 700.0, "64": 9000.0}), rows=3668)
+    record = make_record(travels=GradientSizes(10_993_538, 384, 1_000_000, {"1": 700.0, "64": 9000.0}), rows=3668)
     write(record, tmp_path / "run")
     return tmp_path / "run"
 
@@ -47,7 +47,7 @@ def test_numbers_for_programs(run_dir: Path) -> None:
 def test_a_link_file_that_is_none(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "comm.jsonl").write_text("x")
     for name, said in (
-        ("comm.jsonl", "is no record of this cpuft's bench comm"),
+        ("comm.jsonl", "is not a record of cpuft bench comm of this version"),
         ("none", "there is no file none, which --link names"),
     ):
         done = run_cpuft("estimate", str(run_dir), "--link", name)

@@ -55,8 +55,8 @@ from cpuft.record import (
     parse_record,
     read_record,
 )
-from cpuft.report.estimate import INSTANCE_COLUMNS, Prediction, parse_instances
-from cpuft.report.page import read_predictions
+from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instances
+from cpuft.report.page import read_estimates
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_meet, parse_node
 from cpuft.tasks import TASKS
@@ -73,7 +73,7 @@ from tests.schedulers.test_aws_batch_node import CHILD
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
-_PREDICTIONS = {"predictions": [dataclasses.asdict(Prediction(2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "bf16"))]}
+_PREDICTIONS = {"predictions": [dataclasses.asdict(Estimate(2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, "bf16"))]}
 _INSTANCES = f"{','.join(INSTANCE_COLUMNS)}\nm7i.8xlarge,16,yes,12.5,1.6128,2026-01\n"
 _LSCPU = "# CPU,Core,Socket,Node\n0,0,0,0\n1,1,0,0\n2,0,1,1\n"
 _SURVEY = (
@@ -247,8 +247,8 @@ PARSERS: dict[str, Parser] = {
         ),
     ),
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
-    "read_predictions": Parser(
-        _from_file("p.json", lambda path: read_predictions(str(path))), values.damaged_json(_PREDICTIONS)
+    "read_estimates": Parser(
+        _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
     ),
     "parse_hosts": Parser(parse_hosts, values.damaged(["1,2,4,8", "64"])),
     "parse_instances": Parser(partial(parse_instances, path="x"), values.damaged([_INSTANCES])),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cpuft.cli import cli
 from cpuft.errors import CpuftError
 from cpuft.record import EvaluationLine, Line, Record, ResumedLine, StepLine, format_line
-from cpuft.report.comparison import PARTS, compare, count_common, half_width, measure_against
+from cpuft.report.comparison import MISSING_TIME, compare, compare_with_ideal, count_common, half_width
 from cpuft.report.page import find_runs, write_report
 from cpuft.report.tables import format_markdown, format_text, to_json
 from tests.conftest import Golden
@@ -43,18 +43,18 @@ def make_run(compute: list[float], waited: float, rest: float = 0.01, **changes:
 
 def test_where_the_missing_share_went() -> None:
     # Rank 0 computes 1.2 s and waits 0.8, 0.2 of it for rank 1, which computes 1.4; alone each takes 1.
-    found = measure_against(make_run([1.2, 1.4], 0.8, 0.05), make_ideal([1.0, 1.0]))
+    found = compare_with_ideal(make_run([1.2, 1.4], 0.8, 0.05), make_ideal([1.0, 1.0]))
     assert found is not None
     assert found.samples_per_second == pytest.approx(64)
     assert found.efficiency == pytest.approx(1 / 2.05)
     wanted = {"waiting": 0.6, "slowed": 0.3, "uneven": 0.1, "rest": 0.05}
     assert found.parts == pytest.approx(wanted)
-    assert list(found.parts) == list(PARTS)
+    assert list(found.parts) == list(MISSING_TIME)
 
 
 def test_the_ideal_is_the_sum_of_its_ranks_rates() -> None:
     # 32 rows in 1 s and in 3 s: 32 + 32 / 3 samples/s.
-    found = measure_against(make_run([1.0, 3.0], 2.0), make_ideal([1.0, 3.0]))
+    found = compare_with_ideal(make_run([1.0, 3.0], 2.0), make_ideal([1.0, 3.0]))
     assert found is not None
     assert found.samples_per_second == pytest.approx(32 + 32 / 3)
 
@@ -64,7 +64,7 @@ def test_the_parts_add_up(computes: list[float], alone: list[float], waited: flo
     run = make_run(computes[:2], waited, rest)
     later = make_run(computes[2:], rest, waited).steps
     run = dataclasses.replace(run, steps=[*run.steps[:9], *later[9:]])
-    found = measure_against(run, make_ideal(alone))
+    found = compare_with_ideal(run, make_ideal(alone))
     assert found is not None
     missing = found.step_seconds - found.ideal_seconds
     assert sum(found.parts.values()) == pytest.approx(missing, rel=1e-6, abs=1e-9)
@@ -84,7 +84,7 @@ def test_steps_in_which_all_of_the_ideal_ran(seconds: list[float], most: int, co
 def test_ranks_that_meet_now_and_then_wait_for_the_slowest_sum(every: int, uneven: float) -> None:
     run = make_run([1.0, 2.0], 0.5, options={"sync_every": every})
     steps = [dataclasses.replace(one, compute_seconds=[2.0, 1.0]) if one.step % 2 else one for one in run.steps]
-    found = measure_against(dataclasses.replace(run, steps=steps), make_ideal([1.0, 1.0]))
+    found = compare_with_ideal(dataclasses.replace(run, steps=steps), make_ideal([1.0, 1.0]))
     assert found is not None
     assert found.parts["uneven"] == pytest.approx(uneven, abs=0.02)
     assert sum(found.parts.values()) == pytest.approx(found.step_seconds - found.ideal_seconds)
@@ -93,15 +93,15 @@ def test_ranks_that_meet_now_and_then_wait_for_the_slowest_sum(every: int, uneve
 def test_older_records_have_no_parts() -> None:
     run = make_run([1.2, 1.4], 0.8)
     old = dataclasses.replace(run, steps=[dataclasses.replace(line, compute_seconds=[]) for line in run.steps])
-    found = measure_against(old, make_ideal([1.0, 1.0]))
+    found = compare_with_ideal(old, make_ideal([1.0, 1.0]))
     assert found is not None
     assert (round(found.efficiency, 2), found.parts) == (0.5, {})
-    assert measure_against(run, dataclasses.replace(make_ideal([1.0, 1.0]), steps=old.steps)) is None
+    assert compare_with_ideal(run, dataclasses.replace(make_ideal([1.0, 1.0]), steps=old.steps)) is None
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
 def test_times_that_are_none_are_not_compared(seconds: float) -> None:
-    assert measure_against(make_run([1.2, 1.4], 0.8), make_ideal([seconds, 1.0])) is None
+    assert compare_with_ideal(make_run([1.2, 1.4], 0.8), make_ideal([seconds, 1.0])) is None
 
 
 def test_the_report_says_it() -> None:
@@ -120,7 +120,7 @@ def test_the_report_says_it() -> None:
 
 
 def test_more_than_the_ideal_gets_a_word() -> None:
-    said = "np 2 was faster than its ideal: something else kept the hosts busy meanwhile; run both again."
+    said = "np 2 was faster than its ideal: another program used the hosts in the meantime; measure both again."
     assert said in compare([make_run([0.8, 0.8], 0.0), make_ideal([1.0, 1.0])]).notes
     assert said not in compare([make_run([0.94, 0.94], 0.0), make_ideal([1.0, 1.0])]).notes
 
@@ -131,7 +131,7 @@ def test_an_ideal_of_other_hosts_is_none() -> None:
 
 
 def test_ideals_alone_are_no_report() -> None:
-    with pytest.raises(CpuftError, match="there is no run beside the ideal to report on: name run directories"):
+    with pytest.raises(CpuftError, match="there is no run to report on except the ideal: give the folders of runs"):
         compare([make_ideal([1.0, 1.0])])
 
 
@@ -249,12 +249,16 @@ def test_different_jobs_are_refused_by_name_of_what_differs(changes: dict[str, A
 @pytest.mark.parametrize(
     "part, changes, message",
     [
-        ("header", {"world_size": 0}, "runs/np-1 trained no rows: leave it out of the report"),
+        ("header", {"world_size": 0}, "runs/np-1 trained on no examples: leave it out of the report"),
         ("header", {"options": {}}, "runs/np-1: its epochs is None, and must be a number: name a run of this version"),
         ("header", {"options": {"epochs": "3"}}, "runs/np-1: its epochs is '3', and must be a number: name a run of"),
         ("header", {"options": {"epochs": 1, "max_steps": 1.5}}, "its max_steps is 1.5, and must be a whole number"),
-        ("footer", {"steady_samples_per_second": 0.0}, "runs/np-1 trained no rows: leave it out of the report"),
-        ("footer", {"steady_samples_per_second": math.nan}, "runs/np-1 trained no rows: leave it out of the report"),
+        ("footer", {"steady_samples_per_second": 0.0}, "runs/np-1 trained on no examples: leave it out of the report"),
+        (
+            "footer",
+            {"steady_samples_per_second": math.nan},
+            "runs/np-1 trained on no examples: leave it out of the report",
+        ),
     ],
 )
 def test_a_run_that_cannot_be_compared_is_refused(part: str, changes: dict[str, Any], message: str) -> None:
@@ -270,7 +274,9 @@ def test_seconds_of_no_step_are_refused(name: str, seconds: float) -> None:
     record = make_record(1)
     changes: dict[str, Any] = {name: seconds}
     steps = [dataclasses.replace(record.steps[0], **changes)]
-    with pytest.raises(CpuftError, match="runs/np-1, step 1: no step takes so long: leave it out of the report"):
+    with pytest.raises(
+        CpuftError, match="runs/np-1, step 1: the time of this step is impossible: leave the run out of the report"
+    ):
         compare([dataclasses.replace(record, steps=steps)])
 
 
@@ -284,8 +290,8 @@ def test_a_run_that_was_started_again_says_what_that_took() -> None:
     assert compare([dataclasses.replace(record, resumptions=[line])]).notes == compare([record]).notes
     note = compare([dataclasses.replace(record, resumptions=[line, *again])]).notes[-1]
     assert note == (
-        "np 4 was started again 2 times, on 3 and 4 ranks, which took 32 s and made 4 updates again (host node2 was "
-        "lost; the master was lost): its seconds are not those of a run in peace."
+        "np 4 was restarted 2 times, on 3 and 4 ranks, which took 32 s and repeated 4 updates (host node2 was "
+        "lost; the master was lost): its times are not those of an undisturbed run."
     )
 
 
@@ -308,7 +314,7 @@ def test_names_are_neither_cells_nor_html_in_markdown() -> None:
 
 
 def test_an_unfinished_run_is_refused() -> None:
-    with pytest.raises(CpuftError, match=r"runs/np-2 did not finish \(1 step recorded\)"):
+    with pytest.raises(CpuftError, match=r"runs/np-2 is not complete \(1 step recorded\)"):
         compare([make_record(1), dataclasses.replace(make_record(2), footer=None)])
 
 
@@ -321,8 +327,8 @@ def test_kinds_of_scaling(batches: tuple[int, int], scaling: str) -> None:
 def test_ranks_that_share_the_baselines_cores_are_told() -> None:
     notes = compare([make_record(1), make_record(2, 1)]).notes
     assert notes[-1] == (
-        "np 2 ran on no more cores than np 1 (16 cores): the speedup shows what splitting the work gains or costs, "
-        "not what more hosts bring."
+        "np 2 did not run on more cores than np 1 (16 cores): the speedup shows what splitting the work gains or costs, "
+        "not what more hosts gain."
     )
 
 
@@ -335,8 +341,8 @@ def test_more_than_the_ranks_explain_gets_a_word() -> None:
 def test_updates_get_fewer_only_where_epochs_are_whole() -> None:
     whole = [make_record(1, 1), make_record(2, 2)]
     limited = [make_record(np, np, options={"max_steps": 20}) for np in (1, 2)]
-    assert any("updates get fewer" in note for note in compare(whole).notes)
-    assert not any("updates get fewer" in note for note in compare(limited).notes)
+    assert any("there are fewer updates" in note for note in compare(whole).notes)
+    assert not any("there are fewer updates" in note for note in compare(limited).notes)
 
 
 def write_record(record: Record, folder: Path) -> None:

@@ -12,21 +12,21 @@ from hypothesis import strategies as st
 
 from cpuft.comm import selection
 from cpuft.errors import CpuftError
-from cpuft.record import Measurement, Record, Travels
+from cpuft.record import GradientSizes, Measurement, Record
 from cpuft.report import estimate
 from cpuft.report.estimate import (
     ETHERNET,
     INSTANCE_COLUMNS,
     TABLE,
+    Estimate,
     Job,
     Network,
-    Prediction,
-    count_worth,
+    count_worthwhile_hosts,
+    estimate_hosts,
     find_instance,
     find_network,
     interpolate,
     parse_instances,
-    predict,
     read_job,
     scale_cores,
 )
@@ -83,12 +83,12 @@ def make_measurement(
 
 
 def recorded(steps: int = 20, factors: int = 1_000_000, **changes: Any) -> Record:
-    record = make_record(travels=Travels(10_993_538, 384, factors, {"1": 700.0}), rows=3668, **changes)
+    record = make_record(travels=GradientSizes(10_993_538, 384, factors, {"1": 700.0}), rows=3668, **changes)
     return replace(record, steps=[replace(record.steps[0], step=n + 1) for n in range(steps)])
 
 
 def test_a_link_that_costs_nothing_adds_nothing() -> None:
-    found = predict(JOB, FREE, 8)
+    found = estimate_hosts(JOB, FREE, 8)
     assert found.step_seconds == pytest.approx(JOB.step_seconds, rel=1e-6)
     assert found.efficiency == pytest.approx(1.0, rel=1e-6)
     assert found.samples_per_second == pytest.approx(8 * 32 / 3.1, rel=1e-6)
@@ -99,7 +99,7 @@ def test_a_slow_link_is_waited_for() -> None:
     # 40 MB by a ring of four: 60 MB at 2.5 MB/s and frames' headers; backward hides at most its 2 seconds.
     slow = Network(20e6, 0.0, 0.0)
     whole = 1.5 * (40e6 + 1280 * 384 * 4) / (2.5e6 * ETHERNET)
-    found = predict(JOB, slow, 4)
+    found = estimate_hosts(JOB, slow, 4)
     assert found.step_seconds == pytest.approx(1.1 + whole, rel=0.06)
     assert found.waited_seconds > 0.8 * whole
 
@@ -107,9 +107,9 @@ def test_a_slow_link_is_waited_for() -> None:
 def test_weights_of_an_optimizer_that_is_shared_out_are_waited_for() -> None:
     # Half an all-reduce of four: three quarters of 60 MB at 12.5 MB/s, while half of the gradients' bytes hide as ever.
     network, shared = Network(100e6, 0.0, 0.0, measured=True), replace(JOB, gathered=60e6)
-    assert predict(shared, network, 1).step_seconds == JOB.step_seconds
+    assert estimate_hosts(shared, network, 1).step_seconds == JOB.step_seconds
     half = replace(JOB, parameters=5_000_000)
-    more = predict(shared, network, 4).waited_seconds - predict(half, network, 4).waited_seconds
+    more = estimate_hosts(shared, network, 4).waited_seconds - estimate_hosts(half, network, 4).waited_seconds
     # Half as many buckets leave a little more of backward behind which nothing hides.
     assert more == pytest.approx(0.75 * 60e6 / 12.5e6, abs=0.25)
 
@@ -123,8 +123,8 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
     shared = recorded(options={**options, "shard": "optimizer"}, precision=precision, parameters=22_713_986)
     words = 22_713_986 - 10_993_538
     assert (read_job(whole).gathered, read_job(shared).gathered) == (0, layer * 10_993_538 + 4 * words)
-    assert "int8" in read_job(whole).ways
-    assert "int8" not in read_job(shared).ways
+    assert "int8" in read_job(whole).levels
+    assert "int8" not in read_job(shared).levels
 
 
 def test_buckets_are_those_that_ranks_send() -> None:
@@ -132,11 +132,11 @@ def test_buckets_are_those_that_ranks_send() -> None:
 
 
 def test_one_host_is_what_was_recorded() -> None:
-    assert predict(JOB, GIGABIT, 1).step_seconds == JOB.step_seconds
+    assert estimate_hosts(JOB, GIGABIT, 1).step_seconds == JOB.step_seconds
 
 
 def test_money_is_of_all_hosts_and_all_rows() -> None:
-    found = predict(JOB, GIGABIT, 4, price=2.0)
+    found = estimate_hosts(JOB, GIGABIT, 4, price=2.0)
     assert found.price == pytest.approx(4 * 2.0 * found.train_seconds / 3600)
 
 
@@ -147,7 +147,7 @@ def test_money_is_of_all_hosts_and_all_rows() -> None:
     st.integers(2, 256),
 )
 def test_it_lies_within_its_bar_and_below_the_ideal(rate: float, latency: float, cpu: float, hosts: int) -> None:
-    found = predict(JOB, Network(rate, latency, cpu), hosts)
+    found = estimate_hosts(JOB, Network(rate, latency, cpu), hosts)
     assert found.least <= found.samples_per_second <= found.most
     assert 0 < found.efficiency <= 1 + 1e-9
     assert found.step_seconds == pytest.approx(JOB.step_seconds + found.waited_seconds + found.taken_seconds)
@@ -174,19 +174,21 @@ def test_a_record_becomes_a_job() -> None:
     assert job.step_seconds == pytest.approx(0.321)
     assert (job.samples, job.rows, job.cores) == (32, 3 * 3668, 16)
     assert job.sent_numbers(1) == (10_993_538, 700 * 384)
-    assert job.ways == ("bf16", "int8")
-    assert read_job(recorded(precision="fp32")).ways == ("none", "bf16", "int8")
-    assert read_job(recorded(), "none").ways == ("none",)
-    assert read_job(recorded(), "powersgd").ways == ("powersgd",)
-    assert read_job(recorded(factors=0)).ways == ("bf16", "int8")
-    assert read_job(recorded(options={"grad_compression": "fp16"})).ways == ("fp16",)
+    assert job.levels == ("bf16", "int8")
+    assert read_job(recorded(precision="fp32")).levels == ("none", "bf16", "int8")
+    assert read_job(recorded(), "none").levels == ("none",)
+    assert read_job(recorded(), "powersgd").levels == ("powersgd",)
+    assert read_job(recorded(factors=0)).levels == ("bf16", "int8")
+    assert read_job(recorded(options={"grad_compression": "fp16"})).levels == ("fp16",)
 
 
 @pytest.mark.parametrize(("bits", "sent_as"), [(1e15, "none"), (2e8, "bf16"), (5e7, "int8"), (1e6, "int8")])
 def test_gradients_are_foretold_to_be_sent_as_a_launch_would(bits: float, sent_as: str) -> None:
-    job = replace(JOB, ways=("none", "bf16", "int8"))
-    found = predict(job, Network(bits, 1e-5, 0.0), 4)
-    alone = [predict(replace(JOB, ways=(way,)), Network(bits, 1e-5, 0.0), 4).step_seconds for way in job.ways]
+    job = replace(JOB, levels=("none", "bf16", "int8"))
+    found = estimate_hosts(job, Network(bits, 1e-5, 0.0), 4)
+    alone = [
+        estimate_hosts(replace(JOB, levels=(way,)), Network(bits, 1e-5, 0.0), 4).step_seconds for way in job.levels
+    ]
     assert found.sent_as == sent_as
     assert min(alone) <= found.step_seconds <= 1.02 * min(alone)
 
@@ -200,7 +202,7 @@ def test_factors_are_fewer_than_what_they_stand_for() -> None:
 
 def test_blocks_take_compute() -> None:
     numbers = sum(JOB.sent_numbers(4))
-    assert predict(replace(JOB, ways=("int8",)), FREE, 4).taken_seconds == pytest.approx(4e-9 * numbers)
+    assert estimate_hosts(replace(JOB, levels=("int8",)), FREE, 4).taken_seconds == pytest.approx(4e-9 * numbers)
 
 
 def test_a_control_group_allows_less_than_the_cores_there_are() -> None:
@@ -216,11 +218,14 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
     ("record", "said"),
     [
         (recorded(2), "runs/np-1 has 2 steps: run 5 or more"),
-        (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: a prediction needs a run on one"),
+        (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: an estimate needs a run on one rank"),
         (make_record(), "runs/np-1 has 1 step: run 5 or more"),
-        (replace(recorded(), header=make_record().header), "does not tell of its gradients: run it anew"),
-        (recorded(options={"grad_compression": "late"}), "what late sends is not known beforehand"),
-        (recorded(options={"grad_compression": "powersgd"}, factors=0), "powersgd sends is not known beforehand"),
+        (replace(recorded(), header=make_record().header), "does not hold the sizes of its gradients"),
+        (recorded(options={"grad_compression": "late"}), "the bytes that late sends are not known before a run"),
+        (
+            recorded(options={"grad_compression": "powersgd"}, factors=0),
+            "the bytes that powersgd sends are not known before a run",
+        ),
     ],
 )
 def test_a_record_without_what_is_needed(record: Record, said: str) -> None:
@@ -234,8 +239,8 @@ def test_a_link_file_without_all_reduces() -> None:
 
 
 def test_hosts_are_worth_it_as_long_as_the_last_bring_half() -> None:
-    def on(hosts: int, rate: float) -> Prediction:
-        return replace(predict(JOB, FREE, hosts), samples_per_second=rate)
+    def on(hosts: int, rate: float) -> Estimate:
+        return replace(estimate_hosts(JOB, FREE, hosts), samples_per_second=rate)
 
     found = [on(1, 10), on(2, 19), on(4, 30), on(8, 45), on(16, 100)]
-    assert count_worth(found) == 4
+    assert count_worthwhile_hosts(found) == 4

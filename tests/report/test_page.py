@@ -19,15 +19,15 @@ from cpuft.cli import main
 from cpuft.errors import CpuftError, install_command
 from cpuft.record import EvaluationLine
 from cpuft.report.comparison import compare
-from cpuft.report.estimate import Prediction, estimates_to_json
-from cpuft.report.page import format_verdict, label_runs, phases_of, read_predictions, write_page
+from cpuft.report.estimate import Estimate, estimates_to_json
+from cpuft.report.page import format_verdict, label_runs, phases_of, read_estimates, write_page
 from cpuft.report.plots import thin
 from tests.conftest import run_cpuft
 from tests.records import make_record, with_rate
 from tests.report.page import make_runs
 from tests.report.test_comparison import write_record
 
-FORETOLD = [Prediction(hosts, 1.3, 24.0 * hosts, 20.0 * hosts, 27.0 * hosts, 0.9, 100, 0, 0, 0) for hosts in (1, 2, 16)]
+ESTIMATES = [Estimate(hosts, 1.3, 24.0 * hosts, 20.0 * hosts, 27.0 * hosts, 0.9, 100, 0, 0, 0) for hosts in (1, 2, 16)]
 
 
 def test_a_page_of_sixteen_runs_is_small_and_quick(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_page_of_sixteen_runs_is_small_and_quick(tmp_path: Path) -> None:
 
 
 def test_nothing_in_a_page_is_elsewhere(tmp_path: Path) -> None:
-    text = write_page(make_runs((1, 2, 4)), tmp_path / "page.html", FORETOLD).read_text(encoding="utf-8")
+    text = write_page(make_runs((1, 2, 4)), tmp_path / "page.html", ESTIMATES).read_text(encoding="utf-8")
     # Names of XML namespaces lead nowhere.
     text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text)
     assert re.findall(r"https?:|//[a-z]|@import|<script|<link|<img|<iframe| src=", text) == []
@@ -136,12 +136,12 @@ def test_older_records_and_runs_of_one_size() -> None:
 
 def test_predictions_are_those_of_estimate(tmp_path: Path) -> None:
     path = tmp_path / "estimate.json"
-    path.write_text(json.dumps(estimates_to_json(FORETOLD, [])))
-    assert read_predictions(str(path)) == FORETOLD
+    path.write_text(json.dumps(estimates_to_json(ESTIMATES, [])))
+    assert read_estimates(str(path)) == ESTIMATES
     for text in ("{}", "[", '{"predictions": [{"hosts": 1}]}'):
         path.write_text(text)
         with pytest.raises(CpuftError, match=r"is no prediction \(.*\): write one with cpuft estimate --json > "):
-            read_predictions(str(path))
+            read_estimates(str(path))
 
 
 def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ onload = () => {
     [(360, False, "rgb(28, 33, 40)", "rgb(255, 255, 255)"), (1200, True, "rgb(230, 237, 243)", "rgb(13, 17, 23)")],
 )
 def test_a_browser_shows_it(width: int, dark: bool, ink: str, paper: str, tmp_path: Path) -> None:
-    write_page(make_runs((1, 2, 4)), tmp_path / "page.html", FORETOLD)
+    write_page(make_runs((1, 2, 4)), tmp_path / "page.html", ESTIMATES)
     (tmp_path / "measure.html").write_text(MEASURE.replace("WIDTH", str(width)))
     flags = [
         "--headless",

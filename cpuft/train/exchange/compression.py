@@ -21,7 +21,7 @@ from cpuft.comm.compression.table import resolve_compression
 from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
 from cpuft.config import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, TrainConfig
 from cpuft.rank.world import World
-from cpuft.record import Travels
+from cpuft.record import GradientSizes
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import plan_updates, select_for_rank
 from cpuft.train.exchange.table import choose_exchange
@@ -131,7 +131,7 @@ def _measure_compute(
 
 def count_sent_numbers(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared
-) -> Travels:
+) -> GradientSizes:
     """Count what an update of this model with these examples sends, as numbers, for several numbers of ranks."""
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
@@ -140,9 +140,9 @@ def count_sent_numbers(
     ]
     numbers, factors = sum(shape.numel() for shape in shapes), sum(map(count_numbers, shapes))
     if embedding is None:
-        return Travels(numbers, factors=factors)
+        return GradientSizes(numbers, factors=factors)
     tokens = {str(ranks): count_distinct_tokens(objective, config, prepared, ranks) for ranks in RANK_COUNTS}
-    return Travels(numbers, embedding.embedding_dim, factors, tokens)
+    return GradientSizes(numbers, embedding.embedding_dim, factors, tokens)
 
 
 def count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
