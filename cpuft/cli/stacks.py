@@ -1,4 +1,4 @@
-"""`cpuft stacks RUN`: what every rank of a run that goes on does, and whom the others wait for. Imports no torch."""
+"""`cpuft stacks`: what every rank of an active run is doing, and which rank the others wait for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpuft.cli.options import Verb, complete_runs
 from cpuft.launch.stack_dumps import RankDump, describe_state
 
 _WIDTH = 400
-_COLUMNS = ("rank", "host", "pid", "state", "operation", "stands at")
+_COLUMNS = ("rank", "host", "pid", "state", "operation", "location")
 
 
 @click.command(cls=Verb, params=[click.Argument(["run"], metavar="RUN", shell_complete=complete_runs)])
@@ -23,28 +23,29 @@ def stacks(run: str) -> None:
     from cpuft.launch.active_runs import find_active_run
     from cpuft.launch.stack_dumps import diagnose, gather_dumps, write_dumps
 
-    place = find_active_run(run, os.environ)
-    dumps, silent = gather_dumps(place)
+    active_run = find_active_run(run, os.environ)
+    dumps, silent = gather_dumps(active_run)
     click.echo(format_dumps(dumps), nl=False)
     click.echo(f"cpuft: {diagnose(dumps).text}")
     for reason in silent.values():
         click.echo(f"cpuft: error: {reason}", err=True)
-    if place.hosts[0].name not in silent:
-        write_dumps(place, dumps)
-        where = "" if place.access.transport.is_here(place.hosts[0]) else f" on {place.hosts[0].name}"
-        click.echo(f"stacks: {place.work}/logs/rank-N.stack{where}")
+    head_host = active_run.hosts[0]
+    if head_host.name not in silent:
+        write_dumps(active_run, dumps)
+        where = "" if active_run.access.transport.is_here(head_host) else f" on {head_host.name}"
+        click.echo(f"stacks: {active_run.work}/logs/rank-N.stack{where}")
     sys.exit(2 if silent else 0)
 
 
 def format_dumps(dumps: tuple[RankDump, ...]) -> str:
-    """A line for each rank."""
+    """Return a table with a line for each rank."""
     from cpuft.terminal import format_table
 
     return format_table(_COLUMNS, [_format_row(dump) for dump in dumps], left=len(_COLUMNS), width=_WIDTH)
 
 
 def _format_row(dump: RankDump) -> tuple[str, ...]:
-    now = f"{dump.waits[0].text}, {dump.waits[0].seconds:.1f} s" if dump.waits else ""
-    before = f"after {dump.last}" if dump.last else ""
+    now = f"{dump.pending[0].text}, {dump.pending[0].seconds:.1f} s" if dump.pending else ""
+    before = f"after {dump.last_operations}" if dump.last_operations else ""
     pid = str(dump.pid) if dump.pid else ""
-    return str(dump.rank), dump.host, pid, describe_state(dump), now or before, dump.place
+    return str(dump.rank), dump.host, pid, describe_state(dump), now or before, dump.location

@@ -98,7 +98,7 @@ def _draw_number(kind: str, nodes: int, chance: random.Random) -> int:
 
 def was_named(target: Target, lines: Sequence[str]) -> bool:
     """Whether the lines of a launch name who was hit, and nobody else as lost or stopped."""
-    marks = ("does not answer", "did not answer", "failed", "lost", "others wait for")
+    marks = ("does not answer", "did not answer", "failed", "lost", "blocks the others")
     text = "\n".join(line for line in lines if any(mark in line for mark in marks))
     blamed = [host for host in target.others if f"host {host} does not answer" in text]
     if not target.host:

@@ -39,7 +39,7 @@ def plan_hangs(number: int, ranks: int) -> list[Hang]:
 
 def find_named(text: str) -> int:
     """The rank that is said to hold up the others; -1 where none is, or it has no line although it is not stopped."""
-    found = re.search(r"^cpuft: rank (\d+) on \S+ holds up the others .*: it (.*)$", text, re.MULTILINE)
+    found = re.search(r"^cpuft: rank (\d+) on \S+ blocks the others .*: it (.*)$", text, re.MULTILINE)
     return int(found[1]) if found and (".py:" in found[2] or "stopped (T)" in found[2]) else -1
 
 

@@ -36,7 +36,7 @@ from cpuft.hosts.mpi_implementations import parse_flavour
 from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.settings import user_variables
-from cpuft.launch.stack_dumps import parse_dump, parse_rank_dump
+from cpuft.launch.stack_dumps import parse_rank_dump, parse_stack
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from
@@ -290,7 +290,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_failure": Parser(parse_failure, _FAILURES),
     "parse_missing_ranks": Parser(parse_missing_ranks, _FAILURES),
-    "parse_dump": Parser(parse_dump, values.damaged([DUMP]) | values.TEXTS),
+    "parse_stack": Parser(parse_stack, values.damaged([DUMP]) | values.TEXTS),
     "parse_rank_dump": Parser(
         lambda text: format_dumps((parse_rank_dump(serialization.parse_json(text), "h"),)),
         values.damaged_json(found()) | _REPORTS,

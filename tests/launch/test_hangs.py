@@ -1,4 +1,4 @@
-"""The real thing: ranks that hang are seen while they do, and the one that holds up the others is named at the end."""
+"""The real thing: ranks that hang are seen while they do, and the one that blocks the others is named at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 def test_a_script_over_torchs_own_gloo_is_seen_while_it_hangs_and_when_its_deadline_passes() -> None:
     with start("--np", "3", "--", SCRIPT, "torch", "elsewhere", "1", "30") as launch:
         limit = time.monotonic() + 120
-        verdict = "cpuft: rank 1 on localhost holds up the others (rank 0, 2 wait in all_reduce #6 of group 1): "
+        verdict = "cpuft: rank 1 on localhost blocks the others (ranks 0, 2 wait in all_reduce #6 of group 1): "
         verdict += f"it is in barrier #1 of the world, at {SCRIPT}:{LEAVES} in go_elsewhere"
         said = ""
         while verdict not in said and launch.poll() is None and time.monotonic() < limit:
@@ -46,7 +46,7 @@ def test_a_script_over_torchs_own_gloo_is_seen_while_it_hangs_and_when_its_deadl
     assert [row[-3].rpartition(":")[2] for row in rows] == [str(ADDS), str(LEAVES), str(ADDS)]
     assert errors.splitlines()[-1] == verdict
     assert launch.returncode == 1
-    assert f"stands at: {SCRIPT}:{ADDS} in main" in Path("run/logs/rank-2.stack").read_text()
+    assert f"location: {SCRIPT}:{ADDS} in main" in Path("run/logs/rank-2.stack").read_text()
     over = run_cpuft("stacks", "run")
     assert (over.returncode, over.stderr) == (
         2,
@@ -61,8 +61,8 @@ def test_c_code_that_keeps_the_gil_is_named_with_its_line() -> None:
         lines = launch.stderr.read().splitlines()
     assert launch.returncode == 75
     assert lines[-1] == (
-        "cpuft: rank 1 on localhost holds up the others (rank 0 waits in all_reduce #6 of group 1): "
-        f"it stands at {SCRIPT}:{KEEPS} in keep_the_gil, running in C code that keeps the GIL"
+        "cpuft: rank 1 on localhost blocks the others (rank 0 waits in all_reduce #6 of group 1): "
+        f"it is at {SCRIPT}:{KEEPS} in keep_the_gil, running in C code that keeps the GIL"
     )
 
 

@@ -53,10 +53,10 @@ def test_a_stopped_rank_is_named_and_nobody_else() -> None:
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", "stopped.py", seconds=60)
     assert done.returncode == 75
     lines = done.stderr.rstrip().splitlines()
-    held_up = "cpuft: rank 1 on localhost holds up the others (rank 0 waits in all_reduce #1 of group 1): "
+    held_up = "cpuft: rank 1 on localhost blocks the others (rank 0 waits in all_reduce #1 of group 1): "
     assert lines[-1].startswith(f"{held_up}it is stopped (T)")
     assert Path("run/logs/rank-1.stack").read_text().splitlines()[1] == "state: stopped (T)"
-    assert "stands at: stopped.py:8 in <module>" in Path("run/logs/rank-0.stack").read_text()
+    assert "location: stopped.py:8 in <module>" in Path("run/logs/rank-0.stack").read_text()
     assert "cpuft: rank 0 waited in vain:" in lines
     assert "rank 0 on localhost" not in done.stderr
     assert "before any rank did" not in done.stderr

@@ -88,8 +88,8 @@ def test_ranks_that_hang_are_seen_on_their_hosts(cluster: Simulated) -> None:
         lines = launch.stderr.read().splitlines()
     script.unlink()  # what lies beside a script travels with it
     assert (launch.returncode, asked.returncode) == (75, 0), asked.stderr
-    who = rf"cpuft: rank 1 on {re.escape(cluster.hosts[1].name)} holds up the others"
-    where = r"it stands at hanging\.py:\d+ in spin, running.*"
+    who = rf"cpuft: rank 1 on {re.escape(cluster.hosts[1].name)} blocks the others"
+    where = r"it is at hanging\.py:\d+ in spin, running.*"
     # The first time that it could be seen, rank 0 may not have been where it is at the end.
     assert re.fullmatch(rf"{who} \(rank 0 waits in .*\): {where}", verdict), lines
     assert re.fullmatch(rf"{who} \(rank 0 waits in all_reduce #6 of group 1\): {where}", lines[-1]), lines

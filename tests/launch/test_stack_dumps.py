@@ -1,4 +1,4 @@
-"""What is made of the stack dumps that hosts send, and which rank is named as the one that holds up the others."""
+"""What is made of the stack dumps that hosts send, and which rank is named as the one that blocks the others."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from cpuft.launch.stack_dumps import (
     describe_state,
     diagnose,
     format_rank_dump,
-    parse_dump,
     parse_rank_dump,
+    parse_stack,
 )
 from tests.conftest import Golden
 
@@ -63,7 +63,7 @@ def found(**more: object) -> dict[str, object]:
     ],
 )
 def test_the_main_thread_got_the_signal_or_is_the_last(text: str, innermost: int) -> None:
-    assert [frame.line for frame in parse_dump(text)[:1]] == ([innermost] if innermost else [])
+    assert [frame.line for frame in parse_stack(text)[:1]] == ([innermost] if innermost else [])
 
 
 @pytest.mark.parametrize(
@@ -86,44 +86,44 @@ def test_the_main_thread_got_the_signal_or_is_the_last(text: str, innermost: int
 )
 def test_a_rank_stands_on_a_line_of_the_users_or_of_our_training(files: list[str], place: str) -> None:
     frames = tuple(Frame(file, line, "f") for line, file in enumerate(files, 1))
-    assert RankDump(0, "node1", "R", frames=frames).place == (f"{place} in f" if place else "")
+    assert RankDump(0, "node1", "R", frames=frames).location == (f"{place} in f" if place else "")
 
 
 def test_a_path_below_the_working_folder_is_short(tmp_path: Path) -> None:
     """Tests run in a folder of their own."""
-    assert RankDump(0, "node1", "R", frames=(Frame(f"{tmp_path}/a/train.py", 3, "f"),)).place == "a/train.py:3 in f"
+    assert RankDump(0, "node1", "R", frames=(Frame(f"{tmp_path}/a/train.py", 3, "f"),)).location == "a/train.py:3 in f"
 
 
 def test_a_sight_has_the_longest_wait_first() -> None:
     dump = parse_rank_dump(found(), "node1")
-    assert [wait.text for wait in dump.waits] == ["barrier #2 of group 1", "all_reduce #7 of the world"]
+    assert [one.text for one in dump.pending] == ["barrier #2 of group 1", "all_reduce #7 of the world"]
     assert dump.is_in_collective
-    assert dump.last == "all_reduce #7 of the world, barrier #2 of group 1"
+    assert dump.last_operations == "all_reduce #7 of the world, barrier #2 of group 1"
 
 
 def test_a_rank_that_was_thrown_out_of_an_operation_had_waited_in_it() -> None:
     report = {"pending": [], "progress": {"the world": [3, "all_reduce"]}, "raised": [["/a.py", 5, "step"]]}
     dump = parse_rank_dump(found(report=json.dumps(report)), "node1")
-    assert dump.waits == (PendingOperation("the world", 3, "all_reduce", 0.0),)
-    assert dump.place == "/a.py:5 in step"
+    assert dump.pending == (PendingOperation("the world", 3, "all_reduce", 0.0),)
+    assert dump.location == "/a.py:5 in step"
 
 
 def test_of_a_rank_whose_threads_get_no_turn_old_waits_count_for_nothing() -> None:
     stuck = parse_rank_dump(found(state="R", age=9.0), "node1")
-    assert (stuck.holds_gil, stuck.waits) == (True, ())
+    assert (stuck.holds_gil, stuck.pending) == (True, ())
     assert describe_state(stuck) == "running in C code that keeps the GIL"
     assert not parse_rank_dump(found(state="R", age=1.0), "node1").holds_gil
-    assert len(parse_rank_dump(found(state="S", age=9.0), "node1").waits) == 2
+    assert len(parse_rank_dump(found(state="S", age=9.0), "node1").pending) == 2
 
 
 def test_a_stopped_rank_stands_where_it_was_last() -> None:
-    assert parse_rank_dump(found(state="T", stack=""), "node1").place == "/home/me/train.py:3 in load"
+    assert parse_rank_dump(found(state="T", stack=""), "node1").location == "/home/me/train.py:3 in load"
 
 
 @pytest.mark.parametrize("report", ["", '{"pending": [{"cha', "{}"])
 def test_half_a_report_is_none(report: str) -> None:
     dump = parse_rank_dump(found(report=report), "node1")
-    assert (dump.waits, dump.last) == ((), "")
+    assert (dump.pending, dump.last_operations) == ((), "")
 
 
 SEEN = (
@@ -152,7 +152,7 @@ def rank(
     reached: Mapping[str, tuple[int, str]] | None = None,
     ranks: tuple[int, ...] = (),
 ) -> RankDump:
-    """A rank that waits in "NAME N CHANNEL", or in nothing; it stands at train.py:LINE, in torch when that is 0."""
+    """A rank that waits in "NAME N CHANNEL", or in nothing; it is at train.py:LINE, in torch when that is 0."""
     name, sequence, channel = (*operation.split(" ", 2), "", "")[:3] if operation else ("", "0", "")
     waits = (PendingOperation(channel, int(sequence), name, seconds, ranks),) if operation else ()
     progress = {channel: (int(sequence), name)} if operation else {}
@@ -162,22 +162,22 @@ def rank(
 
 SUM = f"all_reduce 6 {WORLD}"
 BEFORE = {WORLD: (5, "all_reduce")}
-IN_SUM = f"(rank 0, 2 wait in all_reduce #6 of {WORLD})"
+IN_SUM = f"(ranks 0, 2 wait in all_reduce #6 of {WORLD})"
 
 
 @pytest.mark.parametrize(
     "dumps, culprits, words",
     [
-        ([rank(0, SUM), rank(1, line=4, reached=BEFORE), rank(2, SUM)], (1,), f"{IN_SUM}: it stands at"),
+        ([rank(0, SUM), rank(1, line=4, reached=BEFORE), rank(2, SUM)], (1,), f"{IN_SUM}: it is at"),
         ([rank(0, SUM), rank(1, line=4, state="R", reached=BEFORE), rank(2, SUM)], (1,), "train.py:4 in step, running"),
         (
             [rank(0, SUM), rank(1, state="T", reached=BEFORE), rank(2, SUM)],
             (1,),
             f"{IN_SUM}: it is stopped (T), last at /home/me/train.py:7 in step, last in all_reduce #5 of {WORLD}; "
-            "kill -CONT 101 there lets it go on",
+            "let it continue with kill -CONT 101 on its host",
         ),
         ([rank(0, SUM), rank(1, SUM, state="T"), rank(2, SUM)], (1,), "it is stopped (T)"),
-        ([rank(0, SUM), RankDump(1, "node2", GONE), rank(2, SUM)], (1,), "rank 1 on node2 holds up the others"),
+        ([rank(0, SUM), RankDump(1, "node2", GONE), rank(2, SUM)], (1,), "rank 1 on node2 blocks the others"),
         ([rank(0, SUM), RankDump(1, "node2", SILENT), rank(2, SUM)], (1,), "its host does not answer"),
         ([rank(0, SUM), rank(1, f"barrier 6 {WORLD}"), rank(2, SUM)], (1,), f"it is in barrier #6 of {WORLD}, at "),
         # Rank 2 waits for rank 3 among the two of them, and keeps the others waiting without fault of its own.
@@ -189,7 +189,7 @@ IN_SUM = f"(rank 0, 2 wait in all_reduce #6 of {WORLD})"
                 rank(3, line=4, reached=BEFORE),
             ],
             (3,),
-            "rank 3 on node1 holds up the others (rank 0, 1, 2 wait in",
+            "rank 3 on node1 blocks the others (ranks 0, 1, 2 wait in",
         ),
         # In the wrong order of two groups.
         (
@@ -202,12 +202,12 @@ IN_SUM = f"(rank 0, 2 wait in all_reduce #6 of {WORLD})"
             f"it is in barrier #3 of {PAIR}, at ",
         ),
         ([rank(0, SUM), rank(1, f"barrier 6 {WORLD}")], (), "ranks wait for each other: rank 0 in all_reduce #6 of"),
-        ([rank(0, SUM), rank(1, SUM)], (), f"all ranks have arrived at all_reduce #6 of {WORLD}, which does not end"),
-        ([rank(0), rank(1, line=4), rank(2)], (1,), "rank 1 on node1 holds up the others (rank 0, 2 wait): it stands"),
+        ([rank(0, SUM), rank(1, SUM)], (), f"all ranks have started all_reduce #6 of {WORLD}, which does not finish"),
+        ([rank(0), rank(1, line=4), rank(2)], (1,), "rank 1 on node1 blocks the others (ranks 0, 2 wait): it is"),
         ([rank(0, line=4), rank(1, line=4), rank(2, line=9)], (2,), "train.py:9 in step"),
-        ([rank(0), rank(1)], (), "the run goes on, or all do the same"),
-        ([rank(0, line=4), rank(1, line=4)], (), "the run goes on, or all do the same"),
-        ([rank(0, line=4)], (), "the run goes on, or all do the same"),
+        ([rank(0), rank(1)], (), "the run makes progress, or all are at the same line"),
+        ([rank(0, line=4), rank(1, line=4)], (), "the run makes progress, or all are at the same line"),
+        ([rank(0, line=4)], (), "the run makes progress, or all are at the same line"),
         (
             [RankDump(0, "a", SILENT), RankDump(1, "b", SILENT)],
             (0, 1),
@@ -236,7 +236,7 @@ def test_of_a_rank_that_keeps_the_gil_too_little_is_known_to_leave_it_out() -> N
 def test_in_a_run_that_goes_on_nobody_is_blamed_by_operations() -> None:
     """Operations that have just begun say nothing, but at a deadline they all count."""
     dumps = [rank(0, SUM, seconds=0.5), rank(1, line=4, reached=BEFORE), rank(2, SUM, seconds=0.5)]
-    assert diagnose(dumps).text == "no rank has waited for long in an operation: the run goes on"
+    assert diagnose(dumps).text == "no rank has waited long in an operation: the run is probably making progress"
     assert diagnose(dumps, 0.0).culprits == (1,)
 
 

@@ -129,7 +129,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
 def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answers(tmp_path: Path) -> None:
     (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANGS}\n", encoding="utf-8")
     asked: list[str] = []
-    verdict = Diagnosis((0,), "rank 0 on node1 holds up the others")
+    verdict = Diagnosis((0,), "rank 0 on node1 blocks the others")
 
     def look() -> tuple[Diagnosis, set[str]]:
         asked.append("stacks")
