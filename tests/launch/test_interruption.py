@@ -64,8 +64,8 @@ def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], stop: s
     assert undisturbed.returncode == 0, undisturbed.stderr
     record, whole = read_record("run"), read_record("whole")
     ((update, repeated),) = [(line.step, line.repeated) for line in record.resumptions]
-    how = f"cpuft: interrupted by {stop.name} after update {update} of 40"
-    assert said == f"{how}: go on with cpuft launch --resume {tmp_path}/run"
+    how = f"cpuft: the run was interrupted by {stop.name} after update {update} of 40"
+    assert said == f"{how}: continue with cpuft launch --resume {tmp_path}/run"
     assert 0 < update < 40
     assert repeated == 0
     assert [line.loss for line in record.steps] == [line.loss for line in whole.steps]
@@ -81,5 +81,5 @@ def test_a_script_is_told_of_a_notice_and_its_75_is_the_launch_s(tmp_path: Path)
         words = ("--run-dir", "run", "--interruption-notice", metadata.url, "--", "script.py")
         done = run_cpuft("launch", "--np", "2", *words, seconds=200)
     assert done.returncode == 75
-    said = f"cpuft: ranks ended with 75: go on with cpuft launch --resume {tmp_path}/run -- script.py"
+    said = f"cpuft: the ranks ended with exit code 75: continue with cpuft launch --resume {tmp_path}/run -- script.py"
     assert done.stderr.splitlines()[-1] == said

@@ -57,9 +57,9 @@ def test_a_stopped_rank_is_named_and_nobody_else() -> None:
     assert lines[-1].startswith(f"{held_up}it is stopped (T)")
     assert Path("run/logs/rank-1.stack").read_text().splitlines()[1] == "state: stopped (T)"
     assert "location: stopped.py:8 in <module>" in Path("run/logs/rank-0.stack").read_text()
-    assert "cpuft: rank 0 waited in vain:" in lines
+    assert "cpuft: rank 0 waited in vain for other ranks. Last lines of rank 0:" in lines
     assert "rank 0 on localhost" not in done.stderr
-    assert "before any rank did" not in done.stderr
+    assert "no rank reported an error" not in done.stderr
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def test_of_a_lost_master_nothing_is_taken_away_and_the_place_is_said(
     ending, work = endings["master"], work_folder(cluster, "master")
     try:
         assert ending.code == 2
-        place = f"what was recorded is in {work} on {cluster.hosts[CASES['master'].lost - 1].name}"
+        place = f"the run's record is in {work} on {cluster.hosts[CASES['master'].lost - 1].name}"
         assert ending.lines[-1].endswith(place)
         assert (work / "kept").read_text() == "mine"
         assert not (cluster.folder / "master").exists()

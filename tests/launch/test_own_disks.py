@@ -162,9 +162,9 @@ def test_a_run_goes_on_without_its_master(cluster: Simulated) -> None:
     kept = checkpoints_of(cluster, 2)
     update = int(kept[-1].partition(".")[0])
     names = [host.name for host in cluster.hosts]
-    told = f"cpuft: checkpoints up to update {update} are kept on {names[1]}: cpuft launch --resume {run} goes on, "
-    assert lines[-2] == f"{told}with --cluster or --hostfile as before"
-    assert f"what was recorded is in /var/tmp/cpuft-{os.getuid()}/" in lines[-1]
+    saved = f"cpuft: checkpoints up to update {update} are saved on {names[1]}: "
+    assert lines[-2] == f"{saved}continue with cpuft launch --resume {run} and the same --cluster or --hostfile"
+    assert f"the run's record is in /var/tmp/cpuft-{os.getuid()}/" in lines[-1]
     words = ("--np", "2", "--no-check", "--checkpoint-every", "0")
     done = cluster.cpuft("launch", "--cluster", cluster.name, "--resume", "run", *words)
     assert done.returncode == 0, done.stderr
@@ -213,7 +213,7 @@ def test_a_run_that_loses_its_master_comes_to_its_end(job: tuple[str, ...], clus
     assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-{index}" for index in (2, 3)]
     assert resumed.step + resumed.repeated >= max(shown, default=0)
     assert [one.step for one in record.steps] == list(range(1, steps + 1))
-    assert [line for line in before + after if "are kept on" in line] == []
+    assert [line for line in before + after if "are saved on" in line] == []
 
 
 @pytest.mark.proof

@@ -247,7 +247,7 @@ def test_bad_data_starts_no_rank_and_leaves_nothing(words: tuple[str, ...], mess
 def test_a_time_limit() -> None:
     done = run_cpuft("launch", "--run-dir", "run", "--time-limit", "1", "--", "sleep", "60", seconds=30)
     assert done.returncode == 2
-    assert "the run was stopped: 1 s passed: raise --time-limit" in done.stderr
+    assert "the run was stopped at its time limit (1 s passed): raise --time-limit" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
@@ -259,7 +259,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
     finally:
         subprocess.run(["umount", "small"], check=True)
     assert done.returncode == 2
-    assert "is full (1 MB free, a run needs 256 MB): make room, or name another place with --run-dir" in done.stderr
+    assert (
+        "is full (1 MB free, a run needs 256 MB): make room, or name a folder on another disk with --run-dir"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
