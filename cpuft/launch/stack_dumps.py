@@ -184,7 +184,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank reports about itself with `cpuft.rank.reporting`."""
+    """What a rank reports about itself with `cpuft.rank.diagnostics`."""
 
     pending: list[PendingOperation] = field(default_factory=list)
     progress: dict[str, list[Any]] = field(default_factory=dict)
