@@ -12,14 +12,18 @@ from cpuft.cli.options import Verb
 
 
 @click.command(cls=Verb)
-@click.option("--hostfile", default="", help="hostfile that names the hosts to examine (default: this machine)")
-@click.option("--cluster", default="", help="name of a cluster made by cpuft provision, to examine its hosts")
-@click.option("--ssh-config", default="", help="ssh client configuration for the hosts (default: your own)")
-@click.option("--json", "as_json", is_flag=True, help="print the findings as one JSON object")
-@click.option("--full", is_flag=True, help="test ssh from every host to every other host, not only from the head host")
-@click.option("--bandwidth", is_flag=True, help="also measure latency and bandwidth between all pairs of hosts")
-@click.option("--fix", is_flag=True, help="run those fixes that are safe without a decision of yours, then check again")
-@click.option("--list", "list_checks", is_flag=True, help="print the codes of all checks and what they look for")
+@click.option("--hostfile", default="", metavar="FILE", help="Hostfile with the hosts to check (default: this machine)")
+@click.option(
+    "--cluster", default="", metavar="NAME", help="Name of a cluster made by cpuft provision, to check its hosts"
+)
+@click.option(
+    "--ssh-config", default="", metavar="FILE", help="Configuration file of the ssh client (default: your own)"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object")
+@click.option("--full", is_flag=True, help="Test ssh from every host to every other host, not only from the head host")
+@click.option("--bandwidth", is_flag=True, help="Also measure latency and bandwidth between all pairs of hosts")
+@click.option("--fix", is_flag=True, help="Run those fixes that are safe without a decision of yours, then check again")
+@click.option("--list", "list_checks", is_flag=True, help="Print the codes of all checks and what they look for")
 def doctor(
     hostfile: str,
     cluster: str,

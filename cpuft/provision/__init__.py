@@ -1,1 +1,1 @@
-"""Turns machines into a cluster that trains: facts in, a plan of what is missing, do it, look again."""
+"""Makes clusters: gather facts, plan what is missing, execute the plan, and repeat until nothing is missing."""
