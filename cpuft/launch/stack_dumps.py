@@ -35,7 +35,7 @@ _MOST_CULPRITS = 3
 """Number of ranks that a message describes."""
 _WRITE_FILES = "import json, sys; [open(path, 'w').write(text) for path, text in json.load(sys.stdin).items()]"
 _FRAME = re.compile(r'^  File "(.*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
-_LIBRARIES = re.compile(r"^<|/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/cpuft/(comm|rank)/|/cpuft/words\.py$")
+_LIBRARIES = re.compile(r"^<|/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/cpuft/(comm|rank)/|/cpuft/argv\.py$")
 _TRAINING = re.compile(r"/cpuft/train/")
 _WAITING = re.compile(r"/torch/distributed/|/torch/autograd/graph\.py$|/cpuft/comm/|/mpi4py/")
 _BUNDLE = re.compile(r"^/var/tmp/cpuft-\d+/inputs/[0-9a-f]+/")
