@@ -1,8 +1,12 @@
-"""How commands and files reach a host: this machine, ssh, or ssh through a bastion. Only this module knows which."""
+"""How commands and files reach a host: on this machine, or by ssh, perhaps through a bastion.
+
+Only a transport knows how a host is reached. The forms in jobs: `cpuft.hosts.slurm`, `cpuft.hosts.mpijob`.
+"""
 
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import logging
 import os
@@ -10,166 +14,320 @@ import re
 import shlex
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
-from cpuft.config import LAST_PORT, is_count
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.hosts import facts
+from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.ssh_config import Login, find_bastions, read_login, ssh_command
 
 if TYPE_CHECKING:
     import paramiko
 
-CONNECT_SECONDS = 10.0
+H = TypeVar("H")
+T = TypeVar("T")
+_CONNECTIONS = 32
+"""Most hosts that are asked at the same time."""
 _DIAL_SECONDS = 5.0
-"""For a TCP connection: a host that is there answers at once, and one that was cut off must not hold up the others."""
-_CALL_SECONDS = 3.5
-"""A kernel that is there has answered the third of its calls by then: they lie 1 and 2 s apart (RFC 6298)."""
-_MOST_BASTIONS = 8
+"""Time limit for a TCP connection: a host that is up answers at once, and one that was cut off must not delay others."""
+_PROBE_DIAL_SECONDS = 3.5
+"""The same for `find_unresponsive`: by then the kernel of a host that is up has answered one of three SYN packets, which
+are sent 1 and 2 s apart (RFC 6298)."""
+_PROBE_SECONDS = 6.0
+"""Time limit for the key exchange in `find_unresponsive`."""
+_BLOCK = 1 << 18
+_POLL_SECONDS = 0.005
+_IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
+_PUT = 'set -e; umask 077; base64 -d >"$1.part"; mv "$1.part" "$1"'
+
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
 LOGIN_REFUSED, TIMED_OUT = "login refused", "time-out"
-_MOVES = {
-    UNREACHABLE: "check its name, its port and that sshd runs there and lets this machine in",
+_ADVICE = {
+    UNREACHABLE: "check its name and its port, and that sshd runs there and accepts connections from this machine",
     KEY_UNKNOWN: "compare it with what ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host; to accept "
     "it, run ssh once by hand and answer yes, or cpuft provision hosts with --accept-host-keys",
-    KEY_CHANGED: "its key has changed: find out why before you take the old one out of known_hosts",
+    KEY_CHANGED: "its key has changed: find out why before you remove the old one from known_hosts",
     LOGIN_REFUSED: "put your public key there with ssh-copy-id, or name another user with user=NAME in the hostfile",
-    TIMED_OUT: "is it on, and its ssh port open to this machine?",
+    TIMED_OUT: "check that it is on, and that its ssh port is open to this machine",
 }
 
 
 class HostError(CpuftError):
-    """A host could not be used; `kind` is one of the names above, for those who act on it."""
+    """A host could not be used over ssh. Callers act on `kind`, one of the names above; `host` is the host's name."""
 
-    def __init__(self, host: str, kind: str, said: str, move: str = "") -> None:
-        """`said`: what happened. `move`: what to do next, where that is not what helps against this kind as a rule."""
-        super().__init__(f"host {host} cannot be used over ssh ({said}: {move or _MOVES[kind]})")
+    def __init__(self, host: str, kind: str, what: str, advice: str = "") -> None:
+        """`what` happened, and what to do next; without `advice` what usually helps against this kind."""
+        super().__init__(f"host {host} cannot be used over ssh ({what}: {advice or _ADVICE[kind]})")
         self.host, self.kind = host, kind
         self.passes = kind in (UNREACHABLE, TIMED_OUT)
 
 
 class _UnknownKeyError(Exception):
-    """A server showed a key that no known_hosts file holds."""
+    """A server showed a key that is in no known_hosts file."""
 
 
 @dataclass(frozen=True)
-class Login:
-    """How ssh's configuration, and the hostfile before it, say that a host is reached."""
+class Transport(ABC):
+    """How the hosts of a cluster are reached. Nothing else in cpuft runs a command on a host or copies a file to it.
 
-    address: str
-    port: int
-    user: str = ""
-    identities: tuple[str, ...] = ()
-    known_hosts: tuple[str, ...] = ()
-    """Files with host keys; empty for ssh's own."""
-    alias: str = ""
-    """Name under which its key is known; empty for its address and port."""
-    jumps: tuple[Host, ...] = ()
-    """Bastions on the way, the first one first."""
-    proxy: str = ""
-    """Command whose standard streams are the connection."""
-
-
-def read_login(host: Host, config_path: str = "") -> Login:
-    """How a host is reached by the client configuration at `config_path` (empty: the user's own)."""
-    import paramiko
-
-    path = os.path.expanduser(config_path or "~/.ssh/config")
-    try:
-        config = paramiko.SSHConfig.from_path(path) if os.path.exists(path) else paramiko.SSHConfig()
-        found: dict[str, Any] = dict(config.lookup(host.name))
-    except (paramiko.SSHException, OSError, ValueError) as error:
-        raise CpuftError(f"ssh's configuration {path} cannot be read ({error}): correct it") from None
-    if not is_count(str(found.get("port", 22)), most=LAST_PORT):
-        raise CpuftError(f"ssh's configuration {path}: port {found['port']!r:.60} of {host.name} is none: correct it")
-    proxy = found.get("proxycommand") or ""
-    return Login(
-        str(found.get("hostname", host.name)),
-        host.port or int(found.get("port", 22)),
-        host.user or str(found.get("user", "")),
-        tuple(os.path.expanduser(name) for name in found.get("identityfile", ())),
-        tuple(os.path.expanduser(name) for name in str(found.get("userknownhostsfile", "")).split()),
-        str(found.get("hostkeyalias", "")),
-        parse_jumps(str(found.get("proxyjump", "")), f"ProxyJump of host {host.name}"),
-        "" if proxy == "none" else proxy,
-    )
-
-
-def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
-    """Bastions, as ssh's ProxyJump and -J have them: `[user@]name[:port]`, a comma between.
-
-    Raises CpuftError: a name or port that is none; `where` says whose it is.
+    Commands for a host that is this machine are run here, without any server. Of several hosts at once: `map_hosts`
+    and `try_hosts` call a method for each host in threads.
     """
-    jumps = []
-    for word in text.split(",") if text and text != "none" else ():
-        user, _, place = word.strip().removeprefix("ssh://").rpartition("@")
-        name, _, port = place.partition(":")
-        if not name or len(word.split()) > 1 or (port and not is_count(port, most=LAST_PORT)):
-            raise CpuftError(f"{where} {text!r:.200} names no host: write [user@]name[:port], a comma between")
-        jumps.append(Host(name, port=int(port or 0), user=user))
-    return tuple(jumps)
+
+    bootstrap: ClassVar[str] = ""
+    """mpirun's name for how its proxies start on the hosts, where that is not ssh."""
+    config: str = ""
+    """Path of ssh's client configuration; empty for the user's own, or where ssh is not used."""
+    unresponsive: set[str] = field(default_factory=set, compare=False)
+    """Names of the hosts that did not answer `find_unresponsive` last. Cleaning up leaves them out, because each
+    question to such a host takes 10 s."""
+
+    @abstractmethod
+    def is_here(self, host: Host) -> bool:
+        """Return whether a host is this machine."""
+
+    @abstractmethod
+    def address(self, host: Host) -> str:
+        """Return where the other hosts of the cluster reach this one: an IPv4 address, or a name that they resolve.
+
+        Raises CpuftError: the host has no address.
+        """
+
+    @abstractmethod
+    def command_prefix(self, host: Host) -> tuple[str, ...]:
+        """Return the argv that a shell line is appended to, to run it on a host; empty where it is this machine.
+
+        For the steps of plans, which people read and run by hand.
+        """
+
+    @abstractmethod
+    def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
+        """As `run`, for a host that is not this machine."""
+
+    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+        """Run a command on a host and return its exit code and output, whatever they are.
+
+        Every argument reaches the command as it is. The command reads `stdin` and may take `seconds`.
+
+        Raises CpuftError (over ssh: HostError, with its kind): the host cannot be reached, its host key is unknown or
+        has changed, it refuses the login, or the command takes longer. On this machine a command that takes longer
+        returns exit code 126, and one that does not exist 127.
+        """
+        if self.is_here(host):
+            return execute.run_quietly(argv, seconds, stdin)
+        return self._run_remotely(host, argv, stdin, seconds)
+
+    def put(self, local: Path, host: Host, path: str, seconds: float = 60.0) -> None:
+        """Copy a file of this machine to `path` on a host, readable by this user only; a reader never sees a part of it.
+
+        For files of some MB at most. Raises CpuftError: as `run`, or the file cannot be written there.
+        """
+        text = base64.b64encode(local.read_bytes()).decode()
+        answer = self.run(host, ("sh", "-c", _PUT, "put", path), text, seconds)
+        if answer.exit_code:
+            raise CpuftError(f"host {host.name} cannot write {path} ({answer.errors.strip()[-200:]})")
+
+    def get(self, host: Host, path: str, local: Path, seconds: float = 60.0) -> None:
+        """Copy a file of a host to `local` on this machine.
+
+        For files of some MB at most. Raises CpuftError: as `run`, or the file cannot be read there.
+        """
+        answer = self.run(host, ("base64", path), seconds=seconds)
+        try:
+            data = base64.b64decode(answer.output)
+        except binascii.Error:
+            data = b""
+        if answer.exit_code or (not data and answer.output.strip()):
+            raise CpuftError(f"host {host.name} cannot read {path} ({answer.errors.strip()[-200:]})")
+        local.write_bytes(data)
+
+    def find_unresponsive(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
+        """Return the names of the hosts that do not answer in time, because they are off, cut off or frozen.
+
+        This machine is never among them. Nobody logs in, so a host that would refuse the login answers, too.
+        """
+        answers = try_hosts(lambda host: self.is_here(host) or self._probe(host, seconds), [*map(Host, names)])
+        found = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
+        self.unresponsive.difference_update(names)
+        self.unresponsive.update(found)
+        return found
+
+    def _probe(self, host: Host, seconds: float) -> object:
+        """Return anything when a host answers. Raises CpuftError when it does not."""
+        return self.run(host, ("true",), seconds=seconds)
+
+    @contextmanager
+    def keep_sessions(self) -> Iterator[None]:
+        """Inside, log in to each host only once for all commands that are run one after another."""
+        yield
 
 
-def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
-    """All bastions on the way, the first one first. As for ssh, only the first of several may need some itself."""
-    found: list[tuple[Host, Login]] = []
-    while login.jumps:
-        found[:0] = [(jump, read_login(jump, config_path)) for jump in login.jumps]
-        login = found[0][1]
-        if len(found) > _MOST_BASTIONS:
-            names = ", ".join(jump.name for jump, _ in found)
-            raise CpuftError(f"the way through bastions has no end ({names}): look at ProxyJump in ssh's configuration")
-    return found
+@dataclass
+class _Sessions:
+    """Open sessions by host, each with what closes it; `keep` while new ones stay open after a command."""
+
+    keep: bool = False
+    open: dict[Host, tuple[paramiko.SSHClient, ExitStack]] = field(default_factory=dict)
+
+    def close(self, host: Host) -> None:
+        self.open.pop(host)[1].close()
+
+
+@dataclass(frozen=True)
+class SshTransport(Transport):
+    """Hosts that are reached by ssh with the client configuration `config`, and this machine."""
+
+    never_here: bool = False
+    """Whether no host is this machine even if it has an address of it: other networks use the same private addresses."""
+    sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
+
+    def is_here(self, host: Host) -> bool:
+        """Return whether a host is this machine. A host with an ssh port of its own is a container or a tunnel."""
+        if host.port or self.never_here:
+            return False
+        login = self._read_login(host)
+        try:
+            address = socket.gethostbyname(login.address)
+        except OSError:
+            return False
+        if login.port != 22 or login.jumps or login.proxy:
+            return False
+        return address.startswith("127.") or address in facts.read_interfaces().values()
+
+    def address(self, host: Host) -> str:
+        """Return a host's IPv4 address; behind a bastion the host's name, where only the other hosts resolve it.
+
+        A host that the hostfile names by its address has that one, even if ssh's configuration gives another.
+
+        Raises CpuftError: the name has no address.
+        """
+        if _IPV4.fullmatch(host.name):
+            return host.name
+        login = self._read_login(host)
+        try:
+            return socket.gethostbyname(login.address)
+        except OSError as error:
+            if login.jumps or login.proxy:
+                return login.address
+            raise CpuftError(
+                f"host {host.name} has no address ({error}): check its spelling in the hostfile, or write its address"
+            ) from None
+
+    def command_prefix(self, host: Host) -> tuple[str, ...]:
+        """Return the ssh command of a host; empty where it is this machine."""
+        return () if self.is_here(host) else ssh_command(host, self.config)
+
+    def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
+        with self._session(host) as client, _raise_host_errors(host, seconds):
+            return _run_in_session(client, shlex.join(argv), stdin.encode(), seconds)
+
+    def _probe(self, host: Host, seconds: float) -> object:
+        return scan_host_key(host, self.config, seconds)
+
+    @contextmanager
+    def keep_sessions(self) -> Iterator[None]:
+        """Inside, log in to each host only once for all commands that are run one after another."""
+        self.sessions.keep = True
+        try:
+            yield
+        finally:
+            self.sessions.keep = False
+            for host in list(self.sessions.open):
+                self.sessions.close(host)
+
+    @contextmanager
+    def _session(self, host: Host) -> Iterator[paramiko.SSHClient]:
+        if not self.sessions.keep:
+            with open_session(host, self.config) as client:
+                yield client
+            return
+        if host not in self.sessions.open:
+            stack = ExitStack()
+            self.sessions.open[host] = stack.enter_context(open_session(host, self.config)), stack
+        try:
+            yield self.sessions.open[host][0]
+        except BaseException:  # the session may be broken
+            self.sessions.close(host)
+            raise
+
+    def _read_login(self, host: Host) -> Login:
+        """As `read_login`, which needs paramiko; a launch on this machine alone must not import that."""
+        return read_login(host, self.config) if host.name != "localhost" else Login(host.name, host.port or 22)
+
+
+def map_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
+    """Call a function for all hosts at the same time and return its results in the order of the hosts.
+
+    Raises CpuftError that names every host that failed.
+    """
+    results = try_hosts(function, hosts)
+    failures = [result for result in results if isinstance(result, CpuftError)]
+    if failures:
+        error = CpuftError("; ".join(map(str, failures)))
+        error.passes = all(failure.passes for failure in failures)
+        raise error
+    return [result for result in results if not isinstance(result, CpuftError)]
+
+
+def try_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T | CpuftError]:
+    """As `map_hosts`, with the error in the place of the result for a host that failed; raises nothing itself."""
+
+    def call(host: H) -> T | CpuftError:
+        try:
+            return function(host)
+        except CpuftError as error:
+            return error
+
+    if not hosts:
+        return []
+    with ThreadPoolExecutor(max_workers=min(_CONNECTIONS, len(hosts))) as pool:
+        return list(pool.map(call, hosts))
 
 
 @contextmanager
 def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClient]:
-    """A session with a host whose key is known, through its bastions; an unknown or changed key is never learnt here.
+    """Log in to a host, through its bastions. An unknown or changed host key is refused, and never learnt here.
 
-    Raises HostError: it cannot be reached, its key is unknown or changed, or it does not let us in.
+    Raises HostError: the host cannot be reached, its key is unknown or changed, or it refuses the login.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:
-        yield _log_in(host, login, _pass_bastions(login, config_path, stack), stack)
+        yield _log_in(host, login, _log_in_to_bastions(login, config_path, stack), stack)
 
 
-def _pass_bastions(login: Login, config_path: str, stack: ExitStack) -> paramiko.SSHClient | None:
-    """A session with the last bastion before a host."""
-    # paramiko's threads log tracebacks of what we tell in one line.
+def _log_in_to_bastions(login: Login, config_path: str, stack: ExitStack) -> paramiko.SSHClient | None:
+    """Return a session with the last bastion before a host; None without bastions."""
+    # paramiko's threads log tracebacks of errors that are reported in one line here.
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)
-    before: paramiko.SSHClient | None = None
-    for jump, own in find_bastions(login, config_path):
-        before = _log_in(jump, own, before, stack)
-    return before
+    bastion: paramiko.SSHClient | None = None
+    for jump, jump_login in find_bastions(login, config_path):
+        bastion = _log_in(jump, jump_login, bastion, stack)
+    return bastion
 
 
-def _log_in(host: Host, login: Login, before: paramiko.SSHClient | None, stack: ExitStack) -> paramiko.SSHClient:
+def _log_in(host: Host, login: Login, bastion: paramiko.SSHClient | None, stack: ExitStack) -> paramiko.SSHClient:
     import paramiko
 
-    options: dict[str, Any] = {
-        "username": login.user or None,
-        "key_filename": [path for path in login.identities if os.path.exists(path)] or None,
-        "timeout": CONNECT_SECONDS,
-        "banner_timeout": CONNECT_SECONDS,
-        "auth_timeout": CONNECT_SECONDS,
-    }
-    with telling(host):
+    options = login.paramiko_options()
+    with _raise_host_errors(host):
         client = stack.enter_context(paramiko.SSHClient())
         for path in filter(os.path.exists, login.known_hosts):
             client.load_host_keys(path)
         if not login.known_hosts:
             client.load_system_host_keys()
-        client.set_missing_host_key_policy(_make_refusal())
-        # ssh knows an alias's key without a port, wherever it is.
+        client.set_missing_host_key_policy(_refuse_unknown_keys())
+        # ssh looks up the key of an alias without a port, whatever the port is.
         name, port = (login.alias, 22) if login.alias else (login.address, login.port)
         try:
-            client.connect(name, port, sock=_open_stream(login, before, CONNECT_SECONDS), **options)
+            client.connect(name, port, sock=_open_stream(login, bastion, ssh_config.CONNECT_SECONDS), **options)
         except paramiko.SSHException as error:
             link = client.get_transport()
             if link and link.is_active() and not isinstance(error, paramiko.BadHostKeyException):
@@ -180,14 +338,14 @@ def _log_in(host: Host, login: Login, before: paramiko.SSHClient | None, stack: 
                         "this user has no ssh key: ~/.ssh has no id_ed25519, id_ecdsa or id_rsa, and no agent has one",
                         f"make a key with ssh-keygen -t ed25519, then put it on the host with ssh-copy-id {host.name}",
                     ) from None
-                # The server is fine, and no key of ours was: paramiko's class for that is the general one.
+                # The key exchange succeeded and every key was refused. paramiko raises its general class for that.
                 raise paramiko.AuthenticationException(str(error)) from None
             raise
     return client
 
 
 def _has_key() -> bool:
-    """Whether this user has a private key where ssh looks for one, or an agent that holds one."""
+    """Return whether this user has a private key where ssh looks for one, or an agent that holds one."""
     import paramiko
 
     if any(os.path.exists(os.path.expanduser(f"~/.ssh/id_{kind}")) for kind in ("ed25519", "ecdsa", "rsa")):
@@ -198,12 +356,12 @@ def _has_key() -> bool:
         return False
 
 
-def _open_stream(login: Login, before: paramiko.SSHClient | None, seconds: float) -> Any:
-    """What carries the session: the bastion before it, its proxy's command, or a socket."""
+def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: float) -> Any:
+    """Return what carries a session: a channel of the bastion, the ProxyCommand's streams, or a socket."""
     import paramiko
 
-    if before:
-        link = before.get_transport()
+    if bastion:
+        link = bastion.get_transport()
         assert link is not None
         return link.open_channel("direct-tcpip", (login.address, login.port), ("", 0), timeout=seconds)
     if login.proxy:
@@ -218,8 +376,8 @@ def _open_stream(login: Login, before: paramiko.SSHClient | None, seconds: float
         raise OSError(f"{error.strerror or error} on port {login.port}") from None
 
 
-def _make_refusal() -> paramiko.MissingHostKeyPolicy:
-    """paramiko's policy for a key that is not known: an exception of its own tells it from other failures."""
+def _refuse_unknown_keys() -> paramiko.MissingHostKeyPolicy:
+    """Return a policy for paramiko that raises `_UnknownKeyError`, which tells this failure from others."""
     import paramiko
 
     class Refusal(paramiko.MissingHostKeyPolicy):
@@ -234,8 +392,8 @@ def _make_refusal() -> paramiko.MissingHostKeyPolicy:
 
 
 @contextmanager
-def telling(host: Host, seconds: float = CONNECT_SECONDS) -> Iterator[None]:
-    """What paramiko and sockets raise, as a HostError of its kind."""
+def _raise_host_errors(host: Host, seconds: float = ssh_config.CONNECT_SECONDS) -> Iterator[None]:
+    """Raise what paramiko and sockets raise inside as a HostError of its kind."""
     import paramiko
 
     try:
@@ -252,168 +410,11 @@ def telling(host: Host, seconds: float = CONNECT_SECONDS) -> Iterator[None]:
         raise HostError(host.name, UNREACHABLE, str(error) or type(error).__name__) from None
 
 
-def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:
-    """The key that the server at a host's address and port shows: "ssh-ed25519 AAAA...". It proves nothing by itself.
+def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds: float) -> Answer:
+    """Run a shell line. Both directions are served in turn, because neither end may wait for the other to read.
 
-    `seconds`: how long its ssh server may take to answer, however busy the host is; its kernel has less time for that.
-    Without, as long as a session.
-
-    Raises HostError: no ssh server answers.
+    Raises TimeoutError: it takes longer than `seconds`.
     """
-    import paramiko
-
-    login, limit = read_login(host, config_path), min(CONNECT_SECONDS, seconds or CONNECT_SECONDS)
-    with ExitStack() as stack, telling(host, limit):
-        before = _pass_bastions(login, config_path, stack)
-        call = min(limit, _CALL_SECONDS) if seconds and not before else limit
-        link = stack.enter_context(paramiko.Transport(_open_stream(login, before, call)))
-        link.start_client(timeout=limit)
-        key = link.get_remote_server_key()
-        return f"{key.get_name()} {key.get_base64()}"
-
-
-def fingerprint(public_key: str) -> str:
-    """A public key as `ssh-keygen -l` shows it: SHA256:..."""
-    digest = hashlib.sha256(base64.b64decode(public_key.split()[1])).digest()
-    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
-
-
-H = TypeVar("H")
-T = TypeVar("T")
-_AT_ONCE = 32
-_BLOCK = 1 << 18
-_POLL_SECONDS = 0.005
-_IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
-_SILENT_SECONDS = 6.0
-"""Within which an ssh server that is there has told its key."""
-KEEP_ALIVE = ("-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=2")
-"""A host that was cut off is noticed within 9 s: ranks that talk to it are so within 7."""
-
-
-@dataclass
-class _Sessions:
-    """Those that stay open, each with what closes it."""
-
-    stay: bool = False
-    open: dict[Host, tuple[paramiko.SSHClient, ExitStack]] = field(default_factory=dict)
-
-    def close(self, host: Host) -> None:
-        self.open.pop(host)[1].close()
-
-
-@dataclass(frozen=True)
-class Transport:
-    """The way to the hosts of a cluster."""
-
-    bootstrap: ClassVar[str] = ""
-    """How mpirun starts its proxies on them, where that is not by ssh."""
-    config: str = ""
-    """ssh's client configuration; empty for the user's own."""
-    elsewhere: bool = False
-    """Whether no host is this machine, though one may have its address: another network has the same private ones."""
-    silent: set[str] = field(default_factory=set, compare=False)
-    """Hosts that did not answer when they were last asked: who cleans up spares them, for each question costs 10 s."""
-    sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
-
-    @contextmanager
-    def staying(self) -> Iterator[None]:
-        """Inside, each host is logged in to once, however much is run there one after another."""
-        self.sessions.stay = True
-        try:
-            yield
-        finally:
-            self.sessions.stay = False
-            for host in list(self.sessions.open):
-                self.sessions.close(host)
-
-    @contextmanager
-    def _session(self, host: Host) -> Iterator[paramiko.SSHClient]:
-        if not self.sessions.stay:
-            with open_session(host, self.config) as client:
-                yield client
-            return
-        if host not in self.sessions.open:
-            stack = ExitStack()
-            self.sessions.open[host] = stack.enter_context(open_session(host, self.config)), stack
-        try:
-            yield self.sessions.open[host][0]
-        except BaseException:  # it may be of no use any more
-            self.sessions.close(host)
-            raise
-
-    def address(self, host: Host) -> str:
-        """Where the other hosts reach this one: its IPv4 address, or behind a bastion the name that only they resolve.
-
-        A host that the hostfile names by its address has that one, whatever ssh's configuration makes of it from here.
-
-        Raises CpuftError: its name has no address.
-        """
-        if _IPV4.fullmatch(host.name):
-            return host.name
-        login = self._login(host)
-        try:
-            return socket.gethostbyname(login.address)
-        except OSError as error:
-            if login.jumps or login.proxy:
-                return login.address
-            raise CpuftError(
-                f"host {host.name} has no address ({error}): check its spelling in the hostfile, or write its address"
-            ) from None
-
-    def is_here(self, host: Host) -> bool:
-        """Whether a host is this machine. With an ssh port of its own it is a container or a tunnel."""
-        if host.port or self.elsewhere:
-            return False
-        login = self._login(host)
-        try:
-            address = socket.gethostbyname(login.address)
-        except OSError:
-            return False
-        others = login.port != 22 or login.jumps or login.proxy
-        return not others and (address.startswith("127.") or address in facts.read_interfaces().values())
-
-    def _login(self, host: Host) -> Login:
-        """As ssh's configuration says; this machine's own name needs none, and no library that reads it."""
-        return read_login(host, self.config) if host.name != "localhost" else Login(host.name, host.port or 22)
-
-    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
-        """Run a command on a host, give it `stdin`, wait `seconds` at most.
-
-        Raises HostError: it cannot be reached, its key is unknown or changed, it does not let us in, or it takes
-        longer.
-        """
-        if self.is_here(host):
-            return execute.run_quietly(argv, seconds, stdin)
-        with self._session(host) as client, telling(host, seconds):
-            return _converse(client, shlex.join(argv), stdin.encode(), seconds)
-
-    def find_silent(self, names: Sequence[str], seconds: float = _SILENT_SECONDS) -> set[str]:
-        """The hosts, this machine apart, that do not answer in time: off, cut off or frozen. No login by ssh."""
-        answers = attempt(lambda one: self.is_here(one) or self._greet(one, seconds), [*map(Host, names)])
-        silent = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
-        self.silent.difference_update(names)
-        self.silent.update(silent)
-        return silent
-
-    def _greet(self, host: Host, seconds: float) -> object:
-        return scan_host_key(host, self.config, seconds)
-
-    def way(self, host: Host) -> tuple[str, ...]:
-        """The words before a shell line that take it to a host by ssh's own program; none where it is this machine.
-
-        For plans: people read them and run them by hand.
-        """
-        if self.is_here(host):
-            return ()
-        words: tuple[str, ...] = ("-F", self.config) if self.config else ()
-        words += ("-o", "BatchMode=yes", *KEEP_ALIVE)
-        words += ("-l", host.user) if host.user else ()
-        words += ("-p", str(host.port)) if host.port else ()
-        return ("ssh", *words, host.name)
-
-
-def _converse(client: paramiko.SSHClient, line: str, waiting: bytes, seconds: float) -> Answer:
-    """Both directions of a command at once: neither end may wait for the other to read."""
     link = client.get_transport()
     assert link is not None
     channel = link.open_session(timeout=seconds)
@@ -422,8 +423,8 @@ def _converse(client: paramiko.SSHClient, line: str, waiting: bytes, seconds: fl
     while True:
         idle = True
         if not channel.closed and channel.send_ready() and not channel.eof_sent:
-            if waiting:
-                waiting, idle = waiting[channel.send(waiting[:_BLOCK]) :], False
+            if stdin:
+                stdin, idle = stdin[channel.send(stdin[:_BLOCK]) :], False
             else:
                 channel.shutdown_write()
         while channel.recv_ready():
@@ -441,27 +442,27 @@ def _converse(client: paramiko.SSHClient, line: str, waiting: bytes, seconds: fl
             time.sleep(_POLL_SECONDS)
 
 
-def side_by_side(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
-    """The function's answer for every host, asked all at once. Raises CpuftError that names every one that failed."""
-    answers = attempt(function, hosts)
-    failures = [answer for answer in answers if isinstance(answer, CpuftError)]
-    if failures:
-        error = CpuftError("; ".join(map(str, failures)))
-        error.passes = all(failure.passes for failure in failures)
-        raise error
-    return [answer for answer in answers if not isinstance(answer, CpuftError)]
+def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:
+    """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...". It proves nothing by itself.
+
+    `seconds` limits the answer of a server that may be busy; its kernel has 3.5 s to accept the connection. 0: the
+    limits of a session.
+
+    Raises HostError: no ssh server answers.
+    """
+    import paramiko
+
+    login, limit = read_login(host, config_path), min(ssh_config.CONNECT_SECONDS, seconds or ssh_config.CONNECT_SECONDS)
+    with ExitStack() as stack, _raise_host_errors(host, limit):
+        bastion = _log_in_to_bastions(login, config_path, stack)
+        dial = min(limit, _PROBE_DIAL_SECONDS) if seconds and not bastion else limit
+        link = stack.enter_context(paramiko.Transport(_open_stream(login, bastion, dial)))
+        link.start_client(timeout=limit)
+        key = link.get_remote_server_key()
+        return f"{key.get_name()} {key.get_base64()}"
 
 
-def attempt(function: Callable[[H], T], hosts: Sequence[H]) -> list[T | CpuftError]:
-    """The function's answer for every host, or why there is none, in the order of the hosts."""
-
-    def one(host: H) -> T | CpuftError:
-        try:
-            return function(host)
-        except CpuftError as error:
-            return error
-
-    if not hosts:
-        return []
-    with ThreadPoolExecutor(max_workers=min(_AT_ONCE, len(hosts))) as pool:
-        return list(pool.map(one, hosts))
+def fingerprint(public_key: str) -> str:
+    """Return the fingerprint of a public key as `ssh-keygen -l` shows it: SHA256:..."""
+    digest = hashlib.sha256(base64.b64decode(public_key.split()[1])).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"

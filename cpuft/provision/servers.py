@@ -22,7 +22,7 @@ from cpuft.files import REMOVE, hash_text
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
-from cpuft.hosts.ssh_files import KEYGEN, Bastions, Member, format_inside, format_known_hosts, format_ssh_config
+from cpuft.hosts.ssh_config import KEYGEN, Bastions, Member, format_inside, format_known_hosts, format_ssh_config
 from cpuft.hosts.transport import (
     Login,
     Transport,

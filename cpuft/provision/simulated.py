@@ -27,7 +27,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_path, hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
-from cpuft.hosts.ssh_files import (
+from cpuft.hosts.ssh_config import (
     KEYGEN,
     Member,
     format_hosts,

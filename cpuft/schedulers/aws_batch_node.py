@@ -32,7 +32,7 @@ from cpuft.errors import AGAIN, CpuftError
 from cpuft.files import hash_text, write_text
 from cpuft.hosts import facts
 from cpuft.hosts.cluster import JOB
-from cpuft.hosts.ssh_files import Member, format_inside
+from cpuft.hosts.ssh_config import Member, format_inside
 from cpuft.terminal import notice_silence
 
 TOKEN = "CPUFT_BATCH_TOKEN"

@@ -17,7 +17,7 @@ from cpuft.cli import main
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import Entry, format_entry
-from cpuft.hosts.ssh_files import Member
+from cpuft.hosts.ssh_config import Member
 from cpuft.provision.cluster_files import check_prefix, plan_removal
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.servers import Facts, ServerFacts, parse_lock, plan_servers_down

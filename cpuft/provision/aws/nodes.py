@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.ssh_files import Member
+from cpuft.hosts.ssh_config import Member
 from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, attempt, side_by_side
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.facts import Instance, SecurityGroup

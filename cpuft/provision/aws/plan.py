@@ -15,7 +15,7 @@ from typing import Any
 from cpuft.errors import CpuftError, counted, near_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
-from cpuft.hosts.ssh_files import KEYGEN
+from cpuft.hosts.ssh_config import KEYGEN
 from cpuft.plan import Plan, Stages, Step
 from cpuft.provision.aws.client import (
     GENERATION,

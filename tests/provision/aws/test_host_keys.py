@@ -12,7 +12,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.ssh_files import Member, format_known_hosts, format_ssh_config
+from cpuft.hosts.ssh_config import Member, format_known_hosts, format_ssh_config
 from cpuft.hosts.transport import Transport
 from cpuft.provision.aws import nodes
 from cpuft.provision.aws.facts import Instance

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.ssh_files import Member, format_inside, format_ssh_config
+from cpuft.hosts.ssh_config import Member, format_inside, format_ssh_config
 from cpuft.provision.aws import facts
 from cpuft.provision.aws.client import CallStep, plan_call
 from cpuft.provision.aws.facts import BaseImage, Instance, Offer, Resources, SecurityGroup, Zone

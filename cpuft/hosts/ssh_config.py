@@ -1,0 +1,310 @@
+"""ssh's configuration: what the user's says, what cpuft writes for a cluster, and the options of both ssh clients.
+
+paramiko runs single commands on hosts (`cpuft.hosts.transport`). OpenSSH starts the steps of a plan, because people read
+plans and run them by hand, and mpirun starts its proxies by it. Both take all their options from here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cpuft.config import LAST_PORT, is_count
+from cpuft.errors import CpuftError
+from cpuft.hosts.hostfile import Host, format_hostfile
+from cpuft.hosts.registry import Entry, format_entry
+from cpuft.serialization import find_control
+
+CONNECT_SECONDS = 10.0
+"""paramiko's time limit for each of these: connection, key exchange, login."""
+_CLIENT = """  StrictHostKeyChecking yes
+  BatchMode yes
+  ConnectTimeout 10
+  ServerAliveInterval 5
+  ServerAliveCountMax 3
+"""
+"""Options in every client configuration that cpuft writes."""
+COMMAND_OPTIONS = (
+    *("-o", "BatchMode=yes"),
+    *("-o", "ConnectTimeout=5"),
+    *("-o", "ServerAliveInterval=3"),
+    *("-o", "ServerAliveCountMax=2"),
+)
+"""Options of every ssh command in a plan. A host that was cut off is noticed within 9 s; the ranks that exchange data
+with it notice within 7 s."""
+_SSHD = "/usr/sbin/sshd"
+_SERVER = {
+    "PasswordAuthentication": "no",
+    # Every rank and every query is a connection, and all hosts connect at once.
+    "MaxStartups": "100:30:300",
+    "MaxSessions": "100",
+    # The sessions of a host that was cut off, and the ranks in them, end within 15 s.
+    "ClientAliveInterval": "5",
+    "ClientAliveCountMax": "3",
+    "PidFile": "none",
+}
+"""Options of the ssh servers that cpuft starts in containers."""
+_MOST_BASTIONS = 8
+
+KEYGEN = "set -eu\n" + Path(__file__).with_name("keygen.sh").read_text(encoding="utf-8")
+"""Shell script that makes a key pair. Arguments: path, comment."""
+
+
+@dataclass(frozen=True)
+class Login:
+    """How a host is reached by ssh, according to the hostfile and then to ssh's client configuration."""
+
+    address: str
+    port: int
+    user: str = ""
+    identities: tuple[str, ...] = ()
+    """Files of private keys; empty for ssh's own."""
+    known_hosts: tuple[str, ...] = ()
+    """Files of host keys; empty for ssh's own."""
+    alias: str = ""
+    """HostKeyAlias: the name under which the host key is known; empty for address and port."""
+    jumps: tuple[Host, ...] = ()
+    """Bastions on the way, the first one first."""
+    proxy: str = ""
+    """ProxyCommand, whose standard streams are the connection; empty for none."""
+
+    def paramiko_options(self) -> dict[str, Any]:
+        """Return the arguments of paramiko's `SSHClient.connect` beside the address."""
+        return {
+            "username": self.user or None,
+            "key_filename": [path for path in self.identities if os.path.exists(path)] or None,
+            "timeout": CONNECT_SECONDS,
+            "banner_timeout": CONNECT_SECONDS,
+            "auth_timeout": CONNECT_SECONDS,
+        }
+
+
+def ssh_command(host: Host, config: str) -> tuple[str, ...]:
+    """Return the argv of OpenSSH's client that a shell line is appended to, to run it on a host.
+
+    `config` is the path of a client configuration; empty for the user's own.
+    """
+    argv: tuple[str, ...] = ("ssh", "-F", config) if config else ("ssh",)
+    argv += COMMAND_OPTIONS
+    argv += ("-l", host.user) if host.user else ()
+    argv += ("-p", str(host.port)) if host.port else ()
+    return (*argv, host.name)
+
+
+def read_login(host: Host, config_path: str = "") -> Login:
+    """Return how a host is reached by the client configuration at `config_path` (empty: the user's own).
+
+    Raises CpuftError: the configuration cannot be read, or a port or bastion in it is not valid.
+    """
+    import paramiko
+
+    path = os.path.expanduser(config_path or "~/.ssh/config")
+    try:
+        config = paramiko.SSHConfig.from_path(path) if os.path.exists(path) else paramiko.SSHConfig()
+        found: dict[str, Any] = dict(config.lookup(host.name))
+    except (paramiko.SSHException, OSError, ValueError) as error:
+        raise CpuftError(f"ssh's configuration {path} cannot be read ({error}): correct it") from None
+    if not is_count(str(found.get("port", 22)), most=LAST_PORT):
+        raise CpuftError(
+            f"ssh's configuration {path}: port {found['port']!r:.60} of {host.name} is not a port number: correct it"
+        )
+    proxy = found.get("proxycommand") or ""
+    return Login(
+        address=str(found.get("hostname", host.name)),
+        port=host.port or int(found.get("port", 22)),
+        user=host.user or str(found.get("user", "")),
+        identities=tuple(os.path.expanduser(name) for name in found.get("identityfile", ())),
+        known_hosts=tuple(os.path.expanduser(name) for name in str(found.get("userknownhostsfile", "")).split()),
+        alias=str(found.get("hostkeyalias", "")),
+        jumps=parse_jumps(str(found.get("proxyjump", "")), f"ProxyJump of host {host.name}"),
+        proxy="" if proxy == "none" else proxy,
+    )
+
+
+def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
+    """Return the bastions in a value of ProxyJump or -J: `[user@]name[:port]`, separated by commas.
+
+    Raises CpuftError: a name or port is not valid; the message begins with `where`.
+    """
+    jumps = []
+    for word in text.split(",") if text and text != "none" else ():
+        user, _, place = word.strip().removeprefix("ssh://").rpartition("@")
+        name, _, port = place.partition(":")
+        if not name or len(word.split()) > 1 or (port and not is_count(port, most=LAST_PORT)):
+            raise CpuftError(f"{where} {text!r:.200} names no host: write [user@]name[:port], separated by commas")
+        jumps.append(Host(name, port=int(port or 0), user=user))
+    return tuple(jumps)
+
+
+def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
+    """Return all bastions on the way to a host, the first one first.
+
+    As for ssh, only the first of several bastions may need bastions itself.
+
+    Raises CpuftError: the configuration leads through more than eight bastions, probably in a circle.
+    """
+    found: list[tuple[Host, Login]] = []
+    while login.jumps:
+        found[:0] = [(jump, read_login(jump, config_path)) for jump in login.jumps]
+        login = found[0][1]
+        if len(found) > _MOST_BASTIONS:
+            names = ", ".join(jump.name for jump, _ in found)
+            raise CpuftError(
+                f"the way leads through too many bastions ({names}): check ProxyJump in ssh's configuration"
+            )
+    return found
+
+
+@dataclass(frozen=True)
+class Member:
+    """A host of a cluster in the cluster's ssh files."""
+
+    name: str
+    address: str
+    user: str = "root"
+    port: int = 22
+    key: str = ""
+    """Its public host key as in a .pub file, one line for each key; empty while it is not known."""
+    reached: str = ""
+    """Its address from this machine, where that differs from the address among the hosts."""
+    mark: str = ""
+    """Comment in known_hosts that identifies the machine, where another machine may have its address tomorrow."""
+
+    @property
+    def known_name(self) -> str:
+        """The name under which ssh knows its key: the address, with the port where that is not 22."""
+        return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
+
+
+Bastions = tuple[tuple[str, Login], ...]
+"""Bastions on the way to all hosts of a cluster, the first one first: (name, how it is reached)."""
+
+
+def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bastions: Bastions = ()) -> str:
+    """Return a client configuration for all hosts of a cluster, by address and by name.
+
+    ssh, mpirun and paramiko read it.
+
+    Raises CpuftError: a value contains a control character or a quotation mark, which would begin another option.
+    """
+    parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
+    parts += [_format_bastion(name, login) for name, login in bastions]
+    jump = ",".join(name for name, _ in bastions)
+    for member in members:
+        names = " ".join(_quote("Host", name) for name in dict.fromkeys((member.address, member.name)))
+        address = _quote("HostName", member.reached or member.address)
+        part = f"Host {names}\n  HostName {address}\n  Port {member.port}\n"
+        part += f"  HostKeyAlias {_quote('HostKeyAlias', member.known_name)}\n" if member.reached else ""
+        part += f"  UserKnownHostsFile {_quote('UserKnownHostsFile', known_hosts)}\n"
+        part += f"  GlobalKnownHostsFile /dev/null\n{_CLIENT}"
+        part += f"  User {_quote('User', member.user)}\n" if member.user else ""
+        part += f"  IdentityFile {_quote('IdentityFile', key)}\n  IdentitiesOnly yes\n" if key else ""
+        part += f"  ProxyJump {_quote('ProxyJump', jump)}\n" if jump else ""
+        parts.append(part)
+    return "\n".join(parts)
+
+
+def _format_bastion(name: str, login: Login) -> str:
+    """Return a bastion's part of the configuration: ssh does not read the user's own beside a cluster's."""
+    lines = [f"Host {_quote('Host', name)}", f"  HostName {_quote('HostName', login.address)}", f"  Port {login.port}"]
+    lines += [f"  User {_quote('User', login.user)}"] if login.user else []
+    lines += [f"  IdentityFile {_quote('IdentityFile', path)}" for path in login.identities]
+    known_hosts = " ".join(_quote("UserKnownHostsFile", path) for path in login.known_hosts)
+    lines += [f"  UserKnownHostsFile {known_hosts}"] if known_hosts else []
+    lines += [f"  HostKeyAlias {_quote('HostKeyAlias', login.alias)}"] if login.alias else []
+    # ssh passes a ProxyCommand to a shell as it is: it may contain quotation marks, but only one line.
+    lines += [f"  ProxyCommand {_check_line('ProxyCommand', login.proxy).replace('%', '%%')}"] if login.proxy else []
+    return "\n".join(lines) + f"\n{_CLIENT}"
+
+
+def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) -> str:
+    """Return a client configuration for any host that shows one shared host key, known as `alias` in `known_hosts`.
+
+    `key` is the path of the private key to log in with.
+    """
+    return (
+        f"Host *\n  Port {port}\n  HostKeyAlias {alias}\n  IdentityFile {key}\n  IdentitiesOnly yes\n"
+        f"  UserKnownHostsFile {known_hosts}\n  GlobalKnownHostsFile /dev/null\n"
+        f"  StrictHostKeyChecking yes\n  UpdateHostKeys no\n  BatchMode yes\n"
+    )
+
+
+def _check_line(option: str, value: str) -> str:
+    """Return `value`. Raises CpuftError when it contains a control character, which would end its line."""
+    if odd := find_control(value):
+        raise CpuftError(
+            f"{option} {value[:80]!r} contains the control character {odd!r}, which ssh_config cannot hold: remove it"
+        )
+    return value
+
+
+def _quote(option: str, value: str) -> str:
+    """Return `value` as one word of ssh_config, in quotation marks where it has spaces or could begin a comment."""
+    if '"' in _check_line(option, value):
+        raise CpuftError(f"{option} {value[:80]!r} contains a quotation mark, which ssh_config cannot hold: remove it")
+    return f'"{value}"' if " " in value or value.startswith("#") else value
+
+
+def format_known_hosts(members: Sequence[Member]) -> str:
+    """Return the known_hosts lines of the members whose host keys are known."""
+    lines = [(one.known_name, *key.split()[:2], one.mark) for one in members for key in one.key.splitlines()]
+    return "".join(f"{' '.join(words).rstrip()}\n" for words in lines)
+
+
+def format_inside(
+    members: Sequence[Member],
+    folder: str,
+    python: str,
+    notice: str = "",
+    renewal: str = "",
+    shares_files: bool = False,
+) -> dict[str, str]:
+    """Return the files, by name, with which a host of a cluster reaches all of its hosts.
+
+    They belong into `folder` on the host's own disk, beside the cluster's key `id_ed25519`. `notice`, `renewal` and
+    `shares_files` are as in `cpuft.hosts.registry.Entry`.
+    """
+    name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
+    config = f"{folder}/ssh_config"
+    place, there = (name, "inside", f"{folder}/hostfile", config, python), "" if shares_files else config
+    entry = Entry(*place, ssh_config_there=there, shares_files=shares_files, notice=notice, renewal=renewal)
+    return {
+        "known_hosts": format_known_hosts(members),
+        "ssh_config": format_ssh_config(members, f"{folder}/id_ed25519", f"{folder}/known_hosts"),
+        "hostfile": format_hostfile(tuple(Host(member.address) for member in members)),
+        "cluster.json": format_entry(entry),
+    }
+
+
+def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> tuple[str, ...]:
+    """Return the command that starts an ssh server in a container, in the foreground, with its messages on stderr.
+
+    `options` are sshd's; they win over those that cpuft always gives. `arguments` come before all options.
+    """
+    given = [f"-o{name}={value}" for name, value in (_SERVER | options).items()]
+    return (_SSHD, "-D", "-e", *arguments, "-p", str(port), "-h", host_key, *given)
+
+
+def prepare_sshd() -> None:
+    """Make what sshd needs to start in a container. Raises CpuftError: the container has no sshd."""
+    if not os.path.exists(_SSHD):
+        raise CpuftError(f"there is no {_SSHD}: use a container image that has openssh-server")
+    if not os.geteuid():
+        os.makedirs("/run/sshd", exist_ok=True)  # where sshd locks up its unprivileged process
+
+
+def format_sshd_config(address: str, directory: str, own_home: bool) -> str:
+    """Return the server configuration of a simulated host, whose keys are in `directory`.
+
+    `own_home`: the host has a home of its own, so that keys put there are meant for it and not for this machine.
+    """
+    text = Path(__file__).with_name("sshd_config.in").read_text(encoding="utf-8")
+    return text.format(address=address, directory=directory, also=" .ssh/authorized_keys" if own_home else "")
+
+
+def format_hosts(members: tuple[Member, ...]) -> str:
+    """Return an /etc/hosts in which no host's name is a loopback address, because gloo would bind to that."""
+    return "127.0.0.1 localhost\n::1 localhost\n" + "".join(f"{m.address} {m.name}\n" for m in members)
