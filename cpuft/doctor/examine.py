@@ -23,7 +23,7 @@ from cpuft.hosts import facts
 from cpuft.hosts.cluster import Access, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.topology import parse_facts
-from cpuft.hosts.transport import HostError, side_by_side
+from cpuft.hosts.transport import HostError, map_hosts
 from cpuft.serialization import load, parse_json
 
 PORT_SECONDS = 3.0
@@ -76,7 +76,7 @@ def examine_hosts(
     outside = [bool(address) and is_outside(address, routes) for address, _ in addresses]
     orders = dict(zip(hosts, _make_orders(hosts, [address for address, _ in addresses], access, full, outside)))
     found = dict(zip(hosts, addresses))
-    states = side_by_side(lambda host: _examine_host(host, found[host], orders[host], access), hosts)
+    states = map_hosts(lambda host: _examine_host(host, found[host], orders[host], access), hosts)
     return ClusterState(tuple(states), access.python if len(hosts) > 1 else "", ranks or {})
 
 

@@ -13,7 +13,7 @@ from cpuft.doctor.examine import choose_port
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import side_by_side
+from cpuft.hosts.transport import map_hosts
 from cpuft.record import Link
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
@@ -61,7 +61,7 @@ def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
         peers = [[addresses[sum(pair) - own], pair[0] == own] for pair in pairs]
         orders[host.name] = json.dumps(common | {"peers": peers})
     seconds = _ROUND_SECONDS * len(rounds)
-    results = side_by_side(lambda host: _measure_on(host, orders[host.name], access, seconds), hosts)
+    results = map_hosts(lambda host: _measure_on(host, orders[host.name], access, seconds), hosts)
     names = {address: host.name for address, host in zip(addresses, hosts)}
     return read_links([host.name for host in hosts], names, results)
 

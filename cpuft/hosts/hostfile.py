@@ -51,7 +51,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
         if host.name in lines_of:
             raise CpuftError(
                 f"{source}, line {number}: host {host.name} stands on line {lines_of[host.name]} already: "
-                f"remove one, and say slots=N for several ranks"
+                f"remove one, and write slots=N for several ranks"
             )
         lines_of[host.name] = number
         hosts.append(host)

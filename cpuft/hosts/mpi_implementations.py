@@ -1,4 +1,4 @@
-"""What starts ranks: the flavours of mpirun, and Slurm's srun; which one there is, here or on the master."""
+"""Which program starts the ranks: the mpirun of Intel MPI, MPICH or Open MPI, or Slurm's srun."""
 
 from __future__ import annotations
 
@@ -11,62 +11,78 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
 
 _FIND = Path(__file__).with_name("find_mpirun.sh").read_text(encoding="utf-8")
+_VERSION_TEXTS = (
+    ("Intel(R) MPI", "intel"),
+    ("Open MPI", "openmpi"),
+    ("OpenRTE", "openmpi"),
+    ("HYDRA", "mpich"),
+    ("slurm", "srun"),
+)
+"""What the text of `--version` contains, and the implementation that it shows."""
 
 
 @dataclass(frozen=True)
-class Flavour:
-    """What was found to start ranks: its path and whose it is."""
+class MpiImplementation:
+    """The program that starts the ranks."""
 
     path: str
     name: str
-    """intel, mpich, openmpi, or srun, which takes the place of an mpirun in a job of Slurm's"""
+    """intel, mpich, openmpi, or srun, which takes the place of mpirun in a Slurm job."""
 
     @property
     def title(self) -> str:
-        """What a user calls it."""
+        """The name for users: "intel's mpirun", or "srun"."""
         return self.name if self.name == "srun" else f"{self.name}'s mpirun"
 
 
-def parse_flavour(path: str, version_text: str) -> Flavour:
-    """Whose mpirun this is, from what `mpirun --version` prints. Raises CpuftError for an unknown one."""
-    signs = (("intel", "Intel(R) MPI"), ("openmpi", "Open MPI"), ("openmpi", "OpenRTE"), ("mpich", "HYDRA"))
-    for name, sign in (*signs, ("srun", "slurm")):
-        if sign in version_text:
-            return Flavour(path, name)
-    first = (version_text.strip().splitlines() or ["nothing"])[0]
+def parse_version(path: str, text: str) -> MpiImplementation:
+    """Return the implementation of the program at `path`, whose `--version` prints `text`.
+
+    Raises CpuftError: the implementation is not known.
+    """
+    for part, name in _VERSION_TEXTS:
+        if part in text:
+            return MpiImplementation(path, name)
+    first = (text.strip().splitlines() or ["nothing"])[0]
     raise CpuftError(
-        f"{path} is no mpirun that cpuft knows (it said: {first[:120]}): "
+        f"{path} is not an mpirun that cpuft knows (its --version prints: {first[:120]}): "
         f"name Intel MPI's, MPICH's or Open MPI's with --mpirun"
     )
 
 
-def find_flavour(master: Host, wanted: str, python: str, transport: Transport) -> Flavour:
-    """The master's mpirun: the named one, else that of `python`'s environment, else PATH's, else in a job srun.
+def find_mpi(head: Host, wanted: str, python: str, transport: Transport) -> MpiImplementation:
+    """Return what starts the ranks, as it is found on the head host.
 
-    Where this machine is none of a job's hosts, a login node's `salloc`, it is srun: hosts need not reach back here.
+    That is the program `wanted`; without one the mpirun beside `python`, else the mpirun on PATH, else srun in a Slurm
+    job. On a login node with an allocation (salloc) it is srun, because the job's hosts may not reach back here.
 
-    Intel MPI's and MPICH's `mpirun` is a shell script that looks for mpiexec.hydra on PATH and passes no signals on:
-    where the program itself is beside it, that is used.
+    The mpirun of Intel MPI and MPICH is a shell script that looks for mpiexec.hydra on PATH and passes no signals on.
+    Where mpiexec.hydra is beside it, that is used.
 
-    Raises CpuftError: there is none, or one that is not known, or that cannot start ranks there from here.
+    Raises CpuftError: there is none, it is not known, or it cannot start ranks on these hosts from here.
     """
-    outside = bool(transport.bootstrap) and not transport.is_here(master)
-    if outside and not wanted:
-        return Flavour("srun", "srun")
-    found = (f"{os.path.dirname(python)}/mpirun", "mpirun", *(["srun"] if transport.bootstrap else []))
-    paths = (wanted,) if wanted else found
-    answer = transport.run(master, ("sh", "-c", _FIND, "find", *paths), seconds=30)
+    on_login_node = bool(transport.bootstrap) and not transport.is_here(head)
+    if on_login_node and not wanted:
+        return MpiImplementation("srun", "srun")
+    defaults = (f"{os.path.dirname(python)}/mpirun", "mpirun", *(["srun"] if transport.bootstrap else []))
+    paths = (wanted,) if wanted else defaults
+    answer = transport.run(head, ("sh", "-c", _FIND, "find", *paths), seconds=30)
     if answer.exit_code:
         where = f" at {wanted}" if wanted else ""
-        where += "" if transport.is_here(master) else f" on {master.name}"
+        where += "" if transport.is_here(head) else f" on {head.name}"
         raise CpuftError(
             f"there is no mpirun{where}: cpuft provision installs Intel MPI on other hosts, and on this machine "
             f"{install_command('train', 'mpi', 'demo')}; or name your own mpirun with --mpirun"
         )
     path, _, version = answer.output.partition("\n")
-    flavour = parse_flavour(path, version + answer.errors)
-    if flavour.name == "srun" and not transport.bootstrap:
-        raise CpuftError("srun starts ranks in a job of Slurm's, and this is none: leave --mpirun out, or say sbatch")
-    if flavour.name != "srun" and outside:
-        raise CpuftError(f"hosts of the job may not reach back to {wanted} here: leave --mpirun out, srun starts ranks")
-    return flavour
+    found = parse_version(path, version + answer.errors)
+    if found.name == "srun" and not transport.bootstrap:
+        raise CpuftError(
+            "srun starts ranks only inside a Slurm job: leave --mpirun out, or submit the launch by cpuft submit slurm"
+        )
+    if found.name != "srun" and on_login_node:
+        raise CpuftError(
+            f"the job's hosts may not reach back to {wanted} on this login node: leave --mpirun out, then srun starts "
+            f"the ranks"
+        )
+    return found

@@ -1,7 +1,7 @@
-"""A job of Kubeflow's operator (MPIJob): the way to its workers, who are known by the job's own key.
+"""The pods of an MPIJob of Kubeflow's operator: how the launcher reaches them, and what its workers run.
 
-The operator gives all pods of a job one key, for logins. Workers that `python -m cpuft.hosts.mpijob` starts show it as
-their host key, too, so that no key has to be believed on first use: whoever has the job's key is of the job.
+The operator gives one key pair to all pods of a job, for logins. Workers that `python -m cpuft.hosts.mpijob` starts use
+it as their host key, too, so that no host key has to be accepted on first use: whoever has the job's key is in the job.
 
 Source: kubeflow/mpi-operator, pkg/controller/mpi_job_controller.go.
 """
@@ -21,117 +21,96 @@ from typing import TypeVar
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.files import make_private, write_text
-from cpuft.hosts import transport as transport_module
+from cpuft.hosts import ssh_config
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import KEY_CHANGED, UNREACHABLE, HostError, SshTransport
 
 PORT = 2222
-"""As in the operator's own images: who is not root may listen there, and a node's sshd is elsewhere."""
+"""As in the operator's own images: users other than root may listen there, and it is not the port of a node's sshd."""
 _KEYS = Path("~/.ssh")
-"""Where the operator puts the job's key."""
+"""Where the operator puts the job's key pair."""
 _FOLDER = Path(f"/var/tmp/cpuft-mpijob-{os.geteuid()}")
-"""The same on all pods: mpirun's ssh on a worker reads what is there, too."""
-_SSHD = "/usr/sbin/sshd"
-_CONFIG = """Host *
-    Port {port}
-    HostKeyAlias mpijob
-    IdentityFile {keys}/id_rsa
-    IdentitiesOnly yes
-    UserKnownHostsFile {folder}/known_hosts
-    GlobalKnownHostsFile /dev/null
-    StrictHostKeyChecking yes
-    UpdateHostKeys no
-    BatchMode yes
-"""
-_OPTIONS = (
-    "StrictModes=no",  # a secret's folder is open to all, and only this pod sees it
-    "PasswordAuthentication=no",
-    "MaxStartups=100:30:300",  # all hosts connect at once
-    "MaxSessions=100",
-    "ClientAliveInterval=5",
-    "ClientAliveCountMax=3",
-    "PidFile=none",
-)
-_START_SECONDS, _EVERY_SECONDS = 60.0, 1.0
-"""A pod that has just become ready has a name seconds later; how often it is asked for."""
+"""The same on all pods, because mpirun's ssh on a worker reads it, too."""
+_START_SECONDS, _RETRY_SECONDS = 60.0, 1.0
+"""How long a pod that has become ready may take to be reached by its name, and the pause between two attempts."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class MpiJobTransport(Transport):
-    """The way to the pods of a job."""
+class MpiJobTransport(SshTransport):
+    """The pods of an MPIJob, reached by ssh with the job's key."""
 
-    until: float = 0.0
-    """Pods may still be starting: so long, in time.monotonic's seconds, they are asked again."""
+    deadline: float = 0.0
+    """A value of time.monotonic. Until then a pod that cannot be reached is tried again, because it may be starting."""
 
     def is_here(self, host: Host) -> bool:
-        """Whether it is the launcher's own pod, which may be a worker, too; pods are called as their names begin."""
+        """Return whether a host is the launcher's own pod, whose hostname is the first part of the pod's name."""
         return host.name.partition(".")[0] in (socket.gethostname(), "localhost")
 
     def address(self, host: Host) -> str:
-        """As `Transport.address`."""
-        return self._patiently(host, partial(Transport.address, self, host))
+        """Return a pod's IPv4 address. Raises CpuftError: its name has none when the deadline has passed."""
+        return self._retry(host, partial(super().address, host))
 
-    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
-        """As `Transport.run`. Raises CpuftError: also for a worker without the job's key."""
-        return self._patiently(host, partial(Transport.run, self, host, argv, stdin, seconds))
+    def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
+        """As `SshTransport`. Raises CpuftError: also for a worker that does not have the job's key."""
+        return self._retry(host, partial(super()._run_remotely, host, argv, stdin, seconds))
 
-    def _patiently(self, host: Host, ask: Callable[[], T]) -> T:
+    def _retry(self, host: Host, call: Callable[[], T]) -> T:
         while True:
             try:
-                return ask()
+                return call()
             except CpuftError as error:
-                kind = error.kind if isinstance(error, transport_module.HostError) else transport_module.UNREACHABLE
-                if kind == transport_module.KEY_CHANGED:
+                kind = error.kind if isinstance(error, HostError) else UNREACHABLE
+                if kind == KEY_CHANGED:
                     raise CpuftError(
-                        f"host {host.name} does not have the job's key for its host key: "
+                        f"host {host.name} does not show the job's key as its host key: "
                         f"start workers by python -m cpuft.hosts.mpijob, or name your own --ssh-config"
                     ) from None
-                if kind != transport_module.UNREACHABLE or time.monotonic() > self.until:
+                if kind != UNREACHABLE or time.monotonic() > self.deadline:
                     raise
-            time.sleep(_EVERY_SECONDS)
+            time.sleep(_RETRY_SECONDS)
 
 
-def open_mpijob_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTransport:
-    """The way to a job's pods, from each of them. Raises CpuftError: the operator has put no key here."""
-    return MpiJobTransport(trust(keys.expanduser(), folder), until=time.monotonic() + _START_SECONDS)
+def make_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTransport:
+    """Return the transport to a job's pods, from any of them. Raises CpuftError: the operator has put no key here."""
+    return MpiJobTransport(write_ssh_config(keys.expanduser(), folder), deadline=time.monotonic() + _START_SECONDS)
 
 
-def trust(keys: Path, folder: Path) -> str:
-    """Write into `folder` what ssh needs to know pods by the key in `keys`; the path of its configuration.
+def write_ssh_config(keys: Path, folder: Path) -> str:
+    """Write into `folder` a client configuration that trusts hosts with the key pair in `keys`; return its path.
 
-    Raises CpuftError: there is none.
+    Raises CpuftError: there is no key pair.
     """
     try:
         kind, key = (keys / "id_rsa.pub").read_text(encoding="utf-8").split()[:2]
     except (OSError, ValueError) as error:
         raise CpuftError(
-            f"this pod has no key of an MPIJob ({error}): let sshAuthMountPath be {keys}, or name --ssh-config"
+            f"this pod has no key of an MPIJob ({error}): set sshAuthMountPath to {keys}, or name --ssh-config"
         ) from None
-    make_private(folder, "start the pod anew")
+    make_private(folder, "restart the pod")
     write_text(folder / "known_hosts", f"mpijob {kind} {key}\n")
-    write_text(folder / "ssh_config", _CONFIG.format(port=PORT, keys=keys, folder=folder))
+    text = ssh_config.format_shared_key_config("mpijob", f"{keys}/id_rsa", f"{folder}/known_hosts", PORT)
+    write_text(folder / "ssh_config", text)
     return str(folder / "ssh_config")
 
 
 def sshd_command(keys: Path) -> tuple[str, ...]:
-    """A worker's sshd, which has the job's key for its host key."""
-    return (_SSHD, "-D", "-e", "-p", str(PORT), "-h", f"{keys}/id_rsa", *(f"-o{option}" for option in _OPTIONS))
+    """Return the command that starts a worker's ssh server, whose host key is the job's key."""
+    # The folder of a mounted secret is writable by all, and only this pod sees it.
+    return ssh_config.sshd_command(f"{keys}/id_rsa", PORT, StrictModes="no")
 
 
 def main() -> None:
-    """A worker, from its start. Exit code 2, with one line: it has no key, or no sshd."""
+    """Become a worker's ssh server. Exit with code 2 and a message when the pod has no key or no sshd."""
     keys = _KEYS.expanduser()
     try:
-        trust(keys, _FOLDER)
-        if not os.path.exists(_SSHD):
-            raise CpuftError(f"there is no {_SSHD}: take an image that has openssh-server")
+        write_ssh_config(keys, _FOLDER)
+        ssh_config.prepare_sshd()
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
-    if not os.geteuid():
-        os.makedirs("/run/sshd", exist_ok=True)  # where it locks up its half that has no rights
-    os.execv(_SSHD, sshd_command(keys))
+    command = sshd_command(keys)
+    os.execv(command[0], command)
 
 
 if __name__ == "__main__":

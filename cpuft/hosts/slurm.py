@@ -1,6 +1,6 @@
-"""Slurm's side of a run: the hosts that a job was given, and the way to them by srun. No ssh, and no hostfile.
+"""Where the hosts of a Slurm job are, and how they are reached: by srun, without ssh and without a hostfile.
 
-Sources: the manual pages of sbatch and srun, section on environment variables.
+Sources: the manual pages of sbatch and srun, sections on environment variables.
 """
 
 from __future__ import annotations
@@ -18,67 +18,63 @@ from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
 
-_SECONDS = 20.0
-"""Within which Slurm's controller answers."""
+_ANSWER_SECONDS = 20.0
+"""Time limit for an answer of Slurm's controller."""
 _SRUN = ("srun", "--quiet", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none")
-"""One process on a host that others use at the same time, on all cores that the job has there."""
-_ENDED = re.compile(r"^srun: error: \S+: task 0: ", re.MULTILINE)
-"""What srun says of a command that failed by itself."""
+"""One process on a host beside the job's other processes (--overlap), on all cores that the job has there."""
+_COMMAND_FAILED = re.compile(r"^srun: error: \S+: task 0: ", re.MULTILINE)
+"""srun's message when the command itself has failed. All other messages are about srun."""
 
 
 @dataclass(frozen=True)
 class SlurmTransport(Transport):
-    """The way to the hosts of a job, from one of them or from where it was asked for."""
+    """The hosts of a Slurm job, reached by srun from one of them or from the login node that has the allocation."""
 
     own: str = ""
-    """What Slurm calls this host; empty on a login node that has an allocation."""
+    """Slurm's name for this host; empty on a login node."""
     bootstrap: ClassVar[str] = "slurm"
 
     def is_here(self, host: Host) -> bool:
-        """Whether it is the one where the job's script runs."""
+        """Return whether a host is the one where the job's script runs."""
         return host.name in (self.own, "localhost")
 
     def address(self, host: Host) -> str:
-        """As its name resolves here, else as Slurm itself reaches it. Raises CpuftError: neither."""
+        """Return the address to which a host's name resolves here, else the address that Slurm itself uses.
+
+        Raises CpuftError: there is neither.
+        """
         try:
             return socket.gethostbyname(host.name)
         except OSError:
-            told = _ask(("scontrol", "--oneliner", "show", "node", host.name))
-        found = re.search(r"\bNodeAddr=(\S+)", told)
+            node = _query_slurm(("scontrol", "--oneliner", "show", "node", host.name))
+        found = re.search(r"\bNodeAddr=(\S+)", node)
         try:
             return socket.gethostbyname(found[1] if found else "")
         except OSError:
-            raise CpuftError(f"host {host.name} has no address: scontrol show node {host.name} tells none") from None
+            raise CpuftError(
+                f"host {host.name} has no address: scontrol show node {host.name} shows no NodeAddr that resolves"
+            ) from None
 
-    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
-        """Run a command on a host, give it `stdin`, wait `seconds` at most.
+    def command_prefix(self, host: Host) -> tuple[str, ...]:
+        """Return the srun command that a shell line is appended to; empty where the host is this one."""
+        return () if self.is_here(host) else (*self._srun(host), "sh", "-c")
 
-        Raises CpuftError: srun cannot start it there, or it takes longer.
-        """
-        if self.is_here(host):
-            return execute.run_quietly(argv, seconds, stdin)
+    def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
+        """Run a command by srun. Raises CpuftError: srun cannot start it, or it takes longer than `seconds`."""
         answer = execute.run_quietly([*self._srun(host), *argv], seconds, stdin)
-        if answer.exit_code and not _ENDED.search(answer.errors):
-            said = (answer.errors.strip().splitlines() or ["no answer"])[-1]
-            error = CpuftError(f"host {host.name} cannot be used by srun ({said[-200:]}): sinfo tells its state")
+        if answer.exit_code and not _COMMAND_FAILED.search(answer.errors):
+            message = (answer.errors.strip().splitlines() or ["no answer"])[-1]
+            error = CpuftError(f"srun cannot use host {host.name} ({message[-200:]}): sinfo shows the host's state")
             error.passes = True
             raise error
         return answer
-
-    def _greet(self, host: Host, seconds: float) -> object:
-        """By srun: Slurm itself learns minutes later that a host is gone."""
-        return self.run(host, ("true",), seconds=seconds)
-
-    def way(self, host: Host) -> tuple[str, ...]:
-        """The words before a shell line that take it to a host by srun; none where it is this one."""
-        return () if self.is_here(host) else (*self._srun(host), "sh", "-c")
 
     def _srun(self, host: Host) -> tuple[str, ...]:
         return (*_SRUN, f"--nodelist={host.name}")
 
 
-def find_slurm_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
-    """The way to the hosts of the job that this process runs in; None where it is in none.
+def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
+    """Return the transport to the hosts of the Slurm job that this process runs in; None outside of a job.
 
     Raises CpuftError: srun has started this process several times.
     """
@@ -87,29 +83,33 @@ def find_slurm_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1") if "SLURM_STEP_ID" in environ else "1"
     if tasks != "1":
         raise CpuftError(
-            f"srun starts cpuft launch {tasks} times: write it into the job's script without srun, "
-            f"and say how many ranks there are with --np"
+            f"srun starts cpuft launch {tasks} times: write cpuft launch into the job's script without srun, "
+            f"and give the number of ranks by --np"
         )
     return SlurmTransport(own=environ.get("SLURMD_NODENAME", ""))
 
 
 def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Hosts of the job that this process runs in, this one first. Where it asked for tasks, these bound the ranks.
+    """Return the hosts of the Slurm job that this process runs in, this one first.
 
-    Raises CpuftError: Slurm does not tell them.
+    Where the job asked for tasks, their number on a host is its number of slots.
+
+    Raises CpuftError: Slurm does not answer.
     """
-    names = _ask(("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])).split()
-    asked = {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys()
-    counts = parse_slurm_counts(environ.get("SLURM_TASKS_PER_NODE", "")) if asked else ()
+    names = _query_slurm(("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])).split()
+    has_tasks = {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys()
+    counts = parse_slurm_counts(environ.get("SLURM_TASKS_PER_NODE", "")) if has_tasks else ()
     slots = counts if len(counts) == len(names) else (0,) * len(names)
     hosts = [Host(name, count) for name, count in zip(names, slots)]
     own = environ.get("SLURMD_NODENAME", "")
     return tuple(sorted(hosts, key=lambda host: host.name != own))
 
 
-def _ask(command: Sequence[str]) -> str:
-    answer = execute.run_quietly(command, _SECONDS)
+def _query_slurm(command: Sequence[str]) -> str:
+    answer = execute.run_quietly(command, _ANSWER_SECONDS)
     if answer.exit_code:
-        said = (answer.said.strip().splitlines() or ["nothing"])[-1]
-        raise CpuftError(f"Slurm does not tell its hosts ({said[:200]}): check that {command[0]} works in the job")
+        message = (answer.said.strip().splitlines() or ["no output"])[-1]
+        raise CpuftError(
+            f"Slurm does not name the job's hosts ({message[:200]}): check that {command[0]} works in the job"
+        )
     return answer.output

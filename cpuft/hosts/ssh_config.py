@@ -1,7 +1,7 @@
 """ssh's configuration: what the user's says, what cpuft writes for a cluster, and the options of both ssh clients.
 
-paramiko runs single commands on hosts (`cpuft.hosts.transport`). OpenSSH starts the steps of a plan, because people read
-plans and run them by hand, and mpirun starts its proxies by it. Both take all their options from here.
+paramiko runs single commands on hosts (`cpuft.hosts.transport`). OpenSSH runs the steps of a plan, because people read
+plans and run them by hand, and mpirun starts its proxies with it. Both take all their options from here.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Only a transport knows how a host is reached. The forms in jobs: `cpuft.hosts.sl
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import logging
 import os
@@ -37,10 +36,10 @@ T = TypeVar("T")
 _CONNECTIONS = 32
 """Most hosts that are asked at the same time."""
 _DIAL_SECONDS = 5.0
-"""Time limit for a TCP connection: a host that is up answers at once, and one that was cut off must not delay others."""
+"""Time limit for a TCP connection: a host that is up answers at once; one that was cut off must not delay others."""
 _PROBE_DIAL_SECONDS = 3.5
-"""The same for `find_unresponsive`: by then the kernel of a host that is up has answered one of three SYN packets, which
-are sent 1 and 2 s apart (RFC 6298)."""
+"""The same for `find_unresponsive`: the kernel of a host that is up has answered one of three SYN packets by then.
+They are 1 and 2 s apart (RFC 6298)."""
 _PROBE_SECONDS = 6.0
 """Time limit for the key exchange in `find_unresponsive`."""
 _BLOCK = 1 << 18
@@ -126,7 +125,7 @@ class Transport(ABC):
         return self._run_remotely(host, argv, stdin, seconds)
 
     def put(self, local: Path, host: Host, path: str, seconds: float = 60.0) -> None:
-        """Copy a file of this machine to `path` on a host, readable by this user only; a reader never sees a part of it.
+        """Copy a file of this machine to `path` on a host, readable by this user only. Readers never see a part of it.
 
         For files of some MB at most. Raises CpuftError: as `run`, or the file cannot be written there.
         """
@@ -141,13 +140,12 @@ class Transport(ABC):
         For files of some MB at most. Raises CpuftError: as `run`, or the file cannot be read there.
         """
         answer = self.run(host, ("base64", path), seconds=seconds)
-        try:
-            data = base64.b64decode(answer.output)
-        except binascii.Error:
-            data = b""
-        if answer.exit_code or (not data and answer.output.strip()):
+        if answer.exit_code:
             raise CpuftError(f"host {host.name} cannot read {path} ({answer.errors.strip()[-200:]})")
-        local.write_bytes(data)
+        try:
+            local.write_bytes(base64.b64decode(answer.output))
+        except ValueError as error:
+            raise CpuftError(f"host {host.name} did not send {path} in base64 ({error})") from None
 
     def find_unresponsive(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
         """Return the names of the hosts that do not answer in time, because they are off, cut off or frozen.
@@ -186,7 +184,7 @@ class SshTransport(Transport):
     """Hosts that are reached by ssh with the client configuration `config`, and this machine."""
 
     never_here: bool = False
-    """Whether no host is this machine even if it has an address of it: other networks use the same private addresses."""
+    """Whether no host is this machine even if it has its address: other networks have the same private addresses."""
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:

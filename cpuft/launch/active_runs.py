@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, cache_path, hash_text, write_text
 from cpuft.hosts.cluster import Access, Cluster, find_slurm
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 from cpuft.launch.stack_dumps import ActiveRun
 from cpuft.serialization import load, parse_json
 
@@ -134,7 +134,7 @@ def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
         raise CpuftError(
             f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
         )
-    transport = find_slurm(environ) or Transport(entry.ssh_config)
+    transport = find_slurm(environ) or SshTransport(entry.ssh_config)
     return ActiveRun(entry.work, entry.hosts, Access(transport, entry.python))
 
 

@@ -29,7 +29,8 @@ from cpuft.files import (
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
-from cpuft.hosts.transport import KEEP_ALIVE, attempt, side_by_side
+from cpuft.hosts.ssh_config import COMMAND_OPTIONS
+from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch import settings as environment
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.resume import PREPARED_DATA
@@ -217,7 +218,7 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
             raise CpuftError(f"host {host.name} has no safe folder for the files of the run: {reason}")
         return set(answer.output.split())
 
-    return dict(zip((host.name for host in hosts), side_by_side(ask, hosts if bundles else [])))
+    return dict(zip((host.name for host in hosts), map_hosts(ask, hosts if bundles else [])))
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
@@ -251,9 +252,7 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
 
     A host has the whole file or none. `have` are hosts that have the file already.
     """
-    script = (
-        f'folder=$1; shift; tar -C "$folder" -cf - {PREPARED_DATA} | ssh -o BatchMode=yes {shlex.join(KEEP_ALIVE)} "$@"'
-    )
+    script = f'folder=$1; shift; tar -C "$folder" -cf - {PREPARED_DATA} | ssh {shlex.join(COMMAND_OPTIONS)} "$@"'
     folder = shlex.quote(work)
     receive = (
         f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && part=$(mktemp -d {folder}.XXXXXX) && "
@@ -333,22 +332,22 @@ def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mappin
         return answer.output
 
     def list_reachable() -> list[int]:
-        unreachable = cluster.access.transport.silent
+        unreachable = cluster.access.transport.unresponsive
         return [index for index, one in enumerate(cluster.assignments) if one.host.name not in unreachable]
 
     def refresh() -> None:
         """Tell the hosts that the launcher is still there, until every process has read its file."""
         while not is_over.wait(_REFRESH_SECONDS):
-            answers = attempt(lambda index: run(index, "refresh"), list_reachable())
+            answers = try_hosts(lambda index: run(index, "refresh"), list_reachable())
             if not any(answers):
                 return
 
     is_over = threading.Event()
     try:
-        side_by_side(send, range(len(cluster.assignments)))
+        map_hosts(send, range(len(cluster.assignments)))
         threading.Thread(target=refresh, daemon=True).start()
         yield
     finally:
         is_over.set()
         with suppress(CpuftError):
-            side_by_side(lambda index: run(index, "remove"), list_reachable())
+            map_hosts(lambda index: run(index, "remove"), list_reachable())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.mpi_implementations import Flavour
+from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.plan import Setting
 
 KEY = "CPUFT_RUN_KEY"
@@ -26,7 +26,7 @@ class RankGroup:
 
 
 def plan_mpirun(
-    flavour: Flavour,
+    mpi: MpiImplementation,
     groups: tuple[RankGroup, ...],
     shared: tuple[Setting, ...],
     command: tuple[str, ...],
@@ -45,10 +45,10 @@ def plan_mpirun(
 
     Raises CpuftError: `logs` has characters that Open MPI does not accept in a path.
     """
-    if flavour.name == "srun":
-        return _plan_srun(flavour, groups, shared, command, logs)
-    is_openmpi = flavour.name == "openmpi"
-    argv = [flavour.path, *(_openmpi_options(logs, iface) if is_openmpi else _hydra_options(flavour, logs, iface))]
+    if mpi.name == "srun":
+        return _plan_srun(mpi, groups, shared, command, logs)
+    is_openmpi = mpi.name == "openmpi"
+    argv = [mpi.path, *(_openmpi_options(logs, iface) if is_openmpi else _hydra_options(mpi, logs, iface))]
     argv += [] if is_openmpi else [word for one in shared for word in ("-genv", one.name, one.value)]
     for index, group in enumerate(groups):
         argv += [":"] if index else []
@@ -57,10 +57,10 @@ def plan_mpirun(
     return tuple(argv)
 
 
-def _hydra_options(flavour: Flavour, logs: str, iface: str) -> list[str]:
+def _hydra_options(mpi: MpiImplementation, logs: str, iface: str) -> list[str]:
     folder = logs.replace("%", "%%")  # Hydra replaces %r and %h
     patterns = ["-outfile-pattern", f"{folder}/rank-%r.out", "-errfile-pattern", f"{folder}/rank-%r.err"]
-    return ["-iface", iface, *(["-silent-abort"] if flavour.name == "intel" else []), *patterns]
+    return ["-iface", iface, *(["-silent-abort"] if mpi.name == "intel" else []), *patterns]
 
 
 def _hydra_group(group: RankGroup) -> list[str]:
@@ -90,12 +90,16 @@ until [ "$1" = -- ]; do shift; done; shift; exec "$@"
 
 
 def _plan_srun(
-    flavour: Flavour, groups: tuple[RankGroup, ...], shared: tuple[Setting, ...], command: tuple[str, ...], logs: str
+    mpi: MpiImplementation,
+    groups: tuple[RankGroup, ...],
+    shared: tuple[Setting, ...],
+    command: tuple[str, ...],
+    logs: str,
 ) -> tuple[str, ...]:
     """Start one job step on all cores of the job; `cpuft.rank` pins the ranks. --cpus-per-task would give it fewer."""
     tasks = [group.host for group in groups for _ in range(group.ranks)]
     folder = logs.replace("%", "%%")  # srun replaces %t
-    argv = [flavour.path, "--quiet", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--input=none"]
+    argv = [mpi.path, "--quiet", "--mpi=pmi2", "--kill-on-bad-exit=1", "--wait=0", "--export=ALL", "--input=none"]
     argv += ["--overlap", "--overcommit", "--cpu-bind=none", f"--output={folder}/rank-%t.out"]
     argv += [f"--error={folder}/rank-%t.err", f"--nodes={len(groups)}", f"--ntasks={len(tasks)}"]
     argv += ["--distribution=arbitrary", f"--nodelist={','.join(tasks)}"]
@@ -115,7 +119,7 @@ _SLURM = {
 
 
 def mpirun_settings(
-    flavour: Flavour, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = ""
+    mpi: MpiImplementation, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = ""
 ) -> tuple[Setting, ...]:
     """Return the environment of mpirun itself: how it reaches the other hosts, and the permission to run as root.
 
@@ -130,19 +134,17 @@ def mpirun_settings(
         "openmpi": "OMPI_MCA_plm_rsh_args",
     }
     settings: tuple[Setting, ...] = ()
-    if bootstrap == "slurm" and flavour.name in _SLURM:
+    if bootstrap == "slurm" and mpi.name in _SLURM:
         settings += (
-            *_SLURM[flavour.name],
+            *_SLURM[mpi.name],
             Setting("SLURM_OVERLAP", "1", "do not wait for the job step of an earlier mpirun"),
             Setting("SLURM_CPU_BIND", "none", "ranks are pinned by the plan"),
         )
     if ssh_options:
         settings += (
-            Setting(
-                names[flavour.name], " ".join(ssh_options), "options with which mpirun's ssh reaches the other hosts"
-            ),
+            Setting(names[mpi.name], " ".join(ssh_options), "options with which mpirun's ssh reaches the other hosts"),
         )
-    if flavour.name == "openmpi" and as_root:
+    if mpi.name == "openmpi" and as_root:
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT", "1", "you run cpuft as root"),)
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", "Open MPI requires both variables"),)
     return settings

@@ -139,7 +139,9 @@ def add_transfers(
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
     others = {
-        copy.host.name: cluster.access.transport.way(copy.host) for copy in host_copies if copy.exists and cluster.away
+        copy.host.name: cluster.access.transport.command_prefix(copy.host)
+        for copy in host_copies
+        if copy.exists and cluster.away
     }
     return replace(
         plan,
@@ -382,10 +384,10 @@ def plan_launch(
     logs = f"{run_dir}/logs"
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*module_command(cluster.python, "cpuft.rank"), *pack_argv(command))
-    command = mpirun.plan_mpirun(cluster.flavour, groups, shared, rank_command, logs, interface)
-    own = mpirun.mpirun_settings(cluster.flavour, cluster.access.mpirun_options, cluster.as_root, cluster.bootstrap)
+    command = mpirun.plan_mpirun(cluster.mpi, groups, shared, rank_command, logs, interface)
+    own = mpirun.mpirun_settings(cluster.mpi, cluster.access.mpirun_options, cluster.as_root, cluster.bootstrap)
     start = Step(
-        f"start {config.np} ranks with {cluster.flavour.title}; output of rank N: {logs}/rank-N.out and .err",
+        f"start {config.np} ranks with {cluster.mpi.title}; output of rank N: {logs}/rank-N.out and .err",
         (*without_secrets, *mpirun.MAKE_KEY, *command),
         (*own, *_settings_on_hosts(cluster)),
         cluster.master,
@@ -443,13 +445,13 @@ def plan_settings(
     placements, reason = plan_placements(cluster, config, backend)
     interfaces = plan_interfaces(cluster, config.iface)
     port = config.master_port or cluster.facts[0].free_port
-    by_srun = cluster.flavour.name == "srun"
+    by_srun = cluster.mpi.name == "srun"
     shared = environment.shared_settings(interfaces[0], port, cluster.facts, config.np, by_srun)
     shared = environment.keep_user_values(shared, environ)
     hosts = []
     for facts, interface, ranks in zip(cluster.facts, interfaces, placements):
         disjoint = sum(len(set(rank.compute)) for rank in ranks) == len({c for rank in ranks for c in rank.compute})
-        pinned_by_mpi = cluster.flavour.name == "intel" and disjoint
+        pinned_by_mpi = cluster.mpi.name == "intel" and disjoint
         settings = environment.host_settings(facts, interface, ranks, pinned_by_mpi, reason)
         settings = environment.keep_user_values(settings, environ)
         if "I_MPI_PIN_DOMAIN" in environment.user_set_names(settings):

@@ -22,7 +22,7 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import AGAIN, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
 from cpuft.launch.inputs import secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up
@@ -126,7 +126,7 @@ def run_on_head_host(
         fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, environ, False, say)
         raise
     if code == execute.SSH_FAILED:
-        cluster.access.transport.find_silent([assignment.host.name for assignment in cluster.assignments])
+        cluster.access.transport.find_unresponsive([assignment.host.name for assignment in cluster.assignments])
     fetch_and_clean_up(plan, run_dir, cluster, environ, not code, say)
     if code not in (0, AGAIN) and stop_request and stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
@@ -153,7 +153,7 @@ def main() -> None:
     with open(f"{order.run_dir}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            transport = Transport(order.ssh_config)
+            transport = SshTransport(order.ssh_config)
             code = run_on_this_machine(order.plan, order.run_dir, order.hosts, os.environ, order.seconds, transport)
         except CpuftError as error:
             print(f"cpuft: error: {error}", file=sys.stderr)

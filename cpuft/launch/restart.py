@@ -19,7 +19,7 @@ from cpuft.errors import AGAIN, FULL, CpuftError, counted
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import Transport, attempt
+from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.launch.failures import Failure, ended_to_be_resumed, explain_exit, read_failures
 from cpuft.launch.plan import Job, Launch, plan_run
 from cpuft.launch.results import (
@@ -240,7 +240,7 @@ def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: St
     Raises CpuftError: an attempt raised one that no restart can mend, or the last attempt raised one.
     """
     policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
-    unreachable = cluster.access.transport.silent
+    unreachable = cluster.access.transport.unresponsive
     while True:
         try:
             time_limit = _time_left(launch.job, begun) if policy.restarts else launch.job.config.time_limit
@@ -263,7 +263,7 @@ def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: St
         policy.errors.add(decision.error_id)
         history.leaving |= tried.result.leaving
         try:
-            with cluster.access.transport.staying():
+            with cluster.access.transport.keep_sessions():
                 plan_next = partial(plan_next_attempt, launch, history, plan, cluster, tried, reason)
                 plan, cluster, update = retry_connections(plan_next)
         except CpuftError as error:
@@ -277,7 +277,7 @@ def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: St
     if policy.limit and (policy.restarts or decision.restart):
         say(f"cpuft: not restarted: {reason}")
     if policy.restarts or tried.made_run_folder:
-        without = {tried.unfetched_from, *cluster.access.transport.silent}
+        without = {tried.unfetched_from, *cluster.access.transport.unresponsive}
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, without, say)
     remove_empty_run(launch.run_dir)
     if tried.error:
@@ -309,17 +309,17 @@ def _make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) ->
     except NotStoredError:
         raise
     except CpuftError as refusal:
-        if not (len(names) > 1 and transport.find_silent(names)) and not refusal.passes:
+        if not (len(names) > 1 and transport.find_unresponsive(names)) and not refusal.passes:
             raise
         code, error = AGAIN, refusal
     if not code:
         return Attempt(AttemptResult(0), 0.0)
     failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
-    transport.silent.update(set() if error else read_lost_hosts(launch.run_dir))
+    transport.unresponsive.update(set() if error else read_lost_hosts(launch.run_dir))
     result = AttemptResult(
         code,
         failures=tuple(failures),
-        unreachable=frozenset(transport.silent.intersection(hosts)),
+        unreachable=frozenset(transport.unresponsive.intersection(hosts)),
         update=_count_updates(launch.run_dir),
         connection_lost=isinstance(error, HeadHostLostError),
         leaving=find_leaving_hosts(launch.run_dir, hosts) if ended_to_be_resumed(failures) else frozenset(),
@@ -453,10 +453,10 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
     A host that was lost in an earlier attempt may be back; it gets less time to answer than the others.
     """
     names = [host.name for host in hosts if host.name not in just_lost]
-    lost_before = transport.silent.intersection(names)
-    transport.find_silent([name for name in names if name not in lost_before])
-    transport.find_silent(sorted(lost_before), _LOST_HOST_SECONDS)
-    return transport.silent
+    lost_before = transport.unresponsive.intersection(names)
+    transport.find_unresponsive([name for name in names if name not in lost_before])
+    transport.find_unresponsive(sorted(lost_before), _LOST_HOST_SECONDS)
+    return transport.unresponsive
 
 
 def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
@@ -466,7 +466,7 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
     """
     names = {one.host.name for one in last.assignments}
     left_out = names - {host.name for host in remaining} | {last.master} - {remaining[0].name}
-    unreachable = last.access.transport.silent
+    unreachable = last.access.transport.unresponsive
     if left_out - unreachable:
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, (names - left_out) | unreachable)
 
@@ -474,7 +474,7 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
 def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
     """Fetch the run if it had finished on the head host and only the connection was lost; return whether it had."""
     head_host = [one.host for one in cluster.assignments if one.host.name == cluster.master]
-    if not cluster.away or cluster.access.transport.find_silent([cluster.master]):
+    if not cluster.away or cluster.access.transport.find_unresponsive([cluster.master]):
         return False
     copies, _ = gather_host_copies(head_host, cluster.access, launch.run_dir)
     if not any(copy.is_finished for copy in copies):
@@ -490,13 +490,13 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, sa
     """Remove a finished run from the hosts that it lost, if they answer again, and name those that do not."""
     used, transport = {one.host.name for one in last.assignments}, last.access.transport
     lost = [host for name, host in history.used_hosts.items() if name not in used] if last.away else []
-    transport.find_silent([host.name for host in lost], _LOST_HOST_SECONDS)
-    reachable = [host for host in lost if host.name not in transport.silent]
+    transport.find_unresponsive([host.name for host in lost], _LOST_HOST_SECONDS)
+    reachable = [host for host in lost if host.name not in transport.unresponsive]
     work = last.work_dir(run_dir)
     secrets = os.path.dirname(last.sent_file(work, 0))
     kill_ranks(last, run_dir, reachable)
     command = remove_command(last.folder, secrets, os.path.dirname(work))
-    attempt(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
+    try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
     if names := ", ".join(host.name for host in lost if host not in reachable):
         say(f"cpuft: {names} did not answer at the end of the run: {FILES_LEFT}")
 
@@ -526,5 +526,5 @@ def kill_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = No
     transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")
     if hosts is None:
         hosts = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []
-    reachable = [host for host in hosts if host.name not in transport.silent]
-    attempt(lambda host: transport.run(host, command, program, _KILL_SECONDS), reachable)
+    reachable = [host for host in hosts if host.name not in transport.unresponsive]
+    try_hosts(lambda host: transport.run(host, command, program, _KILL_SECONDS), reachable)

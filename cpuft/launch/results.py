@@ -129,7 +129,7 @@ def fetch_and_clean_up(
     Raises NotStoredError: this machine could not store the run, and nothing is removed from the hosts.
     """
     _, *cleanup = plan.results
-    unreachable = cluster.access.transport.silent
+    unreachable = cluster.access.transport.unresponsive
     try:
         if cluster.master in unreachable:
             raise CpuftError(f"the head host {cluster.master} does not answer: check it with cpuft doctor")

@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.cluster import WORK_ROOT, Access, Cluster, find_access, name_work, read_hosts
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import attempt
+from cpuft.hosts.transport import try_hosts
 from cpuft.rank.measured import EarlierMeasurements, read_measurements
 from cpuft.record import FILE_NAME, parse_record, read_record
 from cpuft.serialization import load
@@ -195,7 +195,7 @@ def gather_host_copies(
     The answers, and the errors of the hosts that did not answer.
     """
     command = ("sh", "-c", _DESCRIBE_RUN, "describe_run", name_work(run_dir))
-    answers = attempt(lambda host: parse_host_copy(access.transport.run(host, command).output, host), hosts)
+    answers = try_hosts(lambda host: parse_host_copy(access.transport.run(host, command).output, host), hosts)
     copies = tuple(answer for answer in answers if isinstance(answer, HostCopy))
     return copies, [answer for answer in answers if isinstance(answer, CpuftError)]
 

@@ -16,7 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.cluster import FROM_STDIN, Access
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import Transport, attempt
+from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.rank import dump_stacks
 from cpuft.serialization import load, parse_json
 
@@ -268,7 +268,7 @@ def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
             ) from None
 
     hosts = list(dict.fromkeys(run.hosts))
-    answers = dict(zip((host.name for host in hosts), attempt(ask, hosts)))
+    answers = dict(zip((host.name for host in hosts), try_hosts(ask, hosts)))
     silent = {name: str(answer) for name, answer in answers.items() if isinstance(answer, CpuftError)}
     found = [dump for answer in answers.values() if not isinstance(answer, CpuftError) for dump in answer]
     return complete_dumps(found, tuple(host.name for host in run.hosts), silent), silent

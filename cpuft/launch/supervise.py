@@ -22,7 +22,7 @@ from cpuft.errors import AGAIN, CpuftError, DiskFullError, Interrupted
 from cpuft.execute import Answer
 from cpuft.files import remove_command
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import Transport, attempt
+from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.launch.failures import (
     describe_absent,
     describe_failures,
@@ -171,7 +171,7 @@ class LeaseRenewal:
 
     def renew(self) -> None:
         """Renew the leases of all hosts now. Each new end of a lease and each error is reported once."""
-        answers = attempt(lambda host: self.run(host, self.command, _LEASE_ANSWER_SECONDS), self.hosts)
+        answers = try_hosts(lambda host: self.run(host, self.command, _LEASE_ANSWER_SECONDS), self.hosts)
         for host, answer in zip(self.hosts, answers):
             line = _describe_renewal(host, answer)
             if line not in self._said:
@@ -425,7 +425,7 @@ def run_on_this_machine(
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
     names = sorted(set(hosts))
-    check_hosts = HostMonitor(lambda: transport.find_silent(names)).check if len(names) > 1 else lambda: None
+    check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
             _run_step(here(step), environ, check_hosts)
@@ -433,7 +433,7 @@ def run_on_this_machine(
     except BaseException as error:
         lost = error.names if isinstance(error, HostsLostError) else set()
         if isinstance(error, RuntimeError):
-            lost = transport.find_silent(names)
+            lost = transport.find_unresponsive(names)
         if lost:
             what = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
             for line in (*what, *describe_absent([], hosts, lost)):
@@ -458,7 +458,7 @@ def _make_watchdog(
 
     return Watchdog(
         Path(run_dir) / "logs",
-        find_unreachable=lambda: transport.find_silent(names),
+        find_unreachable=lambda: transport.find_unresponsive(names),
         diagnose_hang=lambda: diagnose_run(run_dir, hosts, transport, _print),
         ranks=len(hosts),
         has_several_hosts=len(names) > 1,

@@ -22,17 +22,18 @@ from cpuft.files import REMOVE, hash_text
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
-from cpuft.hosts.ssh_config import KEYGEN, Bastions, Member, format_inside, format_known_hosts, format_ssh_config
-from cpuft.hosts.transport import (
+from cpuft.hosts.ssh_config import (
+    KEYGEN,
+    Bastions,
     Login,
-    Transport,
-    attempt,
+    Member,
     find_bastions,
-    fingerprint,
+    format_inside,
+    format_known_hosts,
+    format_ssh_config,
     parse_jumps,
-    scan_host_key,
-    side_by_side,
 )
+from cpuft.hosts.transport import SshTransport, Transport, fingerprint, map_hosts, scan_host_key, try_hosts
 from cpuft.plan import Plan, Step
 from cpuft.provision.base import Ask, Provider
 from cpuft.provision.cluster_files import (
@@ -406,7 +407,7 @@ class Servers(Provider[HostsConfig, Facts]):
         """Fetch the host keys of new servers and ask whether each is right. Known keys are never replaced."""
         unknown = [member for member in self.members if member.known_name not in self.keys]
         with self._door(self._find_bastions()) as transport:
-            shown = side_by_side(lambda member: scan_host_key(Host(member.address), transport.config), unknown)
+            shown = map_hosts(lambda member: scan_host_key(Host(member.address), transport.config), unknown)
         for member, key in zip(unknown, shown):
             question = f"{member.address} shows the key {key.split()[0]} {fingerprint(key)}. Is that right?"
             if not self.config.accept_host_keys and not ask(question):
@@ -430,11 +431,11 @@ class Servers(Provider[HostsConfig, Facts]):
             for file, content in ((config, text), (known, format_known_hosts(self._list_members()))):
                 file.write(content.encode())
                 file.flush()
-            yield Transport(f"{folder}/{config.fileno()}", self.elsewhere)
+            yield SshTransport(f"{folder}/{config.fileno()}", never_here=self.elsewhere)
 
-    def _make_transport(self) -> Transport:
+    def _make_transport(self) -> SshTransport:
         """Return a transport to the servers that uses the ssh configuration in the cluster's directory."""
-        return Transport(str(self.directory / "ssh_config"), self.elsewhere)
+        return SshTransport(str(self.directory / "ssh_config"), never_here=self.elsewhere)
 
     def _list_members(self) -> tuple[Member, ...]:
         """Return the servers with those of their host keys that are accepted."""
@@ -459,13 +460,13 @@ class Servers(Provider[HostsConfig, Facts]):
 
     def _look(self, transport: Transport) -> Facts:
         """Examine the servers, and read the cluster's files on this machine."""
-        surveys = side_by_side(partial(self._survey, transport), self.members)
+        surveys = map_hosts(partial(self._survey, transport), self.members)
         lock = Path(f"{self.hostfile}.lock")
         files = read_files(self.directory, Path(self.hostfile)) | ({str(lock): read_raw(lock)} if lock.exists() else {})
         # The plan must use the configuration that will be in the cluster's directory, not one in memory.
         permanent = {transport.config: str(self.directory / "ssh_config")}
         ways = {
-            member.address: tuple(permanent.get(word, word) for word in transport.way(Host(member.address)))
+            member.address: tuple(permanent.get(word, word) for word in transport.command_prefix(Host(member.address)))
             for member in self.members
         }
         return Facts(tuple(zip(self._list_members(), surveys)), files, str(self.directory), self.hostfile, ways)
@@ -499,7 +500,7 @@ class Servers(Provider[HostsConfig, Facts]):
 
     def describe_hosts(self) -> list[str]:
         """Return one line on the state of each server, or why it cannot be examined."""
-        found = attempt(partial(self._survey, self._make_transport()), self.members)
+        found = try_hosts(partial(self._survey, self._make_transport()), self.members)
         states = [f"down: {own}" if isinstance(own, CpuftError) else describe_server(own) for own in found]
         return [f"{member.address}  {text}" for member, text in zip(self.members, states)]
 

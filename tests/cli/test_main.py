@@ -51,7 +51,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--hostfile", "same"], "localhost and 127.0.0.1 are the same host: keep one line"),
         (["launch", "--np", "2", "--hostfile", "away"], "host 127.0.0.9 cannot be used over ssh"),
         (["launch", "--mpirun", "/none"], "there is no mpirun at /none"),
-        (["launch", "--mpirun", "/bin/true"], "/bin/true is no mpirun that cpuft knows"),
+        (["launch", "--mpirun", "/bin/true"], "/bin/true is not an mpirun that cpuft knows"),
         (["launch", "--run-dir", "."], "exists already, and a run needs a new folder: give --run-dir the name"),
         (["launch", "--config", "none.yaml"], "there is no file none.yaml, which --config names: name a YAML file"),
         (["launch", "--config", "bad.yaml"], "--config bad.yaml: there is no option 'tsk': did you mean task?"),

@@ -22,7 +22,7 @@ from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access, Assignment, gather_cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 from tests.conftest import run_shell
 from tests.doctor.planted import healthy, plant
 from tests.provision.simulated import needs_root
@@ -108,7 +108,7 @@ def test_an_address_behind_a_gateway_is_on_another_network(address: str, outside
     assert not is_outside(address, "")
 
 
-class OtherTransport(Transport):
+class OtherTransport(SshTransport):
     """A transport to this machine that treats it as another machine."""
 
     def is_here(self, host: Host) -> bool:

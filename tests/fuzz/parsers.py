@@ -30,9 +30,9 @@ from cpuft.config import (
     parse_bit_rate,
 )
 from cpuft.errors import CpuftError
-from cpuft.hosts import registry, topology, transport
+from cpuft.hosts import registry, ssh_config, topology
 from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
-from cpuft.hosts.mpi_implementations import parse_flavour
+from cpuft.hosts.mpi_implementations import parse_version
 from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.settings import user_variables
@@ -144,7 +144,7 @@ def _read_texts(path: Path) -> object:
 
 
 def _log_in(path: Path) -> object:
-    return [transport.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
+    return [ssh_config.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
 
 
 def _read_archive(text: str) -> object:
@@ -272,7 +272,7 @@ PARSERS: dict[str, Parser] = {
     "user_variables": Parser(lambda text: user_variables({"CPUFT_EXPORTED": text}), values.damaged_json({"A": "1"})),
     "parse_facts": Parser(_place, values.damaged_json(_FACTS)),
     "parse_cpuinfo": Parser(partial(hardware.parse_cpuinfo, machine="x"), values.damaged([_CPUINFO])),
-    "parse_jumps": Parser(partial(transport.parse_jumps, where="h"), values.damaged(["u@a:22,b", "none"])),
+    "parse_jumps": Parser(partial(ssh_config.parse_jumps, where="h"), values.damaged(["u@a:22,b", "none"])),
     "read_login": Parser(_from_file("config", _log_in), SSH_CONFIGS),
     "parse_pins": Parser(
         partial(parse_pins, path="pins"), values.damaged(["a==1\nb==2 # c\n", "a==1 \\\n --hash=sha256:00\n"])
@@ -281,8 +281,8 @@ PARSERS: dict[str, Parser] = {
     "read_prepared": Parser(_read_archive, _ARCHIVES),
     "parse_slurm_counts": Parser(argv.parse_slurm_counts, values.damaged(["2(x3),1"])),
     "parse_lscpu": Parser(lambda text: topology.parse_lscpu(text, (0, 1)), values.damaged([_LSCPU])),
-    "parse_flavour": Parser(
-        partial(parse_flavour, "/m"), values.damaged(["Intel(R) MPI Library", "mpirun (Open MPI) 4"])
+    "parse_version": Parser(
+        partial(parse_version, "/m"), values.damaged(["Intel(R) MPI Library", "mpirun (Open MPI) 4"])
     ),
     "parse_survey": Parser(lambda text: parse_survey(text, "h"), values.damaged([_SURVEY])),
     "parse_host_copy": Parser(

@@ -11,8 +11,8 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_facts
 from cpuft.hosts.hostfile import Host, parse_hostfile
-from cpuft.hosts.mpi_implementations import Flavour, find_flavour
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
+from cpuft.hosts.transport import SshTransport
 
 FOUR = "a\nb\nc\nd\n"
 
@@ -42,10 +42,10 @@ def test_ranks_are_dealt_in_the_hostfiles_order(text: str, np: int, ppn: int, pl
 @pytest.mark.parametrize(
     "text, np, ppn, message",
     [
-        ("a:2\n", 3, 0, "3 ranks on a, which has 2 slots: lower --np, or say slots=3 in a hostfile"),
+        ("a:2\n", 3, 0, "3 ranks on a, which has 2 slots: lower --np, or write slots=3 in a hostfile"),
         ("a:2\nb:2\n", 5, 0, "5 ranks do not fit: 2 hosts with 4 slots: lower --np, or add hosts"),
         ("a\nb\n", 5, 2, "5 ranks do not fit: 2 hosts with 4 slots at --ppn 2: lower --np, or add hosts"),
-        ("a:1\nb\n", 4, 2, "2 ranks on a, which has 1 slots: lower --np, or say slots=2 in a hostfile"),
+        ("a:1\nb\n", 4, 2, "2 ranks on a, which has 1 slots: lower --np, or write slots=2 in a hostfile"),
     ],
 )
 def test_more_ranks_than_slots(text: str, np: int, ppn: int, message: str) -> None:
@@ -72,7 +72,7 @@ def test_hosts_whose_lease_has_ended_are_said_to_be_gone() -> None:
     with pytest.raises(CpuftError) as error:
         gather_facts(hosts, ended)
     assert str(error.value).startswith(
-        "the lease of cluster lab ended at 2023-11-14 22:13 UTC, and its hosts end themselves then: run "
+        "the lease of cluster lab ended at 2023-11-14 22:13 UTC, and its hosts shut down then: run "
         "cpuft provision down lab, then rent the cluster again with cpuft provision aws (host 127.0.0.2 cannot be used"
     )
     with pytest.raises(CpuftError, match=r"^host 127\.0\.0\.2 cannot be used"):
@@ -80,7 +80,7 @@ def test_hosts_whose_lease_has_ended_are_said_to_be_gone() -> None:
 
 
 def test_users_have_a_folder_each_on_hosts_with_disks_of_their_own() -> None:
-    first, second = (Cluster((), (), Flavour("mpirun", "intel"), away=True, uid=uid) for uid in (0, 1000))
+    first, second = (Cluster((), (), MpiImplementation("mpirun", "intel"), away=True, uid=uid) for uid in (0, 1000))
     assert first.inputs == "/var/tmp/cpuft-0/inputs"
     assert re.fullmatch("/var/tmp/cpuft-1000/[0-9a-f]{12}/run", second.work_dir("/home/me/run"))
 
@@ -98,4 +98,4 @@ def test_a_name_without_an_address() -> None:
 
 def test_no_mpirun() -> None:
     with pytest.raises(CpuftError, match="there is no mpirun at /nowhere/mpirun"):
-        find_flavour(LOCAL, "/nowhere/mpirun", sys.executable, Transport())
+        find_mpi(LOCAL, "/nowhere/mpirun", sys.executable, SshTransport())

@@ -52,7 +52,7 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         ("# only a comment\n", "hf names no host: write one name or address a line, the master first"),
         (
             "a\nb\na slots=2\n",
-            "hf, line 3: host a stands on line 1 already: remove one, and say slots=N for several ranks",
+            "hf, line 3: host a stands on line 1 already: remove one, and write slots=N for several ranks",
         ),
         ("a:0", "hf, line 1: slots is '0': give a whole number from 1 to 9999"),
         ("a:10000", "hf, line 1: slots is '10000': give a whole number from 1 to 9999"),

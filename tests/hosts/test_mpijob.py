@@ -15,7 +15,7 @@ from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import find_access, read_hosts
 from cpuft.hosts.hostfile import Host, find_job_hostfile
-from cpuft.hosts.mpijob import PORT, MpiJobTransport, sshd_command, trust
+from cpuft.hosts.mpijob import PORT, MpiJobTransport, sshd_command, write_ssh_config
 from cpuft.launch.settings import user_variables
 from tests.conftest import run_shell
 from tests.hosts.test_transport import Server, make_key, serve
@@ -79,7 +79,7 @@ def serve_job(folder: Path) -> Iterator[tuple[Server, str]]:
         (keys / "id_rsa").write_bytes((folder / "client").read_bytes())
         (keys / "id_rsa").chmod(0o600)
         (keys / "id_rsa.pub").write_text(f"{server.key} of the job\n")
-        config = Path(trust(keys, folder / "trust"))
+        config = Path(write_ssh_config(keys, folder / "trust"))
         config.write_text(config.read_text().replace(f"Port {PORT}", f"Port {server.port}\n    HostName 127.0.0.1"))
         yield server, str(config)
 
@@ -92,7 +92,7 @@ def test_a_worker_is_known_by_the_jobs_key(tmp_path: Path) -> None:
         make_key(tmp_path / "other")
         (tmp_path / "trust" / "known_hosts").write_text(f"mpijob {(tmp_path / 'other.pub').read_text()}")
         with pytest.raises(CpuftError) as refusal:
-            MpiJobTransport(config, until=time.monotonic() + 60).run(HOST, ("true",))
+            MpiJobTransport(config, deadline=time.monotonic() + 60).run(HOST, ("true",))
     said = (
         f"host {HOST.name} does not have the job's key for its host key: start workers by python -m cpuft.hosts.mpijob"
     )
@@ -102,14 +102,14 @@ def test_a_worker_is_known_by_the_jobs_key(tmp_path: Path) -> None:
 def test_pods_that_start_are_waited_for_and_no_longer(tmp_path: Path) -> None:
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGx0uLAkZ4lSbDxZlUmXo8oWDvKPIDUcBTXIyVK7vAVS"
     (tmp_path / "id_rsa.pub").write_text(key)
-    config = trust(tmp_path, tmp_path / "trust")
+    config = write_ssh_config(tmp_path, tmp_path / "trust")
     Path(config).write_text("Host *\n    HostName 127.0.0.1\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = Host(HOST.name, port=server.getsockname()[1])
-    for until, least in ((0.0, 0.0), (time.monotonic() + 0.5, 0.5)):
+    for deadline, least in ((0.0, 0.0), (time.monotonic() + 0.5, 0.5)):
         start = time.monotonic()
         with pytest.raises(CpuftError, match="cannot be used over ssh"):
-            MpiJobTransport(config, until=until).run(closed, ("true",))
+            MpiJobTransport(config, deadline=deadline).run(closed, ("true",))
         assert time.monotonic() - start >= least
 
 
@@ -128,8 +128,8 @@ def test_only_this_user_writes_what_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "id_rsa.pub").write_text("ecdsa-sha2-nistp521 AAAA\n")
     (tmp_path / "trust").mkdir()
     (tmp_path / "trust").chmod(0o777)
-    with pytest.raises(CpuftError, match=r"is open to others' writing .* start the pod anew$"):
-        trust(tmp_path, tmp_path / "trust")
+    with pytest.raises(CpuftError, match=r"is open to others' writing .* restart the pod$"):
+        write_ssh_config(tmp_path, tmp_path / "trust")
 
 
 def test_a_worker_without_a_key_says_so(tmp_path: Path) -> None:

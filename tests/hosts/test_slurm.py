@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cpuft.argv import parse_slurm_counts
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.mpi_implementations import Flavour, find_flavour
-from cpuft.hosts.slurm import SlurmTransport, find_slurm_transport, read_hosts
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
+from cpuft.hosts.slurm import SlurmTransport, find_transport, read_hosts
+from cpuft.hosts.transport import SshTransport
 
 OUTSIDE = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
 JOB = OUTSIDE | {"SLURMD_NODENAME": "n2"}
@@ -45,12 +45,12 @@ def test_what_are_no_counts(text: str) -> None:
     ids=("no Slurm", "half of it", "a script", "a step of one", "a script of four", "a login node's salloc"),
 )
 def test_where_a_process_runs(environ: dict[str, str], transport: SlurmTransport | None) -> None:
-    assert find_slurm_transport(environ) == transport
+    assert find_transport(environ) == transport
 
 
 def test_where_it_may_not() -> None:
     with pytest.raises(CpuftError, match="srun starts cpuft launch 4 times"):
-        find_slurm_transport(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
+        find_transport(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
 
 
 INTEL, SRUN = "Intel(R) MPI Library for Linux* OS", "slurm-wlm 22.05.8"
@@ -85,21 +85,23 @@ def test_what_starts_ranks_on_a_host_of_the_job(
 ) -> None:
     for name in removed:
         (programs / name).unlink()
-    flavour = find_flavour(HERE, wanted, "/nowhere/python", SlurmTransport(own="n2"))
-    assert flavour == Flavour(str(programs / found[0]), found[1])
+    mpi = find_mpi(HERE, wanted, "/nowhere/python", SlurmTransport(own="n2"))
+    assert mpi == MpiImplementation(str(programs / found[0]), found[1])
 
 
 def test_what_starts_ranks_from_a_login_node(programs: Path) -> None:
     """The fake srun says its version, whatever it is to start."""
-    assert find_flavour(THERE, "", "/nowhere/python", SlurmTransport()) == Flavour("srun", "srun")
+    assert find_mpi(THERE, "", "/nowhere/python", SlurmTransport()) == MpiImplementation("srun", "srun")
     (programs / "srun").write_text(f"#!/bin/sh\necho /opt/mpirun\necho '{INTEL}'\n")
-    with pytest.raises(CpuftError, match="hosts of the job may not reach back to mpirun here: leave --mpirun out"):
-        find_flavour(THERE, "mpirun", "/nowhere/python", SlurmTransport())
+    with pytest.raises(
+        CpuftError, match="the job's hosts may not reach back to mpirun on this login node: leave --mpirun out"
+    ):
+        find_mpi(THERE, "mpirun", "/nowhere/python", SlurmTransport())
 
 
 def test_srun_starts_nothing_where_there_is_no_job(programs: Path) -> None:
-    with pytest.raises(CpuftError, match="srun starts ranks in a job of Slurm's, and this is none"):
-        find_flavour(Host("localhost"), "srun", "/nowhere/python", Transport())
+    with pytest.raises(CpuftError, match="srun starts ranks only inside a Slurm job"):
+        find_mpi(Host("localhost"), "srun", "/nowhere/python", SshTransport())
 
 
 @pytest.fixture
@@ -127,5 +129,7 @@ def test_hosts_of_a_job_this_one_first(told: dict[str, str], slots: tuple[int, .
 
 def test_slurm_does_not_answer(scontrol: Path) -> None:
     scontrol.write_text("#!/bin/sh\necho slurm_load_jobs error: Unable to contact >&2\nexit 1\n")
-    with pytest.raises(CpuftError, match=r"Slurm does not tell its hosts \(slurm_load_jobs error: Unable to contact\)"):
+    with pytest.raises(
+        CpuftError, match=r"Slurm does not name the job's hosts \(slurm_load_jobs error: Unable to contact\)"
+    ):
         read_hosts(JOB)

@@ -14,9 +14,11 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
+from cpuft.hosts import ssh_config
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import HostError, Transport, parse_jumps, side_by_side
+from cpuft.hosts.ssh_config import parse_jumps
+from cpuft.hosts.transport import HostError, SshTransport, Transport, map_hosts
 from cpuft.plan import Plan, Setting, Step
 
 pytestmark = pytest.mark.real
@@ -100,39 +102,53 @@ def change(config: Path, old: str, new: str) -> Transport:
     text = config.read_text()
     assert old in text
     config.write_text(text.replace(old, new))
-    return Transport(str(config))
+    return SshTransport(str(config))
 
 
 def test_words_arrive_as_they_are(config: Path) -> None:
     script = 'for word; do printf "%s." "$word"; done; cat; echo "$1" >&2; exit 3'
-    answer = Transport(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given")
+    answer = SshTransport(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given")
     assert (answer.exit_code, answer.output) == (3, "".join(f"{word}." for word in AWKWARD) + "given")
     assert answer.errors.endswith("a 0\n")  # the login shell may have said something before
 
 
 def test_both_directions_at_once(config: Path) -> None:
-    answer = Transport(str(config)).run(HOST, ("tee", "/dev/stderr"), "0123456789abcde\n" * 400_000)
+    answer = SshTransport(str(config)).run(HOST, ("tee", "/dev/stderr"), "0123456789abcde\n" * 400_000)
     assert (len(answer.output), answer.exit_code) == (6_400_000, 0)
     assert answer.errors.endswith(answer.output)
 
 
+@pytest.mark.parametrize("host", [HOST, Host("localhost")])
+def test_files_are_copied_there_and_back(host: Host, config: Path, tmp_path: Path) -> None:
+    transport, data = SshTransport(str(config)), bytes(range(256)) * 1000
+    (tmp_path / "here").write_bytes(data)
+    transport.put(tmp_path / "here", host, f"{tmp_path}/a 0")
+    transport.get(host, f"{tmp_path}/a 0", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == data
+    assert (tmp_path / "a 0").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(CpuftError, match=f"host {host.name} cannot read {tmp_path}/none .*No such file"):
+        transport.get(host, f"{tmp_path}/none", tmp_path / "back")
+    with pytest.raises(CpuftError, match=f"host {host.name} cannot write /proc/none .*No such file"):
+        transport.put(tmp_path / "here", host, "/proc/none")
+
+
 def test_a_host_that_is_here_needs_no_ssh() -> None:
-    transport = Transport("/nowhere")
+    transport = SshTransport("/nowhere")
     assert transport.run(Host("localhost"), ("cat",), "given") == Answer(0, "given", "")
-    assert transport.way(Host("localhost")) == ()
+    assert transport.command_prefix(Host("localhost")) == ()
 
 
 def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path: Path) -> None:
     """A rented host has another address for this machine: among themselves traffic would leave the private network."""
     config = tmp_path / "config"
     config.write_text("Host 10.0.0.5\n  HostName 203.0.113.9\nHost gate\n  HostName 203.0.113.9\n")
-    transport = Transport(str(config))
+    transport = SshTransport(str(config))
     assert [transport.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
 
 
 def test_the_words_of_a_plan_do_the_same(config: Path) -> None:
     step = Step("say", ("sh", "-c", 'echo "$A" "$1"', "sh", "$HOME"), (Setting("A", "a 0", "so"),), "far")
-    words = Plan(ways={"far": Transport(str(config)).way(HOST)}).here(step).command
+    words = Plan(ways={"far": SshTransport(str(config)).command_prefix(HOST)}).here(step).command
     done = subprocess.run(words, capture_output=True, text=True, timeout=20)
     assert done.stdout == "a 0 $HOME\n", done.stderr
 
@@ -145,15 +161,15 @@ def test_bastions_proxies_and_aliases(config: Path, servers: tuple[Server, Serve
     change(config, "Host far\n", f"Host far\n  {line.format(config=config, port=host.port)}\n")
     known = config.with_name("known_hosts")
     known.write_text(f"{known.read_text()}alias {host.key}\n")
-    assert Transport(str(config)).run(HOST, ("echo", "there")).output == "there\n"
-    assert subprocess.run((*Transport(str(config)).way(HOST), "true"), timeout=20).returncode == 0
+    assert SshTransport(str(config)).run(HOST, ("echo", "there")).output == "there\n"
+    assert subprocess.run((*SshTransport(str(config)).command_prefix(HOST), "true"), timeout=20).returncode == 0
 
 
 def test_through_a_bastion_a_host_may_have_a_name_that_only_the_others_know(config: Path) -> None:
     change(config, "Host far\n", "Host far\n  ProxyJump bastion\n  HostName inside.invalid\n")
-    assert Transport(str(config)).address(HOST) == "inside.invalid"
+    assert SshTransport(str(config)).address(HOST) == "inside.invalid"
     with pytest.raises(CpuftError, match=r"host elsewhere\.invalid has no address"):
-        Transport().address(Host("elsewhere.invalid"))
+        SshTransport().address(Host("elsewhere.invalid"))
 
 
 @pytest.mark.parametrize(
@@ -202,13 +218,13 @@ def test_a_changed_key(config: Path, servers: tuple[Server, Server, Path]) -> No
     host, bastion, _ = servers
     config.with_name("known_hosts").write_text(f"[127.0.0.1]:{host.port} {bastion.key}\n")
     with pytest.raises(HostError) as error:
-        Transport(str(config)).run(HOST, ("true",))
+        SshTransport(str(config)).run(HOST, ("true",))
     assert (error.value.kind, error.value.host) == (transport_module.KEY_CHANGED, "far")
 
 
 def test_a_command_that_does_not_end(config: Path) -> None:
     with pytest.raises(HostError, match=r"no answer in 1 s") as error:
-        Transport(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)
+        SshTransport(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)
     assert error.value.kind == transport_module.TIMED_OUT
 
 
@@ -216,7 +232,7 @@ def test_a_server_that_is_none(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(HostError):
-            Transport(str(config)).run(Host("far", port=port), ("true",), seconds=1.0)
+            SshTransport(str(config)).run(Host("far", port=port), ("true",), seconds=1.0)
 
 
 def test_every_host_that_fails_is_named() -> None:
@@ -224,7 +240,7 @@ def test_every_host_that_fails_is_named() -> None:
         raise CpuftError(f"{name} is off")
 
     with pytest.raises(CpuftError, match="a is off; b is off") as error:
-        side_by_side(fail, ("a", "b"))
+        map_hosts(fail, ("a", "b"))
     assert not error.value.passes
 
 
@@ -244,18 +260,18 @@ def test_a_way_that_fails_may_work_in_a_moment_and_a_door_that_is_shut_may_not(
         raise HostError("a", kind, "so it is")
 
     with pytest.raises(CpuftError) as error:
-        side_by_side(fail, kinds)
+        map_hosts(fail, kinds)
     assert error.value.passes == passes
 
 
 def test_for_a_while_a_host_is_logged_in_to_once(config: Path) -> None:
     """And again when that session has come to its end."""
-    transport = Transport(str(config))
+    transport = SshTransport(str(config))
 
     def find_session() -> str:
         return transport.run(HOST, ("sh", "-c", 'echo "$SSH_CONNECTION"')).output
 
-    with transport.staying():
+    with transport.keep_sessions():
         first = find_session()
         assert find_session() == first
         with pytest.raises(HostError, match="no answer in 1 s"):
@@ -296,18 +312,18 @@ def test_hosts_that_are_off_or_frozen_are_told_from_those_that_answer(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel of a frozen host accepts; then nothing comes."""
-    monkeypatch.setattr(transport_module, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         others = f"Host off\n  Port 9\nHost frozen\n  Port {frozen.getsockname()[1]}\n"
         transport = change(config, "Host far\n", f"{others}Host far\n")
         # One that would not let us in is there all the same.
         change(config, "IdentityFile", "IdentityFile /dev/null\n  CertificateFile")
-        assert transport.find_silent(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
-        monkeypatch.setattr(transport_module, "CONNECT_SECONDS", 60.0)
+        assert transport.find_unresponsive(("localhost", "off", "far", "frozen")) == {"off", "frozen"}
+        monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 60.0)
         start = time.monotonic()
-        assert transport.find_silent(("frozen",), 0.5) == {"frozen"}
+        assert transport.find_unresponsive(("frozen",), 0.5) == {"frozen"}
         assert time.monotonic() - start < 5
-        assert transport.silent == {"off", "frozen"}
+        assert transport.unresponsive == {"off", "frozen"}
 
 
 def test_a_host_that_is_cut_off_is_not_given_the_time_of_a_busy_one(config: Path) -> None:
@@ -321,5 +337,5 @@ def test_a_host_that_is_cut_off_is_not_given_the_time_of_a_busy_one(config: Path
             caller.connect_ex(full.getsockname())
         transport = change(config, "Host far\n", f"Host cut\n  Port {full.getsockname()[1]}\nHost far\n")
         start = time.monotonic()
-        assert transport.find_silent(("cut",), 9.0) == {"cut"}
+        assert transport.find_unresponsive(("cut",), 9.0) == {"cut"}
         assert time.monotonic() - start < 8

@@ -12,12 +12,12 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.mpi_implementations import Flavour
+from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.launch.active_runs import find_active_run, lock_run, register_run
 from tests.conftest import run_cpuft
 
 HERE, NOWHERE = Host("localhost"), Host("127.0.0.9", port=9)
-CLUSTER = Cluster((Assignment(HERE, 2), Assignment(NOWHERE, 1)), (), Flavour("mpirun", "intel"))
+CLUSTER = Cluster((Assignment(HERE, 2), Assignment(NOWHERE, 1)), (), MpiImplementation("mpirun", "intel"))
 
 
 def note_of(cache: Path) -> Path:

@@ -23,8 +23,8 @@ from cpuft.execute import Answer, run_stage
 from cpuft.hosts import cluster as clusters
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.mpi_implementations import Flavour
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.transport import SshTransport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
     list_input_paths,
@@ -47,8 +47,8 @@ LONG = "a" * 300
 AWAY = Cluster(
     (Assignment(Host("a"), 1), Assignment(Host("b"), 1), Assignment(Host("c"), 1)),
     (),
-    Flavour("mpirun", "intel"),
-    access=Access(Transport("there.conf"), "/opt/cpuft/env/bin/python", config_there="/opt/config"),
+    MpiImplementation("mpirun", "intel"),
+    access=Access(SshTransport("there.conf"), "/opt/cpuft/env/bin/python", config_there="/opt/config"),
     away=True,
     ways={name: ("ssh", name) for name in "abc"},
 )
@@ -244,7 +244,7 @@ def test_rows_are_given_to_the_other_hosts_after_they_are_prepared() -> None:
     assert add_transfers(plan, (), {}, one, "/runs/run").prepare == plan.prepare
 
 
-class HereDoor(Transport):
+class LocalTransport(SshTransport):
     """Every host is this machine."""
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
@@ -256,7 +256,9 @@ class HereDoor(Transport):
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(clusters, "WORK_ROOT", str(tmp_path))
     assignments = AWAY.assignments[:1]
-    return replace(AWAY, assignments=assignments, access=replace(AWAY.access, transport=HereDoor()), uid=os.geteuid())
+    return replace(
+        AWAY, assignments=assignments, access=replace(AWAY.access, transport=LocalTransport()), uid=os.geteuid()
+    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.mpi_implementations import Flavour
+from cpuft.hosts.mpi_implementations import MpiImplementation
 from tests.conftest import run_cpuft
 from tests.provision.simulated import Simulated, needs_root, simulate
 
@@ -156,7 +156,7 @@ def lose(cluster: Simulated, case: Case, process: subprocess.Popen[str]) -> Endi
 
 def work_folder(cluster: Simulated, run: str) -> Path:
     """Where the run is on the master, whose disk is this machine's."""
-    made = Cluster((), (), Flavour("mpirun", "intel"), away=True, uid=os.getuid())
+    made = Cluster((), (), MpiImplementation("mpirun", "intel"), away=True, uid=os.getuid())
     return Path(made.work_dir(str(cluster.folder / run)))
 
 

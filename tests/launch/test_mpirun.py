@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.hosts.mpi_implementations import Flavour, parse_flavour
+from cpuft.hosts.mpi_implementations import MpiImplementation, parse_version
 from cpuft.launch.mpirun import RankGroup, mpirun_settings, plan_mpirun
 from cpuft.plan import Plan, Setting, Step, format_plan
 from tests.conftest import Golden
@@ -28,18 +28,18 @@ SHARED = (Setting("MASTER_ADDR", "10.0.0.1", ""),)
 
 
 @pytest.mark.parametrize("name, text", VERSIONS.items())
-def test_flavours_are_told_by_what_they_say(name: str, text: str) -> None:
-    assert parse_flavour("/usr/bin/mpirun", text) == Flavour("/usr/bin/mpirun", name)
+def test_implementations_are_recognized_by_their_version_text(name: str, text: str) -> None:
+    assert parse_version("/usr/bin/mpirun", text) == MpiImplementation("/usr/bin/mpirun", name)
 
 
 def test_what_is_no_mpirun() -> None:
-    with pytest.raises(CpuftError, match=r"/bin/ls is no mpirun that cpuft knows \(it said: ls 9\)"):
-        parse_flavour("/bin/ls", "ls 9\n")
+    with pytest.raises(CpuftError, match=r"/bin/ls is not an mpirun that cpuft knows \(its --version prints: ls 9\)"):
+        parse_version("/bin/ls", "ls 9\n")
 
 
 @pytest.mark.parametrize("name", ["intel", "mpich"])
 def test_hydra_expands_nothing_in_the_folder_of_logs(name: str) -> None:
-    words = plan_mpirun(Flavour("mpirun", name), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
+    words = plan_mpirun(MpiImplementation("mpirun", name), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
     assert words[words.index("-outfile-pattern") + 1] == "/runs/50%%rate/logs/rank-%r.out"
     assert words[words.index("-errfile-pattern") + 1] == "/runs/50%%rate/logs/rank-%r.err"
 
@@ -47,22 +47,22 @@ def test_hydra_expands_nothing_in_the_folder_of_logs(name: str) -> None:
 @pytest.mark.parametrize("folder", ["/runs/a:b", "/runs/a,b"])
 def test_a_folder_that_open_mpi_would_take_for_options(folder: str) -> None:
     with pytest.raises(CpuftError, match=f"in {folder}/logs for options: name another --run-dir"):
-        plan_mpirun(Flavour("mpirun", "openmpi"), GROUPS, SHARED, ("true",), f"{folder}/logs", "ens5")
+        plan_mpirun(MpiImplementation("mpirun", "openmpi"), GROUPS, SHARED, ("true",), f"{folder}/logs", "ens5")
 
 
 @pytest.mark.parametrize("name", VERSIONS)
 def test_command_lines(name: str, golden: Golden) -> None:
-    flavour = Flavour("mpirun", name)
-    words = plan_mpirun(flavour, GROUPS, SHARED, ("python", "train.py", "--lr", "1"), "/run/logs", "ens5")
+    mpi = MpiImplementation("mpirun", name)
+    words = plan_mpirun(mpi, GROUPS, SHARED, ("python", "train.py", "--lr", "1"), "/run/logs", "ens5")
     options = () if name == "srun" else ("-F", "/etc/ssh config")
-    step = Step("start", words, mpirun_settings(flavour, options, as_root=True))
+    step = Step("start", words, mpirun_settings(mpi, options, as_root=True))
     golden(f"mpirun-{name}.sh", format_plan(Plan(((step,),))))
 
 
 def test_srun_expands_nothing_in_the_folder_of_logs() -> None:
-    words = plan_mpirun(Flavour("srun", "srun"), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
+    words = plan_mpirun(MpiImplementation("srun", "srun"), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
     assert {"--output=/runs/50%%rate/logs/rank-%t.out", "--error=/runs/50%%rate/logs/rank-%t.err"} <= {*words}
-    assert mpirun_settings(Flavour("srun", "srun"), (), False, "slurm") == ()
+    assert mpirun_settings(MpiImplementation("srun", "srun"), (), False, "slurm") == ()
 
 
 @pytest.mark.parametrize("host", ["node1", "node2"])
@@ -79,7 +79,7 @@ def test_each_task_of_srun_has_the_settings_of_its_own_host(host: str) -> None:
         "--",
         ":",
     )
-    words = plan_mpirun(Flavour("srun", "srun"), groups, SHARED, show, "/run/logs", "ens5")
+    words = plan_mpirun(MpiImplementation("srun", "srun"), groups, SHARED, show, "/run/logs", "ens5")
     command = words[words.index("env") :]
     done = subprocess.run(command, env={"SLURMD_NODENAME": host, "PATH": "/bin"}, capture_output=True, text=True)
     found, rest = json.loads(done.stdout)
@@ -88,7 +88,7 @@ def test_each_task_of_srun_has_the_settings_of_its_own_host(host: str) -> None:
 
 
 def test_a_task_on_a_host_that_is_in_no_plan_ends() -> None:
-    words = plan_mpirun(Flavour("srun", "srun"), GROUPS, SHARED, ("true",), "/run/logs", "ens5")
+    words = plan_mpirun(MpiImplementation("srun", "srun"), GROUPS, SHARED, ("true",), "/run/logs", "ens5")
     done = subprocess.run(words[words.index("env") :], env={"SLURMD_NODENAME": "node3", "PATH": "/bin"}, timeout=10)
     assert done.returncode
 
@@ -98,6 +98,6 @@ def test_a_task_on_a_host_that_is_in_no_plan_ends() -> None:
     [("intel", "I_MPI_HYDRA_BOOTSTRAP"), ("mpich", "HYDRA_LAUNCHER"), ("openmpi", "OMPI_MCA_plm")],
 )
 def test_slurm_starts_what_ssh_would(name: str, setting: str) -> None:
-    own = {one.name: one.value for one in mpirun_settings(Flavour("mpirun", name), (), False, "slurm")}
+    own = {one.name: one.value for one in mpirun_settings(MpiImplementation("mpirun", name), (), False, "slurm")}
     assert own.items() >= {(setting, "slurm"), ("SLURM_OVERLAP", "1"), ("SLURM_CPU_BIND", "none")}
-    assert mpirun_settings(Flavour("mpirun", name), (), False) == ()
+    assert mpirun_settings(MpiImplementation("mpirun", name), (), False) == ()

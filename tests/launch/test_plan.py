@@ -14,8 +14,8 @@ from cpuft.config import HostMemory, LaunchConfig, RunMemory, TrainConfig, split
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.mpi_implementations import Flavour
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.transport import SshTransport
 from cpuft.launch.plan import (
     LEAST_FREE_BYTES,
     choose_run_dir,
@@ -33,28 +33,28 @@ from cpuft.plan import RunPlan, Step, format_plan
 from tests.conftest import Golden, make_facts
 
 
-def make_cluster(ranks: tuple[int, ...], flavour: str = "intel") -> Cluster:
+def make_cluster(ranks: tuple[int, ...], mpi: str = "intel") -> Cluster:
     """Hosts node1, node2, ... with so many ranks each."""
     numbers = range(1, len(ranks) + 1)
     return Cluster(
         tuple(Assignment(Host(f"node{number}"), count) for number, count in zip(numbers, ranks)),
         tuple(make_facts(number, target="10.0.0.1" if number > 1 else "10.0.0.2") for number in numbers),
-        Flavour("mpirun", flavour),
+        MpiImplementation("mpirun", mpi),
         access=Access(python="python"),
     )
 
 
-@pytest.mark.parametrize("flavour", ["intel", "mpich", "openmpi", "srun"])
-def test_plan_of_a_script_on_four_hosts(flavour: str, golden: Golden) -> None:
+@pytest.mark.parametrize("mpi", ["intel", "mpich", "openmpi", "srun"])
+def test_plan_of_a_script_on_four_hosts(mpi: str, golden: Golden) -> None:
     plan = plan_launch(
-        make_cluster((1, 1, 1, 1), flavour),
+        make_cluster((1, 1, 1, 1), mpi),
         LaunchConfig(np=4),
         "/runs/one",
         ("python", "train.py"),
         "ccl",
         {"FI_PROVIDER": "efa"},
     )
-    golden(f"launch-{flavour}.sh", format_plan(plan.whole))
+    golden(f"launch-{mpi}.sh", format_plan(plan.whole))
 
 
 def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
@@ -77,20 +77,20 @@ def test_a_run_dir_that_another_launch_took_meanwhile_is_named(tmp_path: Path) -
     plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
     ((make,),) = plan.make
     plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, run_dir, (), os.environ, 0.0, Transport()) == 0
+    assert run_on_this_machine(plan, run_dir, (), os.environ, 0.0, SshTransport()) == 0
     with pytest.raises(CpuftError, match=f"another run took {run_dir}.: name a new folder with --run-dir"):
-        run_on_this_machine(plan, run_dir, (), os.environ, 0.0, Transport())
+        run_on_this_machine(plan, run_dir, (), os.environ, 0.0, SshTransport())
     assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh"]
 
 
 SECRETS = dict.fromkeys(("HF_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "CCL_KEY", "FI_PASSWORD"), "hunter2")
 
 
-@pytest.mark.parametrize("flavour", ["intel", "mpich", "openmpi"])
+@pytest.mark.parametrize("mpi", ["intel", "mpich", "openmpi"])
 @pytest.mark.parametrize("ranks", [(2,), (1, 1)], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("away", [False, True], ids=["here", "away"])
-def test_no_plan_shows_what_may_be_secret(flavour: str, ranks: tuple[int, ...], away: bool) -> None:
-    cluster = dataclasses.replace(make_cluster(ranks, flavour), away=away)
+def test_no_plan_shows_what_may_be_secret(mpi: str, ranks: tuple[int, ...], away: bool) -> None:
+    cluster = dataclasses.replace(make_cluster(ranks, mpi), away=away)
     plan = plan_training(cluster, LaunchConfig(np=2), TrainConfig(), "/runs/one", "lines", SECRETS)
     assert "hunter2" not in repr(plan)
     assert all(any(name in note for note in plan.notes) for name in SECRETS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.mpi_implementations import Flavour
+from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.launch.inputs import make_bundle
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
@@ -85,7 +85,7 @@ def test_a_script_runs_on_every_host_and_its_output_comes_back(cluster: Simulate
     assert done.stdout.splitlines()[0] == f"0 {cluster.name}-1 {master}"
     told = sorted(path.read_text() for path in (cluster.folder / "run" / "logs").glob("rank-*.out"))
     assert told == [f"{rank} {cluster.name}-{rank + 1} {master}\n" for rank in range(3)]
-    work = Cluster((), (), Flavour("mpirun", "intel"), away=True).work_dir(str(cluster.folder / "run"))
+    work = Cluster((), (), MpiImplementation("mpirun", "intel"), away=True).work_dir(str(cluster.folder / "run"))
     assert not Path(work).parent.exists()
 
 

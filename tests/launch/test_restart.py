@@ -158,10 +158,10 @@ def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Clu
 def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_again(cluster: Cluster) -> None:
     asked = list[tuple[str, ...]]()
 
-    class Transport(transport_module.Transport):
-        def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
-            self.silent.update({"c"}.intersection(names))
-            return self.silent
+    class Transport(transport_module.SshTransport):
+        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+            self.unresponsive.update({"c"}.intersection(names))
+            return self.unresponsive
 
         def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
             asked.append((host.name, *argv[-2:]))
@@ -186,8 +186,8 @@ def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_a
 def test_a_run_that_had_ended_when_its_head_host_was_cut_off_is_only_fetched(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Transport(transport_module.Transport):
-        def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+    class Transport(transport_module.SshTransport):
+        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
             return set()
 
         def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:

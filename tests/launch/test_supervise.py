@@ -19,9 +19,9 @@ import pytest
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, Interrupted
 from cpuft.execute import Answer, run_step
-from cpuft.hosts import transport as transport_module
+from cpuft.hosts import ssh_config
 from cpuft.hosts.cluster import Access
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
 from cpuft.launch.plan import plan_launch
 from cpuft.launch.resume import read_lost_hosts, remove_empty_run
@@ -44,10 +44,10 @@ from tests.launch.test_failures import error_log
 from tests.launch.test_plan import make_cluster
 
 
-class Lost(Transport):
+class Lost(SshTransport):
     """Hosts of which one does not answer."""
 
-    def find_silent(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return {"b"}.intersection(names)
 
 
@@ -76,9 +76,9 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     monkeypatch.chdir(tmp_path)
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, "run", (), os.environ, 0.0, Transport()) == 0
+    assert run_on_this_machine(plan, "run", (), os.environ, 0.0, SshTransport()) == 0
     with pytest.raises(CpuftError, match=r"File exists.*name a new folder with --run-dir"):
-        run_on_this_machine(plan, "run", (), os.environ, 0.0, Transport())
+        run_on_this_machine(plan, "run", (), os.environ, 0.0, SshTransport())
     assert (tmp_path / "run" / "logs").is_dir()
 
 
@@ -111,7 +111,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
 ) -> None:
     """Rank 0 has said whom it missed and ended; mpirun would wait for the host of rank 1."""
     monkeypatch.setattr(supervise, limit, 1.0)
-    monkeypatch.setattr(transport_module, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 1.0)
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
     said = f"did not arrive: rank 1\n{format_failure(World(0, 2, 0, 1), 'vm', 75)}\n"
     wait = Step("train", ("sh", "-c", 'printf "$1" >run/logs/rank-0.err; exec sleep 100', "train", said))
@@ -119,7 +119,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         Path("config").write_text(f"Host frozen\n  HostName 127.0.0.1\n  Port {frozen.getsockname()[1]}\n")
-        assert run_on_this_machine(plan, "run", ("localhost", host), os.environ, 0.0, Transport("config")) == 75
+        assert run_on_this_machine(plan, "run", ("localhost", host), os.environ, 0.0, SshTransport("config")) == 75
     assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
     assert re.search(r"ended mpirun, which was still running \d s after a rank had failed", errors)
@@ -277,7 +277,7 @@ def test_mpirun_is_started_again_where_no_rank_starts(
     run = tmp_path / "run"
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
-    assert run_on_this_machine(plan, str(run), ("localhost", "127.0.0.1"), os.environ, 0.0, Transport()) == code
+    assert run_on_this_machine(plan, str(run), ("localhost", "127.0.0.1"), os.environ, 0.0, SshTransport()) == code
     assert len((run / "starts").read_text().split()) == starts
 
 
@@ -484,7 +484,7 @@ def test_whoever_supervises_ranks_renews(tmp_path: Path, capfd: pytest.CaptureFi
     ranks = Step("train", ("sh", "-c", f"until [ -e {tmp_path}/renewed ]; do sleep 0.1; done; sleep 1"))
     renewal = ("sh", "-c", f"touch {tmp_path}/renewed; echo 1 {LIMIT}")
     plan = RunPlan(((make,),), ranks=((ranks,),), renewal=renewal)
-    assert run_on_this_machine(plan, str(run_dir), ("localhost",), os.environ, 120.0, Transport()) == 0
+    assert run_on_this_machine(plan, str(run_dir), ("localhost",), os.environ, 120.0, SshTransport()) == 0
     assert (
         "cpuft: the lease of the hosts is renewed while the run lasts, until 2027-01-15 08:00 UTC"
         in capfd.readouterr().err

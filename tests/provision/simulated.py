@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.hosts.hostfile import Host, read_hostfile
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
@@ -47,7 +47,7 @@ class Simulated:
 
     def on(self, index: int, command: str) -> str:
         """Run a shell command on a host (1 is the master); what it said."""
-        answer = Transport(self.ssh_config).run(self.hosts[index - 1], ("sh", "-c", command))
+        answer = SshTransport(self.ssh_config).run(self.hosts[index - 1], ("sh", "-c", command))
         assert answer.exit_code == 0, answer.errors
         return answer.output.strip()
 

@@ -11,8 +11,8 @@ import pytest
 
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.mpi_implementations import find_flavour
-from cpuft.hosts.transport import HostError, Transport
+from cpuft.hosts.mpi_implementations import find_mpi
+from cpuft.hosts.transport import HostError, SshTransport
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate, write_wheel, write_wheels
 
 pytestmark = needs_root
@@ -47,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
         write_wheels(made.folder / "wheels")
         # torch, MPI and all else are this machine's: they would be gigabytes on every disk.
         there = next(path for path in sys.path if path.endswith("site-packages"))
-        mpirun = find_flavour(Host("localhost"), "", sys.executable, Transport()).path
+        mpirun = find_mpi(Host("localhost"), "", sys.executable, SshTransport()).path
         files = {"there.pth": f"{there}\n", "there-99.0.data/scripts/mpirun": f'#!/bin/sh\nexec {mpirun} "$@"\n'}
         write_wheel(made.folder / "wheels", "there", files)
         state = made.folder / "state" / made.name
@@ -70,7 +70,7 @@ def ok(cluster: Simulated, *words: str) -> str:
 def test_provision_doctor_launch_and_fetch_through_a_bastion(cluster: Simulated) -> None:
     hosts = [host.name for host in cluster.hosts[1:]]
     with pytest.raises(HostError) as error:
-        Transport(cluster.ssh_config).run(Host(hosts[0]), ("true",))
+        SshTransport(cluster.ssh_config).run(Host(hosts[0]), ("true",))
     assert error.value.kind == transport_module.UNREACHABLE
 
     key = str(cluster.folder / "state" / cluster.name / "id_ed25519")

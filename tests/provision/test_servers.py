@@ -9,8 +9,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.hosts.ssh_config import Member, format_inside, format_ssh_config
-from cpuft.hosts.transport import Login
+from cpuft.hosts.ssh_config import Login, Member, format_inside, format_ssh_config
 from cpuft.plan import Plan
 from cpuft.provision import servers
 from cpuft.provision.options import HostsConfig

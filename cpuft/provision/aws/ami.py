@@ -11,7 +11,7 @@ from cpuft.errors import CpuftError, near_names
 from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.client import ENVIRONMENT, IMAGE, OWNER, CallStep, plan_call, specify_tags
 from cpuft.provision.aws.facts import PENDING, READY, Ami, OwnImages, find_image, find_own_images
@@ -196,8 +196,10 @@ class AmiBuilder:
         resources = self.cluster.gather_remains().rental.resources
         instance, region = resources.live[0], self.cluster.config.region
         if self.services.uses_ssh:
-            transport = Transport(str(self.cluster.directory / "ssh_config"), elsewhere=True)
-            run_stages(plan_finish(self.recipe, instance.private, transport.way(Host(instance.private))), say)
+            transport = SshTransport(str(self.cluster.directory / "ssh_config"), never_here=True)
+            run_stages(
+                plan_finish(self.recipe, instance.private, transport.command_prefix(Host(instance.private))), say
+            )
         step = plan_image(instance.id, name, self.recipe.digest, stamp, resources.caller, region)
         self.cluster.run(Plan(((step,),)), say)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_config import Member
-from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, attempt, side_by_side
+from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, map_hosts, try_hosts
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.facts import Instance, SecurityGroup
 from cpuft.provision.aws.lease import CHECK_TIMER, RENEW_COMMAND, Timer, make_schedule_command, parse_timer
@@ -133,7 +133,7 @@ class Nodes(Servers):
             return parse_timer(transport.run(Host(member.address), ("sh", "-c", CHECK_TIMER)).output)
 
         if self._limit:
-            self._timers = dict(zip([member.address for member in self.members], side_by_side(read, self.members)))
+            self._timers = dict(zip([member.address for member in self.members], map_hosts(read, self.members)))
 
     def _find_faults(self) -> dict[str, str]:
         """Return why instances would not terminate themselves when their lease ends, by address."""
@@ -183,7 +183,7 @@ class Nodes(Servers):
         end = now() + seconds
         with self._door(()) as transport:
             while True:
-                answers = attempt(lambda one: transport.run(Host(one.address), ("true",)), self.members)
+                answers = try_hosts(lambda one: transport.run(Host(one.address), ("true",)), self.members)
                 errors = [one for one in answers if isinstance(one, CpuftError)]
                 if not errors:
                     return

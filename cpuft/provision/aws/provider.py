@@ -12,7 +12,7 @@ from typing import cast
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 from cpuft.plan import Plan
 from cpuft.provision.aws.client import ACTIONS, AwsClient, CallStep
 from cpuft.provision.aws.facts import (
@@ -342,8 +342,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_tag_extension(self.name, facts, until)
         if self.services.uses_ssh:
-            transport = Transport(check_ssh_config(self.name, facts), elsewhere=True)
-            ways = {one.private: transport.way(Host(one.private)) for one in facts.resources.live}
+            transport = SshTransport(check_ssh_config(self.name, facts), never_here=True)
+            ways = {one.private: transport.command_prefix(Host(one.private)) for one in facts.resources.live}
             instances = plan_instance_extension(facts.resources, until)
             record = plan_record_extension(self.name, facts, until)
             plan = replace(plan, stages=(*plan.stages, instances, *record), ways=ways)

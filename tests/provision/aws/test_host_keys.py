@@ -13,7 +13,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_config import Member, format_known_hosts, format_ssh_config
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 from cpuft.provision.aws import nodes
 from cpuft.provision.aws.facts import Instance
 from cpuft.provision.aws.nodes import Nodes, choose_keys, find_known_keys, plan_rotation
@@ -31,8 +31,8 @@ def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
     one = Instance("i-1", "lab", "running", "t", "z", "127.0.0.1", "127.0.0.1", False, 0.0, 0.0, 0, 0, 0)
     nodes = Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(tmp_path)}, "hostfile")
     with nodes._door(()) as transport:
-        assert transport.way(Host("127.0.0.1"))[0] == "ssh"
-    assert nodes._make_transport().elsewhere
+        assert transport.command_prefix(Host("127.0.0.1"))[0] == "ssh"
+    assert nodes._make_transport().never_here
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ class Born:
         """The next step, on the host, by a way that is as strict."""
         (one,) = plan_rotation([(MEMBER, self.look())], self.given)
         places = {nodes._FOLDER: f"{self.folder}/etc", nodes._PIDFILE: f"{self.folder}/pid"}
-        answer = Transport(str(self.config)).run(Host("host"), [places.get(word, word) for word in one.command])
+        answer = SshTransport(str(self.config)).run(Host("host"), [places.get(word, word) for word in one.command])
         assert (answer.exit_code, answer.errors) == (0, "")
 
     def check(self) -> None:
         """paramiko and ssh's own program get in, without a question."""
-        assert Transport(str(self.config)).run(Host("host"), ("echo", "in")).output == "in\n"
+        assert SshTransport(str(self.config)).run(Host("host"), ("echo", "in")).output == "in\n"
         words = ["ssh", "-F", str(self.config), "-o", "BatchMode=yes", "host", "echo", "in"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=30)
         assert (done.stdout, done.returncode) == ("in\n", 0), done.stderr
@@ -141,7 +141,7 @@ def test_a_host_is_known_at_every_moment(born: Born) -> None:
     name = f"[host]:{born.port}"
     born.known.write_text(f"{name} {born.given} i-1\n")
     with pytest.raises(CpuftError, match="its key has changed"):
-        Transport(str(born.config)).run(Host("host"), ("true",))
+        SshTransport(str(born.config)).run(Host("host"), ("true",))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="sshd needs root")

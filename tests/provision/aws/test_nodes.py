@@ -12,7 +12,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host, read_hostfile
 from cpuft.hosts.registry import read_entry
-from cpuft.hosts.transport import Transport
+from cpuft.hosts.transport import SshTransport
 from cpuft.provision.aws import nodes
 from cpuft.provision.aws.provider import Aws
 from tests.provision.aws.region import NAME, NOTHING, Region, left, make_aws, open_region, refuse, say
@@ -64,12 +64,12 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
             match=r"its key has changed.*The instances cost money: remove them",
         ):
             lab.make(say, refuse)
-        assert Transport(cluster.ssh_config).run(Host(addresses[0]), ("ls", "/mnt")).output == ""
+        assert SshTransport(cluster.ssh_config).run(Host(addresses[0]), ("ls", "/mnt")).output == ""
         plant(cluster, lab, state / "nodes/1/host_key")
         lab.make(say, refuse)
         assert [host.name for host in read_hostfile(lab.hostfile)] == addresses
         assert read_entry(lab.root, NAME).kind == "aws"
-        transport = Transport(str(lab.directory / "ssh_config"))
+        transport = SshTransport(str(lab.directory / "ssh_config"))
         look = f'cat /mnt/cpuft/clusters/{NAME}/hostfile "$HOME/.ssh/authorized_keys"; ls /mnt/cpuft/env/bin/cpuft'
         master, other = (transport.run(Host(address), ("sh", "-c", look)) for address in addresses)
         assert master.output.startswith("".join(f"{address}\n" for address in addresses))

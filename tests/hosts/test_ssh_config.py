@@ -8,7 +8,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transport import parse_jumps, read_login
+from cpuft.hosts.ssh_config import parse_jumps, read_login
 
 
 def test_the_hostfile_wins_over_the_configuration(tmp_path: Path) -> None:
@@ -23,9 +23,9 @@ def test_the_hostfile_wins_over_the_configuration(tmp_path: Path) -> None:
     [
         (b"User\n", "cannot be read (Unparsable line User): correct it"),
         (b"Host \xff\n", "cannot be read ('utf-8' codec can't decode"),
-        (b"Port ssh\n", "port 'ssh' of a is none: correct it"),
-        (b"Port 99999\n", "port '99999' of a is none: correct it"),
-        (b"ProxyJump b:" + b"9" * 5000, "names no host: write [user@]name[:port], a comma between"),
+        (b"Port ssh\n", "port 'ssh' of a is not a port number: correct it"),
+        (b"Port 99999\n", "port '99999' of a is not a port number: correct it"),
+        (b"ProxyJump b:" + b"9" * 5000, "names no host: write [user@]name[:port], separated by commas"),
     ],
 )
 def test_a_configuration_that_is_none_is_said_in_a_line(text: bytes, message: str, tmp_path: Path) -> None:
