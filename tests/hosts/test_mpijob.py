@@ -94,7 +94,7 @@ def test_a_worker_is_known_by_the_jobs_key(tmp_path: Path) -> None:
         with pytest.raises(CpuftError) as refusal:
             MpiJobTransport(config, deadline=time.monotonic() + 60).run(HOST, ("true",))
     said = (
-        f"host {HOST.name} does not have the job's key for its host key: start workers by python -m cpuft.hosts.mpijob"
+        f"host {HOST.name} does not show the job's key as its host key: start workers by python -m cpuft.hosts.mpijob"
     )
     assert str(refusal.value) == f"{said}, or name your own --ssh-config"
 
@@ -136,7 +136,7 @@ def test_a_worker_without_a_key_says_so(tmp_path: Path) -> None:
     done = run_shell(f"HOME={tmp_path} exec {sys.executable} -m cpuft.hosts.mpijob")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("cpuft: error: this pod has no key of an MPIJob (")
-    assert done.stderr.endswith(f"let sshAuthMountPath be {tmp_path}/.ssh, or name --ssh-config\n")
+    assert done.stderr.endswith(f"set sshAuthMountPath to {tmp_path}/.ssh, or name --ssh-config\n")
 
 
 def test_sshd_takes_its_options(tmp_path: Path) -> None:
