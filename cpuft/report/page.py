@@ -1,4 +1,4 @@
-"""A comparison as one page (Jinja2): no outside reference, for a phone, in the dark and in print."""
+"""Write reports: an HTML page without external references, and the text, Markdown and JSON files of a comparison."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MOST_BARS = 40
 
 
 def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = ()) -> Path:
-    """Write the page of these runs; its path.
+    """Write the page of these runs, and return its path.
 
-    Raises CpuftError: runs that cannot be compared or have no steps, matplotlib or Jinja2 is not installed, or what
-    is there under that name is no page of ours.
+    Raises CpuftError if the runs cannot be compared or have no steps, if matplotlib or Jinja2 is not installed, or if
+    `path` is a file that cpuft has not written.
     """
     try:
         from jinja2 import Environment, StrictUndefined
@@ -41,18 +41,20 @@ def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Esti
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     if path.exists() and _OURS not in path.read_bytes():
-        raise CpuftError(f"{path} is there and no page of cpuft's: move it away")
+        raise CpuftError(f"{path} exists and is not a page of cpuft: move it away")
     write_text(path, template.render(**describe(comparison, runs, predictions)))
     return path
 
 
 def read_estimates(path: str) -> list[Estimate]:
-    """What `cpuft estimate --json` printed into a file. Raises CpuftError for anything else."""
+    """Return the estimates that `cpuft estimate --json` printed into a file. Raises CpuftError for anything else."""
     try:
         found = load(dict[str, Any], parse_json(Path(path).read_text(encoding="utf-8")))
         return load(list[Estimate], found.get("predictions"))
     except (OSError, ValueError) as error:
-        raise CpuftError(f"{path} is no prediction ({error}): write one with cpuft estimate --json > {path}") from None
+        raise CpuftError(
+            f"{path} is not an estimate ({error}): write one with cpuft estimate --json > {path}"
+        ) from None
 
 
 def _in_order(records: Sequence[Record]) -> list[Record]:
@@ -60,7 +62,7 @@ def _in_order(records: Sequence[Record]) -> list[Record]:
 
 
 def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Estimate]) -> dict[str, Any]:
-    """What the template names: texts, and figures as SVG with a caption each."""
+    """Return what the template needs: texts and tables, and figures as pairs of a caption and an SVG."""
     columns = table_columns(comparison)
     return {
         "title": format_title(comparison),
@@ -69,9 +71,9 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
         "rows": table_rows(comparison),
         "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
         "figures": {
-            "How fast": [*_speed(comparison, predictions), *_missing(comparison)],
-            "How it learned": _learning(runs, comparison.rows),
-            "Where a step's time goes": [_phases(runs)],
+            "Speed": [*_speed(comparison, predictions), *_missing(comparison)],
+            "Loss and metric": _learning(runs, comparison.rows),
+            "Where the time of a step goes": [_phases(runs)],
         },
         "hosts": [_host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
@@ -81,7 +83,7 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
 
 
 def format_verdict(comparison: Comparison) -> str:
-    """The one sentence that a reader takes away: of the most ranks against the fewest."""
+    """Return the main result in one sentence: the run with the most ranks compared with the one with the fewest."""
     base, last = comparison.rows[0], comparison.rows[-1]
     metrics = "".join(f", {name} {value:.4f}" for name, value in last.metrics.items())
     if last.np == base.np:
@@ -102,8 +104,8 @@ def _judge_ideal(row: Row) -> str:
     if row.ideal is None:
         return ""
     if abs(row.ideal.efficiency - 1) <= row.intervals.get("ideal", -1.0):
-        return ", with no clear difference from what they could do at best"
-    return f", and {row.ideal.efficiency:.0%} of what they could do at best"
+        return ", with no clear difference from the ideal"
+    return f", and {row.ideal.efficiency:.0%} of the ideal"
 
 
 def _name(row: Row) -> str:
@@ -111,7 +113,7 @@ def _name(row: Row) -> str:
 
 
 def _speed(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Speedup over ranks: measured, the ideal's, and what was foretold."""
+    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated."""
     rows, base = comparison.rows, comparison.rows[0]
     if rows[-1].np == base.np:
         return []
@@ -129,32 +131,32 @@ def _speed(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tupl
         unit = next((one.samples_per_second for one in foretold if one.hosts == base.np), base.samples_per_second)
         middle = [one.samples_per_second / unit for one in foretold]
         off = [(one.most - one.least) / 2 / unit for one in foretold]
-        lines.append(Line("foretold", [float(one.hosts) for one in foretold], middle, off, colour=1))
+        lines.append(Line("estimate", [float(one.hosts) for one in foretold], middle, off, colour=1))
     axes = ("ranks", f"times as fast as np {base.np}")
     figure = draw_lines("Speedup", axes, lines, marker="o", counts=True)
-    told = " The ideal: as many ranks at the same time, each for itself." if ideals else ""
-    return [(f"Speedup, with its interval where there are repeats.{told}", figure)]
+    told = " The ideal: as many independent ranks at the same time." if ideals else ""
+    return [(f"Speedup, with intervals if there are repeats.{told}", figure)]
 
 
 def _missing(comparison: Comparison) -> list[tuple[str, str]]:
-    """Steps against the ideal's, part by part; parts below nothing are not drawn."""
+    """Draw the step time of the ideal and the shares of the missing time; negative shares are not drawn."""
     rows = [(row, row.ideal) for row in comparison.rows if row.ideal and row.ideal.parts]
     if not rows:
         return []
     parts = {"ideal": [ideal.ideal_seconds for _, ideal in rows]}
     parts |= {name: [max(0.0, ideal.parts[name]) for _, ideal in rows] for name in MISSING_TIME}
-    figure = draw_bars("IdealComparison the ideal", "seconds of a step", [f"np {row.np}" for row, _ in rows], parts)
-    return [("A step against the ideal's: where the missing share went.", figure)]
+    figure = draw_bars("Compared with the ideal", "seconds of a step", [f"np {row.np}" for row, _ in rows], parts)
+    return [("The step of the ideal, and where the missing time of each run went.", figure)]
 
 
 def _learning(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Loss and the first metric, over time and over rows."""
+    """Draw the loss and the first two metrics over time and over examples."""
     figures = []
     labels = label_runs(runs)
     seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
     samples = [[0.0, *itertools.accumulate(float(line.samples) for line in run.steps)] for run in runs]
     losses = [thin([line.loss for line in run.steps]) for run in runs]
-    for what, x in (("seconds of training", seconds), ("rows", samples)):
+    for what, x in (("seconds of training", seconds), ("examples", samples)):
         lines = [
             Line(label, thin(place[1:]), loss, dashed=number >= COLOURS, colour=number)
             for number, (label, place, loss) in enumerate(zip(labels, x, losses))
@@ -162,7 +164,7 @@ def _learning(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, st
         figures.append((f"Loss over {what}.", draw_lines(f"Loss over {what}", (what, "loss"), lines)))
     names = list(dict.fromkeys(name for run in runs for line in run.evaluations for name in line.metrics))
     for name in names[:2]:
-        for what, x in (("seconds of training", seconds), ("rows", samples)):
+        for what, x in (("seconds of training", seconds), ("examples", samples)):
             lines = [
                 _metric_line(label, name, run, place, number)
                 for number, (label, run, place) in enumerate(zip(labels, runs, x))
@@ -179,7 +181,7 @@ def _metric_line(label: str, name: str, run: Record, place: Sequence[float], col
 
 
 def label_runs(runs: Sequence[Record]) -> list[str]:
-    """`np 4`; of runs of as many ranks also the folder."""
+    """Return a label per run: `np 4`, with the folder if several runs have the same number of ranks."""
     sizes = [run.header.world_size for run in runs]
     labels = [f"np {size}" for size in sizes]
     twice = len(set(sizes)) < len(sizes)
@@ -187,13 +189,16 @@ def label_runs(runs: Sequence[Record]) -> list[str]:
 
 
 def folder_of(run: Record) -> str:
-    """The name of a run's folder, cut where a legend would be."""
+    """Return the name of a run's folder, at most its last 24 characters."""
     path = Path(run.path)
     return (path.parent if path.suffix == ".jsonl" else path).name[-24:]
 
 
 def _phases(runs: Sequence[Record]) -> tuple[str, str]:
-    """A bar a rank; where there are many, the fastest and the slowest of each run; of an older record rank 0."""
+    """Draw one bar per rank, or the fastest and the slowest rank of each run if there are many ranks.
+
+    Records of older versions know only rank 0.
+    """
     bars: list[tuple[str, dict[str, float]]] = []
     few = sum(run.header.world_size for run in runs) <= _MOST_BARS
     for label, run in zip(label_runs(runs), runs):
@@ -204,12 +209,12 @@ def _phases(runs: Sequence[Record]) -> tuple[str, str]:
         bars += [(f"{label}, rank {rank}", phases) for rank, phases in ranks]
     bars = bars[:_MOST_BARS]
     parts = {name: [phases.get(name, 0.0) for _, phases in bars] for name in PHASES}
-    said = "Seconds of a steady step by phase and rank" + ("." if few else ": the fastest and the slowest of each run.")
+    said = "Mean seconds of a step by phase and rank" + ("." if few else ": the fastest and the slowest of each run.")
     return said, draw_bars("Phases of a step", "seconds", [label for label, _ in bars], parts)
 
 
 def phases_of(run: Record) -> list[dict[str, float]]:
-    """Seconds of a steady step by phase, of each rank that the record knows."""
+    """Return the mean seconds of a step by phase, for each rank that the record knows."""
     if run.footer and run.footer.phases:
         return run.footer.phases
     steady = drop_warm_up(run.steps)
@@ -224,7 +229,7 @@ def _host_row(run: Record) -> list[str]:
 
 
 def _link_row(run: Record) -> list[str]:
-    """What a run sent, over what, and what it waited for that."""
+    """Return the row of a run in the table of links: backend, MB per step, and seconds of waiting."""
     steady = drop_warm_up(run.steps)
     sent = statistics.fmean(line.bytes_sent for line in steady)
     waited = statistics.fmean(line.communication_seconds for line in steady)
@@ -234,7 +239,7 @@ def _link_row(run: Record) -> list[str]:
 
 
 def list_settings(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Options and versions; where runs differ, each one's value in their order."""
+    """Return options and versions with their values; if runs differ, the value of each run in order."""
     listed = []
     for kind in ("options", "versions"):
         found = [getattr(run.header, kind) for run in runs]
@@ -250,14 +255,15 @@ def _text(value: Any) -> str:
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Find the runs in directories, or one level below a directory that holds no record itself.
+    """Find the runs in folders, or one level below a folder that holds no record itself.
 
     Returns
     -------
     tuple[list[str], list[str]]
-        The run directories, each once, and those of several `paths` that are files or directories without a record, as
-        a shell's DIR/* names them. A path that does not exist is returned as a run, and so is a path that is the only
-        one: reading its record says what is wrong.
+        The folders of runs, each one once, and the paths without a record, which a shell pattern such as DIR/* may
+        name.
+        A path that does not exist is returned as a run, and so is a single path without a record: reading it explains
+        what is wrong.
     """
     runs: list[str] = []
     others: list[str] = []
@@ -274,12 +280,12 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def page_path(paths: Sequence[str]) -> Path:
-    """Where a page of these goes: into the one folder that was named, else where you are."""
+    """Return the path of the page: in the only folder among `paths`, else in the working directory."""
     return (Path(paths[0]) if len(paths) == 1 and Path(paths[0]).is_dir() else Path()) / "report.html"
 
 
 def write_report(comparison: Comparison, run_dir: str) -> Path:
-    """Write report.txt, report.md and report.json; the path of the Markdown one."""
+    """Write report.txt, report.md and report.json, and return the path of report.md."""
     texts = {
         "txt": format_text(comparison),
         "md": format_markdown(comparison),
@@ -291,7 +297,7 @@ def write_report(comparison: Comparison, run_dir: str) -> Path:
 
 
 def write_all(runs: Sequence[str], run_dir: str) -> Iterator[str]:
-    """Report on a comparison that has just ended: its table and where all of it was written, to be shown."""
+    """Write all reports of a comparison that has just ended, and yield the lines to show."""
     records = [read_record(run) for run in runs]
     comparison = compare(records)
     path = write_report(comparison, run_dir)

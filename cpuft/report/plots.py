@@ -17,13 +17,13 @@ from cpuft.files import written_beside
 from cpuft.record import Measurement, parse_measurements
 
 COLOURS = 8
-"""The page's stylesheet has so many, --c0 and on."""
+"""Number of colours in the stylesheet of the page (--c0, --c1, ...)."""
 _INK = "#010203"
 _MOST_POINTS = 150
 _MOST = 1e100
-"""Larger numbers have no axis."""
+"""Numbers beyond this are left out of a plot."""
 _WIDTH = 4.5
-"""Inches: on a phone a point is about a pixel."""
+"""Width of a figure in inches, so that a point is about a pixel on a phone."""
 _SETTINGS = {
     "svg.fonttype": "none",  # the page's own font, and words that can be found
     "text.parse_math": False,  # names may hold a dollar
@@ -43,26 +43,26 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Line:
-    """Points that belong together."""
+    """One line of a plot."""
 
     label: str
     x: list[float]
     y: list[float]
     off: list[float] | None = None
-    """Half an interval at each point."""
+    """Half the width of the interval at each point."""
     dashed: bool = False
     colour: int = -1
-    """-1 for the ink's own."""
+    """Number of the colour; -1 for the colour of the text."""
 
 
 def _colour(number: int) -> str:
-    """A colour that no other text of an SVG has, to be replaced by the page's."""
+    """Return a placeholder colour that does not occur elsewhere in an SVG; the stylesheet's colour replaces it."""
     return _INK if number < 0 else f"#0102f{number % COLOURS:x}"
 
 
 @contextmanager
 def _figure(name: str, height: float, found: list[str]) -> Iterator[Any]:
-    """A figure to draw in, which is put into `found` as SVG."""
+    """Yield a matplotlib axis to draw in, and append the figure to `found` as SVG."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -77,7 +77,7 @@ def _figure(name: str, height: float, found: list[str]) -> Iterator[Any]:
 
 
 def _for_page(svg: str, name: str) -> str:
-    """An SVG that can stand in a page beside others: no prologue, no metadata, no identifiers twice, no fixed size."""
+    """Return the SVG for a page with other SVGs: no prologue, metadata or fixed size, and unique identifiers."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r" *<metadata>.*?</metadata>\n", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
@@ -90,14 +90,17 @@ def _for_page(svg: str, name: str) -> str:
 
 
 def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
-    """At most so many means of neighbours; what is no number stays a gap."""
+    """Return at most `most` values, each the mean of neighbours; NaN stays NaN and leaves a gap in the line."""
     size = max(1, math.ceil(len(values) / most))
     parts = [[v for v in values[at : at + size] if math.isfinite(v)] for at in range(0, len(values), size)]
     return [sum(part) / len(part) if part else math.nan for part in parts]
 
 
 def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: str = "", counts: bool = False) -> str:
-    """Lines in one panel. `counts`: x counts things, both axes begin at 0, and labels stand in a legend."""
+    """Draw lines in one panel and return the SVG.
+
+    With `counts`, x counts things: both axes begin at 0, and the labels stand in a legend.
+    """
     found: list[str] = []
     with _figure(name, 3.2, found) as figure:
         panel = figure.subplots()
@@ -118,7 +121,7 @@ def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: 
 
 
 def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
-    """A bar for each label, from top to bottom, made of parts."""
+    """Draw one stacked bar per label, from top to bottom, and return the SVG."""
     found: list[str] = []
     with _figure(name, 1.3 + 0.24 * len(labels), found) as figure:
         panel = figure.subplots()
@@ -136,9 +139,9 @@ def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list
 
 
 def write_plot(record: str) -> Path:
-    """Plot a record into an SVG beside it; its path.
+    """Plot the record of `cpuft bench comm` into an SVG beside it, and return its path.
 
-    Raises CpuftError: no such record, or matplotlib is not installed.
+    Raises CpuftError if there is no such record, or if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

@@ -327,7 +327,8 @@ def test_kinds_of_scaling(batches: tuple[int, int], scaling: str) -> None:
 def test_ranks_that_share_the_baselines_cores_are_told() -> None:
     notes = compare([make_record(1), make_record(2, 1)]).notes
     assert notes[-1] == (
-        "np 2 did not run on more cores than np 1 (16 cores): the speedup shows what splitting the work gains or costs, "
+        "np 2 did not run on more cores than np 1 (16 cores): the speedup shows what splitting the work gains or "
+        "costs, "
         "not what more hosts gain."
     )
 

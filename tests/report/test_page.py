@@ -50,7 +50,7 @@ def test_nothing_in_a_page_is_elsewhere(tmp_path: Path) -> None:
     # All colours are the page's.
     figures = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
     assert re.findall(r"#[0-9a-f]{6}\b", figures) == []
-    assert "foretold" in figures
+    assert "estimate" in figures
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_the_verdict_says_that_the_ranks_share_cores() -> None:
 def test_verdicts_of_one_run_and_against_the_ideal() -> None:
     alone = with_rate(make_record(2, 1), 18.0)
     assert format_verdict(compare([alone])) == "2 ranks on 1 host: 18.0 samples/s, accuracy 0.7700, f1 0.8400."
-    assert format_verdict(compare(make_runs((1, 2)))).endswith("and 86% of what they could do at best.")
+    assert format_verdict(compare(make_runs((1, 2)))).endswith("and 86% of the ideal.")
 
 
 def test_a_verdict_claims_nothing_inside_the_ideals_interval() -> None:
@@ -123,7 +123,7 @@ def test_a_verdict_claims_nothing_inside_the_ideals_interval() -> None:
         ideal, steps=[dataclasses.replace(line, compute_seconds=[1.2, 1.2]) for line in ideal.steps]
     )
     verdict = format_verdict(compare([run for runs in rounds for run in runs]))
-    assert verdict.endswith("87% of 2 times, with no clear difference from what they could do at best.")
+    assert verdict.endswith("87% of 2 times, with no clear difference from the ideal.")
 
 
 def test_older_records_and_runs_of_one_size() -> None:
@@ -140,7 +140,7 @@ def test_predictions_are_those_of_estimate(tmp_path: Path) -> None:
     assert read_estimates(str(path)) == ESTIMATES
     for text in ("{}", "[", '{"predictions": [{"hosts": 1}]}'):
         path.write_text(text)
-        with pytest.raises(CpuftError, match=r"is no prediction \(.*\): write one with cpuft estimate --json > "):
+        with pytest.raises(CpuftError, match=r"is not an estimate \(.*\): write one with cpuft estimate --json > "):
             read_estimates(str(path))
 
 
@@ -157,7 +157,7 @@ def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
 def test_another_file_of_that_name_is_left(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("<html>a thesis</html>")
-    with pytest.raises(CpuftError, match=r"report.html is there and no page of cpuft's: move it away"):
+    with pytest.raises(CpuftError, match=r"report.html exists and is not a page of cpuft: move it away"):
         write_page(make_runs((1, 2)), path)
     assert path.read_text() == "<html>a thesis</html>"
 

@@ -141,7 +141,7 @@ def test_what_it_does_not_know_is_found(change: Callable[[Any], Any], fault: str
 
 
 def check_pods(job: Any) -> None:
-    """IdealComparison the definitions that Kubernetes itself has of pods, unknown fields refused."""
+    """Against the definitions that Kubernetes itself has of pods, unknown fields refused."""
     for replicas in job["spec"]["mpiReplicaSpecs"].values():
         pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}, "template": replicas["template"]}
         kubernetes_validate.validate(pods, kubernetes_validate.latest_version(), strict=True)
