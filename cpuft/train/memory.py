@@ -1,4 +1,9 @@
-"""What a rank will need in memory, and whether that fits on its host, before any rank starts."""
+"""Estimate how much memory a rank will need, and check that it fits on its host before any rank starts.
+
+The estimate is a function of the model's sizes, the options and the lengths of the examples. Activations are counted
+from what each layer keeps for the backward pass: for the fast path, the tensors that `cpuft.train.fast` saves; for the
+eager layers of transformers, what they were measured to keep. scripts/check-fit compares it with what ranks used.
+"""
 
 from __future__ import annotations
 
@@ -20,56 +25,61 @@ from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
 from cpuft.train.fast.architectures import ARCHITECTURES, ATTENTION_DROPOUT_SETTINGS, SIZE_SETTINGS
 from cpuft.train.model import find_model, load_config
 
-SHARED = 250_000_000
-"""Of a rank's own: libraries' pages, which a host holds once for all its ranks."""
-_PROCESS = 550_000_000
-"""Python, torch 2.13 and transformers before the model, oneDNN's own, and SciPy for the metrics: what is resident."""
-_PIECES = 0.15
-"""What glibc's heap holds in pieces that nothing fits into, as a share of what comes and goes: 5 to 35 % were seen."""
-_BUCKETS = 64_000_000
-"""Messages of gradients on their way: buckets, and a library's copies of them."""
-_PLAIN = dict(zip(((4, True), (4, False), (2, True), (2, False)), ((40, 8, 12), (32, 8, 4), (28, 4, 6), (24, 4, 2))))
-"""Bytes that an eager layer keeps, by bytes of a number in products and whether there is dropout: of each token for
-every hidden number, inner number, and score of attention."""
+SHARED_BYTES = 250_000_000
+"""Part of `_PROCESS_BYTES` that all ranks of a host share: pages of libraries."""
+_PROCESS_BYTES = 550_000_000
+"""Resident memory before the model is loaded: Python, torch 2.13, transformers, oneDNN, and SciPy for the metrics."""
+_FRAGMENTATION = 0.15
+"""Unusable gaps in glibc's heap, as a share of what is allocated and freed again; 5 to 35 % were measured."""
+_BUCKET_BYTES = 64_000_000
+"""Gradients that are being sent: buckets, and a communication library's copies of them."""
+_EAGER_BYTES = {(4, True): (40, 8, 12), (4, False): (32, 8, 4), (2, True): (28, 4, 6), (2, False): (24, 4, 2)}
+"""Bytes that an eager layer keeps for each hidden number and each intermediate number of a token, and for each
+attention score; by the bytes of a number in products, and whether there is dropout. Measured."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What of a model decides the memory it takes. With no layers nobody knows, and activations are left out."""
+class ModelShape:
+    """The sizes of a model that decide how much memory it takes. Without `layers`, activations are unknown (0)."""
 
-    linears: int
-    """Numbers of its layers' linear weights and biases, which the fast path multiplies as bf16."""
-    others: int
+    linear_parameters: int
+    """Number of weights and biases of the layers' linear modules, which the fast path computes in bf16."""
+    other_parameters: int
     layers: int = 0
     hidden: int = 0
     inner: int = 0
+    """The intermediate size, between both products of the feed-forward part."""
     heads: int = 0
-    drops: bool = True
-    """Whether attention has dropout."""
-    words: int = 0
-    """That it embeds, and may guess."""
+    has_dropout: bool = True
+    """Whether attention probabilities have dropout."""
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True)
-class Largest:
-    """The largest batch of a rank: its rows, their longest, and their tokens without padding."""
+class LargestBatch:
+    """The largest batch of a rank."""
 
-    rows: int
+    examples: int
     length: int
+    """Positions of each example, with padding."""
     tokens: int
-    reads_all: bool = False
-    """The head reads all tokens, not each row's first."""
-    guessed: int = 0
-    """Masked places."""
+    """Tokens of all examples, without padding."""
+    reads_all_tokens: bool = False
+    """Whether the head reads all tokens, not only the first one of each example."""
+    masked: int = 0
+    """Number of masked tokens that the head predicts."""
 
     @property
-    def places(self) -> int:
-        """Tokens with padding."""
-        return self.rows * self.length
+    def positions(self) -> int:
+        """Positions of the batch, with padding."""
+        return self.examples * self.length
 
 
-def find_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Shape | None:
-    """The shape of a model with these settings (its config.json); None for a kind that is not known here."""
+def read_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape | None:
+    """Return the shape of a model from its config.json; None for an architecture that the fast path does not know.
+
+    `dropout`: the value of --dropout.
+    """
 
     def size(*names: str) -> int:
         found = next((settings[name] for name in names if name in settings), 0)
@@ -78,252 +88,292 @@ def find_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Shape | No
     sizes = {name: size(*names) for name, names in SIZE_SETTINGS.items()}
     if settings.get("model_type") not in {one.model_type for one in ARCHITECTURES} or not all(sizes.values()):
         return None
-    layers, hidden, inner, heads, words, places = sizes.values()
+    layers, hidden, inner, heads, vocab_size, positions = sizes.values()
     linears = layers * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
     width = size("embedding_size") or hidden
-    rows = (words + places + size("type_vocab_size") + 2) * width
-    # Norms, the pooler or what a head has in its place, and ELECTRA's way from narrow embeddings.
-    others = rows + layers * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
+    embeddings = (vocab_size + positions + size("type_vocab_size") + 2) * width
+    # Norms; the pooler, or what a head has in its place; and ELECTRA's projection of narrow embeddings.
+    others = embeddings + layers * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
     rate = next((settings[name] for name in ATTENTION_DROPOUT_SETTINGS if name in settings), 0.1)
-    return Shape(linears, others, layers, hidden, inner, heads, bool(rate if dropout < 0 else dropout), words)
+    has_dropout = bool(rate if dropout < 0 else dropout)
+    return ModelShape(linears, others, layers, hidden, inner, heads, has_dropout, vocab_size)
 
 
-def foretell(
-    shape: Shape, config: TrainConfig, precision: str, train: Largest, evaluation: Largest, ranks: int, keeps: bool
+def estimate_memory(
+    shape: ModelShape,
+    config: TrainConfig,
+    precision: str,
+    train: LargestBatch,
+    evaluation: LargestBatch,
+    ranks: int,
+    writes_checkpoints: bool,
 ) -> dict[str, int]:
-    """Bytes that a rank of so many holds at its peak, by part; it may be one that `keeps` checkpoints."""
+    """Return the bytes that a rank holds at its peak, by part.
+
+    Parameters
+    ----------
+    precision: what the ranks compute in: fp32, bf16 or int8.
+    train, evaluation: the largest batch of training and of evaluation.
+    ranks: number of ranks that train together.
+    writes_checkpoints: whether this rank holds a copy of the state while it writes checkpoints.
+    """
     size, fast = 2 if precision == "bf16" else 4, config.engine == "torch" and config.fast_path and not config.compile
-    low, share = size if fast else 4, ranks if config.shard == "optimizer" else 1
+    weight_size, shards = size if fast else 4, ranks if config.shard == "optimizer" else 1
     # --lora-rank trains two factors for each of attention's linear layers, and the head's product.
     adapters = 8 * config.lora_rank * shape.layers * shape.hidden + (shape.hidden + 1) * shape.hidden
-    linears, others = (0, adapters) if config.lora_rank else (shape.linears, shape.others)
-    every = linears + others
-    passing = passing_bytes(shape, fast, size, train)
-    steps = kept_bytes(shape, fast, config.gradient_checkpointing, size, train)[1]
-    steps += max(passing, guessing_bytes(shape, size, train.guessed))
-    steps += shape.linears * (precision == "int8")  # the weights in 8 bits, which backward takes, too
-    looked = looking_bytes(shape, fast, size, evaluation) + guessing_bytes(shape, size, evaluation.guessed)
-    unsent = (
-        16 * every
-        if config.sync_every > 1
-        else 4 * every
-        if config.grad_compression in COMPRESSIONS_WITH_FEEDBACK
-        else 0
-    )
+    linears, others = (0, adapters) if config.lora_rank else (shape.linear_parameters, shape.other_parameters)
+    trained = linears + others
+    temporary = temporary_bytes(shape, fast, size, train)
+    training = activation_bytes(shape, fast, config.gradient_checkpointing, size, train)[1]
+    training += max(temporary, logit_bytes(shape, size, train.masked))
+    training += shape.linear_parameters * (precision == "int8")  # the weights in 8 bits, which backward needs, too
+    evaluating = evaluation_bytes(shape, fast, size, evaluation) + logit_bytes(shape, size, evaluation.masked)
+    feedback = 0  # of --sync-every, the averaged parameters and the outer momentum; of a compression, the unsent rest
+    if config.sync_every > 1:
+        feedback = 16 * trained
+    elif config.grad_compression in COMPRESSIONS_WITH_FEEDBACK:
+        feedback = 4 * trained
+    keeps_copy = writes_checkpoints and config.checkpoint_every and config.engine == "torch"
     parts = {
-        "weights": low * shape.linears + 4 * shape.others,
-        "masters": 4 * linears // share if low == 2 else 0,
-        "moments": 8 * every // share,
-        # Alone, a rank forgets them while there are activations; in what they leave in the heap these find no room.
-        "gradients": low * linears + 4 * others + (4 * every // share if share > 1 else 0),
-        # At the end, ranks that share masters out have all of them for a moment.
-        "activations": max(steps, looked, 4 * linears if share > 1 else 0),
-        "checkpoint's copy": 12 * every if keeps and config.checkpoint_every and config.engine == "torch" else 0,
-        "buffers": _BUCKETS + unsent if ranks > 1 else 0,
+        "weights": weight_size * shape.linear_parameters + 4 * shape.other_parameters,
+        "masters": 4 * linears // shards if weight_size == 2 else 0,
+        "moments": 8 * trained // shards,
+        # A single rank frees them before the forward pass, but the gaps that activations leave do not fit them.
+        "gradients": weight_size * linears + 4 * others + (4 * trained // shards if shards > 1 else 0),
+        # At the end, ranks with sharded master weights hold all of them for a moment.
+        "activations": max(training, evaluating, 4 * linears if shards > 1 else 0),
+        "checkpoint's copy": 12 * trained if keeps_copy else 0,
+        "buffers": _BUCKET_BYTES + feedback if ranks > 1 else 0,
     }
-    pieces = _PIECES * (parts["moments"] + parts["gradients"] + parts["activations"])
+    gaps = _FRAGMENTATION * (parts["moments"] + parts["gradients"] + parts["activations"])
     if config.gradient_checkpointing and shape.layers:
-        # Of what forward layers pass through the heap, small things that stay keep the pieces apart: backward, which
-        # computes them again between its own, finds no room there.
-        pieces += 2 * _again(shape, fast, size, train) + passing
-    return parts | {"process": _PROCESS + round(pieces)}
+        # Small tensors that stay divide the memory that forward layers have freed, so that the layers which backward
+        # recomputes do not fit there.
+        gaps += 2 * _recompute_bytes(shape, fast, size, train) + temporary
+    return parts | {"process": _PROCESS_BYTES + round(gaps)}
 
 
-def kept_bytes(shape: Shape, fast: bool, recompute: bool, size: int, batch: Largest) -> tuple[int, int]:
-    """Bytes that the forward pass keeps for backward, and what is there at most of that in backward: with
-    `--gradient-checkpointing` a layer that is computed again is more. `size`: bytes of a number in products."""
+def activation_bytes(
+    shape: ModelShape, fast: bool, gradient_checkpointing: bool, size: int, batch: LargestBatch
+) -> tuple[int, int]:
+    """Return the bytes that the forward pass keeps for backward, and the most that is there during backward.
+
+    The second number is larger with gradient checkpointing, which adds one recomputed layer at a time.
+
+    Parameters
+    ----------
+    fast: whether the model has the fast layers.
+    size: bytes of a number in products: 2 for bf16, else 4.
+    """
     if not shape.layers:
         return 0, 0
-    layer = _layer(shape, fast, size, batch)
-    last = _first_tokens(shape, size, batch) if fast and not batch.reads_all else layer
-    # Embeddings are added up and normed in fp32; eager ones keep a mask, too, and in fp32 what the head gets.
-    times = 1 + batch.reads_all if fast else 1 + shape.drops + (size == 4)
-    words = (4 * times * shape.hidden + 24) * batch.places
-    # Eager layers keep what they are given; fast ones that, attention's context, its product, and the last norm's sum.
-    given = (4 * size * shape.hidden + 8) * batch.tokens if fast else 4 * batch.places * shape.hidden
-    kept = words + (given if recompute else layer) * (shape.layers - 1) + last
-    # Backward has used what the last layer keeps before it comes to one that computes again.
-    return kept, max(kept, kept - last + _again(shape, fast, size, batch)) if recompute else kept
+    layer = _layer_bytes(shape, fast, size, batch)
+    last = _last_layer_bytes(shape, size, batch) if fast and not batch.reads_all_tokens else layer
+    # Embeddings are summed and normed in fp32. Eager ones also keep a dropout mask, and the head's input in fp32.
+    copies = 1 + batch.reads_all_tokens if fast else 1 + shape.has_dropout + (size == 4)
+    embeddings = (4 * copies * shape.hidden + 24) * batch.positions
+    # With gradient checkpointing, an eager layer keeps its input; a fast one also the attention's context, the product
+    # of that, and the sum before the last norm.
+    inputs = (4 * size * shape.hidden + 8) * batch.tokens if fast else 4 * batch.positions * shape.hidden
+    kept = embeddings + (inputs if gradient_checkpointing else layer) * (shape.layers - 1) + last
+    if not gradient_checkpointing:
+        return kept, kept
+    # The last layer is not recomputed, and backward has freed what it keeps before it comes to the others.
+    return kept, max(kept, kept - last + _recompute_bytes(shape, fast, size, batch))
 
 
-def _again(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
-    """Of a layer, what is there at a time when it is computed again: of a fast one its inner half, or its heads."""
+def _recompute_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
+    """Bytes of the part of a layer that is recomputed at once: in a fast layer, feed-forward or attention."""
     if not fast:
-        return _layer(shape, fast, size, batch)
-    inner = (2 * size * (shape.hidden + shape.inner) + 8) * batch.tokens
-    return max(inner, 3 * size * batch.tokens * shape.hidden)
+        return _layer_bytes(shape, fast, size, batch)
+    feed_forward = (2 * size * (shape.hidden + shape.inner) + 8) * batch.tokens
+    return max(feed_forward, 3 * size * batch.tokens * shape.hidden)
 
 
-def _layer(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
-    """Of `fast.layer.run_layer`: inputs of four products and of two norms; queries, keys and values; GELU's slope and
-    result. Of an eager layer what was seen, and autocast's copy of its weights."""
+def _layer_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
+    """Bytes that one layer keeps for backward.
+
+    In `fast.encoder.run_layer`: the inputs of four products and of two norms; queries, keys and values; the slope and
+    the result of GELU. In an eager layer: what was measured, and autocast's copy of the weights.
+    """
     if fast:
         return (size * (8 * shape.hidden + 2 * shape.inner) + 16) * batch.tokens
-    hidden, inner, score = _PLAIN[size, shape.drops]
-    scores = batch.places * batch.length * shape.heads
-    copy = 2 * shape.linears // shape.layers if size == 2 else 0
-    return batch.places * (hidden * shape.hidden + inner * shape.inner + 16) + score * scores + copy
+    hidden, inner, score = _EAGER_BYTES[size, shape.has_dropout]
+    scores = batch.positions * batch.length * shape.heads
+    weights = 2 * shape.linear_parameters // shape.layers if size == 2 else 0
+    return batch.positions * (hidden * shape.hidden + inner * shape.inner + 16) + score * scores + weights
 
 
-def _first_tokens(shape: Shape, size: int, batch: Largest) -> int:
-    """Of the last layer, where the head reads first tokens only: all tokens' keys and values, the rest of a few."""
-    return size * (3 * batch.tokens * shape.hidden + batch.rows * (8 * shape.hidden + 2 * shape.inner))
+def _last_layer_bytes(shape: ModelShape, size: int, batch: LargestBatch) -> int:
+    """Bytes that a fast last layer keeps if the head reads only first tokens: keys and values of all, else of those."""
+    return size * (3 * batch.tokens * shape.hidden + batch.examples * (8 * shape.hidden + 2 * shape.inner))
 
 
-def passing_bytes(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
-    """Bytes that come and go in the top layer: of its inner half, or of eager attention, when the inner half's are
-    gone."""
-    scores, inner = batch.places * batch.length * shape.heads, batch.tokens * shape.inner
+def temporary_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
+    """Return the bytes that one layer allocates and frees again: in feed-forward, or in eager attention after that."""
+    scores, inner = batch.positions * batch.length * shape.heads, batch.tokens * shape.inner
     return size * (inner + 3 * batch.tokens * shape.hidden) if fast else 4 * max(2 * inner, 3 * scores - 2 * inner)
 
 
-def guessing_bytes(shape: Shape, size: int, guessed: int) -> int:
-    """Bytes that come and go where words are guessed: all words' logits and their gradients, thrice in fp32, and
-    autocast's copy of the weights."""
-    return (12 * guessed + (2 * shape.hidden if size == 2 and guessed else 0)) * shape.words
+def logit_bytes(shape: ModelShape, size: int, masked: int) -> int:
+    """Return the bytes for predicting masked tokens: three fp32 numbers for each token of the vocabulary (logits and
+    their gradients), and autocast's copy of the weights."""
+    return (12 * masked + (2 * shape.hidden if size == 2 and masked else 0)) * shape.vocab_size
 
 
-def looking_bytes(shape: Shape, fast: bool, size: int, batch: Largest) -> int:
-    """Bytes that evaluation takes: what one layer has at a time."""
+def evaluation_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
+    """Return the bytes of activations in evaluation: those of one layer at a time."""
     attention = 0 if fast else 7 * shape.hidden + 2 * batch.length * shape.heads
-    return batch.places * (8 * shape.hidden + size * max(attention, 4 * shape.hidden + 2 * shape.inner))
+    return batch.positions * (8 * shape.hidden + size * max(attention, 4 * shape.hidden + 2 * shape.inner))
 
 
 KNOWN_ERROR = 0.1
-"""How far a peak may be below what is foretold (scripts/check-fit): what might fit is not refused."""
+"""How far below its estimate a peak was measured (scripts/check-fit). A run within this error is not refused."""
 
-Foretell = Callable[[TrainConfig, int, bool], dict[str, int]]
-"""Bytes by part of a rank of so many, which may be one that keeps checkpoints."""
+Estimator = Callable[[TrainConfig, int, bool], dict[str, int]]
+"""From options, the number of ranks, and whether the rank writes checkpoints, to the rank's bytes by part."""
 
 
 class Shortage(NamedTuple):
-    """What a host's ranks need: bytes in all, and by part."""
+    """What the ranks of one host need."""
 
-    room: HostMemory
-    needed: int
+    host: HostMemory
+    needed_bytes: int
     parts: dict[str, int]
+    """Bytes by part."""
 
 
-def check_fit(config: TrainConfig, prepared: Prepared, rooms: RunMemory) -> None:
-    """Raises CpuftError: a host has not the memory for its ranks; says what they need, and what would make it fit."""
-    shape = look_up_shape(config, prepared.vocab_size)
+def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
+    """Raise CpuftError if a host has not enough memory for its ranks: says what they need, and what would make it fit.
+
+    `memory`: the free memory of each host of the run.
+    """
+    shape = find_shape(config, prepared.vocab_size)
 
     @cache
-    def of_rank(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
-        return foretell_rank(shape, config, rooms.precision, prepared, ranks, keeps)
+    def estimate(config: TrainConfig, ranks: int, writes_checkpoints: bool) -> dict[str, int]:
+        return estimate_rank(shape, config, memory.precision, prepared, ranks, writes_checkpoints)
 
-    if short := find_shortage(config, rooms, of_rank, 1 - KNOWN_ERROR):
-        raise CpuftError(f"{describe(short)}: {find_way(config, rooms, of_rank)}")
+    if shortage := find_shortage(config, memory, estimate, 1 - KNOWN_ERROR):
+        raise CpuftError(f"{describe_shortage(shortage)}: {suggest_changes(config, memory, estimate)}")
 
 
-def look_up_shape(config: TrainConfig, words: int) -> Shape:
-    """The shape of the model that the options name; of a kind unknown here, by the size of its files.
+def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
+    """Return the shape of the model that the options name; for an unknown architecture, by the size of its files.
 
-    `words`: of the tokenizer, for a model that is untrained.
+    `vocab_size`: of the tokenizer, for an untrained model.
     """
     if config.from_config:
-        return find_shape(load_config(config, {}, words).to_dict(), config.dropout) or Shape(0, 0)
+        settings = load_config(config, {}, vocab_size).to_dict()
+        return read_shape(settings, config.dropout) or ModelShape(0, 0)
     source = Path(find_model(config.model))
-    try:  # not by transformers, whose import takes longer than the whole look
+    try:  # not through transformers, whose import takes longer than the whole check
         settings = load(dict[str, Any], parse_json((source / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         settings = {}
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    return find_shape(settings, config.dropout) or Shape(0, nbytes // 4)
+    return read_shape(settings, config.dropout) or ModelShape(0, nbytes // 4)
 
 
-def foretell_rank(
-    shape: Shape, config: TrainConfig, precision: str, prepared: Prepared, ranks: int, keeps: bool
+def estimate_rank(
+    shape: ModelShape, config: TrainConfig, precision: str, prepared: Prepared, ranks: int, writes_checkpoints: bool
 ) -> dict[str, int]:
-    """As `memory.foretell`, of these rows."""
-    train = find_largest(prepared.train, config, ranks, prepared.kind in ("tags", "masked"))
+    """Return what `estimate_memory` does, with the largest batches of these examples."""
+    train = find_largest_batch(prepared.train, config, ranks, prepared.kind in ("tags", "masked"))
     lengths = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))
-    looked = lengths[::-1][: config.eval_batch_size * ranks : ranks]
-    evaluation = Largest(len(looked), int(looked[0]), int(looked.sum()))
+    evaluated = lengths[::-1][: config.eval_batch_size * ranks : ranks]
+    evaluation = LargestBatch(len(evaluated), int(evaluated[0]), int(evaluated.sum()))
     if prepared.kind == "masked":
         train, evaluation = (
-            replace(batch, guessed=round(config.mlm_probability * batch.tokens)) for batch in (train, evaluation)
+            replace(batch, masked=round(config.mlm_probability * batch.tokens)) for batch in (train, evaluation)
         )
-    return foretell(shape, config, precision, train, evaluation, ranks, keeps)
+    return estimate_memory(shape, config, precision, train, evaluation, ranks, writes_checkpoints)
 
 
-def find_largest(tokens: Tokens, config: TrainConfig, ranks: int, reads_all: bool = False) -> Largest:
-    """The largest batch of the first of so many ranks in the first epoch."""
+def find_largest_batch(tokens: Tokens, config: TrainConfig, ranks: int, reads_all_tokens: bool = False) -> LargestBatch:
+    """Return the largest batch that rank 0 of `ranks` has in the first epoch."""
     lengths, size = tokens.lengths, config.batch_size * config.gradient_accumulation * ranks
     updates = count_updates(len(lengths), size, config.epochs, config.max_steps)
-    orders = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
-    batches = [lengths[select_for_rank(rows, 0, ranks)[: config.batch_size]] for rows in orders]
+    plans = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
+    batches = [lengths[select_for_rank(examples, 0, ranks)[: config.batch_size]] for examples in plans]
     largest = max(batches, key=lambda batch: int(batch.sum()))
     length = config.max_length if config.padding == "max_length" else int(largest.max())
-    return Largest(len(largest), length, int(largest.sum()), reads_all)
+    return LargestBatch(len(largest), length, int(largest.sum()), reads_all_tokens)
 
 
-def find_shortage(config: TrainConfig, rooms: RunMemory, of_rank: Foretell, share: float = 1.0) -> Shortage | None:
-    """The host or machine that lacks most, if its ranks need more than it has; `share` of what is foretold counts."""
-    found, together = list[Shortage](), dict[str | int, list[Shortage]]()
-    total = 1 if rooms.independent else sum(room.ranks for room in rooms.hosts)
-    for number, room in enumerate(rooms.hosts):
-        # The first rank of either of the first two hosts keeps checkpoints.
-        keeps = [number < 2 and not rooms.independent, *[False] * (room.ranks - 1)]
-        each = [of_rank(config, total, one) for one in keeps]
-        parts = {name: sum(rank[name] for rank in each) for name in each[0]}
-        found.append(Shortage(room, sum(parts.values()) - SHARED * (room.ranks - 1), parts))
-        together.setdefault(room.machine or number, []).append(found[-1])
-    for some in (some for some in together.values() if len(some) > 1):
-        named, ranks = ", ".join(one.room.host for one in some), [one.room.ranks for one in some]
-        machine = HostMemory(f"the machine of {named}", sum(ranks), max(one.room.machine_bytes for one in some))
+def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, factor: float = 1.0) -> Shortage | None:
+    """Return the host or machine with the largest shortage of memory; None if all ranks fit.
+
+    Estimates are multiplied by `factor`. Hosts on the same machine, such as simulated ones, must also fit together.
+    """
+    found, by_machine = list[Shortage](), dict[str | int, list[Shortage]]()
+    total = 1 if memory.independent else sum(host.ranks for host in memory.hosts)
+    for number, host in enumerate(memory.hosts):
+        # The first ranks of the first two hosts write checkpoints.
+        writes = [number < 2 and not memory.independent, *[False] * (host.ranks - 1)]
+        ranks = [estimate(config, total, one) for one in writes]
+        parts = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+        found.append(Shortage(host, sum(parts.values()) - SHARED_BYTES * (host.ranks - 1), parts))
+        by_machine.setdefault(host.machine or number, []).append(found[-1])
+    for some in (some for some in by_machine.values() if len(some) > 1):
+        names, count = ", ".join(one.host.host for one in some), sum(one.host.ranks for one in some)
+        machine = HostMemory(f"the machine of {names}", count, max(one.host.machine_bytes for one in some))
         parts = {name: sum(one.parts[name] for one in some) for name in some[0].parts}
-        found.append(Shortage(machine, sum(one.needed for one in some) - SHARED * (len(some) - 1), parts))
-    worst = max(found, key=lambda one: one.needed - one.room.free_bytes)
-    return worst if worst.needed * share > worst.room.free_bytes else None
+        found.append(Shortage(machine, sum(one.needed_bytes for one in some) - SHARED_BYTES * (len(some) - 1), parts))
+    worst = max(found, key=lambda one: one.needed_bytes - one.host.free_bytes)
+    return worst if worst.needed_bytes * factor > worst.host.free_bytes else None
 
 
-def describe(short: Shortage) -> str:
-    """What a host has, and what its ranks need, the three largest parts by name."""
-    parts = sorted(short.parts.items(), key=lambda part: -part[1])[:3]
-    named = ", ".join(f"{name} {nbytes / 1e9:.1f} GB" for name, nbytes in parts)
-    room, who = short.room, "its rank needs" if short.room.ranks == 1 else f"its {short.room.ranks} ranks need"
-    return f"{room.host} has {room.free_bytes / 1e9:.1f} GB free, and {who} {short.needed / 1e9:.1f} GB ({named})"
+def describe_shortage(shortage: Shortage) -> str:
+    """Say how much memory a host has and how much its ranks need, with the three largest parts."""
+    largest = sorted(shortage.parts.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name} {nbytes / 1e9:.1f} GB" for name, nbytes in largest)
+    host, needed = shortage.host, f"{shortage.needed_bytes / 1e9:.1f} GB ({parts})"
+    who = "its rank needs" if host.ranks == 1 else f"its {host.ranks} ranks need"
+    return f"{host.host} has {host.free_bytes / 1e9:.1f} GB free, and {who} {needed}"
 
 
-def find_way(config: TrainConfig, rooms: RunMemory, of_rank: Foretell) -> str:
-    """What would make it fit, by trying: options first, those that cost the least time, then more hosts."""
-    room, ranks = min(rooms.hosts, key=lambda room: room.free_bytes), sum(room.ranks for room in rooms.hosts)
-    for changes in list_changes(config, 1 if rooms.independent else ranks):
-        if not find_shortage(replace(config, **changes), rooms, of_rank):
-            return f"add {_as_typed(changes)}"
-    hosts = ranks
-    while hosts <= 64:
-        more = replace(rooms, hosts=(HostMemory(room.host, 1, room.free_bytes),) * hosts)
-        smaller: dict[str, Any] = {"batch_size": max(1, config.batch_size * ranks // hosts)}
-        for changes in (smaller, *([smaller | {"shard": "optimizer"}] if _may_share(config, hosts) else [])):
-            if not find_shortage(replace(config, **changes), more, of_rank):
-                return f"take {hosts} hosts like {room.host}, a rank each: {_as_typed({'np': hosts} | changes)}"
-        hosts *= 2
+def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
+    """Return advice that makes the run fit: the options that cost the least time, else more hosts."""
+    smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
+    for changes in list_changes(config, 1 if memory.independent else ranks):
+        if not find_shortage(replace(config, **changes), memory, estimate):
+            return f"add {_format_options(changes)}"
+    count = ranks
+    while count <= 64:
+        more = replace(memory, hosts=(HostMemory(smallest.host, 1, smallest.free_bytes),) * count)
+        smaller: dict[str, Any] = {"batch_size": max(1, config.batch_size * ranks // count)}
+        for changes in (smaller, *([smaller | {"shard": "optimizer"}] if _can_shard(config, count) else [])):
+            if not find_shortage(replace(config, **changes), more, estimate):
+                options = _format_options({"np": count} | changes)
+                return f"take {count} hosts like {smallest.host} with one rank each: {options}"
+        count *= 2
     return "take a smaller model, or hosts with more memory"
 
 
-def _may_share(config: TrainConfig, ranks: int) -> bool:
-    sends = config.sync_every == 1 and config.grad_compression in ("auto", *SHARDED_COMPRESSIONS)
-    return sends and config.engine == "torch" and config.shard == "none" and ranks > 1
+def _can_shard(config: TrainConfig, ranks: int) -> bool:
+    """Whether --shard optimizer can be added to the options."""
+    exchanges = config.sync_every == 1 and config.grad_compression in ("auto", *SHARDED_COMPRESSIONS)
+    return exchanges and config.engine == "torch" and config.shard == "none" and ranks > 1
 
 
 def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
-    """Other options for the same updates, those that cost the least time first."""
-    halvings = [2**power for power in range(config.batch_size.bit_length()) if config.batch_size % 2**power == 0]
+    """Return sets of option changes that lead to the same updates with less memory, the cheapest in time first."""
+    divisors = [2**power for power in range(config.batch_size.bit_length()) if config.batch_size % 2**power == 0]
     smaller = [
         {"batch_size": config.batch_size // n, "gradient_accumulation": config.gradient_accumulation * n}
-        for n in halvings[1:]
+        for n in divisors[1:]
     ]
-    # A share of a step's time; of checkpoints, what their lack may cost.
-    shared = [(0.05, {"shard": "optimizer"})] * _may_share(config, ranks)
-    again = [(0.3, {"gradient_checkpointing": True})] * (config.engine == "torch" and not config.gradient_checkpointing)
-    unkept = [(0.5, {"checkpoint_every": 0})] * bool(config.checkpoint_every)
-    choices = [shared, [(0.08 * number, one) for number, one in enumerate(smaller, 1)], again, unkept]
+    # Each choice with its cost: the share by which a step takes longer; without checkpoints, what a loss may cost.
+    shards = [(0.05, {"shard": "optimizer"})] * _can_shard(config, ranks)
+    can_recompute = config.engine == "torch" and not config.gradient_checkpointing
+    recompute = [(0.3, {"gradient_checkpointing": True})] * can_recompute
+    no_checkpoints = [(0.5, {"checkpoint_every": 0})] * bool(config.checkpoint_every)
+    choices = [shards, [(0.08 * number, one) for number, one in enumerate(smaller, 1)], recompute, no_checkpoints]
     nothing: list[tuple[float, dict[str, Any]]] = [(0.0, {})]
-    ways = [tuple(zip(*some)) for some in product(*(nothing + choice for choice in choices))]
-    return [dict(ChainMap(*reversed(changes))) for _, changes in sorted(ways, key=lambda way: sum(way[0]))[1:]]
+    combined = [tuple(zip(*some)) for some in product(*(nothing + choice for choice in choices))]
+    return [dict(ChainMap(*reversed(changes))) for _, changes in sorted(combined, key=lambda one: sum(one[0]))[1:]]
 
 
-def _as_typed(changes: dict[str, Any]) -> str:
+def _format_options(changes: dict[str, Any]) -> str:
     return " ".join(f"--{name} {value}" for name, value in changes.items()).replace("_", "-").replace(" True", "")

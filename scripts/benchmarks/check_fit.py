@@ -17,7 +17,7 @@ from cpuft.serialization import load
 from cpuft.terminal import format_table
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
-from cpuft.train.memory import foretell_rank, look_up_shape
+from cpuft.train.memory import estimate_rank, find_shape
 from cpuft.train.model import find_model
 
 MOST_WRONG = 0.10
@@ -91,12 +91,12 @@ def plan_launch(case: Case, folder: Path, asked: argparse.Namespace, run_dir: Pa
     return ["launch", "--model", model, *rows, *size, *case.options, *own, *asked.options]
 
 
-def foretell(case: Case, record: Record) -> dict[str, int]:
+def estimate(case: Case, record: Record) -> dict[str, int]:
     """What the preparation of a run told of its first rank, by part."""
     config = load(TrainConfig, record.header.options)
     prepared = read_prepared(str(prepare(config)))
-    return foretell_rank(
-        look_up_shape(config, prepared.vocab_size), config, record.header.precision, prepared, case.ranks, True
+    return estimate_rank(
+        find_shape(config, prepared.vocab_size), config, record.header.precision, prepared, case.ranks, True
     )
 
 
@@ -131,7 +131,7 @@ def main() -> None:
             words = plan_launch(case, folder, asked, run_dir)
             subprocess.run([sys.executable, "-m", "cpuft", *words], check=True, stdout=subprocess.DEVNULL)
             record = read_record(str(run_dir))
-            parts = foretell(case, record)
+            parts = estimate(case, record)
             rows.append(format_row(case, record, sum(parts.values())))
             print(" ".join(rows[-1]), {part: f"{size / 1e9:.2f}" for part, size in parts.items()}, flush=True)
     print(format_table(COLUMNS, rows, "Peak memory of a rank, measured and foretold", left=1))

@@ -1,4 +1,4 @@
-"""What a rank will hold, against what is counted and what models have."""
+"""The estimate of a rank's memory, against what autograd keeps and models have; and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.archive import Prepared
 from cpuft.train.memory import (
     KNOWN_ERROR,
-    SHARED,
-    Largest,
-    Shape,
+    SHARED_BYTES,
+    LargestBatch,
+    ModelShape,
+    activation_bytes,
     check_fit,
-    find_largest,
+    estimate_memory,
+    find_largest_batch,
     find_shape,
     find_shortage,
-    find_way,
-    foretell,
-    kept_bytes,
     list_changes,
-    look_up_shape,
+    read_shape,
+    suggest_changes,
 )
 from tests.train.fast.encoders import KINDS, make_model
 from tests.train.kept import SIZES, count_kept, make_encoder, make_full_batch
@@ -36,8 +36,8 @@ from tests.train.tokens import make_tokens
 ENGINES: dict[str, dict[str, Any]] = {
     "fast": {},
     "plain": {"fast_path": False},
-    "again": {"gradient_checkpointing": True},
-    "plain again": {"fast_path": False, "gradient_checkpointing": True},
+    "recomputing": {"gradient_checkpointing": True},
+    "plain recomputing": {"fast_path": False, "gradient_checkpointing": True},
 }
 """Options by what they are called here."""
 
@@ -50,19 +50,19 @@ def test_activations_are_those_that_autograd_keeps(
 ) -> None:
     config = TrainConfig(precision=precision, dropout=dropout, **ENGINES[engine])
     model = make_encoder(layers, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-    shape = find_shape(model.config.to_dict(), dropout)
+    shape = read_shape(model.config.to_dict(), dropout)
     assert shape
-    batch = Largest(4, length, 4 * length)
-    kept, most = kept_bytes(
+    batch = LargestBatch(4, length, 4 * length)
+    kept, most = activation_bytes(
         shape, config.fast_path, config.gradient_checkpointing, 2 if precision == "bf16" else 4, batch
     )
     assert kept == pytest.approx(count_kept(model, make_full_batch(4, length), config), rel=0.02, abs=20_000)
     assert (most > kept) == (config.gradient_checkpointing and config.fast_path)
 
 
-def shape_of(layers: int) -> Shape:
+def shape_of(layers: int) -> ModelShape:
     settings: dict[str, Any] = {"model_type": "bert", "num_hidden_layers": layers, "type_vocab_size": 2, **SIZES}
-    shape = find_shape(settings)
+    shape = read_shape(settings)
     assert shape
     return shape
 
@@ -72,40 +72,40 @@ def test_padding_is_left_out_of_what_is_packed() -> None:
     batch = make_full_batch(4, 128, padding=64)
     tokens = int(batch["attention_mask"].sum())
     counted = count_kept(make_encoder(3), batch, config)
-    assert kept_bytes(shape, True, False, 4, Largest(4, 128, tokens))[0] == pytest.approx(counted, rel=0.03)
+    assert activation_bytes(shape, True, False, 4, LargestBatch(4, 128, tokens))[0] == pytest.approx(counted, rel=0.03)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_shape_has_the_numbers_of_its_model(kind: str) -> None:
+def test_a_shape_has_as_many_parameters_as_its_model(kind: str) -> None:
     model = make_model(kind)
-    shape = find_shape(model.config.to_dict())
+    shape = read_shape(model.config.to_dict())
     assert shape
     classifier = sum(
         p.numel() for name, p in model.named_parameters() if "out_proj" in name or name.startswith("classifier.weight")
     )
     wanted = sum(parameter.numel() for parameter in model.parameters()) - classifier
-    assert shape.linears + shape.others == pytest.approx(wanted, rel=0.02)
+    assert shape.linear_parameters + shape.other_parameters == pytest.approx(wanted, rel=0.02)
 
 
-def test_a_kind_that_is_not_known_has_no_shape() -> None:
+def test_an_unknown_architecture_has_no_shape() -> None:
     settings = {"model_type": "bert", "num_hidden_layers": 3, "type_vocab_size": 2, **SIZES}
-    assert find_shape(settings | {"model_type": "albert"}) is None
-    assert find_shape(settings | {"hidden_size": "many"}) is None
-    assert find_shape({}) is None
+    assert read_shape(settings | {"model_type": "albert"}) is None
+    assert read_shape(settings | {"hidden_size": "many"}) is None
+    assert read_shape({}) is None
 
 
-def test_of_a_model_of_no_known_shape_the_rest_is_told() -> None:
+def test_activations_of_an_unknown_architecture_are_left_out() -> None:
     config = TrainConfig(precision="bf16", fast_path=False, gradient_checkpointing=True)
-    told = foretell(Shape(1000, 10), config, "bf16", BATCH, BATCH, 1, False)
-    assert (told["weights"], told["moments"], told["activations"]) == (4040, 8080, 0)
+    found = estimate_memory(ModelShape(1000, 10), config, "bf16", BATCH, BATCH, 1, False)
+    assert (found["weights"], found["moments"], found["activations"]) == (4040, 8080, 0)
 
 
-BERT = Shape(85_054_464, 24_428_544, 12, 768, 3072, 12)
-BATCH = Largest(8, 128, 1024)
+BERT = ModelShape(85_054_464, 24_428_544, 12, 768, 3072, 12)
+BATCH = LargestBatch(8, 128, 1024)
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "keeps", "parts"),
+    ("options", "ranks", "writes_checkpoints", "parts"),
     [
         ({}, 1, True, {"weights": 267.8, "masters": 340.2, "moments": 875.9, "gradients": 267.8}),
         ({}, 2, False, {"weights": 267.8, "masters": 340.2, "gradients": 267.8, "checkpoint's copy": 0, "buffers": 64}),
@@ -121,46 +121,48 @@ BATCH = Largest(8, 128, 1024)
         ({"lora_rank": 16}, 1, True, {"weights": 267.8, "masters": 0, "moments": 14.2, "checkpoint's copy": 21.2}),
     ],
 )
-def test_parts(options: dict[str, Any], ranks: int, keeps: bool, parts: dict[str, float]) -> None:
+def test_the_estimate_of_each_part(
+    options: dict[str, Any], ranks: int, writes_checkpoints: bool, parts: dict[str, float]
+) -> None:
     config = TrainConfig(**{"precision": "bf16", **options})
-    told = foretell(BERT, config, config.precision, BATCH, BATCH, ranks, keeps)
-    assert {name: round(told[name] / 1e6, 1) for name in parts} == parts
+    found = estimate_memory(BERT, config, config.precision, BATCH, BATCH, ranks, writes_checkpoints)
+    assert {name: round(found[name] / 1e6, 1) for name in parts} == parts
 
 
-def test_logits_of_all_words_count_where_some_are_guessed() -> None:
-    def told(guessed: int, **options: Any) -> int:
+def test_logits_of_the_whole_vocabulary_count_where_tokens_are_masked() -> None:
+    def estimate(masked: int, **options: Any) -> int:
         config = TrainConfig(precision="bf16", **options)
-        batch = Largest(8, 128, 1024, True, guessed)
-        return foretell(words, config, "bf16", batch, Largest(1, 8, 8), 1, False)["activations"]
+        batch = LargestBatch(8, 128, 1024, True, masked)
+        return estimate_memory(shape, config, "bf16", batch, LargestBatch(1, 8, 8), 1, False)["activations"]
 
-    words = dataclasses.replace(BERT, words=30522)
-    assert told(2000) - told(1000) == 12 * 1000 * 30522
-    assert told(1000, gradient_checkpointing=True) > 12 * 1000 * 30522
+    shape = dataclasses.replace(BERT, vocab_size=30522)
+    assert estimate(2000) - estimate(1000) == 12 * 1000 * 30522
+    assert estimate(1000, gradient_checkpointing=True) > 12 * 1000 * 30522
 
 
-def test_layers_that_compute_again_leave_pieces() -> None:
-    def told(**options: Any) -> float:
+def test_recomputed_layers_leave_gaps_in_the_heap() -> None:
+    def estimate(**options: Any) -> float:
         config = TrainConfig(precision="bf16", **options)
-        parts = foretell(BERT, config, "bf16", BATCH, BATCH, 1, False)
+        parts = estimate_memory(BERT, config, "bf16", BATCH, BATCH, 1, False)
         return parts["process"] - 0.15 * (parts["moments"] + parts["gradients"] + parts["activations"])
 
     inner = 2 * (2 * 1024 * 768 + 2 * 1024 * 3072) + 8 * 1024
-    assert told(gradient_checkpointing=True) - told() == pytest.approx(
+    assert estimate(gradient_checkpointing=True) - estimate() == pytest.approx(
         2 * inner + 2 * 1024 * (3072 + 3 * 768), rel=0.01
     )
 
 
-def test_what_grows_and_what_does_not() -> None:
-    def told(rows: int, **options: Any) -> int:
+def test_activations_grow_with_the_batch() -> None:
+    def estimate(rows: int, **options: Any) -> int:
         config = TrainConfig(precision="bf16", **options)
-        batch = Largest(rows, 512, rows * 512)
-        return foretell(BERT, config, "bf16", batch, Largest(1, 8, 8), 2, False)["activations"]
+        batch = LargestBatch(rows, 512, rows * 512)
+        return estimate_memory(BERT, config, "bf16", batch, LargestBatch(1, 8, 8), 2, False)["activations"]
 
-    assert told(16) == pytest.approx(2 * told(8), rel=0.01)
-    assert told(8, gradient_checkpointing=True) < 0.5 * told(8)
-    eight, whole = (foretell(BERT, TrainConfig(), name, BATCH, BATCH, 1, False) for name in ("int8", "fp32"))
-    assert eight["activations"] - whole["activations"] == BERT.linears
-    assert foretell(Shape(0, 1000), TrainConfig(), "bf16", BATCH, BATCH, 2, False)["activations"] == 0
+    assert estimate(16) == pytest.approx(2 * estimate(8), rel=0.01)
+    assert estimate(8, gradient_checkpointing=True) < 0.5 * estimate(8)
+    eight, whole = (estimate_memory(BERT, TrainConfig(), name, BATCH, BATCH, 1, False) for name in ("int8", "fp32"))
+    assert eight["activations"] - whole["activations"] == BERT.linear_parameters
+    assert estimate_memory(ModelShape(0, 1000), TrainConfig(), "bf16", BATCH, BATCH, 2, False)["activations"] == 0
 
 
 GB = 10**9
@@ -175,7 +177,7 @@ def save_model(folder: Path, **sizes: int) -> TrainConfig:
     return TrainConfig(model=str(folder))
 
 
-def rooms(*free: float, ranks: int = 1, machine: str = "") -> RunMemory:
+def host_memory(*free: float, ranks: int = 1, machine: str = "") -> RunMemory:
     sizes = [round(one * GB) for one in free]
     hosts = (HostMemory(f"n{number}", ranks, size, machine, size) for number, size in enumerate(sizes, 1))
     return RunMemory(tuple(hosts), "bf16")
@@ -188,25 +190,25 @@ PARTS = "(checkpoint's copy 1.3 GB, activations 1.2 GB, process 0.9 GB)"
     ("free", "options", "said"),
     [
         (
-            rooms(3.0),
+            host_memory(3.0),
             {},
             f"n1 has 3.0 GB free, and its rank needs 5.1 GB {PARTS}: "
             "add --batch-size 8 --gradient-accumulation 4 --checkpoint-every 0",
         ),
         (
-            rooms(3.0, 3.0),
+            host_memory(3.0, 3.0),
             {},
             f"n1 has 3.0 GB free, and its rank needs 5.2 GB {PARTS}: "
             "add --shard optimizer --batch-size 16 --gradient-accumulation 2 --checkpoint-every 0",
         ),
         (
-            rooms(4.0, ranks=2),
+            host_memory(4.0, ranks=2),
             {"checkpoint_every": 0.0, "gradient_checkpointing": True, "batch_size": 1},
             "n1 has 4.0 GB free, and its 2 ranks need 4.9 GB (moments 1.8 GB, process 1.5 GB, masters 0.7 GB): "
-            "take 2 hosts like n1, a rank each: --np 2 --batch-size 1",
+            "take 2 hosts like n1 with one rank each: --np 2 --batch-size 1",
         ),
         (
-            rooms(0.2),
+            host_memory(0.2),
             {},
             f"n1 has 0.2 GB free, and its rank needs 5.1 GB {PARTS}: take a smaller model, or hosts with more memory",
         ),
@@ -220,51 +222,60 @@ def test_refusals(free: RunMemory, options: dict[str, Any], said: str, tmp_path:
 
 
 def test_bert_base_fits_where_it_has_run(tmp_path: Path) -> None:
-    check_fit(save_model(tmp_path), PREPARED, rooms(8.0))
-    check_fit(save_model(tmp_path), PREPARED, rooms(8.0, 8.0, 16.0, ranks=1))
+    check_fit(save_model(tmp_path), PREPARED, host_memory(8.0))
+    check_fit(save_model(tmp_path), PREPARED, host_memory(8.0, 8.0, 16.0, ranks=1))
 
 
-def of_a_gigabyte(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
-    """What a rank holds here: 1 GB of anything, of activations as many as rows, and a copy where it keeps some."""
-    rows = config.batch_size / 32 * (0.1 if config.gradient_checkpointing else 1.0)
-    return {"process": GB, "activations": int(rows * GB), "copy": GB * (keeps and bool(config.checkpoint_every))}
+def estimate_gigabytes(config: TrainConfig, ranks: int, writes_checkpoints: bool) -> dict[str, int]:
+    """1 GB for the process, 1 GB of activations for 32 examples, and 1 GB where the rank writes checkpoints."""
+    batches = config.batch_size / 32 * (0.1 if config.gradient_checkpointing else 1.0)
+    return {
+        "process": GB,
+        "activations": int(batches * GB),
+        "copy": GB * (writes_checkpoints and bool(config.checkpoint_every)),
+    }
 
 
 def test_the_host_that_lacks_most_is_named() -> None:
-    short = find_shortage(TrainConfig(), rooms(2.5, 1.5, 1.9), of_a_gigabyte)
+    short = find_shortage(TrainConfig(), host_memory(2.5, 1.5, 1.9), estimate_gigabytes)
     assert short
-    assert (short.room.host, short.needed, short.parts["copy"]) == ("n2", 3 * GB, GB)  # a third host keeps nothing
-    assert find_shortage(TrainConfig(), rooms(3.0, 3.0, 2.0), of_a_gigabyte) is None
+    # The third host writes no checkpoints.
+    assert (short.host.host, short.needed_bytes, short.parts["copy"]) == ("n2", 3 * GB, GB)
+    assert find_shortage(TrainConfig(), host_memory(3.0, 3.0, 2.0), estimate_gigabytes) is None
 
 
-def test_what_libraries_share_counts_once_a_host() -> None:
-    needed = 3 * GB + 2 * (2 * GB - SHARED)
-    assert find_shortage(TrainConfig(), rooms(needed / GB, ranks=3), of_a_gigabyte) is None
-    short = find_shortage(TrainConfig(), rooms(needed / GB - 0.001, ranks=3), of_a_gigabyte)
+def test_shared_libraries_count_once_for_each_host() -> None:
+    needed = 3 * GB + 2 * (2 * GB - SHARED_BYTES)
+    assert find_shortage(TrainConfig(), host_memory(needed / GB, ranks=3), estimate_gigabytes) is None
+    short = find_shortage(TrainConfig(), host_memory(needed / GB - 0.001, ranks=3), estimate_gigabytes)
     assert short
-    assert short.needed == needed
+    assert short.needed_bytes == needed
 
 
 def test_hosts_of_one_machine_share_its_memory() -> None:
-    assert find_shortage(TrainConfig(), rooms(4.0, 4.0), of_a_gigabyte) is None
-    short = find_shortage(TrainConfig(), rooms(4.0, 4.0, machine="m"), of_a_gigabyte)
+    assert find_shortage(TrainConfig(), host_memory(4.0, 4.0), estimate_gigabytes) is None
+    short = find_shortage(TrainConfig(), host_memory(4.0, 4.0, machine="m"), estimate_gigabytes)
     assert short
-    assert (short.room.host, short.room.ranks, short.needed) == ("the machine of n1, n2", 2, 6 * GB - SHARED)
+    assert (short.host.host, short.host.ranks, short.needed_bytes) == (
+        "the machine of n1, n2",
+        2,
+        6 * GB - SHARED_BYTES,
+    )
 
 
-def test_ranks_apart_keep_nothing_and_are_alone() -> None:
+def test_independent_ranks_write_no_checkpoints() -> None:
     seen = []
 
-    def note(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
-        seen.append((ranks, keeps))
+    def note(config: TrainConfig, ranks: int, writes_checkpoints: bool) -> dict[str, int]:
+        seen.append((ranks, writes_checkpoints))
         return {"process": GB}
 
-    find_shortage(TrainConfig(), dataclasses.replace(rooms(4.0, 4.0), independent=True), note)
+    find_shortage(TrainConfig(), dataclasses.replace(host_memory(4.0, 4.0), independent=True), note)
     assert set(seen) == {(1, False)}
 
 
 @pytest.mark.parametrize(
-    ("free", "way"),
+    ("free", "advice"),
     [
         (2.6, "add --batch-size 16 --gradient-accumulation 2"),
         (2.3, "add --batch-size 8 --gradient-accumulation 4"),
@@ -274,16 +285,16 @@ def test_ranks_apart_keep_nothing_and_are_alone() -> None:
         (0.9, "take a smaller model, or hosts with more memory"),
     ],
 )
-def test_what_costs_least_is_told_first(free: float, way: str) -> None:
-    assert find_way(TrainConfig(), rooms(free), of_a_gigabyte) == way
+def test_the_cheapest_changes_are_suggested(free: float, advice: str) -> None:
+    assert suggest_changes(TrainConfig(), host_memory(free), estimate_gigabytes) == advice
 
 
 def test_more_hosts_share_the_batch() -> None:
-    def only_rows_count(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
+    def only_rows_count(config: TrainConfig, ranks: int, writes_checkpoints: bool) -> dict[str, int]:
         return {"activations": config.batch_size * config.gradient_accumulation * GB}
 
-    way = find_way(TrainConfig(), rooms(9.0, ranks=2), only_rows_count)
-    assert way == "take 8 hosts like n1, a rank each: --np 8 --batch-size 8"
+    advice = suggest_changes(TrainConfig(), host_memory(9.0, ranks=2), only_rows_count)
+    assert advice == "take 8 hosts like n1 with one rank each: --np 8 --batch-size 8"
 
 
 def test_changes_leave_the_updates_as_they_are() -> None:
@@ -297,29 +308,29 @@ def test_changes_leave_the_updates_as_they_are() -> None:
 def test_the_largest_batch_is_that_of_the_longest_rows() -> None:
     tokens = make_tokens([5, 9, 2, 7, 3, 8, 1, 4])
     config = TrainConfig(batch_size=2, epochs=1.0)
-    assert find_largest(tokens, config, 1) == Largest(2, 9, 17)
-    assert find_largest(tokens, config, 2) == Largest(2, 9, 16)  # neighbours in length go to different ranks
+    assert find_largest_batch(tokens, config, 1) == LargestBatch(2, 9, 17)
+    assert find_largest_batch(tokens, config, 2) == LargestBatch(2, 9, 16)  # neighbours in length go to different ranks
     padded = dataclasses.replace(config, padding="max_length")
-    assert find_largest(tokens, padded, 4).length == 128
-    assert find_largest(tokens, dataclasses.replace(config, batch_size=100), 1) == Largest(8, 9, 39)
+    assert find_largest_batch(tokens, padded, 4).length == 128
+    assert find_largest_batch(tokens, dataclasses.replace(config, batch_size=100), 1) == LargestBatch(8, 9, 39)
 
 
 @pytest.mark.parametrize("settings", ['{"model_type": "albert", "hidden_size": 64}', "{"])
-def test_a_model_of_another_kind_is_as_large_as_its_file(settings: str, tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_as_large_as_its_file(settings: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(settings)
     (tmp_path / "model.safetensors").write_bytes(bytes(4000))
-    assert look_up_shape(TrainConfig(model=str(tmp_path)), 0) == Shape(0, 1000)
+    assert find_shape(TrainConfig(model=str(tmp_path)), 0) == ModelShape(0, 1000)
 
 
-def test_rooms_travel() -> None:
-    told = rooms(1.0, 2.0, machine="it's")
-    assert split_run_memory([*format_run_memory(told), "--task=demo"]) == (told, ["--task=demo"])
+def test_host_memory_is_passed_as_an_argument() -> None:
+    found = host_memory(1.0, 2.0, machine="it's")
+    assert split_run_memory([*format_run_memory(found), "--task=demo"]) == (found, ["--task=demo"])
     assert split_run_memory(["--task=demo"]) == (None, ["--task=demo"])
-    assert format_run_memory(rooms(1.0, 0.0)) == ()
+    assert format_run_memory(host_memory(1.0, 0.0)) == ()
 
 
 def run_prepare(output: Path, free: float) -> subprocess.CompletedProcess[str]:
-    words = [*format_run_memory(rooms(free)), "--task=demo", "--max-train-samples=64"]
+    words = [*format_run_memory(host_memory(free)), "--task=demo", "--max-train-samples=64"]
     command = [sys.executable, "-m", "cpuft.train.data.prepare", str(output), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
@@ -335,15 +346,15 @@ def test_the_preparation_ends_with_one_line(own_cache: None, tmp_path: Path) -> 
 
 
 def test_what_may_fit_is_not_refused() -> None:
-    def needs(config: TrainConfig, ranks: int, keeps: bool) -> dict[str, int]:
+    def needs(config: TrainConfig, ranks: int, writes_checkpoints: bool) -> dict[str, int]:
         return {"process": GB}
 
-    assert find_shortage(TrainConfig(), rooms(0.95), needs) is not None
-    assert find_shortage(TrainConfig(), rooms(0.95), needs, 1 - KNOWN_ERROR) is None
+    assert find_shortage(TrainConfig(), host_memory(0.95), needs) is not None
+    assert find_shortage(TrainConfig(), host_memory(0.95), needs, 1 - KNOWN_ERROR) is None
 
 
 def test_an_untrained_model_is_as_large_as_its_configuration() -> None:
-    found = look_up_shape(TrainConfig(from_config="bert-large"), 30522)
+    found = find_shape(TrainConfig(from_config="bert-large"), 30522)
     assert (found.layers, found.hidden, found.inner) == (24, 1024, 4096)
     # As published, without a head: 335 million.
-    assert found.linears + found.others == pytest.approx(335e6, rel=0.005)
+    assert found.linear_parameters + found.other_parameters == pytest.approx(335e6, rel=0.005)
