@@ -171,7 +171,7 @@ def find_python(pythons: dict[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClusterFacts:
     """What planning a cluster of servers needs to know."""
 
     servers: tuple[tuple[Member, ServerFacts], ...]
@@ -195,13 +195,13 @@ class Facts:
     renewal: str = ""
     until: int = 0
     """These three are as in the registry entry."""
-    may_lose_master: bool = False
+    can_lose_head: bool = False
     """Whether every server must be able to replace the head host."""
 
     @property
-    def masters(self) -> tuple[tuple[Member, ServerFacts], ...]:
+    def head_hosts(self) -> tuple[tuple[Member, ServerFacts], ...]:
         """The servers that log in to all others: the head host, or all servers if each may have to replace it."""
-        return self.servers if self.may_lose_master else self.servers[:1]
+        return self.servers if self.can_lose_head else self.servers[:1]
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -214,7 +214,7 @@ class Facts:
         return make_stamp(self.pins, self.supply.wheels)
 
 
-def check_servers(config: HostsConfig, facts: Facts) -> None:
+def check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
     """Raise CpuftError if servers cannot be provisioned. The message names each of them, with the reason."""
     wheels = facts.supply.wheels
     # Each wheel takes its own size and about three times that when unpacked; 100 MB are for work files.
@@ -226,7 +226,7 @@ def check_servers(config: HostsConfig, facts: Facts) -> None:
         raise CpuftError("; ".join(problem for problem in problems if problem))
 
 
-def plan_servers(config: HostsConfig, facts: Facts) -> Plan:
+def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """Plan what is missing on the servers and on this machine. Raise CpuftError as `check_servers`."""
     check_servers(config, facts)
     stages = [*_plan_entry(config, facts), list(facts.supply.missing)]
@@ -243,7 +243,7 @@ def plan_servers(config: HostsConfig, facts: Facts) -> Plan:
     return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes), facts.ways)
 
 
-def _plan_entry(config: HostsConfig, facts: Facts) -> list[list[Step]]:
+def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     """Plan the registry entry and ssh files. They come first, so that `down` finds what a killed run left behind."""
     base, members = facts.directory, facts.members
     python, there = f"{config.prefix}/env/bin/python", f"{cluster_dir(config)}/ssh_config"
@@ -260,7 +260,7 @@ def _plan_entry(config: HostsConfig, facts: Facts) -> list[list[Step]]:
     return [[step] for step in plan_files(texts, facts.files, "register the cluster and the host keys of its hosts")]
 
 
-def _plan_hostfile(config: HostsConfig, facts: Facts) -> list[Step]:
+def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     """Plan the hostfile, and the lock file beside it, which says what was installed on which hardware."""
     now: dict[str, dict[str, object]] = {
         member.address: {"cpu": own.cpu, "cores": own.cores, "kernel": own.kernel, "python": own.python}
@@ -306,9 +306,9 @@ def _key_comment(config: HostsConfig) -> str:
     return f"cpuft-{config.name}"
 
 
-def plan_hosts(config: HostsConfig, facts: Facts) -> list[list[Step]]:
+def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     """Plan what is missing on the servers. The key of a head host is generated there and never leaves it."""
-    keys = [own.key for _, own in facts.masters if own.key]
+    keys = [own.key for _, own in facts.head_hosts if own.key]
     keygen = ("sh", "-c", KEYGEN, "keygen", f"{cluster_dir(config)}/id_ed25519", _key_comment(config))
     command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, facts.stamp, *facts.pins)
     install = [
@@ -322,11 +322,11 @@ def plan_hosts(config: HostsConfig, facts: Facts) -> list[list[Step]]:
         if (new := [f"{key}\n" for key in keys if key not in found.authorized])
     ]
     why = "generate the cluster's own key"
-    make_keys = [Step(why, keygen, host=member.address) for member, own in facts.masters if not own.key]
+    make_keys = [Step(why, keygen, host=member.address) for member, own in facts.head_hosts if not own.key]
     return [make_keys, *_plan_wheels(config, facts), install, login, _plan_ssh_files(config, facts)]
 
 
-def _plan_wheels(config: HostsConfig, facts: Facts) -> list[list[Step]]:
+def _plan_wheels(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     """Plan sending wheels to the servers that will install an environment, a few at a time."""
     missing = {
         wheel: [
@@ -351,20 +351,20 @@ def _plan_wheels(config: HostsConfig, facts: Facts) -> list[list[Step]]:
     return stages
 
 
-def _plan_ssh_files(config: HostsConfig, facts: Facts) -> list[Step]:
+def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     """Plan the files by which the head host reaches all hosts."""
     folder = cluster_dir(config)
     python = f"{config.prefix}/env/bin/python"
     texts = format_inside(facts.members, folder, python, facts.notice, facts.renewal)
     return [
         plan_file(f"{folder}/{name}", text, "configure how the head host reaches the hosts", host=member.address)
-        for member, own in facts.masters
+        for member, own in facts.head_hosts
         for name, text in texts.items()
         if own.sums.get(name) != hash_text(text)
     ]
 
 
-def plan_servers_down(config: HostsConfig, facts: Facts) -> Plan:
+def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """Plan removing environment, wheels, key and its authorization from the servers, then the files here."""
     comment = _key_comment(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, comment, WORK_ROOT)
@@ -378,7 +378,7 @@ def plan_servers_down(config: HostsConfig, facts: Facts) -> Plan:
     return Plan(tuple(stage for stage in stages if stage), ways=facts.ways)
 
 
-class Servers(Provider[HostsConfig, Facts]):
+class Servers(Provider[HostsConfig, ClusterFacts]):
     """A cluster of existing servers that are reached over ssh."""
 
     kind = "hosts"
@@ -406,7 +406,7 @@ class Servers(Provider[HostsConfig, Facts]):
     def confirm(self, ask: Ask) -> None:
         """Fetch the host keys of new servers and ask whether each is right. Known keys are never replaced."""
         unknown = [member for member in self.members if member.known_name not in self.keys]
-        with self._door(self._find_bastions()) as transport:
+        with self._temporary_transport(self._find_bastions()) as transport:
             shown = map_hosts(lambda member: scan_host_key(Host(member.address), transport.config), unknown)
         for member, key in zip(unknown, shown):
             question = f"{member.address} shows the key {key.split()[0]} {fingerprint(key)}. Is that right?"
@@ -423,7 +423,7 @@ class Servers(Provider[HostsConfig, Facts]):
         return tuple((jump.name, login) for jump, login in found)
 
     @contextmanager
-    def _door(self, bastions: Bastions) -> Iterator[Transport]:
+    def _temporary_transport(self, bastions: Bastions) -> Iterator[Transport]:
         """Provide a transport to the servers whose ssh configuration is in memory, so that nothing is written."""
         with open_memory() as config, open_memory() as known:
             folder = f"/proc/{os.getpid()}/fd"
@@ -441,24 +441,24 @@ class Servers(Provider[HostsConfig, Facts]):
         """Return the servers with those of their host keys that are accepted."""
         return tuple(replace(member, key=self.keys.get(member.known_name, "")) for member in self.members)
 
-    def gather(self) -> Facts:
+    def gather(self) -> ClusterFacts:
         """Examine the servers and this machine. Raise CpuftError that names every server that failed."""
         bastions = self._find_bastions()
-        with self._door(bastions) as transport:
-            facts = replace(self._look(transport), bastions=bastions)
+        with self._temporary_transport(bastions) as transport:
+            facts = replace(self._examine(transport), bastions=bastions)
         check_servers(self.config, facts)
         python = "" if self.config.pins else find_python({member.address: own.python for member, own in facts.servers})
         supply = gather_supply(self.directory / "wheels", self.config.wheels, python, self.environ)
         pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
         return replace(facts, supply=supply, pins=pins)
 
-    def gather_remains(self) -> Facts:
+    def gather_remains(self) -> ClusterFacts:
         """Examine the servers with the ssh configuration in the cluster's directory, if that exists."""
         if self.directory.exists():
-            return self._look(self._make_transport())
-        return Facts((), {}, str(self.directory), self.hostfile)
+            return self._examine(self._make_transport())
+        return ClusterFacts((), {}, str(self.directory), self.hostfile)
 
-    def _look(self, transport: Transport) -> Facts:
+    def _examine(self, transport: Transport) -> ClusterFacts:
         """Examine the servers, and read the cluster's files on this machine."""
         surveys = map_hosts(partial(self._survey, transport), self.members)
         lock = Path(f"{self.hostfile}.lock")
@@ -469,7 +469,7 @@ class Servers(Provider[HostsConfig, Facts]):
             member.address: tuple(permanent.get(word, word) for word in transport.command_prefix(Host(member.address)))
             for member in self.members
         }
-        return Facts(tuple(zip(self._list_members(), surveys)), files, str(self.directory), self.hostfile, ways)
+        return ClusterFacts(tuple(zip(self._list_members(), surveys)), files, str(self.directory), self.hostfile, ways)
 
     def _survey(self, transport: Transport, member: Member) -> ServerFacts:
         """Run servers_survey.sh on a server. Raise CpuftError if that fails."""
@@ -490,11 +490,11 @@ class Servers(Provider[HostsConfig, Facts]):
             ) from None
         return parse_pins(text, self.config.pins)
 
-    def plan(self, facts: Facts) -> Plan:
+    def plan(self, facts: ClusterFacts) -> Plan:
         """Plan what is missing."""
         return plan_servers(self.config, facts)
 
-    def plan_down(self, facts: Facts) -> Plan:
+    def plan_down(self, facts: ClusterFacts) -> Plan:
         """Plan the removal of everything that is left on the servers and here."""
         return plan_servers_down(self.config, facts)
 

@@ -20,7 +20,7 @@ from cpuft.hosts.registry import Entry, format_entry
 from cpuft.hosts.ssh_config import Member
 from cpuft.provision.cluster_files import check_prefix, plan_removal
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.servers import Facts, ServerFacts, parse_lock, plan_servers_down
+from cpuft.provision.servers import ClusterFacts, ServerFacts, parse_lock, plan_servers_down
 from cpuft.provision.wheels import INSTALL
 from tests.provision.simulated import needs_root
 
@@ -201,7 +201,7 @@ def server(tmp_path: Path) -> Path:
 def take_down(server: Path) -> subprocess.CompletedProcess[str]:
     """The step of `provision down` that runs on a server, with this folder as its root."""
     config = HostsConfig(hosts="a", name="lab", prefix=f"{server}/opt/cpuft")
-    facts = Facts(((Member("a", "a"), ServerFacts(marked=True)),), {}, "/state/lab", "/h/hostfiles/lab")
+    facts = ClusterFacts(((Member("a", "a"), ServerFacts(marked=True)),), {}, "/state/lab", "/h/hostfiles/lab")
     ((step,),) = plan_servers_down(config, facts).stages
     words = [str(server / "tmp") if word == "/var/tmp" else word for word in step.command]
     environ = dict(os.environ) | {"HOME": str(server / "home")}

@@ -14,7 +14,7 @@ from cpuft.plan import Plan
 from cpuft.provision import servers
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.servers import (
-    Facts,
+    ClusterFacts,
     ServerFacts,
     check_server,
     describe_server,
@@ -57,8 +57,8 @@ authorized ssh-ed25519 OTHER me@here
 """
 
 
-def make_facts(servers: tuple[ServerFacts, ...], **more: Any) -> Facts:
-    facts = Facts(tuple(zip(MEMBERS, servers)), {}, "/state/lab", "/h/hostfiles/lab")
+def make_facts(servers: tuple[ServerFacts, ...], **more: Any) -> ClusterFacts:
+    facts = ClusterFacts(tuple(zip(MEMBERS, servers)), {}, "/state/lab", "/h/hostfiles/lab")
     return replace(facts, supply=Supply(WHEELS), pins=PINS, **more)
 
 
@@ -99,7 +99,7 @@ def test_every_server_can_replace_a_head_host_that_may_be_lost() -> None:
     tell, other = "b: configure how the head host reaches the hosts", "ssh-ed25519 OTHER cpuft-lab"
 
     def list_steps(*servers: ServerFacts) -> list[tuple[str, str]]:
-        plan = plan_whole(servers, may_lose_master=True)
+        plan = plan_whole(servers, can_lose_head=True)
         return [(f"{step.host}: {step.why}", step.stdin) for stage in plan.stages for step in stage]
 
     bare = list_steps(DONE, replace(DONE, key="", sums={}))

@@ -23,7 +23,7 @@ from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import find_notice_url, list_options
 from cpuft.provision.cluster_files import read_raw
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.servers import Facts, ServerFacts, Servers
+from cpuft.provision.servers import ClusterFacts, ServerFacts, Servers
 
 _HOST_KEY_SCRIPT = Path(__file__).with_name("host_key.sh").read_text(encoding="utf-8")
 _OWN_COMMENT = "cpuft-own"
@@ -111,17 +111,17 @@ class Nodes(Servers):
         self._timers: dict[str, Timer] = {}
         """What each instance said last about its lease, by private address."""
 
-    def _look(self, transport: Transport) -> Facts:
-        facts = super()._look(transport)
+    def _examine(self, transport: Transport) -> ClusterFacts:
+        facts = super()._examine(transport)
         self._read_timers(transport)
         servers = tuple(
             (replace(member, key=choose_keys(self._shared_key, own.host_keys)), own) for member, own in facts.servers
         )
         facts = replace(facts, servers=servers, kind=self.kind, options=list_options(self._aws_config))
-        facts = replace(facts, until=self._until, renewal=RENEW_COMMAND, may_lose_master=True)
+        facts = replace(facts, until=self._until, renewal=RENEW_COMMAND, can_lose_head=True)
         return replace(facts, notice=find_notice_url(self._aws_config))
 
-    def plan(self, facts: Facts) -> Plan:
+    def plan(self, facts: ClusterFacts) -> Plan:
         """Plan scheduling shutdowns that are not scheduled, then what is missing, then the rotation of host keys."""
         plan = super().plan(facts)
         rotation = () if plan.stages else plan_rotation(facts.servers, self._shared_key)
@@ -155,7 +155,7 @@ class Nodes(Servers):
 
         Raises LeaseError that names each instance that still would not terminate itself.
         """
-        with self._door(()) as transport:
+        with self._temporary_transport(()) as transport:
             try:
                 self._read_timers(transport)
                 for step in self._plan_shutdowns():
@@ -181,7 +181,7 @@ class Nodes(Servers):
         Raises CpuftError when some do not within `seconds`, or when one shows an unexpected host key.
         """
         end = now() + seconds
-        with self._door(()) as transport:
+        with self._temporary_transport(()) as transport:
             while True:
                 answers = try_hosts(lambda one: transport.run(Host(one.address), ("true",)), self.members)
                 errors = [one for one in answers if isinstance(one, CpuftError)]

@@ -56,7 +56,7 @@ from cpuft.provision.aws.price import (
 )
 from cpuft.provision.base import Ask, Provider, Say, run_stages
 from cpuft.provision.cluster_files import read_files
-from cpuft.provision.servers import Facts as ServersFacts
+from cpuft.provision.servers import ClusterFacts
 
 _BOOT_SECONDS = 300.0
 """Time limit for instances to reach the state "running", and again to accept ssh connections."""
@@ -87,7 +87,7 @@ class AwsFacts:
     """What exists in AWS, and what the instances say about themselves once all of them run."""
 
     rental: RentalFacts
-    servers: ServersFacts | None = None
+    servers: ClusterFacts | None = None
 
 
 class Aws(Provider[AwsConfig, AwsFacts]):
@@ -179,7 +179,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             on_demand=self._uses_on_demand,
         )
 
-    def _gather_servers(self, resources: Resources) -> ServersFacts:
+    def _gather_servers(self, resources: Resources) -> ClusterFacts:
         nodes = self._make_nodes(resources)
         if self._waits:
             nodes.wait(_BOOT_SECONDS, self.services.now, self.services.sleep)

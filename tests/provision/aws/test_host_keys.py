@@ -30,7 +30,7 @@ def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
     """Else what is done to it, as root, would be done here: one of another network may have this machine's address."""
     one = Instance("i-1", "lab", "running", "t", "z", "127.0.0.1", "127.0.0.1", False, 0.0, 0.0, 0, 0, 0)
     nodes = Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(tmp_path)}, "hostfile")
-    with nodes._door(()) as transport:
+    with nodes._temporary_transport(()) as transport:
         assert transport.command_prefix(Host("127.0.0.1"))[0] == "ssh"
     assert nodes._make_transport().never_here
 
