@@ -1,4 +1,4 @@
-"""Evaluation sharded over ranks: each sees its share of the rows, all get the metrics of the whole."""
+"""Evaluation: each rank predicts its share of the validation examples; all ranks get the metrics of all of them."""
 
 from __future__ import annotations
 
@@ -13,65 +13,67 @@ import torch
 from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
-from cpuft.train.loop import Loop
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
 from cpuft.train.process_group import gather
+from cpuft.train.setup import TrainingSetup
+
+BatchPredictions = tuple[Indices, Predictions]
+"""The numbers of a batch's examples, and the predictions for them."""
 
 
-def evaluate(loop: Loop, step: int) -> EvaluationLine:
-    """Metrics of all validation splits, the same on every rank. A collective: all ranks call it."""
+def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
+    """Return the metrics of all validation splits after a step, the same on every rank. Collective."""
     start = time.perf_counter()
-    loop.model.eval()
+    setup.model.eval()
     metrics: dict[str, float] = {}
-    for suffix, tokens in loop.prepared.validation.items():
-        found = loop.objective.compute_metrics(_all_answers(loop, tokens), tokens)
+    for suffix, tokens in setup.prepared.validation.items():
+        found = setup.objective.compute_metrics(_predict_on_all_ranks(setup, tokens), tokens)
         metrics |= {name + suffix: value for name, value in found.items()}
-    loop.model.train()
-    rows = sum(len(tokens) for tokens in loop.prepared.validation.values())
-    return EvaluationLine(step, metrics, rows, time.perf_counter() - start)
+    setup.model.train()
+    examples = sum(len(tokens) for tokens in setup.prepared.validation.values())
+    return EvaluationLine(step, metrics, examples, time.perf_counter() - start)
 
 
-Part = tuple[Indices, Predictions]
-"""Rows of a batch, and what is known of them."""
+def _predict_on_all_ranks(setup: TrainingSetup, tokens: Tokens) -> Predictions:
+    """Return the predictions for all examples in their order. Collective."""
+    batches = plan_batches(tokens, setup.config.eval_batch_size, setup.world.size)[setup.world.rank]
+    with autocast(setup.precision):
+        own = predict_batches(partial(setup.objective.predict, setup.model), setup.objective, tokens, batches)
+    return join([batch for batches in gather(own) for batch in batches])
 
 
-def _all_answers(loop: Loop, tokens: Tokens) -> Predictions:
-    """The answers to every row, in the rows' order."""
-    batches = plan_batches(tokens, loop.config.eval_batch_size, loop.world.size)[loop.world.rank]
-    with autocast(loop.precision):
-        own = answer(partial(loop.objective.predict, loop.model), loop.objective, tokens, batches)
-    return join([part for parts in gather(own) for part in parts])
-
-
-def ask_all(
-    model: torch.nn.Module, objective: Objective, tokens: Tokens, size: int, ranks: int, precision: str
+def compute_outputs(
+    model: torch.nn.Module, objective: Objective, tokens: Tokens, batch_size: int, ranks: int, precision: str
 ) -> Predictions:
-    """The head's outputs for every row, in the rows' order, from the same batches as in the evaluation on `ranks`."""
-    batches = chain(*plan_batches(tokens, size, ranks))
+    """Return the head's outputs for all examples in their order, computed on this process alone.
+
+    The batches are those of an evaluation on `ranks` ranks, so that the outputs are the same to the bit.
+    """
+    batches = chain(*plan_batches(tokens, batch_size, ranks))
     with autocast(precision):
-        return join(answer(partial(objective.outputs, model), objective, tokens, batches))
+        return join(predict_batches(partial(objective.outputs, model), objective, tokens, batches))
 
 
-def plan_batches(tokens: Tokens, size: int, ranks: int) -> list[list[Indices]]:
-    """Each rank's batches: rows are sorted by length and dealt to the ranks."""
+def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
+    """Return each rank's batches: examples are sorted by length and dealt to the ranks in turn."""
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]
-    return [[share[start : start + size] for start in range(0, len(share), size)] for share in shares]
+    return [[share[start : start + batch_size] for start in range(0, len(share), batch_size)] for share in shares]
 
 
-def answer(
-    ask: Callable[[Batch], Predictions], objective: Objective, tokens: Tokens, batches: Iterable[Indices]
-) -> list[Part]:
-    """What `ask` gives for the rows of each batch, without gradients."""
+def predict_batches(
+    predict: Callable[[Batch], Predictions], objective: Objective, tokens: Tokens, batches: Iterable[Indices]
+) -> list[BatchPredictions]:
+    """Call `predict` with each batch, without gradients, and return the results with the examples' numbers."""
     with torch.inference_mode():
-        return [(rows, ask(objective.make_batch(tokens, rows))) for rows in batches]
+        return [(examples, predict(objective.make_batch(tokens, examples))) for examples in batches]
 
 
-def join(parts: Sequence[Part]) -> Predictions:
-    """What is known of all rows, in their order; of batches of shorter rows, -1 stands where others have more."""
-    width = max(answers.shape[1] for _, answers in parts)
-    whole = np.full((sum(len(rows) for rows, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)
-    for rows, answers in parts:
-        whole[rows, : answers.shape[1]] = answers
+def join(parts: Sequence[BatchPredictions]) -> Predictions:
+    """Return the predictions of all batches in the order of examples; shorter ones are filled up with -1."""
+    width = max(predictions.shape[1] for _, predictions in parts)
+    whole = np.full((sum(len(examples) for examples, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)
+    for examples, predictions in parts:
+        whole[examples, : predictions.shape[1]] = predictions
     return whole

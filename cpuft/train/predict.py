@@ -36,7 +36,7 @@ from cpuft.train.data.sources import (
 )
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
 from cpuft.train.reporter import format_metrics
-from cpuft.train.startup import hurry, settle
+from cpuft.train.startup import pause_garbage_collection, resume_garbage_collection
 
 Outputs = NDArray[np.float32]
 """A head's, of all rows: shape (rows, classes), of tags (rows, longest row, classes)."""
@@ -274,10 +274,10 @@ def answer(
 ) -> tuple[dict[str, Outputs], dict[str, float]]:
     """The head's outputs of each split, and the metrics of those that have labels."""
     # They bring torch, which bad input need not wait for.
-    from cpuft.train.evaluate import ask_all
+    from cpuft.train.evaluate import compute_outputs
     from cpuft.train.fast.acceleration import patch_model
     from cpuft.train.objective.table import make_objective
-    from cpuft.train.run import read_cpu
+    from cpuft.train.precision import read_cpu
 
     wanted = run.precision if asked.precision == "auto" else asked.precision
     # 8 bits are for training only.
@@ -286,11 +286,11 @@ def answer(
     model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)).eval()
     if train.fast_path and not train.compile and train.engine == "torch":
         patch_model(model, precision.name)
-    settle()
+    resume_garbage_collection()
     start, outputs, found = time.perf_counter(), dict[str, Outputs](), dict[str, float]()
     for suffix, tokens in prepared.validation.items():
         size = asked.batch_size or train.eval_batch_size
-        outputs[suffix] = ask_all(model, objective, tokens, size, run.ranks, precision.name)
+        outputs[suffix] = compute_outputs(model, objective, tokens, size, run.ranks, precision.name)
         if splits[suffix].has_labels:
             labelled = tag_tokens(tokens, splits[suffix]) if prepared.kind == "tags" else tokens
             metrics = objective.compute_metrics(objective.reduce_outputs(outputs[suffix]), labelled)
@@ -320,7 +320,7 @@ def main() -> None:
     """Predict; exit 2 with one line for bad input, 74 for a full disk."""
     exit_code = 2
     keep_streams()
-    hurry()
+    pause_garbage_collection()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing half-written stays
     try:
         predict(parse_arguments(PredictConfig, sys.argv[1:]))

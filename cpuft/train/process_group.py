@@ -1,4 +1,4 @@
-"""The process group of a run, and the proof that its ranks form one job."""
+"""The process group of a run, and the checks that its ranks form one job with equal parameters."""
 
 from __future__ import annotations
 
@@ -27,27 +27,35 @@ from cpuft.record import RecordedRank
 
 
 @contextmanager
-def process_group(
-    world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32", known: Choice | None = None
+def join_process_group(
+    world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32", earlier: Choice | None = None
 ) -> Iterator[Choice]:
-    """Join the other ranks of `world` for the time of the context; gives the backend they talk over, and why that.
+    """Form a process group with the other ranks of `world` for the time of the context.
 
     Parameters
     ----------
     backend: gloo, mpi, ccl, or auto: the fastest of them here, measured once for these hosts.
-    gradient_type: torch's name of the type that `auto` measures with.
-    known: what `auto` was found to be between these hosts; all ranks know the same.
+    timeout_seconds: how long a collective may take.
+    gradient_type: torch's name of the type of gradients that are sent, with which `auto` measures.
+    earlier: what `auto` chose for these hosts before, the same on all ranks; it is used without measuring.
 
-    Raises CpuftError: what the backend needs is missing, or the other ranks cannot be found.
+    Yields
+    ------
+    The backend, and why it was chosen.
+
+    Raises
+    ------
+    CpuftError
+        Something that the backend needs is missing, or the other ranks cannot be found.
     """
     store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
     choice = Choice(backend, "as you asked")
     if backend == "auto":
         choice = Choice("gloo", "one rank")
         if size > 1:
-            # Only rank 0 remembers: other hosts need no home for it.
+            # Only rank 0 caches the choice, so that other hosts need no home folder.
             cache = Path() if rank else cache_folder(os.environ)
-            choice = known or select_backend(store, rank, size, cache, gradient_type)
+            choice = earlier or select_backend(store, rank, size, cache, gradient_type)
     start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
     keep_forever(dist.group.WORLD)
     try:
@@ -57,7 +65,7 @@ def process_group(
 
 
 def _open_store(world: World, timeout_seconds: float) -> Store:
-    """Where ranks find each other: at the address that the environment names; a rank alone needs no port."""
+    """Return the store in which ranks find each other, at MASTER_ADDR; a single rank needs no address."""
     if world.size == 1:
         return HashStore()
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -71,7 +79,7 @@ def _open_store(world: World, timeout_seconds: float) -> Store:
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, in the order of ranks; a process without a group is alone."""
+    """Return every rank's `value`, in the order of ranks. Collective; without a process group there is one rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -79,12 +87,16 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def prove_one_job(world: World) -> list[RecordedRank]:
-    """Check, on all ranks alike, that the world is what the plan says; return where every rank is.
+def check_ranks(world: World) -> list[RecordedRank]:
+    """Check on all ranks alike that the ranks are where the plan put them; return where each rank is. Collective.
 
-    The plan's word comes in CPUFT_WORLD_SIZE, CPUFT_HOSTNAME and CPUFT_CORES; without them only uniqueness is checked.
+    The launcher passes its plan in CPUFT_WORLD_SIZE, CPUFT_HOSTNAME and CPUFT_CORES. Without these variables, only the
+    numbers of ranks and processes are checked.
 
-    Raises CpuftError: a wrong number of ranks, a rank twice, or one off its host or cores; the message names the rank.
+    Raises
+    ------
+    CpuftError
+        On all ranks: the number of ranks is wrong, a rank exists twice, or a rank is on another host or other cores.
     """
     own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
     planned = {
@@ -100,7 +112,12 @@ def prove_one_job(world: World) -> list[RecordedRank]:
 
 
 def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], int]]) -> str:
-    """What is wrong with a world of `size` ranks, each with where it is, its plan and its process number; else ''."""
+    """Return what is wrong with the places of `size` ranks; empty if nothing is.
+
+    Parameters
+    ----------
+    found: for each rank where it is, its plan (size, host, cpus), and its process number.
+    """
     for number, count in Counter(rank.rank for rank, _, _ in found).items():
         if count > 1:
             return f"rank {number} is there {count} times: start the run with one mpirun, and unset RANK in your shell"
@@ -121,32 +138,35 @@ def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], in
 
 
 def checksum_parameters(model: torch.nn.Module) -> str:
-    """SHA-256 of the bytes of all that would be saved, in order, cut to 16 hexadecimal digits."""
+    """Return the SHA-256 of everything in the model's `state_dict`, in order, cut to 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
-        digest.update(_list_bytes(value))
+        digest.update(_view_bytes(value))
     return digest.hexdigest()[:16]
 
 
-def _list_bytes(value: torch.Tensor) -> Any:
+def _view_bytes(value: torch.Tensor) -> Any:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
-    """Check that all ranks hold the same parameters; return their checksum. A collective.
+    """Check that all ranks have the same parameters; return their checksum. Collective.
 
     Parameters
     ----------
     when: the moment of the check, for the error: `after update 2`.
 
-    Raises CpuftError: on all ranks, naming the ranks whose parameters are not the majority's, and the parameters.
+    Raises
+    ------
+    CpuftError
+        On all ranks: parameters differ. The message names the ranks that differ from the majority, and parameters.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))
     usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]
     odd = [f"{rank} on {host}" for rank, (checksum, host) in enumerate(checksums) if checksum != usual]
     if odd:
         parameters = gather(
-            {name: hashlib.sha256(_list_bytes(one)).digest() for name, one in model.state_dict().items()}
+            {name: hashlib.sha256(_view_bytes(one)).digest() for name, one in model.state_dict().items()}
         )
         names = [name for name, own in parameters[0].items() if any(other.get(name) != own for other in parameters)]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -1,85 +1,111 @@
-"""What rank 0 shows while it trains: a bar on a terminal, plain lines otherwise. Other ranks show nothing."""
+"""What a run reports while it trains: progress on rank 0's terminal, and the lines of the record."""
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
+import platform
+import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, WorkerConfig
 from cpuft.errors import counted
-from cpuft.record import EvaluationLine, Header, ResumedLine, StepLine
+from cpuft.hardware import DECIDING_FLAGS, Cpu
+from cpuft.record import (
+    PHASES,
+    EvaluationLine,
+    Footer,
+    Header,
+    Line,
+    RecordedRank,
+    ResumedLine,
+    StepLine,
+    Writer,
+    drop_warm_up,
+)
+from cpuft.train.checkpoint.policy import CheckpointWriter
+from cpuft.train.engines import name_packages
+from cpuft.train.exchange.compression import count_sent_numbers
+from cpuft.train.model import count_parameters, name_model
+from cpuft.train.optimizer import describe_fast_path
+from cpuft.train.setup import TrainingSetup
 
-_LINES = 10
-"""Plain lines of a whole run."""
+_PLAIN_LINES = 10
+"""Number of progress lines in a whole run, where there is no bar."""
 _WARM_UP_STEPS = 2
-"""Steps in which caches and kernels warm up: left out of the speed that is shown."""
+"""Steps in which caches and kernels warm up. The speed that is shown leaves them out."""
 _WINDOW_STEPS = 20
-"""Steps whose mean speed is shown."""
-_DIVERGED = 10.0
-"""A loss of so many times the first one, which counts as 1 at least, is no noise of small batches any more."""
+"""The speed that is shown is the mean of so many latest steps."""
+_PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
+"""Packages whose versions are recorded."""
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """One line for people and programs."""
+    """Return metrics as one line for people and programs."""
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 class Progress:
-    """Shows a run's progress on standard error, and its results on standard output."""
+    """Shows the progress of a run on rank 0: messages on standard error, metrics on standard output.
+
+    Parameters
+    ----------
+    style: "bar" for a progress bar, "lines" for plain lines.
+    """
 
     def __init__(self, style: str, rank: int) -> None:
-        self._style, self._shown = style, rank == 0
+        self._style, self._is_shown = style, rank == 0
         self._bar: Any = None
-        self._done, self._made = 0, 0
+        self._first_step, self._steps_made = 0, 0
         self._recent = deque[tuple[float, int]](maxlen=_WINDOW_STEPS + 1)
-        """When each of the latest steps after the warm-up ended, and its samples. The first one is the start of the
-        window."""
-        self._first_loss: float | None = None
-        self._warned = False
+        """For each of the latest steps after the warm-up, when it ended and its number of examples. The first one is
+        the start of the window."""
 
-    def begin(self, header: Header, precision_reason: str, backend_reason: str) -> None:
-        """Say what is about to be trained, in what precision and over what backend, and why."""
-        if self._shown:
-            ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
-            self._say(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
-        if self._shown and header.world_size > 1:
-            over = f"gradients over {header.backend}: {backend_reason}"
-            self._say("each rank trains for itself, all at the same time: the ideal" if header.apart else over)
+    def show_start(self, header: Header, precision_reason: str, backend_reason: str) -> None:
+        """Show what is trained on which ranks, in which precision and over which backend, and why."""
+        ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
+        self.show(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
+        if header.apart and header.world_size > 1:
+            self.show("each rank trains for itself, all at the same time: the ideal")
+        elif header.world_size > 1:
+            self.show(f"gradients over {header.backend}: {backend_reason}")
 
-    def note(self, text: str) -> None:
-        """Say what else was decided."""
-        if self._shown:
-            self._say(text)
+    def show(self, text: str) -> None:
+        """Show a line."""
+        if self._is_shown:
+            print(text, file=sys.stderr, flush=True)
 
-    def resumed(self, line: ResumedLine, updates: int) -> None:
-        """Say where the run goes on, and what is lost."""
-        self._done = line.step
-        if self._shown:
-            what = f"resumed after update {line.step} of {updates} on {counted(line.world_size, 'rank')}"
-            again = f", {counted(line.repeated, 'update')} made again" if line.repeated else ""
-            self._say(f"{what}{again}{f'; begins anew: {line.reset}' if line.reset else ''}")
+    def show_resumption(self, line: ResumedLine, updates: int) -> None:
+        """Show where a run of so many updates is resumed, and what no checkpoint has kept."""
+        self._first_step = line.step
+        resumed = f"resumed after update {line.step} of {updates} on {counted(line.world_size, 'rank')}"
+        repeated = f", {counted(line.repeated, 'update')} made again" if line.repeated else ""
+        self.show(f"{resumed}{repeated}{f'; begins anew: {line.reset}' if line.reset else ''}")
 
-    def step(self, line: StepLine, updates: int) -> None:
-        """Show a finished step."""
-        if not self._shown:
+    def show_step(self, line: StepLine, updates: int) -> None:
+        """Show a finished step of a run of so many updates, if it is time for a line."""
+        if not self._is_shown:
             return
-        self._made += 1
-        if self._made >= _WARM_UP_STEPS:
+        self._steps_made += 1
+        if self._steps_made >= _WARM_UP_STEPS:
             self._recent.append((time.perf_counter(), line.samples))
         if self._style == "bar":
             self._show_bar(line, updates)
-        elif line.step == updates or line.step % max(1, updates // _LINES) == 0:
+        elif line.step == updates or line.step % max(1, updates // _PLAIN_LINES) == 0:
             parts = [f"step {line.step}/{updates}", f"loss {line.loss:.4f}"]
             if speed := self._measure_speed():
                 rate, seconds = speed
                 parts += [f"{rate:.1f} samples/s", f"{seconds * (updates - line.step):.0f} s left"]
-            self._say("  ".join(parts))
+            self.show("  ".join(parts))
 
     def _measure_speed(self) -> tuple[float, float] | None:
-        """Samples per second and seconds per step of the latest steps; None before the first step after the warm-up."""
+        """Return samples per second and seconds per step of the latest steps; None during the warm-up."""
         if len(self._recent) < 2:
             return None
         seconds = max(self._recent[-1][0] - self._recent[0][0], 1e-9)
@@ -91,7 +117,7 @@ class Progress:
 
         if self._bar is None:
             self._bar = tqdm(
-                initial=self._done,
+                initial=self._first_step,
                 total=updates,
                 unit="step",
                 file=sys.stderr,
@@ -99,29 +125,25 @@ class Progress:
                 ncols=100,
                 bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
             )
-        told = f"loss {line.loss:.4f}"
+        text = f"loss {line.loss:.4f}"
         if speed := self._measure_speed():
             rate, seconds = speed
-            told += f", {rate:.1f} samples/s, {seconds * (updates - line.step):.0f} s left"
-        self._bar.set_postfix_str(told, refresh=False)
+            text += f", {rate:.1f} samples/s, {seconds * (updates - line.step):.0f} s left"
+        self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
 
-    def evaluating(self, rows: int) -> None:
-        """Say that evaluation begins: it may take a while."""
-        self._close()
-        if self._shown:
-            self._say(f"evaluating on {counted(rows, 'row')}")
+    def show_evaluation_start(self, examples: int) -> None:
+        """Show that the evaluation begins, which may take a while."""
+        self._close_bar()
+        self.show(f"evaluating on {counted(examples, 'row')}")
 
-    def evaluated(self, line: EvaluationLine) -> None:
-        """Show metrics."""
-        self._close()
-        if self._shown:
+    def show_metrics(self, line: EvaluationLine) -> None:
+        """Print metrics on standard output."""
+        self._close_bar()
+        if self._is_shown:
             print(format_metrics(line.metrics), flush=True)
 
-    def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    def _close(self) -> None:
+    def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -132,4 +154,144 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close()
+        self._close_bar()
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a training leaves for the footer of its record."""
+
+    steps: list[StepLine]
+    """All steps of the run, with those before it was resumed."""
+    phases: list[dict[str, float]]
+    """For each rank, the seconds of a steady step by phase."""
+    checksum: str
+    """Of the parameters, the same on all ranks; empty if ranks trained independently."""
+
+
+class RunReporter:
+    """Reports a run as it goes on: to the user, to the record (both on rank 0), and to the record in checkpoints."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.record: Writer | None = None
+        self.checkpoint_writer: CheckpointWriter | None = None
+        self.earlier_steps: list[StepLine] = []
+        """Steps of the run before it was resumed."""
+
+    def add(self, line: Line) -> None:
+        """Add a line to the record."""
+        if self.record:
+            self.record.write(line)
+        if self.checkpoint_writer:
+            self.checkpoint_writer.add_line(line)
+
+    def add_step(self, line: StepLine, updates: int) -> None:
+        """Show and record a step of a run of so many updates."""
+        self.progress.show_step(line, updates)
+        self.add(line)
+
+    def add_evaluation(self, line: EvaluationLine) -> None:
+        """Show and record metrics."""
+        self.progress.show_metrics(line)
+        self.add(line)
+
+
+def make_header(
+    setup: TrainingSetup, worker: WorkerConfig, ranks: list[RecordedRank], backend: str, cpu: Cpu, kernels: str
+) -> Header:
+    """Return the header of the run's record, without `products`."""
+    config, prepared, model = setup.config, setup.prepared, setup.model
+    packages = (*_PACKAGES, *name_packages(config.engine))
+    return Header(
+        task=config.task,
+        model=name_model(config),
+        data=prepared.checksum,
+        options=dict(vars(config)),
+        world_size=len(ranks),
+        ranks=ranks,
+        backend=backend,
+        precision=setup.precision,
+        cpu_model=cpu.model,
+        cpu_flags=[flag for flag in DECIDING_FLAGS if flag in cpu.flags],
+        versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
+        global_batch=setup.global_batch,
+        parameters=count_parameters(model),
+        started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        apart=setup.independent,
+        travels=count_sent_numbers(model, setup.objective, config, prepared),
+        rows=len(prepared.train),
+        cores_allowed=worker.cores_allowed,
+        gradients=setup.compression,
+        kernels=kernels,
+        fast_path=describe_fast_path(model, config),
+    )
+
+
+def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> ResumedLine:
+    """Return the line which records that a run is resumed after `done` updates."""
+    reset = ""
+    if header.options["sync_every"] > 1:
+        reset = "the outer momentum, and moments of all ranks but the one that kept its own"
+    elif (header.gradients or header.options["grad_compression"]) in COMPRESSIONS_WITH_FEEDBACK:
+        reset = "what was left to be sent (error feedback)"
+    return ResumedLine(
+        step=done,
+        repeated=max(0, worker.resume - done),
+        world_size=header.world_size,
+        ranks=header.ranks,
+        backend=header.backend,
+        precision=header.precision,
+        reset=reset,
+        started=header.started,
+        lost_seconds=round(max(0.0, time.time() - worker.since), 1) if worker.since else 0.0,
+        because=worker.because,
+    )
+
+
+def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
+    """Return the steps of ranks that trained independently as those of one run.
+
+    Examples and tokens are sums over ranks; seconds and losses are means.
+    """
+    return [
+        replace(
+            lines[0],
+            loss=statistics.fmean(line.loss for line in lines),
+            samples=sum(line.samples for line in lines),
+            tokens=sum(line.tokens for line in lines),
+            step_seconds=statistics.fmean(line.step_seconds for line in lines),
+            compute_seconds=[line.step_seconds for line in lines],
+        )
+        for lines in zip(*ranks)
+    ]
+
+
+def average_phases(steps: list[StepLine]) -> dict[str, float]:
+    """Return the mean seconds of a steady step by phase: the first tenth of the steps is left out as warm-up."""
+    steady = drop_warm_up(steps)
+    return {
+        name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) if steady else 0.0
+        for name in PHASES
+    }
+
+
+def make_footer(result: TrainingResult, peak_memory_bytes: int, total_seconds: float) -> Footer:
+    """Return the footer of the run's record; its steady speed leaves out the first tenth of the steps."""
+    steps = result.steps
+    steady = drop_warm_up(steps)
+    seconds = sum(line.step_seconds for line in steps)
+    steady_seconds = sum(line.step_seconds for line in steady)
+    samples = sum(line.samples for line in steps)
+    return Footer(
+        train_seconds=seconds,
+        samples=samples,
+        samples_per_second=samples / seconds if seconds else 0.0,
+        steady_samples_per_second=sum(line.samples for line in steady) / steady_seconds if steady_seconds else 0.0,
+        tokens_per_second=sum(line.tokens for line in steps) / seconds if seconds else 0.0,
+        peak_memory_bytes=peak_memory_bytes,
+        total_seconds=total_seconds,
+        checksum=result.checksum,
+        bytes_per_step=sum(line.bytes_sent for line in steps) / len(steps) if steps else 0.0,
+        phases=result.phases,
+    )

@@ -24,8 +24,7 @@ from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.hardware import cpu_class
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.kernels import kernel_status
-from cpuft.train.precision import format_products, measure_products
-from cpuft.train.run import read_cpu
+from cpuft.train.precision import format_products, measure_products, read_cpu
 from scripts.benchmarks.contestants import (
     BATCH,
     CONTESTANTS,

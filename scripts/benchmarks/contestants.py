@@ -227,7 +227,7 @@ def _trainer(workload: Workload, *, bf16: bool, dynamic: bool, fast: bool) -> tu
 
 def _predictor(workload: Workload) -> tuple[Any, Turn]:
     """What `cpuft predict` does with rows once they are tokenised."""
-    from cpuft.train.evaluate import ask_all
+    from cpuft.train.evaluate import compute_outputs
     from cpuft.train.objective.labels import Classification
 
     model, rows = load(workload)
@@ -238,7 +238,7 @@ def _predictor(workload: Workload) -> tuple[Any, Turn]:
     def turn() -> tuple[int, float]:
         start = time.perf_counter()
         model.eval()
-        ask_all(model, objective, tokens, BATCH, 1, precision)
+        compute_outputs(model, objective, tokens, BATCH, 1, precision)
         return len(rows), time.perf_counter() - start
 
     return model, turn

@@ -222,10 +222,10 @@ def test_a_rank_that_runs_out_of_memory_is_named_with_the_cause(small_group: Pat
 DIFFERENT = """
 import os, torch
 from cpuft.rank.world import parse_world
-from cpuft.train.process_group import process_group, prove_equal_parameters
+from cpuft.train.process_group import join_process_group, prove_equal_parameters
 from cpuft.errors import CpuftError
 model, world = torch.nn.Linear(2, 2), parse_world(os.environ)
-with process_group(world, "gloo", 30):
+with join_process_group(world, "gloo", 30):
     torch.nn.init.constant_(model.weight, 1.0), torch.nn.init.constant_(model.bias, float(world.rank == 1))
     try:
         prove_equal_parameters(model, "now")
@@ -243,11 +243,11 @@ def test_different_parameters_name_the_rank() -> None:
 MOVED = """
 import os
 from cpuft.rank.world import parse_world
-from cpuft.train.process_group import process_group, prove_one_job
+from cpuft.train.process_group import join_process_group, check_ranks
 os.environ["RANK"] == "1" and os.sched_setaffinity(0, {0, 1})
 world = parse_world(os.environ)
-with process_group(world, "gloo", 30):
-    prove_one_job(world)
+with join_process_group(world, "gloo", 30):
+    check_ranks(world)
 """
 
 

@@ -25,10 +25,11 @@ from cpuft.rank.world import World, parse_world
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
 from cpuft.train.evaluate import evaluate
-from cpuft.train.loop import Loop, train
+from cpuft.train.loop import train
 from cpuft.train.model import find_model
 from cpuft.train.objective.table import make_objective
 from cpuft.train.process_group import prove_equal_parameters
+from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 from tests.train.tiny import WORDS
 
@@ -88,7 +89,7 @@ def learn(config: TrainConfig, precision: str, world: World) -> dict[str, Any]:
     objective = make_objective(config, prepared)
     torch.manual_seed(0)
     model = objective.load_model(config)
-    loop = Loop(model, objective, config, prepared, precision, world)
+    loop = TrainingSetup(model, objective, config, prepared, precision, world)
     losses = [line.loss for line in train(loop)]
     evaluate(loop, loop.updates)
     try:

@@ -22,9 +22,9 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare, warn_of_unknown
 from cpuft.train.exchange.table import choose_exchange
-from cpuft.train.loop import find_unused, try_model
 from cpuft.train.model import check_weights
 from cpuft.train.objective.table import make_objective
+from cpuft.train.setup import find_unused_parameters, try_model
 from tests.comm.ranks import mpirun
 from tests.train.architectures import SIZES, save_architecture
 from tests.train.tiny import make_config, save_tokenizer
@@ -218,7 +218,7 @@ def test_what_a_model_cannot_compute_is_refused_in_one_line(tmp_path: Path) -> N
 def test_parameters_that_are_not_used_are_found() -> None:
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 1), "other": torch.nn.Linear(2, 1)})
     model["used"].bias.requires_grad_(False)
-    assert find_unused(model, model["used"](torch.ones(3, 2))) == ("other.weight", "other.bias")
+    assert find_unused_parameters(model, model["used"](torch.ones(3, 2))) == ("other.weight", "other.bias")
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -13,17 +13,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
-from cpuft.train import run
+from cpuft.train.checkpoint.policy import Checkpoints, Requests
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Indices, plan_updates
 from cpuft.train.evaluate import evaluate
-from cpuft.train.loop import Loop, train
+from cpuft.train.loop import train, train_and_evaluate
 from cpuft.train.objective.base import Batch, Objective, Predictions
-from cpuft.train.reporter import Progress
+from cpuft.train.reporter import Progress, RunReporter
+from cpuft.train.setup import TrainingSetup
 from tests.train.tokens import make_tokens
 
 CONFIG = TrainConfig(fast_path=False, learning_rate=0.1, max_steps=6, batch_size=4, eval_batch_size=3, weight_decay=0.1)
@@ -79,11 +80,11 @@ def make_loop(
     world: World = ALONE,
     apart: bool = False,
     objective: type[Objective] = Weighing,
-) -> Loop:
+) -> TrainingSetup:
     lengths = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9]
     tokens = replace(make_tokens(lengths, types=False), labels=np.linspace(1, heaviest, 11).astype(np.float32))
     prepared = Prepared((), (), "", 0, tokens, {"": tokens, "_again": tokens})
-    return Loop(Weights(), objective((), (), 0, 0), config, prepared, "fp32", world, apart)
+    return TrainingSetup(Weights(), objective((), (), 0, 0), config, prepared, "fp32", world, apart)
 
 
 def losses(lines: list[StepLine]) -> list[float]:
@@ -124,12 +125,11 @@ def test_ranks_are_compared_after_the_first_updates_and_the_last(monkeypatch: py
         found.append(when)
         return ""
 
-    monkeypatch.setattr(run, "prove_equal_parameters", note)
+    monkeypatch.setattr("cpuft.train.loop.prove_equal_parameters", note)
     averaged, short = replace(CONFIG, sync_every=2), replace(CONFIG, max_steps=2)
     for config, done in ((CONFIG, 0), (CONFIG, 1), (averaged, 0), (short, 0)):
         loop = make_loop(config)
-        loop.done = done
-        run.train_together(loop, run.Story(Progress("lines", 1)), WorkerConfig())
+        train_and_evaluate(loop, RunReporter(Progress("lines", 1)), Checkpoints(loop.exchange), done)
     last = "after the last step"
     assert found == ["after update 2", last, "after update 3", last, last, last]
 
@@ -197,3 +197,53 @@ def test_steps_tell_what_each_rank_computed() -> None:
         phases = line.data_seconds + line.forward_seconds + line.backward_seconds + line.update_seconds
         assert seconds == pytest.approx(phases)
         assert 0 < seconds <= line.step_seconds
+
+
+class Asking(Checkpoints):
+    """Requests what a test says after each update, and notes what the loop does about it."""
+
+    def __init__(self, loop: TrainingSetup, requests: dict[int, Requests]) -> None:
+        super().__init__(loop.exchange)
+        self.requests, self.update, self.done = requests, 0, list[str]()
+
+    def find_requests(self) -> Requests:
+        self.update += 1
+        return self.requests.get(self.update, Requests())
+
+    def write(self, update: int) -> None:
+        self.done.append(f"write {update}")
+
+    def write_and_stop(self, update: int, updates: int) -> None:
+        self.done.append(f"stop {update} of {updates}")
+
+
+@pytest.mark.parametrize(
+    "sync_every, requests, done",
+    [
+        (1, {2: Requests(checkpoint=True), 4: Requests(stop=True)}, ["write 2", "stop 4 of 6"]),
+        (1, {6: Requests(stop=True)}, []),
+        # Requests arrive an update later. A checkpoint waits for an average, a stop does not.
+        (2, {2: Requests(checkpoint=True)}, ["write 4"]),
+        (2, {3: Requests(stop=True)}, ["stop 5 of 6"]),
+        (2, {5: Requests(stop=True)}, []),
+    ],
+)
+def test_the_loop_obeys_requests_between_updates_and_not_after_the_last(
+    sync_every: int, requests: dict[int, Requests], done: list[str]
+) -> None:
+    loop = make_loop(replace(CONFIG, sync_every=sync_every))
+    checkpoints = Asking(loop, requests)
+    assert len(list(train(loop, checkpoints))) == 6
+    assert checkpoints.done == done
+
+
+def test_requests_of_several_ranks_are_told_apart_in_their_sum() -> None:
+    nothing, checkpoint, stop = Requests(), Requests(checkpoint=True), Requests(stop=True)
+    for ranks, wanted in (
+        ([nothing, nothing], nothing),
+        ([checkpoint, nothing], checkpoint),
+        ([nothing, stop], stop),
+        ([checkpoint, stop], stop),
+        ([stop, stop], stop),
+    ):
+        assert Requests.decode(sum(rank.encode() for rank in ranks)) == wanted

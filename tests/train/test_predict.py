@@ -22,7 +22,7 @@ from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import UNTAGGED
 from cpuft.train.data.sources import Examples
-from cpuft.train.evaluate import ask_all, plan_batches
+from cpuft.train.evaluate import compute_outputs, plan_batches
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective.base import Objective
 from cpuft.train.predict import (
@@ -263,7 +263,7 @@ def test_batches_are_those_of_the_evaluation() -> None:
         def outputs(self, model: Any, batch: Any) -> Any:
             return np.stack([batch, batch * 10], 1).astype(np.float32)
 
-    outputs = ask_all(None, Echo((), (), 0, 0), tokens, 2, 2, "fp32")  # type: ignore[arg-type]
+    outputs = compute_outputs(None, Echo((), (), 0, 0), tokens, 2, 2, "fp32")  # type: ignore[arg-type]
     assert asked == [[1, 4], [0], [3, 2]]
     assert outputs.tolist() == [[row, 10 * row] for row in range(5)]
 

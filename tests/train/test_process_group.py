@@ -13,7 +13,7 @@ import torch
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import RecordedRank
-from cpuft.train.process_group import checksum_parameters, find_misplaced, process_group
+from cpuft.train.process_group import checksum_parameters, find_misplaced, join_process_group
 
 
 def rank(number: int, host: str = "a", cpus: tuple[int, ...] = (0,), pid: int = 0, **planned: Any) -> Any:
@@ -61,9 +61,9 @@ ALONE = """
 import os, sys
 from cpuft.comm import leave
 from cpuft.rank.world import parse_world
-from cpuft.train.process_group import gather, process_group
+from cpuft.train.process_group import gather, join_process_group
 before = set(os.environ)
-with process_group(parse_world(os.environ), sys.argv[1], 30) as choice:
+with join_process_group(parse_world(os.environ), sys.argv[1], 30) as choice:
     print(choice, gather(7), {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & (os.environ.keys() - before))
 leave(0)
 """
@@ -89,5 +89,5 @@ def test_a_rank_alone_needs_no_launcher(wanted: str, choice: str) -> None:
 def test_a_rank_that_nobody_tells_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     message = "rank 1 of 2 was not told where rank 0 is: export MASTER_ADDR"
-    with pytest.raises(CpuftError, match=message), process_group(World(1, 2, 1, 2), "gloo", 30):
+    with pytest.raises(CpuftError, match=message), join_process_group(World(1, 2, 1, 2), "gloo", 30):
         pass

@@ -28,7 +28,7 @@ def show(seconds: list[float], style: str, monkeypatch: pytest.MonkeyPatch) -> N
     with Progress(style, rank=0) as shown:
         for taken, line in zip(seconds, make_steps(len(seconds), [0.1], samples=32)):
             clock.now += taken
-            shown.step(replace(line, step_seconds=taken), len(seconds))
+            shown.show_step(replace(line, step_seconds=taken), len(seconds))
 
 
 def test_speed_and_time_left_leave_out_the_warm_up(

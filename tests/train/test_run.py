@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
-from cpuft.config import WorkerConfig
+from cpuft.comm.selection import Choice
+from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.rank.measured import EarlierMeasurements, describe_products, read_measurements
 from cpuft.rank.world import World
 from cpuft.train.checkpoint.files import FOLDER
-from cpuft.train.run import Story, average_phases, end, keep_final_state, make_footer, merge_steps
-from tests.records import make_steps
+from cpuft.train.checkpoint.policy import Checkpoints
+from cpuft.train.exchange.compression import choose_compression
+from cpuft.train.objective.table import make_objective
+from cpuft.train.reporter import TrainingResult, average_phases, make_footer, merge_steps
+from cpuft.train.run import choose_earlier_backend, find_products, finish, read_earlier_measurements
+from tests.records import make_record, make_steps
+from tests.train.exchange.test_compression import PREPARED
 
 
 def test_ranks_that_trained_apart_are_recorded_as_one_run() -> None:
@@ -33,31 +43,91 @@ def test_what_is_steady_is_without_the_first_tenth() -> None:
     phases = average_phases([*cold, *lines[2:]])
     wanted = {"data": 0.02, "forward": 0.3, "backward": 0.6, "communication": 0.5, "update": 0.08}
     assert phases == pytest.approx(wanted)
-    footer = make_footer([*cold, *lines[2:]], 0, 1.0, "", [phases])
+    footer = make_footer(TrainingResult([*cold, *lines[2:]], [phases], ""), 0, 1.0)
     assert footer.steady_samples_per_second == pytest.approx(32)
     assert footer.samples_per_second == pytest.approx(640 / 36)
     assert average_phases([]) == dict.fromkeys(wanted, 0.0)
 
 
-@pytest.mark.parametrize(
-    "on_host, asked, kept",
-    [(1, True, ["keep 9"]), (2, True, []), (1, False, [])],
-    ids=["two hosts", "one host", "here"],
-)
-def test_the_final_state_is_kept_on_two_hosts_until_it_was_fetched(on_host: int, asked: bool, kept: list[str]) -> None:
+@pytest.mark.parametrize("keeps_final, written", [(True, ["update 9"]), (False, [])])
+def test_a_final_checkpoint_is_written_where_the_launcher_has_to_fetch_the_run(
+    keeps_final: bool, written: list[str]
+) -> None:
     done = list[str]()
-    keeper = SimpleNamespace(keep=lambda update, skip_if_busy: done.append(f"keep {update}"))
-    story = cast(Story, SimpleNamespace(keeps=True, keeper=keeper))
-    loop = cast(Any, SimpleNamespace(updates=9, world=World(0, 2, 0, on_host)))
-    keep_final_state(loop, story, WorkerConfig(keep_checkpoints=asked))
-    assert done == kept
+    writer = cast(Any, SimpleNamespace(write=lambda update, skip_if_busy: done.append(f"update {update}")))
+    Checkpoints(cast(Any, None), writer, enabled=True, keep_final=keeps_final).write_final(9)
+    assert done == written
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_checkpoints_are_removed_at_the_end_unless_the_launcher_fetches_the_run(tmp_path: Path, keeps: bool) -> None:
     (tmp_path / FOLDER / "000000009.0").mkdir(parents=True)
-    loop = cast(Any, SimpleNamespace(world=World(0, 1, 0, 1)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.distributed.barrier", lambda: None)
-        end(cast(Story, SimpleNamespace(keeper=None)), loop, WorkerConfig(str(tmp_path), keep_checkpoints=keeps))
+        finish(Checkpoints(cast(Any, None)), WorkerConfig(str(tmp_path), keep_checkpoints=keeps), 0)
     assert (tmp_path / FOLDER).exists() == keeps
+
+
+PRODUCTS = {"kernel": "brg_matmul:avx512_core_amx", "teraflops": 9.0, "fp32_teraflops": 1.0}
+AUTO = {"backend": "auto", "grad_compression": "auto"}
+HEADER = make_record(4, 4, backend="mpi", gradients="int8", products=PRODUCTS, options=AUTO).header
+
+
+def test_it_comes_through_json_whole() -> None:
+    measured = read_measurements(HEADER)
+    assert measured == EarlierMeasurements(4, "mpi", "int8", PRODUCTS, describe_products(HEADER))
+    assert read_earlier_measurements(json.dumps(asdict(measured)), 4) == measured
+    assert read_earlier_measurements("", 3) == EarlierMeasurements(3)
+
+
+@pytest.mark.parametrize(
+    "ranks, choice",
+    [
+        (4, Choice("mpi", "as measured when the run began")),
+        (3, Choice("mpi", "as measured when the run began, on 4 ranks")),
+    ],
+)
+def test_the_backend_stays_and_other_ranks_are_told_of_it(ranks: int, choice: Choice) -> None:
+    assert choose_earlier_backend(read_measurements(HEADER), ranks) == choice
+
+
+@pytest.mark.parametrize("change", [{"options": {"backend": "mpi"}}, {"world_size": 1}, {"options": {}}])
+def test_a_backend_that_was_asked_for_or_had_no_rivals_was_not_measured(change: dict[str, Any]) -> None:
+    assert choose_earlier_backend(read_measurements(replace(HEADER, **change)), 4) is None
+
+
+def test_products_stay_on_such_a_cpu_and_are_measured_on_another() -> None:
+    assert find_products(HEADER, read_measurements(HEADER)) == PRODUCTS
+    for other in (
+        replace(HEADER, cpu_model="another"),
+        replace(HEADER, cpu_flags=["avx2"]),
+        replace(HEADER, precision="fp32"),
+        replace(HEADER, versions={"torch": "2.14"}),
+    ):
+        assert describe_products(other) != describe_products(HEADER)
+    found = find_products(replace(HEADER, precision="fp32"), read_measurements(HEADER))
+    assert found != PRODUCTS
+    assert found["teraflops"] > 0
+
+
+@pytest.mark.parametrize(
+    "asked, on_a_host, found",
+    [("auto", 1, ("int8", "as when the run began")), ("auto", 2, ("", "")), ("bf16", 1, ("", ""))],
+)
+def test_what_gradients_are_sent_as_stays_where_it_is_a_question(
+    asked: str, on_a_host: int, found: tuple[str, str]
+) -> None:
+    """Nothing is measured: there is no process group here."""
+    config, world = TrainConfig(grad_compression=asked), World(0, 2, 0, on_a_host)
+    objective = make_objective(config, PREPARED)
+    assert choose_compression(config, "fp32", torch.nn.Linear(2, 2), objective, PREPARED, world, "int8") == found
+
+
+def test_what_cannot_be_shared_out_is_not_gone_on_with() -> None:
+    config, world = TrainConfig(shard="optimizer"), World(0, 2, 0, 1)
+    objective = make_objective(config, PREPARED)
+    settled = partial(choose_compression, config, "fp32", torch.nn.Linear(2, 2), objective, PREPARED, world)
+    assert settled("bf16") == ("bf16", "as when the run began")
+    # To measure anew it would have to have other ranks.
+    with pytest.raises(ValueError, match="process group"):
+        settled("int8")

@@ -25,8 +25,9 @@ from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
 from cpuft.train.data.texts import NEVER_MASKED, WORD_CONTINUATION, WORD_START
 from cpuft.train.fast.kernels import plain_torch
-from cpuft.train.loop import Loop, train
+from cpuft.train.loop import train
 from cpuft.train.objective.table import make_objective
+from cpuft.train.setup import TrainingSetup
 from tests.conftest import TEXTS, needs_texts, run_cpuft
 from tests.train.tiny import save_tiny
 
@@ -161,7 +162,7 @@ def losses_of_both(config: TrainConfig) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
     model = objective.load_model(config)
     theirs, _ = train_theirs(copy.deepcopy(model), make_batches(prepared, config), config.learning_rate)
-    loop = Loop(model, objective, config, prepared, "fp32", World(0, 1, 0, 1))
+    loop = TrainingSetup(model, objective, config, prepared, "fp32", World(0, 1, 0, 1))
     return [line.loss for line in train(loop)], theirs
 
 

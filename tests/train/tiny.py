@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
-from cpuft.config import TrainConfig
-from cpuft.hardware import Cpu, Precision
+from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.hardware import Cpu
 from cpuft.rank.world import World
 from cpuft.record import EvaluationLine, RecordedRank, StepLine, Writer
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
 from cpuft.train.evaluate import evaluate
-from cpuft.train.loop import Loop, train
+from cpuft.train.loop import train
 from cpuft.train.model import find_model
 from cpuft.train.objective.table import make_objective
-from cpuft.train.run import make_header
+from cpuft.train.reporter import make_header
+from cpuft.train.setup import TrainingSetup
 
 COLOURS, ANIMALS, OTHERS = ("red", "green"), ("cat", "dog"), ("the", "is", "old")
 WORDS = (*COLOURS, *ANIMALS, *OTHERS)
@@ -90,11 +91,10 @@ def learn(config: TrainConfig, precision: str, run: Path) -> tuple[list[StepLine
     prepared = read_prepared(str(prepare(config)))
     objective = make_objective(config, prepared)
     torch.manual_seed(0)
-    loop = Loop(objective.load_model(config), objective, config, prepared, precision, World(0, 1, 0, 1))
+    loop = TrainingSetup(objective.load_model(config), objective, config, prepared, precision, World(0, 1, 0, 1))
     steps = list(train(loop))
     evaluation = evaluate(loop, loop.updates)
-    ranks = [RecordedRank(0, "here", [0])]
-    header = make_header(config, prepared, Precision(precision, ""), "gloo", ranks, 0, Cpu("x", ()))
+    header = make_header(loop, WorkerConfig(), [RecordedRank(0, "here", [0])], "gloo", Cpu("x", ()), "")
     with Writer(str(run)) as writer:
         writer.write(header)
         writer.write(evaluation)

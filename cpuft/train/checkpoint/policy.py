@@ -1,8 +1,9 @@
-"""When checkpoints are written and by which ranks, and how a run resumes from the newest one."""
+"""When checkpoints are written and by which ranks, how a run stops, and how it resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import socket
 import sys
@@ -18,8 +19,9 @@ import torch.distributed as dist
 
 from cpuft.config import CHANGEABLE_ON_RESUME
 from cpuft.errors import CpuftError
+from cpuft.rank.interruption import describe_cause, is_host_leaving, is_interrupted
 from cpuft.rank.world import World
-from cpuft.record import Line, Record, RecordedRank, StepLine, format_line, parse_record
+from cpuft.record import InterruptedLine, Line, Record, RecordedRank, StepLine, format_line, parse_record
 from cpuft.train.checkpoint.files import (
     RECORD,
     STATE,
@@ -29,184 +31,311 @@ from cpuft.train.checkpoint.files import (
     to_view,
     write_checkpoint,
 )
-from cpuft.train.checkpoint.state import State
+from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.exchange.base import Exchange
 from cpuft.train.process_group import gather
 
-SHARE = 0.02
-"""Of a run's time that checkpoints may cost, where their interval is not asked for."""
-_GUESSED_BYTES_PER_SECOND = 150e6
-"""Copied, hashed and written, before it is measured."""
+DEFAULT_TIME_SHARE = 0.02
+"""Share of a run's time that checkpoints may cost if `--checkpoint-every` is not given."""
+_ASSUMED_BYTES_PER_SECOND = 150e6
+"""Speed at which a checkpoint is copied, hashed and written, until the first one was measured."""
+_HOST_OPTIONS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file", "precision")
+"""Options that may differ on other hosts: their paths differ, and not all hosts have bf16. A checkpoint knows its
+examples by their checksum, and its weights are fp32."""
+_BROADCAST_BYTES = 1 << 26
 
 
-def find_keepers(ranks: list[RecordedRank]) -> list[int]:
-    """Ranks that keep checkpoints: the first, and the first on a second host, so that either host may be lost."""
+@dataclass(frozen=True)
+class Requests:
+    """What ranks request of all ranks after an update. It travels as one number in the sums of the update."""
+
+    checkpoint: bool = False
+    """Write a checkpoint. Only rank 0 requests this."""
+    stop: bool = False
+    """Write a checkpoint and end the run. Any rank may request this."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is requested."""
+        return self.checkpoint or self.stop
+
+    def encode(self) -> float:
+        """Return the number that a rank contributes to the sum over ranks."""
+        return 2.0 if self.stop else float(self.checkpoint)
+
+    @classmethod
+    def decode(cls, total: float) -> Requests:
+        """Return what ranks have requested together, from the sum of their numbers: 1 is rank 0's checkpoint."""
+        return cls(checkpoint=total == 1.0, stop=total >= 2.0)
+
+
+class Interrupted(Exception):
+    """The run ends early on all ranks, after a checkpoint from which it can be resumed."""
+
+    def __init__(self, line: InterruptedLine) -> None:
+        super().__init__(f"interrupted after update {line.step}")
+        self.line = line
+        """The line of the interruption for the record."""
+
+
+class Checkpoints:
+    """What the training loop knows of checkpoints and of stopping; every rank has one.
+
+    `Checkpoints(exchange)` is that of a run that writes no checkpoints and does not stop early.
+
+    Parameters
+    ----------
+    writer: writes the checkpoints of this rank; None on ranks that only contribute to those of others.
+    enabled: whether any rank of the run writes checkpoints.
+    keep_final: whether a last checkpoint is written after the last update.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        writer: CheckpointWriter | None = None,
+        enabled: bool = False,
+        keep_final: bool = False,
+    ) -> None:
+        self.writer = writer
+        self._exchange, self._enabled, self._keep_final = exchange, enabled, enabled and keep_final
+
+    def find_requests(self) -> Requests:
+        """Return what this rank requests: to stop if it was told so, or a checkpoint if one is due."""
+        if not self._enabled:
+            return Requests()
+        if is_interrupted():
+            return Requests(stop=True)
+        return Requests(checkpoint=self.writer is not None and self.writer.rank == 0 and self.writer.is_due())
+
+    def write(self, update: int) -> None:
+        """Write a checkpoint after an update, in the background. Collective."""
+        if self.writer:
+            self.writer.write(update)
+        else:
+            self._exchange.contribute_to_checkpoint()
+
+    def write_and_stop(self, update: int, updates: int) -> None:
+        """Write a checkpoint after an update and wait for it. Collective.
+
+        Raises
+        ------
+        Interrupted
+            On all ranks, if any rank has written its checkpoint. Otherwise training goes on.
+        """
+        causes: list[tuple[str, bool]] = gather(
+            (describe_cause(os.environ), is_host_leaving(os.environ)) if is_interrupted() else ("", False)
+        )
+        leaving = tuple(rank for rank, (_, is_so) in enumerate(causes) if is_so)
+        line = InterruptedLine(update, updates, next(cause for cause, _ in causes if cause), leaving)
+        written = False
+        if self.writer:
+            written = self.writer.write(update, wait=True, last_line=line)
+        else:
+            self._exchange.contribute_to_checkpoint()
+        if any(gather(written)):
+            raise Interrupted(line)
+
+    def write_final(self, updates: int) -> None:
+        """Write a checkpoint after the last update, on two hosts, while the model is evaluated and saved. Collective.
+
+        If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again from
+        this checkpoint, and no update is repeated. A run on one host writes none: its checkpoint would be lost as well.
+        """
+        if self._keep_final and self.writer:
+            self.writer.write(updates, skip_if_busy=False)
+        elif self._keep_final:
+            self._exchange.contribute_to_checkpoint()
+
+
+def choose_writer_ranks(ranks: list[RecordedRank]) -> list[int]:
+    """Return the ranks that write checkpoints: rank 0, and the first rank on a second host, if there is one."""
     others = [rank.rank for rank in ranks if rank.host != ranks[0].host]
     return [0, *others[:1]]
 
 
-class Keeper:
-    """Keeps a rank's checkpoints in a folder, and the record up to each."""
+class CheckpointWriter:
+    """Writes a rank's checkpoints: copies the state between two updates, and writes it to disk on a thread.
+
+    A checkpoint holds the record up to its update, too.
+    """
 
     def __init__(
-        self, state: State, root: Path, rank: int, every: float, stand_by: Callable[[], None] = lambda: None
+        self,
+        state: TrainingState,
+        root: Path,
+        rank: int,
+        every: float,
+        contribute: Callable[[], None] = lambda: None,
     ) -> None:
-        """`every`: seconds between two; below 0, so many that they cost `SHARE` of the time; inf: none by itself.
+        """Begin to allocate the memory of the copy on a thread.
 
-        `stand_by`: gives other keepers what their snapshot needs of this rank, where this one takes none.
+        Parameters
+        ----------
+        root: folder of the checkpoints.
+        every: seconds between two checkpoints; below 0: as many as make their cost DEFAULT_TIME_SHARE of the time; inf:
+            none is ever due.
+        contribute: gives other writers what their snapshot needs of this rank. It is called if this rank makes none.
         """
-        self._stand_by = stand_by
-        self._state, self._root, self._rank, self._every = state, root, rank, every
+        self.rank = rank
         self.record: list[str] = []
-        """Lines so far: what a checkpoint has of the record."""
-        self.cost = state.nbytes / _GUESSED_BYTES_PER_SECOND
-        """Seconds of a core that the last one took."""
+        """Lines of the record so far."""
+        self.cost = state.nbytes / _ASSUMED_BYTES_PER_SECOND
+        """Seconds of a core that the last checkpoint took."""
+        self._contribute = contribute
+        self._state, self._root, self._every = state, root, every
         self._block = torch.empty(0 if math.isinf(every) else state.nbytes, dtype=torch.uint8)
-        self._told = self._kept = False
+        self._has_warned = self._is_written = False
         self._last = time.monotonic()
-        # Touching fresh memory takes longer than copying into it, and the first steps need not wait for that.
+        # Touching fresh memory takes longer than copying into it. The thread spares the first checkpoint that time.
         self._thread = threading.Thread(target=self._block.zero_, daemon=True)
         self._thread.start()
 
     def begin(self, record: list[str], update: int) -> None:
-        """Go on after an update, with the record up to there."""
+        """Begin after an update, with the lines of the record up to it."""
         self.record += record
         self._note_update(update)
 
-    def note(self, line: Line) -> None:
-        """Remember a line of the record."""
+    def add_line(self, line: Line) -> None:
+        """Add a line to the record."""
         self.record.append(format_line(line))
         if isinstance(line, StepLine):
             self._note_update(line.step)
 
     def _note_update(self, update: int) -> None:
-        if self._rank:  # the first rank writes the record itself
-            note_update(self._root, update, self._rank)
+        if self.rank:  # rank 0 writes the record itself, which has its updates
+            note_update(self._root, update, self.rank)
 
     def is_due(self) -> bool:
-        """Whether it is time for the next one, and the last one is written."""
-        every = self._every if self._every >= 0 else self.cost / SHARE
+        """Return whether it is time for the next checkpoint, and the last one is on the disk."""
+        every = self._every if self._every >= 0 else self.cost / DEFAULT_TIME_SHARE
         return time.monotonic() - self._last >= every and not self._thread.is_alive()
 
-    def keep(self, update: int, wait: bool = False, last: Line | None = None, skip_if_busy: bool | None = None) -> bool:
-        """Make a checkpoint after an update.
+    def write(
+        self, update: int, wait: bool = False, last_line: Line | None = None, skip_if_busy: bool | None = None
+    ) -> bool:
+        """Write a checkpoint after an update.
 
         Parameters
         ----------
         wait: return only when the checkpoint is written.
-        last: the last line of the record in the checkpoint.
-        skip_if_busy: make no checkpoint while the one before is being written (default: unless `wait` is set).
+        last_line: the last line of the record in this checkpoint.
+        skip_if_busy: write no checkpoint while the previous one is being written (default: unless `wait` is set).
 
         Returns
         -------
         Whether the checkpoint is on the disk; False without `wait`.
         """
         if self._thread.is_alive() and (not wait if skip_if_busy is None else skip_if_busy):
-            self._stand_by()
+            self._contribute()
             return False
         self._thread.join()
         start = self._last = time.monotonic()
         self._block = self._block if len(self._block) else torch.empty(self._state.nbytes, dtype=torch.uint8)
         self._state.snapshot(self._block)
         paused = time.monotonic() - start
-        record = [*self.record, *([format_line(last)] if last else [])]
-        self._thread = threading.Thread(target=self._write, args=(update, record, paused), daemon=True)
+        record = [*self.record, *([format_line(last_line)] if last_line else [])]
+        self._thread = threading.Thread(target=self._write_to_disk, args=(update, record, paused), daemon=True)
         self._thread.start()
         if wait:
             self._thread.join()
-        return wait and self._kept
+        return wait and self._is_written
 
-    def end(self) -> None:
-        """Wait for what is being written."""
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk."""
         self._thread.join()
 
-    def _write(self, update: int, record: list[str], paused: float) -> None:
+    def _write_to_disk(self, update: int, record: list[str], paused: float) -> None:
         files = {STATE: self._block.numpy().data, RECORD: to_view(record)}
-        self._kept = False
+        self._is_written = False
         try:
-            self._check_room()
-            write_checkpoint(self._root, update, self._rank, files)
-            self._kept = True
+            self._check_space()
+            write_checkpoint(self._root, update, self.rank, files)
+            self._is_written = True
         except OSError as error:
-            if not self._told:
-                said = f"checkpoint of update {update} cannot be written to {self._root} ({error.strerror})"
-                print(f"{said}: training goes on, and the last good one stays", file=sys.stderr, flush=True)
-            self._told = True
+            if not self._has_warned:
+                problem = f"checkpoint of update {update} cannot be written to {self._root} ({error.strerror})"
+                print(f"{problem}: training goes on, and the last good one stays", file=sys.stderr, flush=True)
+            self._has_warned = True
         self.cost = paused + time.thread_time()
 
-    def _check_room(self) -> None:
-        """Raises OSError when no room would be left for the model at the end."""
+    def _check_space(self) -> None:
+        """Raise OSError if the disk would have no space left for the model at the end."""
         self._root.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(self._root).free < 2 * self._state.nbytes:
             raise OSError(28, "No space left on device")
 
 
-_OF_HOSTS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file", "precision")
-"""Other hosts have other paths, and not all have bf16: rows are known by their checksum, weights are fp32 ones."""
-_PIECE = 1 << 26
-
-
 @dataclass(frozen=True)
-class Past:
-    """What a resumed run has behind it."""
+class ResumePoint:
+    """Where a run continues."""
 
     update: int = 0
-    """The last one that is done; 0 where there is no checkpoint."""
+    """Number of updates that are done; 0 without a checkpoint."""
     text: str = ""
     """The record up to there."""
     record: Record | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a host has."""
+class HostCheckpoint:
+    """The newest checkpoint of a host."""
 
     host: str
     update: int
-    """Of its newest whole checkpoint; -1: it has none."""
+    """The update of the newest whole checkpoint; -1 if there is none."""
     damaged: list[str]
+    """A message for each newer checkpoint that is damaged."""
     header: bytes
     text: str
     nbytes: int
 
 
-def find_newest(root: Path, world: World, text: str, header: int = 0) -> tuple[Found, Callable[[], torch.Tensor]]:
-    """The newest whole checkpoint in `root` on any host, and what gives its state to every rank. Collectives, both.
+def find_newest_checkpoint(
+    root: Path, world: World, text: str, header: int = 0
+) -> tuple[HostCheckpoint, Callable[[], torch.Tensor]]:
+    """Find the newest whole checkpoint in `root` on any host. Collective.
 
     Parameters
     ----------
-    text: name of the file beside the state that all ranks get.
-    header: bytes of the state that they get with it.
+    text: name of the file beside the state that all ranks need.
+    header: number of bytes at the beginning of the state that all ranks need to compare.
+
+    Returns
+    -------
+    The checkpoint, and a collective function that returns its state on every rank.
 
     Raises
     ------
-    CpuftError: on all ranks alike, all that there are are damaged.
+    CpuftError
+        On all ranks alike: there are checkpoints, and all of them are damaged.
     """
     update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
-    content, said = files.get(STATE, bytearray()), files.get(text, bytearray()).decode(errors="replace")
-    found = Found(socket.gethostname(), update, damaged, bytes(content[:header]), said, len(content))
-    everyone: list[Found] = gather(found)
+    content, decoded = files.get(STATE, bytearray()), files.get(text, bytearray()).decode(errors="replace")
+    own = HostCheckpoint(socket.gethostname(), update, damaged, bytes(content[:header]), decoded, len(content))
+    everyone: list[HostCheckpoint] = gather(own)
     for one in everyone if world.rank == 0 else ():
-        for line in one.damaged:
-            print(f"{line} ({one.host})", file=sys.stderr, flush=True)
-    newest = max(everyone, key=lambda one: one.update)  # of several, that of the lowest rank
+        for message in one.damaged:
+            print(f"{message} ({one.host})", file=sys.stderr, flush=True)
+    newest = max(everyone, key=lambda one: one.update)  # of equal ones, that of the lowest rank
     if newest.update < 0 and any(one.damaged for one in everyone):
         raise CpuftError(f"no checkpoint in {root} is whole: bring one back, or start a new run without --resume")
     return newest, lambda: _broadcast(content, newest.nbytes, everyone.index(newest), world.rank)
 
 
-def resume(state: State, root: Path, world: World, options: Mapping[str, Any], data: str) -> Past:
-    """Take over the newest whole checkpoint in `root` on any host. A collective.
+def resume(state: TrainingState, root: Path, world: World, options: Mapping[str, Any], data: str) -> ResumePoint:
+    """Restore the newest whole checkpoint in `root` on any host, if there is one. Collective.
 
     Parameters
     ----------
-    options, data: of this run; what a checkpoint has must be the same.
+    options, data: options and checksum of the examples of this run; those of the checkpoint must be the same.
 
     Raises
     ------
-    CpuftError: on all ranks alike, the checkpoint is of another job, and what differs; or all that there are are
-    damaged.
+    CpuftError
+        On all ranks alike: the checkpoint is of another job, or all checkpoints are damaged.
     """
-    newest, read = find_newest(root, world, RECORD, len(state.header))
+    newest, read = find_newest_checkpoint(root, world, RECORD, len(state.header))
     record = None
     if newest.update >= 0:
         record = parse_record(newest.text, f"checkpoint of update {newest.update} on {newest.host}")
@@ -215,14 +344,14 @@ def resume(state: State, root: Path, world: World, options: Mapping[str, Any], d
         state.restore(read())
     if world.local_rank == 0:
         remove_after(root, newest.update)
-    return Past(max(0, newest.update), newest.text, record)
+    return ResumePoint(max(0, newest.update), newest.text, record)
 
 
 def find_difference(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
-    """What a checkpoint's job has that this one has not, with the next move; empty when they are one job."""
+    """Return what differs between a checkpoint's job and this one, and what to do; empty if they are one job."""
     then = record.header.options
     for name, value in options.items():
-        if name not in (*_OF_HOSTS, *CHANGEABLE_ON_RESUME) and then.get(name, value) != value:
+        if name not in (*_HOST_OPTIONS, *CHANGEABLE_ON_RESUME) and then.get(name, value) != value:
             flag = "--" + name.replace("_", "-")
             return f"is of another job, with {flag} {then[name]}, and this is {value}: start a new run without --resume"
     if record.header.data != data:
@@ -233,8 +362,8 @@ def find_difference(record: Record, same_tensors: bool, options: Mapping[str, An
 
 
 def _broadcast(content: bytearray, nbytes: int, root: int, rank: int) -> torch.Tensor:
-    """A block that one rank has read, on every rank."""
+    """Return on every rank the bytes that the rank `root` has read."""
     block = torch.frombuffer(content, dtype=torch.uint8) if rank == root else torch.empty(nbytes, dtype=torch.uint8)
-    for start in range(0, nbytes if dist.is_initialized() else 0, _PIECE):
-        dist.broadcast(block[start : start + _PIECE], root)
+    for start in range(0, nbytes if dist.is_initialized() else 0, _BROADCAST_BYTES):
+        dist.broadcast(block[start : start + _BROADCAST_BYTES], root)
     return block

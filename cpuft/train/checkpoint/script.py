@@ -34,7 +34,7 @@ from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.files import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
-from cpuft.train.checkpoint.policy import find_keepers, find_newest
+from cpuft.train.checkpoint.policy import choose_writer_ranks, find_newest_checkpoint
 from cpuft.train.checkpoint.state import pack_tensors
 from cpuft.train.process_group import gather
 
@@ -63,7 +63,7 @@ def save_state(step: int, **things: Any) -> bool:
     tree = {name: _take_apart(_state_of(thing), name, tensors) for name, thing in things.items()}
     ranks = [RecordedRank(rank, host, []) for rank, host in enumerate(gather(socket.gethostname()))]
     problem = None
-    if world.rank in find_keepers(ranks):
+    if world.rank in choose_writer_ranks(ranks):
         files = {STATE: pack_tensors(tensors).numpy().data, VALUES: to_view([json.dumps(tree)])}
         try:
             write_checkpoint(root, step, world.rank, files)
@@ -85,7 +85,7 @@ def load_state(**things: Any) -> dict[str, Any] | None:
     Raises CpuftError: on all ranks alike, what was kept does not fit, or is damaged.
     """
     world, root = _find_place()
-    newest, read = find_newest(root, world, VALUES)
+    newest, read = find_newest_checkpoint(root, world, VALUES)
     if newest.update < 0:
         return None
     what = f"what was kept after step {newest.update}"

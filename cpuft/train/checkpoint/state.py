@@ -48,7 +48,7 @@ class _Place:
         return block[self.start : self.start + nbytes].view(self.dtype).view(self.shape)
 
 
-class State:
+class TrainingState:
     """The weights of a model and the moments of its AdamW, and their places in a block.
 
     `parts`: where ranks have parts of them only. Their block is the same.

@@ -19,81 +19,87 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import Record, RecordedRank, format_line
 from cpuft.train.checkpoint.files import list_checkpoints, read_newest, remove_after, remove_all, write_checkpoint
-from cpuft.train.checkpoint.policy import SHARE, Keeper, find_difference, find_keepers, resume
-from cpuft.train.checkpoint.state import State
-from cpuft.train.loop import settle_messages
+from cpuft.train.checkpoint.policy import (
+    DEFAULT_TIME_SHARE,
+    CheckpointWriter,
+    choose_writer_ranks,
+    find_difference,
+    resume,
+)
+from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.loop import settle_bucket_layout
 from tests.comm.ranks import mpirun
 from tests.records import make_steps
-from tests.train.checkpoint.training import CONFIG, HEADER, Reading, compare, go, go_on, make_keeper, make_loop
+from tests.train.checkpoint.training import CONFIG, HEADER, Reading, compare, go, go_on, make_loop, make_writer
 
 
-def make_linear_keeper(root: Path, every: float, rank: int = 0) -> Keeper:
+def make_linear_writer(root: Path, every: float, rank: int = 0) -> CheckpointWriter:
     model = torch.nn.Linear(100, 100)
-    return Keeper(State(model, torch.optim.AdamW(model.parameters())), root, rank, every)
+    return CheckpointWriter(TrainingState(model, torch.optim.AdamW(model.parameters())), root, rank, every)
 
 
 def test_the_first_rank_and_the_first_of_a_second_host_keep_them() -> None:
     hosts = ["a", "a", "b", "b", "c"]
-    assert find_keepers([RecordedRank(rank, host, [0]) for rank, host in enumerate(hosts)]) == [0, 2]
-    assert find_keepers([RecordedRank(rank, "a", [0]) for rank in range(3)]) == [0]
+    assert choose_writer_ranks([RecordedRank(rank, host, [0]) for rank, host in enumerate(hosts)]) == [0, 2]
+    assert choose_writer_ranks([RecordedRank(rank, "a", [0]) for rank in range(3)]) == [0]
 
 
 def test_the_interval_is_as_asked_or_follows_from_the_cost(tmp_path: Path) -> None:
-    asked, often, measured = (make_linear_keeper(tmp_path, every) for every in (3600.0, 0.0, -1.0))
-    for keeper in (asked, often, measured):
-        keeper.end()
-    measured.cost = 3600.0 * SHARE
-    assert [keeper.is_due() for keeper in (asked, often, measured)] == [False, True, False]
+    asked, often, measured = (make_linear_writer(tmp_path, every) for every in (3600.0, 0.0, -1.0))
+    for writer in (asked, often, measured):
+        writer.finish()
+    measured.cost = 3600.0 * DEFAULT_TIME_SHARE
+    assert [writer.is_due() for writer in (asked, often, measured)] == [False, True, False]
     measured.cost = 0.0
     assert measured.is_due()
-    measured.keep(1, wait=True)
+    measured.write(1, wait=True)
     assert 0 < measured.cost < 10
 
 
 def test_a_keeper_that_still_writes_takes_no_snapshot_and_stands_by(tmp_path: Path) -> None:
     stood: list[int] = []
     model, going_on = torch.nn.Linear(2, 2), threading.Event()
-    state = State(model, torch.optim.AdamW(model.parameters()))
-    keeper = Keeper(state, tmp_path, 1, 0.0, lambda: stood.append(1))
-    assert keeper.keep(1, wait=True)
-    keeper._thread = threading.Thread(target=going_on.wait, args=(60,))
-    keeper._thread.start()
-    assert not keeper.keep(2)
+    state = TrainingState(model, torch.optim.AdamW(model.parameters()))
+    writer = CheckpointWriter(state, tmp_path, 1, 0.0, lambda: stood.append(1))
+    assert writer.write(1, wait=True)
+    writer._thread = threading.Thread(target=going_on.wait, args=(60,))
+    writer._thread.start()
+    assert not writer.write(2)
     going_on.set()
-    assert keeper.keep(3, wait=True)
+    assert writer.write(3, wait=True)
     assert stood == [1]
     assert [update for update, _ in list_checkpoints(tmp_path)] == [3, 1]
 
 
 def test_the_last_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
-    keeper, going_on = make_linear_keeper(tmp_path, 0.0), threading.Event()
-    keeper.end()
-    keeper._thread = threading.Thread(target=going_on.wait, args=(60,))
-    keeper._thread.start()
+    writer, going_on = make_linear_writer(tmp_path, 0.0), threading.Event()
+    writer.finish()
+    writer._thread = threading.Thread(target=going_on.wait, args=(60,))
+    writer._thread.start()
     threading.Timer(0.1, going_on.set).start()
-    keeper.keep(7, skip_if_busy=False)
-    keeper.end()
+    writer.write(7, skip_if_busy=False)
+    writer.finish()
     assert [update for update, _ in list_checkpoints(tmp_path)] == [7]
 
 
 def test_a_checkpoint_has_the_record_up_to_it(tmp_path: Path) -> None:
-    keeper = make_linear_keeper(tmp_path, 0.0)
+    writer = make_linear_writer(tmp_path, 0.0)
     first, second = make_steps(2, [0.1])
-    keeper.note(first)
-    keeper.keep(1, wait=True)
-    keeper.note(second)
+    writer.add_line(first)
+    writer.write(1, wait=True)
+    writer.add_line(second)
     update, files, _ = read_newest(tmp_path)
-    assert (update, files["record.jsonl"].decode()) == (1, keeper.record[0] + "\n")
+    assert (update, files["record.jsonl"].decode()) == (1, writer.record[0] + "\n")
 
 
 def test_another_host_knows_how_far_the_run_is(tmp_path: Path) -> None:
     """The first rank has the record; its host may be lost with it."""
     for rank in (0, 3):
-        keeper = make_linear_keeper(tmp_path / str(rank) / "checkpoints", math.inf, rank)
-        keeper.begin(["header"], 7)
+        writer = make_linear_writer(tmp_path / str(rank) / "checkpoints", math.inf, rank)
+        writer.begin(["header"], 7)
         told = [path.read_text() for path in tmp_path.glob("*/checkpoints/rank-*.last")]
         for line in make_steps(9, [0.1])[7:]:
-            keeper.note(line)
+            writer.add_line(line)
     assert told == ["7\n"]
     assert [(path.name, path.read_text()) for path in tmp_path.glob("*/checkpoints/*")] == [("rank-3.last", "9\n")]
     remove_after(tmp_path / "3/checkpoints", 9)
@@ -102,9 +108,9 @@ def test_another_host_knows_how_far_the_run_is(tmp_path: Path) -> None:
 
 def test_a_full_disk_does_not_keep_training_from_going_on(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").touch()
-    make_linear_keeper(tmp_path / "checkpoints", math.inf, 1).begin([], 7)
+    make_linear_writer(tmp_path / "checkpoints", math.inf, 1).begin([], 7)
     (tmp_path / "checkpoints").unlink()
-    make_linear_keeper(tmp_path / "checkpoints", math.inf, 1).begin([], 7)
+    make_linear_writer(tmp_path / "checkpoints", math.inf, 1).begin([], 7)
     remove_all(tmp_path / "checkpoints")
     assert list(tmp_path.iterdir()) == []
 
@@ -122,11 +128,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_said_once_and_the_last_good_one_stays(
     small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keeper = make_linear_keeper(small_disk / "checkpoints", 0.0)
-    keeper.keep(1, wait=True)
+    writer = make_linear_writer(small_disk / "checkpoints", 0.0)
+    writer.write(1, wait=True)
     (small_disk / "else").write_bytes(bytes(150 << 10))
     for update in (2, 3):
-        keeper.keep(update, wait=True)
+        writer.write(update, wait=True)
     said = f"checkpoint of update 2 cannot be written to {small_disk}/checkpoints (No space left on device)"
     assert capsys.readouterr().err == f"{said}: training goes on, and the last good one stays\n"
     assert [update for update, _ in list_checkpoints(small_disk / "checkpoints")] == [1]
@@ -184,7 +190,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loop = make_loop(ALONE, 0.5)
-    whole = go(loop, make_keeper(loop, tmp_path))
+    whole = go(loop, make_writer(loop, tmp_path))
     good = (tmp_path / "000000005.0/state.safetensors").read_bytes()
     files = {"state.safetensors": memoryview(good), "record.jsonl": memoryview(b"")}
     newer = write_checkpoint(tmp_path, 7, 0, files)
@@ -201,8 +207,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 @pytest.mark.parametrize("sent_as, passes", [("bf16", 1), ("int8", 0), ("powersgd", 0)])
 def test_what_keeps_something_back_sends_nothing_before_it_goes_on(sent_as: str, passes: int) -> None:
     loop = make_loop(ALONE, 0.0)
-    loop.world, loop.gradients = World(0, 3, 0, 3), sent_as
-    settle_messages(loop)
+    loop.world, loop.compression = World(0, 3, 0, 3), sent_as
+    settle_bucket_layout(loop)
     assert isinstance(loop.objective, Reading)
     assert len(loop.objective.rows) == passes
 
@@ -213,7 +219,7 @@ def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
     files = {"state.safetensors": memoryview(b"state"), "record.jsonl": memoryview(b"")}
     (write_checkpoint(tmp_path, 7, 0, files) / "record.jsonl").write_text("other")
     with pytest.raises(CpuftError, match=r"^no checkpoint in .* is whole: bring one back, or start a new run without"):
-        resume(State(loop.model, loop.optimizer), tmp_path, ALONE, vars(CONFIG), HEADER.data)
+        resume(TrainingState(loop.model, loop.optimizer), tmp_path, ALONE, vars(CONFIG), HEADER.data)
     assert len(list_checkpoints(tmp_path)) == 1
 
 
@@ -245,4 +251,4 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 3, 0, {"state.safetensors": memoryview(b"foreign"), "record.jsonl": memoryview(record)})
     loop = make_loop(ALONE, 0.0)
     with pytest.raises(CpuftError, match=r"checkpoint of update 3 on .* is of another model: see"):
-        resume(State(loop.model, loop.optimizer), tmp_path, ALONE, vars(CONFIG), HEADER.data)
+        resume(TrainingState(loop.model, loop.optimizer), tmp_path, ALONE, vars(CONFIG), HEADER.data)

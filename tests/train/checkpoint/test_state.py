@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from cpuft.config import TrainConfig
-from cpuft.train.checkpoint.state import State
+from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.lora import adapt
 from cpuft.train.optimizer import make_optimizer
 from cpuft.train.process_group import checksum_parameters
@@ -23,7 +23,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def take(state: State) -> torch.Tensor:
+def take(state: TrainingState) -> torch.Tensor:
     block = torch.empty(state.nbytes, dtype=torch.uint8)
     state.snapshot(block)
     return block
@@ -39,15 +39,15 @@ def test_updates_after_it_are_the_same_to_the_bit(plain: bool, precision: str, t
         step(model, optimizer)
     with torch.no_grad():
         model.classifier.bias.add_(1)
-    block = take(State(model, optimizer))
-    State(other, others).restore(block)
+    block = take(TrainingState(model, optimizer))
+    TrainingState(other, others).restore(block)
     assert checksum_parameters(other) == checksum_parameters(model)
     for _ in range(2):
         step(model, optimizer)
         step(other, others)
     assert checksum_parameters(other) == checksum_parameters(model)
     # Nothing of what was taken over is the block's own memory.
-    assert torch.equal(take(State(model, optimizer)), take(State(other, others)))
+    assert torch.equal(take(TrainingState(model, optimizer)), take(TrainingState(other, others)))
     (tmp_path / "state.safetensors").write_bytes(block.numpy().data)
     kept = load_file(tmp_path / "state.safetensors")
     assert kept["model.classifier.weight"].dtype == torch.float32
@@ -62,21 +62,21 @@ def test_of_a_model_with_adapters_what_is_trained_alone_is_kept(precision: str) 
     optimizer, others = (make_optimizer(one, config, precision) for one in (model, other))
     for _ in range(2):
         step(model, optimizer)
-    block = take(State(model, optimizer))
-    kept = {name for name in State(model, optimizer)._places if name.startswith("model.")}
+    block = take(TrainingState(model, optimizer))
+    kept = {name for name in TrainingState(model, optimizer)._places if name.startswith("model.")}
     trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     assert kept - trained == {f"model.{name}" for name, _ in model.named_buffers() if name in model.state_dict()}
-    State(other, others).restore(block)
+    TrainingState(other, others).restore(block)
     for _ in range(2):
         step(model, optimizer)
         step(other, others)
     assert checksum_parameters(other) == checksum_parameters(model)
     # On hosts of another precision the frozen weights are the same, and of another base they are not.
-    header = State(model, optimizer).header
-    assert State(whole, make_optimizer(whole, config, "fp32")).header == header
+    header = TrainingState(model, optimizer).header
+    assert TrainingState(whole, make_optimizer(whole, config, "fp32")).header == header
     with torch.no_grad():
         dict(whole.named_parameters())["base_model.model.bert.embeddings.word_embeddings.weight"][0, 0] += 1
-    assert State(whole, torch.optim.AdamW(whole.parameters())).header != header
+    assert TrainingState(whole, torch.optim.AdamW(whole.parameters())).header != header
 
 
 def test_what_no_update_has_touched_has_no_moments() -> None:
@@ -85,12 +85,12 @@ def test_what_no_update_has_touched_has_no_moments() -> None:
     model(torch.ones(1, 2)).sum().backward()
     model.bias.grad = None
     optimizer.step()
-    State(other, others).restore(take(State(model, optimizer)))
+    TrainingState(other, others).restore(take(TrainingState(model, optimizer)))
     assert set(others.state) == {other.weight}
     assert torch.equal(others.state[other.weight]["exp_avg_sq"], optimizer.state[model.weight]["exp_avg_sq"])
 
 
 def test_models_of_other_shapes_have_other_headers() -> None:
     models = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 3, bias=False)]
-    headers = {State(one, torch.optim.AdamW(one.parameters())).header for one in models}
+    headers = {TrainingState(one, torch.optim.AdamW(one.parameters())).header for one in models}
     assert len(headers) == 3

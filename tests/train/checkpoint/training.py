@@ -21,13 +21,14 @@ from cpuft import comm
 from cpuft.config import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
-from cpuft.train.checkpoint.policy import Keeper, Past, resume
-from cpuft.train.checkpoint.state import State
+from cpuft.train.checkpoint.policy import CheckpointWriter, ResumePoint, resume
+from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.fast.elementwise import FastDropout
-from cpuft.train.loop import Loop, settle_messages, train
+from cpuft.train.loop import settle_bucket_layout, train
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.process_group import checksum_parameters
+from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 from tests.records import make_record
 from tests.train.tokens import make_tokens
@@ -80,50 +81,49 @@ class Reading(Objective):
         raise NotImplementedError
 
 
-def make_loop(world: World, dropout: float) -> Loop:
+def make_loop(world: World, dropout: float) -> TrainingSetup:
     tokens = replace(
         make_tokens([3, 1, 4, 1, 5, 2, 6, 5, 3, 5, 9, 2, 6], types=False), labels=np.linspace(-1, 1, 13).astype("f4")
     )
     prepared = Prepared((), (), HEADER.data, 0, tokens, {"": tokens})
     objective = Reading()
-    loop = Loop(Reader(dropout), objective, CONFIG, prepared, "fp32", world, global_batch=GLOBAL_BATCH)
+    loop = TrainingSetup(Reader(dropout), objective, CONFIG, prepared, "fp32", world, global_batch=GLOBAL_BATCH)
     objective.rows.clear()  # the loop looks once how the model uses its embedding
     return loop
 
 
-def go(loop: Loop, keeper: Keeper | None = None) -> dict[str, Any]:
+def go(loop: TrainingSetup, writer: CheckpointWriter | None = None, done: int = 0) -> dict[str, Any]:
     """Train to the end; losses, this rank's rows of each forward pass, and the final checksum."""
     losses = []
-    for line in train(loop):
+    for line in train(loop, done=done):
         losses.append(line.loss)
-        if keeper and line.step == 5:
-            keeper.note(HEADER)
-            keeper.keep(5, wait=True)
+        if writer and line.step == 5:
+            writer.add_line(HEADER)
+            writer.write(5, wait=True)
     assert isinstance(loop.objective, Reading)
     # The first pass is the warm-up's, which is no update.
     return {"losses": losses, "rows": loop.objective.rows[1:], "checksum": checksum_parameters(loop.model)}
 
 
-def go_on(world: World, root: Path, dropout: float) -> tuple[Past, dict[str, Any]]:
+def go_on(world: World, root: Path, dropout: float) -> tuple[ResumePoint, dict[str, Any]]:
     """From the newest checkpoint in `root`."""
     loop = make_loop(world, dropout)
-    settle_messages(loop)
+    settle_bucket_layout(loop)
     assert isinstance(loop.objective, Reading)
     loop.objective.rows.clear()
-    past = resume(State(loop.model, loop.optimizer), root, world, vars(CONFIG), HEADER.data)
-    loop.done = past.update
-    return past, go(loop)
+    past = resume(TrainingState(loop.model, loop.optimizer), root, world, vars(CONFIG), HEADER.data)
+    return past, go(loop, done=past.update)
 
 
-def make_keeper(loop: Loop, root: Path) -> Keeper:
-    return Keeper(State(loop.model, loop.optimizer), root, loop.world.rank, every=0.0)
+def make_writer(loop: TrainingSetup, root: Path) -> CheckpointWriter:
+    return CheckpointWriter(TrainingState(loop.model, loop.optimizer), root, loop.world.rank, every=0.0)
 
 
 def compare(world: World, root: Path, dropout: float) -> dict[str, Any]:
     """A run that was never disturbed, and one that goes on from a checkpoint; rank 0 makes it where there is none."""
     loop = make_loop(world, dropout)
     kept = root.exists()
-    whole = go(loop, make_keeper(loop, root) if world.rank == 0 and not kept else None)
+    whole = go(loop, make_writer(loop, root) if world.rank == 0 and not kept else None)
     dist.barrier()
     past, resumed = go_on(world, root, dropout)
     return {"whole": whole, "resumed": resumed, "update": past.update}

@@ -23,16 +23,17 @@ from cpuft import comm
 from cpuft.config import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
-from cpuft.train.checkpoint.policy import Keeper, resume
-from cpuft.train.checkpoint.state import State
+from cpuft.train.checkpoint.policy import CheckpointWriter, resume
+from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.optimizer_shards import OptimizerShards
 from cpuft.train.exchange.zero1 import ShardedExchange
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
-from cpuft.train.loop import Loop, settle_messages, train
+from cpuft.train.loop import settle_bucket_layout, train
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.optimizer import make_optimizer
 from cpuft.train.process_group import prove_equal_parameters
+from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 from tests.records import make_record
 from tests.train.fast.encoders import make_batch, make_model
@@ -59,36 +60,36 @@ class Telling(Objective):
         raise NotImplementedError
 
 
-def make_loop(world: World, way: str, shard: str, steps: int) -> Loop:
+def make_loop(world: World, way: str, shard: str, steps: int) -> TrainingSetup:
     precision, decay = WAYS[way]
     lengths = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5]
     tokens = replace(make_tokens(lengths), labels=np.arange(len(lengths), dtype=np.float32) % 2)
     tokens = replace(tokens, ids=2 * tokens.ids - 1)  # every other word, of every rank's part
     prepared = Prepared((), (), HEADER.data, 0, tokens, {"": tokens})
     config = replace(CONFIG, shard=shard, max_steps=steps, weight_decay=decay)
-    return Loop(
+    return TrainingSetup(
         make_model("bert"), Telling((), (), 0, 0), config, prepared, precision, world, global_batch=GLOBAL_BATCH
     )
 
 
-def make_state(loop: Loop) -> State:
-    return State(loop.model, loop.optimizer, loop.exchange.shards)
+def make_state(loop: TrainingSetup) -> TrainingState:
+    return TrainingState(loop.model, loop.optimizer, loop.exchange.shards)
 
 
-def keep(loop: Loop, root: Path) -> None:
+def keep(loop: TrainingSetup, root: Path) -> None:
     """A checkpoint, by rank 0."""
     if loop.world.rank == 0:
-        keeper = Keeper(make_state(loop), root, 0, every=0.0)
-        keeper.note(HEADER)
-        assert keeper.keep(KEPT_AFTER, wait=True)
+        writer = CheckpointWriter(make_state(loop), root, 0, every=0.0)
+        writer.add_line(HEADER)
+        assert writer.write(KEPT_AFTER, wait=True)
     else:
         loop.exchange.contribute_to_checkpoint()
 
 
-def go(loop: Loop, root: Path | None = None) -> dict[str, Any]:
+def go(loop: TrainingSetup, root: Path | None = None, done: int = 0) -> dict[str, Any]:
     """Train to the end: losses, the checksum of what all ranks have, its weights, and bytes of optimizer and step."""
     found: dict[str, Any] = {"losses": [], "sent": []}
-    for line in train(loop):
+    for line in train(loop, done=done):
         found["losses"].append(line.loss)
         found["sent"].append(line.bytes_sent)
         if root and line.step == KEPT_AFTER:
@@ -99,7 +100,7 @@ def go(loop: Loop, root: Path | None = None) -> dict[str, Any]:
     return found | {"bytes": count_bytes(loop)}
 
 
-def count_bytes(loop: Loop) -> int:
+def count_bytes(loop: TrainingSetup) -> int:
     """What this rank has of the optimizer: moments, and fp32 masters of bf16 weights."""
     states = [tensor for state in loop.optimizer.state.values() for name, tensor in state.items() if name != "step"]
     masters = [*getattr(loop.model, MASTERS_ATTRIBUTE)._masters.values()]
@@ -110,12 +111,11 @@ def count_bytes(loop: Loop) -> int:
 
 def go_on(world: World, way: str, shard: str, steps: int, root: Path) -> dict[str, Any]:
     loop = make_loop(world, way, shard, steps)
-    settle_messages(loop)
+    settle_bucket_layout(loop)
     state = make_state(loop)
     past = resume(state, root, world, vars(CONFIG), HEADER.data)
     loop.exchange.reset()
-    loop.done = past.update
-    return go(loop)
+    return go(loop, done=past.update)
 
 
 def furthest(found: dict[str, Any], other: dict[str, Any]) -> float:
@@ -123,7 +123,7 @@ def furthest(found: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((found["weights"][name] - value).abs().max()) for name, value in other["weights"].items())
 
 
-def saves_whole(loop: Loop, weights: dict[str, torch.Tensor], folder: Path) -> bool:
+def saves_whole(loop: TrainingSetup, weights: dict[str, torch.Tensor], folder: Path) -> bool:
     """Whether a saved model has all bits of its fp32 weights. The first rank saves it, as in a run."""
     model: Any = loop.model
     with loop.exchange.full_weights():
@@ -156,7 +156,7 @@ def sums_lie_with_gradients() -> bool:
     return bool(sums) and all(one is not None and one.untyped_storage().data_ptr() in blocks for one in sums)
 
 
-def packed_layers_stay_packed(loop: Loop) -> bool:
+def packed_layers_stay_packed(loop: TrainingSetup) -> bool:
     """Whether query, key and value still are one product, moved as they are."""
     inside: Any = loop.model.get_submodule("bert.encoder.layer.1.attention.self")
     first = inside.query.weight

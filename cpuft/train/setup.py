@@ -1,0 +1,125 @@
+"""Everything that the updates of a run need: model, objective, data, optimizer and exchange."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpuft.comm.compression.embedding_rows import check_lookups
+from cpuft.config import TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.rank.world import World
+from cpuft.train.data.archive import Prepared
+from cpuft.train.data.order import count_updates
+from cpuft.train.exchange.compression import choose_compression
+from cpuft.train.exchange.data_parallel import UNUSED_ATTRIBUTE
+from cpuft.train.exchange.table import choose_exchange
+from cpuft.train.model import name_model
+from cpuft.train.objective.base import Objective
+from cpuft.train.optimizer import make_optimizer
+from cpuft.train.precision import autocast
+
+
+class TrainingSetup:
+    """Everything that the updates of a run need, made once. Collective.
+
+    Parameters
+    ----------
+    precision: fp32, bf16 or int8.
+    independent: whether each rank trains its own model, and nothing is exchanged.
+    global_batch: examples of an update on all ranks; 0: what batch size, accumulation and number of ranks make.
+    earlier_compression: the gradient compression that was chosen when the run began, if it is being resumed.
+
+    Raises
+    ------
+    CpuftError
+        The model cannot compute a batch.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        objective: Objective,
+        config: TrainConfig,
+        prepared: Prepared,
+        precision: str,
+        world: World,
+        independent: bool = False,
+        global_batch: int = 0,
+        earlier_compression: str = "",
+    ) -> None:
+        self.model, self.objective, self.config, self.prepared = model, objective, config, prepared
+        self.precision, self.world, self.independent = precision, world, independent
+        self.global_batch = global_batch or config.batch_size * config.gradient_accumulation * world.size
+        self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
+        """Number of updates of the whole run."""
+        try_model(model, objective, config, prepared, precision)
+        optimizer = make_optimizer(model, config, precision)
+        self.compression, self.compression_reason = "", ""
+        """What `--grad-compression auto` has chosen, and why; empty if there was nothing to choose."""
+        if not independent:
+            self.compression, self.compression_reason = choose_compression(
+                config, precision, model, objective, prepared, world, earlier_compression
+            )
+        config = replace(config, grad_compression=self.compression or config.grad_compression)
+        exchange = choose_exchange(config, 1 if independent else world.size)
+        self.exchange = exchange(model, optimizer, config, precision)
+        self.optimizer = self.exchange.optimizer
+
+
+def try_model(
+    model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared, precision: str
+) -> None:
+    """Run a first forward pass on two examples of different length, and note what the exchange must know of the model.
+
+    Noted are whether the word embedding is looked up by more than input ids, and which parameters are unused.
+
+    Raises
+    ------
+    CpuftError
+        The model cannot compute a padded batch, or not in this precision.
+    """
+    lengths = prepared.train.lengths[:1000]
+    batch = objective.make_batch(prepared.train, np.unique([lengths.argmax(), lengths.argmin()]))
+    losses: list[torch.Tensor] = []
+
+    def forward(name: str) -> None:
+        with autocast(name):
+            losses.append(objective.losses(model, batch))
+
+    was_training = model.training
+    model.eval()  # dropout would draw random numbers
+    try:
+        check_lookups(model, batch.inputs["input_ids"], partial(forward, precision))
+        setattr(model, UNUSED_ATTRIBUTE, find_unused_parameters(model, losses[-1]))
+    except Exception as error:  # models raise whatever their layers raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if isinstance(error, (CpuftError, MemoryError)) or "allocate memory" in reason:
+            raise
+        works_in_fp32 = False
+        with suppress(Exception):
+            forward("fp32")
+            works_in_fp32 = True
+        problem = f"{type(model).__name__} of {name_model(config)} cannot compute a batch of two examples"
+        next_step = "add --precision fp32, in which it can" if works_in_fp32 else "name another --model"
+        raise CpuftError(f"{problem}{f' in {precision}' * works_in_fp32} ({reason}): {next_step}") from None
+    finally:
+        model.train(was_training)
+
+
+def find_unused_parameters(model: torch.nn.Module, losses: torch.Tensor) -> tuple[str, ...]:
+    """Return the names of a model's trained parameters that are not in the autograd graph of its losses."""
+    used, seen, waiting = set[int](), set[Any](), [losses.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        used.add(id(getattr(node, "variable", None)))
+        waiting += [one for one, _ in node.next_functions]
+    return tuple(name for name, one in model.named_parameters() if one.requires_grad and id(one) not in used)
