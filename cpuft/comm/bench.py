@@ -1,6 +1,6 @@
-"""Measure the backends on the hosts of this job: `mpirun ... python -m cpuft.comm.bench comm.jsonl`.
+"""`cpuft bench comm`: measure the backends on the hosts of a job (`mpirun ... python -m cpuft.comm.bench comm.jsonl`).
 
-`auto` among the backends is what a run's `--backend auto` would choose, measured beside the others in turns of its own.
+The backend `auto` stands for what `--backend auto` would choose in a run. It is measured in turns of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from cpuft.record import MeasuredHeader, Measurement, format_line
 from cpuft.terminal import keep_streams
 
 
-def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """One measurement for each backend, operation, type and size: the repetitions of all rounds together."""
+def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Return one measurement for each backend, operation, type and size, with the repetitions of all rounds."""
     pooled: dict[tuple[str, str, str, int], Measurement] = {}
     for found in measurements:
         key = found.backend, found.operation, found.dtype, found.nbytes
@@ -36,11 +36,12 @@ def merge(measurements: Sequence[Measurement]) -> list[Measurement]:
 
 
 def format_table(measurements: Sequence[Measurement]) -> str:
-    """The measurements as a table, a row for all rounds of each.
+    """Return the measurements as a table, with one row for all rounds of a backend, operation, type and size.
 
-    Times are the median and the middle half; busy is the share of a rank's cores.
+    Its columns hold the median and the quartiles of the seconds, the CPU share of the busiest rank, the rates of
+    nccl-tests, and gloo's time divided by this backend's.
     """
-    measured = merge(measurements)
+    measured = merge_rounds(measurements)
     gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in measured if row.backend == "gloo"}
     rows = []
     for row in sorted(measured, key=lambda one: (one.operation, one.dtype, one.nbytes, one.median_seconds)):
@@ -50,12 +51,12 @@ def format_table(measurements: Sequence[Measurement]) -> str:
         rates = [f"{rate / 1e9:.3f}" for rate in (row.algorithm_bytes_per_second, row.bus_bytes_per_second)]
         busy = f"{statistics.median(row.busy):.0%}"
         rows.append([row.operation, row.dtype, row.backend, str(row.nbytes), middle, low, high, busy, *rates, ratio])
-    columns = ["operation", "type", "backend", "bytes", "ms", "a quarter\nbelow", "a quarter\nabove", "busy"]
+    columns = ["operation", "type", "backend", "bytes", "median\nms", "25 %\nms", "75 %\nms", "busy"]
     return terminal.format_table([*columns, "alg GB/s", "bus GB/s", "x gloo"], rows, left=3)
 
 
 def format_record(measurements: Sequence[Measurement]) -> str:
-    """A record's lines: a header, then one measurement a line."""
+    """Return the text of the record: a header, and one line for each measurement."""
     lines = [format_line(MeasuredHeader("bench comm", {"torch": torch.__version__})), *map(format_line, measurements)]
     return "".join(f"{line}\n" for line in lines)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cpuft.comm.bench import format_table, merge
+from cpuft.comm.bench import format_table, merge_rounds
 from cpuft.config import BenchConfig, list_bench_cases
 from cpuft.errors import CpuftError
-from cpuft.record import Measurement
+from cpuft.record import Measurement, bus_factor
 
 
 def _measured(backend: str, *milliseconds: float) -> Measurement:
@@ -26,7 +26,7 @@ def test_rounds_take_turns() -> None:
 
 def test_rounds_are_one_row_with_the_ratio_to_gloo() -> None:
     rows = [_measured("gloo", 9, 10, 11), _measured("auto:ccl", 2, 3), _measured("gloo", 10), _measured("auto:ccl", 2)]
-    assert [one.seconds for one in merge(rows)] == [(0.009, 0.01, 0.011, 0.01), (0.002, 0.003, 0.002)]
+    assert [one.seconds for one in merge_rounds(rows)] == [(0.009, 0.01, 0.011, 0.01), (0.002, 0.003, 0.002)]
     fastest, slowest = format_table(rows).splitlines()[-2:]
     assert fastest.split()[2:5] == ["auto:ccl", "1048576", "2.000"]
     assert fastest.split()[-1] == "5.00"
@@ -50,3 +50,11 @@ def test_without_gloo_there_is_no_ratio() -> None:
 def test_an_unknown_name_or_size_is_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(CpuftError, match=complaint):
         list_bench_cases(replace(BenchConfig(), **options))
+
+
+@pytest.mark.parametrize(
+    "operation, ranks, factor",
+    (("all_reduce", 2, 1.0), ("all_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("broadcast", 4, 1.0)),
+)
+def test_bus_bandwidth_is_that_of_nccl_tests(operation: str, ranks: int, factor: float) -> None:
+    assert bus_factor(operation, ranks) == factor

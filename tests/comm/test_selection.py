@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.comm.selection import Choice, cache_key, choose_backend, read_choice, write_choice
+from cpuft.comm.selection import (
+    Choice,
+    cache_key,
+    choose_backend,
+    count_repetitions,
+    limit_repetitions,
+    read_choice,
+    write_choice,
+)
 from cpuft.errors import CpuftError
 
 MIB = 2**20
@@ -57,3 +65,15 @@ def test_a_choice_is_remembered_for_its_hosts(tmp_path: Path) -> None:
     assert read_choice(tmp_path, cache_key(["a", "b"], 4, {"torch": "2.13"})) is None
     (tmp_path / f"backend-{key}.json").write_text("{")
     assert read_choice(tmp_path, key) is None
+
+
+@pytest.mark.parametrize("nbytes, times", ((1, 50), (25 * 2**20, 20), (2**30, 5)))
+def test_large_messages_are_repeated_less(nbytes: int, times: int) -> None:
+    assert count_repetitions(nbytes) == times
+
+
+@pytest.mark.parametrize(
+    "wanted, seconds, times", ((50, 0.0, 50), (50, 0.01, 50), (50, 0.126, 23), (50, 2.5, 5), (3, 2.5, 3))
+)
+def test_what_a_slow_link_delays_is_repeated_less(wanted: int, seconds: float, times: int) -> None:
+    assert limit_repetitions(wanted, seconds) == times

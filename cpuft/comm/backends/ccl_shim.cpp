@@ -1,5 +1,6 @@
-// oneCCL has only a C++ interface; these plain C functions are what ctypes can call. No torch headers, so one build
-// serves every torch. Every call blocks until its collective is done, and returns 0, or 1 with cpuft_ccl_error() set.
+// Plain C functions around oneCCL's C++ interface, for ctypes. There are no torch headers, so that one build works with
+// every version of torch. Every call blocks until its collective is done, and returns 0, or 1 after cpuft_ccl_error() is
+// set.
 
 #include <algorithm>
 #include <chrono>
@@ -20,7 +21,7 @@ namespace {
 
 thread_local std::string last_error;
 
-// oneCCL without its own workers may not be entered from two threads at once.
+// oneCCL without workers of its own must not be called from two threads at once.
 std::mutex library;
 
 struct Group {
@@ -41,10 +42,10 @@ int guarded(Body body) {
     return 1;
 }
 
-// A worker thread moves the data, and may share the core of the one that waits, so that one sleeps (Linux adds 50 us):
-// an eighth of the time that it has waited already, so that a long collective is not asked after a thousand times.
-// It does not call sched_yield. Where two jobs spin on that, Linux 6.18 runs nothing else for up to a minute: not the
-// ranks that are waited for, and not the kernel's own threads.
+// Waits for a collective. oneCCL's worker thread moves the data, and may share a core with the waiting thread. So the
+// waiting thread sleeps between two tests, for an eighth of the time that it has waited already (Linux adds 50 us); a
+// long collective is then tested less often. It does not call sched_yield: if two jobs spin on that, Linux 6.18 runs
+// nothing else for up to a minute, neither the ranks that they wait for nor the kernel's own threads.
 template <class Submit>
 int blocking(Submit submit) {
     return guarded([&] {
@@ -61,7 +62,7 @@ int blocking(Submit submit) {
     });
 }
 
-// While it lives, threads that are started inherit how late their sleeps may end (prctl(2)).
+// Sets how late sleeps of this thread may end (prctl(2)). Threads that are started meanwhile inherit the value.
 class Slack {
 public:
     explicit Slack(unsigned long microseconds) : before(prctl(PR_GET_TIMERSLACK)) {
@@ -96,9 +97,9 @@ size_t cpuft_ccl_address_size() {
     return ccl::kvs::address_max_size;
 }
 
-// The first rank makes the address that the others attach to; `address` has cpuft_ccl_address_size() bytes.
-// A worker without a core of its own looks for work, then sleeps for no time, which Linux makes `slack` microseconds (0:
-// as it is): each time it wakes, it takes the core from compute.
+// The first rank makes the address to which the others connect; `address` has cpuft_ccl_address_size() bytes. A worker
+// that shares its core polls for work and sleeps in between. Each time it wakes up, it takes the core from computing.
+// So `slack` makes these sleeps longer, in microseconds (0: unchanged).
 int cpuft_ccl_make_group(void** group, char* address, int first, unsigned long slack) {
     return guarded([&] {
         std::lock_guard<std::mutex> lock(library);
