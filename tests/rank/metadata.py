@@ -1,4 +1,4 @@
-"""A stand-in for the service by which a host of EC2 learns that it is about to go."""
+"""A stand-in for EC2's metadata service, which announces interruptions of an instance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TOKEN = "a token"
 
 @dataclass
 class Metadata:
-    """What it will answer, in turn, and what it was asked; the last answer is given again and again."""
+    """The status codes of its answers in order, of which the last one is repeated, and the requests so far."""
 
     url: str
     answers: list[int]
@@ -31,11 +31,11 @@ class Metadata:
 
 @contextmanager
 def serve_metadata(*answers: int) -> Iterator[Metadata]:
-    """Serve it on a free port of loopback."""
+    """Serve these status codes on a free port of the loopback interface."""
 
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
-            status, text = told.answer(self.command, self.path, self.headers.get("X-aws-ec2-metadata-token", ""))
+            status, text = metadata.answer(self.command, self.path, self.headers.get("X-aws-ec2-metadata-token", ""))
             self.send_response(status)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -46,11 +46,11 @@ def serve_metadata(*answers: int) -> Iterator[Metadata]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        told = Metadata(f"http://127.0.0.1:{server.server_port}{PATH}", list(answers))
+        metadata = Metadata(f"http://127.0.0.1:{server.server_port}{PATH}", list(answers))
         thread = Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            yield told
+            yield metadata
         finally:
             server.shutdown()
             thread.join()

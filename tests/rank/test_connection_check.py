@@ -1,4 +1,4 @@
-"""Ranks of a script that are not connected: the check, and the changes to libraries, with stand-ins for both."""
+"""The check that a script's ranks are connected, and the patches of libraries, with stand-ins for both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def take_steps(check: ConnectionCheck, count: int) -> None:
         check.before_step(None, (), {})
 
 
-def test_without_a_group_of_all_ranks_no_step_is_made(operations: set[str]) -> None:
+def test_without_a_group_of_all_ranks_the_first_step_is_refused(operations: set[str]) -> None:
     with pytest.raises(RefusedScriptError) as refused:
         take_steps(ConnectionCheck(2), 1)
     assert str(refused.value) == (
@@ -57,7 +57,7 @@ def test_a_group_without_exchange_stops_the_script_after_some_steps_and_at_its_e
         take_steps(check, 1)
 
 
-def test_an_exchange_that_was_seen_once_counts_for_good(operations: set[str]) -> None:
+def test_a_single_exchange_is_enough(operations: set[str]) -> None:
     operations.add("all_reduce")
     check = ConnectionCheck(2)
     check.note_group(2)
@@ -127,7 +127,7 @@ def test_only_what_the_launcher_starts_with_several_connected_ranks_is_checked()
 
 
 @pytest.mark.parametrize("backend", ["nccl", "NCCL", "cuda:nccl"])
-def test_nccl_without_a_gpu_is_answered(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_without_a_gpu_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def make_torch(has_gpu: bool) -> object:
         return types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: has_gpu))
 

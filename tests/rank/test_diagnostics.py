@@ -1,4 +1,4 @@
-"""What torch's flight recorder says, and a rank as it is seen from outside."""
+"""Operations in torch's flight recorder, and stack dumps of a rank from outside."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def entry(sequence: int, name: str, retired: bool, **more: object) -> dict[str, 
     return plain | {"process_group": ["0", "default_pg"], "p2p_seq_id": 0, "time_created_ns": NOW - 3 * 10**9} | more
 
 
-def test_operations_of_the_recorder() -> None:
+def test_the_flight_recorders_entries_become_pending_operations_and_progress() -> None:
     entries = [
         entry(10, "all_reduce", True),
         entry(11, "barrier", False),
@@ -54,7 +54,7 @@ def test_operations_of_the_recorder() -> None:
         (ValueError("timed out"), False),
     ],
 )
-def test_torchs_own_deadlines(error: BaseException, waited: bool) -> None:
+def test_torchs_timeouts_are_recognized(error: BaseException, waited: bool) -> None:
     assert is_timeout(error) is waited
 
 
@@ -69,7 +69,7 @@ print("here", flush=True)
     "line, file",
     [("while True: pass", "script.py"), ("sum(itertools.repeat(0))", "script.py"), ("sys.stdin.read()", "script.py")],
 )
-def test_a_process_is_seen_from_outside_whatever_holds_the_gil(line: str, file: str, tmp_path: Path) -> None:
+def test_stacks_can_be_dumped_whatever_holds_the_gil(line: str, file: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text(SCRIPT.format(line), encoding="utf-8")
     starter = [*module_command(sys.executable, "cpuft.rank"), "-m", "cpuft.rank.script", f"{tmp_path}/{file}"]
     environ = {**os.environ, "CPUFT_RUN_DIR": str(tmp_path), "CPUFT_HOSTNAME": socket.gethostname()}
@@ -81,7 +81,7 @@ def test_a_process_is_seen_from_outside_whatever_holds_the_gil(line: str, file: 
             limit, stands = time.monotonic() + 60, f'File "{tmp_path}/{file}", line 4 in <module>'
             (first,) = dump_stacks(str(tmp_path), 20.0)
             while stands not in first["stack"] and time.monotonic() < limit:
-                (first,) = dump_stacks(str(tmp_path), 20.0)  # it may be in print still
+                (first,) = dump_stacks(str(tmp_path), 20.0)  # it may still be in print
             begun = time.monotonic()
             (second,) = dump_stacks(str(tmp_path), 20.0)
             assert time.monotonic() - begun < 20

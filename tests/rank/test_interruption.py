@@ -1,4 +1,4 @@
-"""Who is told that a run is to stop, by what, and when."""
+"""How a rank learns that its run must stop."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from cpuft.rank.world import World
 from tests.rank.metadata import PATH, serve_metadata
 
 SLEEPS = "import time; print('here', flush=True); time.sleep(60)"
-LISTENS_LATE = """
+HANDLES_LATER = """
 import sys, time
 from cpuft.rank.interruption import is_interrupted, handle_interruption
 print("here", flush=True)
 sys.stdin.readline()
 handle_interruption()
-print("listens", flush=True)
+print("handles it", flush=True)
 while not is_interrupted():
     time.sleep(0.01)
-print("told", flush=True)
+print("interrupted", flush=True)
 """
 
 
-def test_a_file_is_a_notice_once_it_is_there(tmp_path: Path) -> None:
+def test_a_notice_has_arrived_once_its_file_exists(tmp_path: Path) -> None:
     notice = InterruptionNotice(str(tmp_path / "notice"))
     assert not notice.has_arrived()
     (tmp_path / "notice").touch()
     assert notice.has_arrived()
 
 
-def test_an_address_is_one_once_it_answers_with_200(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_has_arrived_once_its_url_answers_with_status_200(capfd: pytest.CaptureFixture[str]) -> None:
     with serve_metadata(404, 404, 200) as metadata:
         notice = InterruptionNotice(metadata.url)
         assert [notice.has_arrived() for _ in range(3)] == [False, False, True]
@@ -52,7 +52,7 @@ def test_an_address_is_one_once_it_answers_with_200(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == ""
 
 
-def test_an_address_that_cannot_be_asked_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_url_that_does_not_answer_is_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     with serve_metadata(500) as metadata:
         notice = InterruptionNotice(metadata.url)
         assert [notice.has_arrived() for _ in range(2)] == [False, False]
@@ -64,23 +64,23 @@ def test_an_address_that_cannot_be_asked_is_said_once(capfd: pytest.CaptureFixtu
 
 
 def start(text: str) -> subprocess.Popen[str]:
-    """A Python that runs this text, and has said that it is here."""
+    """Start a Python process that runs this text and has printed "here"."""
     process = subprocess.Popen([sys.executable, "-c", text], stdin=-1, stdout=-1, text=True)
     assert process.stdout
     assert process.stdout.readline() == "here\n"
     return process
 
 
-def test_a_process_is_told_once_it_listens(tmp_path: Path) -> None:
+def test_a_process_gets_the_signal_once_it_catches_it(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    with start(LISTENS_LATE) as process:
+    with start(HANDLES_LATER) as process:
         start_host_watch(process.pid, World(1, 2, 1, 2), {"CPUFT_RUN_DIR": str(tmp_path)})
         (tmp_path / "logs/interrupt").write_text("SIGUSR1\n")
         assert not catches_signal(process.pid)
-        assert process.communicate("go on\n", timeout=60)[0] == "listens\ntold\n"
+        assert process.communicate("go on\n", timeout=60)[0] == "handles it\ninterrupted\n"
 
 
-def test_a_process_that_never_listens_goes_on(tmp_path: Path) -> None:
+def test_a_process_that_never_catches_the_signal_continues(tmp_path: Path) -> None:
     (tmp_path / "notice").touch()
     with start(SLEEPS) as process:
         start_host_watch(process.pid, World(0, 1, 0, 1), {NOTICE_VARIABLE: str(tmp_path / "notice")})
@@ -89,7 +89,7 @@ def test_a_process_that_never_listens_goes_on(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_only_the_first_rank_of_a_host_looks_for_its_notice() -> None:
+def test_only_the_first_rank_of_a_host_checks_for_a_notice() -> None:
     with serve_metadata(404) as metadata, start(SLEEPS) as process:
         start_host_watch(process.pid, World(3, 4, 1, 2), {NOTICE_VARIABLE: metadata.url})
         with pytest.raises(subprocess.TimeoutExpired):
@@ -98,34 +98,34 @@ def test_only_the_first_rank_of_a_host_looks_for_its_notice() -> None:
     assert metadata.asked == []
 
 
-@pytest.mark.parametrize("local_rank, signs", [(0, True), (1, False)])
-def test_the_first_rank_of_a_host_gives_signs_of_life(local_rank: int, signs: bool, tmp_path: Path) -> None:
-    sign = tmp_path / HEARTBEAT_FILE
-    sign.parent.mkdir()
-    sign.touch()
-    os.utime(sign, (1.0, 1.0))
+@pytest.mark.parametrize("local_rank, touches", [(0, True), (1, False)])
+def test_the_first_rank_of_a_host_touches_the_heartbeat_file(local_rank: int, touches: bool, tmp_path: Path) -> None:
+    heartbeat = tmp_path / HEARTBEAT_FILE
+    heartbeat.parent.mkdir()
+    heartbeat.touch()
+    os.utime(heartbeat, (1.0, 1.0))
     with start(SLEEPS) as process:
         start_host_watch(process.pid, World(2, 4, local_rank, 2), {"CPUFT_RUN_DIR": str(tmp_path)})
         time.sleep(0.5)
         process.kill()
-    assert (sign.stat().st_mtime > 1.0) == signs
+    assert (heartbeat.stat().st_mtime > 1.0) == touches
 
 
-def test_who_catches_or_holds_back_the_signal_listens() -> None:
+def test_a_process_that_blocks_the_signal_will_handle_it() -> None:
     assert not catches_signal(os.getpid())
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
         assert catches_signal(os.getpid())
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     assert not catches_signal(1 << 30)
 
 
-def test_the_cause_is_what_the_launch_said_else_the_notice(tmp_path: Path) -> None:
+def test_the_cause_is_the_launchers_signal_or_else_the_notice(tmp_path: Path) -> None:
     host = socket.gethostname()
-    environ = {"CPUFT_RUN_DIR": str(tmp_path), NOTICE_VARIABLE: "/run/going"}
+    environ = {"CPUFT_RUN_DIR": str(tmp_path), NOTICE_VARIABLE: "/run/leaving"}
     assert describe_cause({}) == f"SIGUSR1 on {host}"
-    assert describe_cause(environ) == f"the notice /run/going on {host}"
+    assert describe_cause(environ) == f"the notice /run/leaving on {host}"
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/interrupt").write_text("SIGTERM\n")
     assert describe_cause(environ) == "SIGTERM"

@@ -1,4 +1,4 @@
-"""What ends a run's processes on a host finds those of this run, and nobody else's."""
+"""Killing what is left of a run on a host finds the processes of this run, and no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a process with this environment and nothing else in it; it is gone after the test."""
+    """Starts a process with exactly this environment, and ends it after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start_one(environ: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
@@ -36,13 +36,13 @@ def start() -> Iterator[Start]:
 
 
 def run_as_on_a_host(run_dir: str) -> str:
-    """Run kill.py as the launcher does on a host: from standard input, with the folder as its argument."""
+    """Run kill.py as the launcher does: from standard input, with the run's folder as its argument."""
     source = Path(kill.__file__).read_text(encoding="utf-8")
     command = [sys.executable, "-c", "import sys; exec(sys.stdin.read())", run_dir]
     return subprocess.run(command, input=source, capture_output=True, text=True, check=True, timeout=20).stdout
 
 
-def test_a_newline_in_the_folder_matches_no_line_of_strangers(start: Start, tmp_path: Path) -> None:
+def test_a_newline_in_the_folder_matches_no_other_variable(start: Start, tmp_path: Path) -> None:
     run_dir = f"{tmp_path}/run\n\nSTRANGER=1"
     own = start({"CPUFT_RUN_DIR": run_dir})
     strangers = [start({"STRANGER": "1"}), start({}), start({"CPUFT_RUN_DIR": f"{tmp_path}/run"})]
@@ -51,7 +51,7 @@ def test_a_newline_in_the_folder_matches_no_line_of_strangers(start: Start, tmp_
     assert [process.poll() for process in strangers] == [None, None, None]
 
 
-def test_only_the_whole_entry_is_the_runs(start: Start, tmp_path: Path) -> None:
+def test_only_processes_with_exactly_this_variable_are_killed(start: Start, tmp_path: Path) -> None:
     run_dir = f"{tmp_path}/run"
     names = ({"CPUFT_RUN_DIR": f"{run_dir}-2"}, {"CPUFT_RUN_DIR": f"{run_dir}/logs"}, {"MY_CPUFT_RUN_DIR": run_dir})
     strangers = [start(environ) for environ in (*names, {"TEXT": f"CPUFT_RUN_DIR={run_dir}"})]
@@ -59,7 +59,7 @@ def test_only_the_whole_entry_is_the_runs(start: Start, tmp_path: Path) -> None:
     assert [process.poll() for process in strangers] == [None] * 4
 
 
-def test_mpiruns_process_above_a_rank_is_ended_too_and_what_is_above_that_is_not(start: Start, tmp_path: Path) -> None:
+def test_mpiruns_process_above_a_rank_is_killed_too_and_its_parent_is_not(start: Start, tmp_path: Path) -> None:
     starter = tmp_path / "hydra_pmi_proxy"
     shutil.copy(shutil.which("bash") or "/bin/bash", starter)
     run_dir = f"{tmp_path}/run"
@@ -72,14 +72,14 @@ def test_mpiruns_process_above_a_rank_is_ended_too_and_what_is_above_that_is_not
     while len(pids) < 2:
         pids = kill.find_processes(run_dir)
     assert pids[1:] == [proxy]
-    # mpirun's process may end by itself as soon as its rank has.
+    # mpirun's process may end by itself as soon as its rank has ended.
     assert run_as_on_a_host(run_dir).split() in ([str(pids[0])], [str(pid) for pid in pids])
     while "still there" not in (tmp_path / "said").read_text():
         assert above.poll() is None
     assert kill.find_processes(run_dir) == []
 
 
-def test_it_spares_itself_and_an_empty_folder_is_no_runs(start: Start) -> None:
+def test_it_kills_neither_itself_nor_anything_for_an_empty_folder(start: Start) -> None:
     stranger = start({"CPUFT_RUN_DIR": ""})
     assert kill.find_processes("") == []
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def test_it_spares_itself_and_an_empty_folder_is_no_runs(start: Start) -> None:
     assert stranger.poll() is None
 
 
-def test_processes_of_other_users_are_not_looked_at(start: Start, tmp_path: Path) -> None:
+def test_processes_of_other_users_are_never_killed(start: Start, tmp_path: Path) -> None:
     own = start({"CPUFT_RUN_DIR": str(tmp_path)})
     assert kill.find_processes(str(tmp_path), uid=os.geteuid() + 1) == []
     assert kill.find_processes(str(tmp_path)) == [own.pid]

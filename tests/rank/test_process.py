@@ -1,4 +1,4 @@
-"""What a rank clears away, and what its words and settings say."""
+"""What a rank does before and after its worker: cores, limits, leftover shared memory, marks for the launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _segment(folder: Path, name: str, age: float) -> None:
     os.utime(folder / name, (time.time() - age,) * 2)
 
 
-def test_memory_of_the_dead_goes_that_of_the_living_and_of_others_stays(tmp_path: Path) -> None:
+def test_shared_memory_of_ended_processes_is_removed_and_all_other_is_not(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     for name, age in ((f"{dead.pid}:0:0", 90), (f"{dead.pid}:1:0", 5), (f"{os.getpid()}:0:0", 90), ("a:b:c", 90)):
@@ -36,7 +36,7 @@ def test_memory_of_the_dead_goes_that_of_the_living_and_of_others_stays(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {f"{dead.pid}:1:0", f"{os.getpid()}:0:0", "a:b:c"}
 
 
-def test_what_was_sent_is_taken_once(tmp_path: Path) -> None:
+def test_secret_variables_are_read_once_and_their_file_is_removed(tmp_path: Path) -> None:
     (tmp_path / "0-1").write_text('{"HF_TOKEN": "a\\nb"}')
     environ = {"CPUFT_SENT": f"{tmp_path}/0"}
     assert take_sent(environ, "1") == {"HF_TOKEN": "a\nb"}
@@ -45,7 +45,7 @@ def test_what_was_sent_is_taken_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_nothing_is_taken_without_a_word_or_of_another_user(tmp_path: Path) -> None:
+def test_secret_variables_are_not_read_without_a_path_or_from_a_file_of_another_user(tmp_path: Path) -> None:
     Path("-0").write_text('{"LD_PRELOAD": "x"}')
     assert take_sent({}, "0") == {}
     theirs = tmp_path / "0-0"
@@ -56,7 +56,7 @@ def test_nothing_is_taken_without_a_word_or_of_another_user(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("soft, most, allowed", [(64, 65536, 512), (64, 256, 256), (300, 256, 300), (512, 65536, 512)])
-def test_a_rank_may_open_as_many_files_as_its_host_lets_it(soft: int, most: int, allowed: int) -> None:
+def test_the_limit_of_open_files_is_raised_up_to_the_hard_limit(soft: int, most: int, allowed: int) -> None:
     code = (
         f"import resource as r; from cpuft.rank.process import raise_open_files_limit; raise_open_files_limit({most}); "
     )
@@ -67,7 +67,7 @@ def test_a_rank_may_open_as_many_files_as_its_host_lets_it(soft: int, most: int,
 
 
 @pytest.mark.parametrize(
-    ("launcher", "said"),
+    ("launcher", "message"),
     [
         ({}, b"cmd=abort exitcode=7\n"),
         ({"SLURM_STEP_ID": "1", "MPI_LOCALRANKID": "0"}, b"cmd=abort exitcode=7\n"),
@@ -75,22 +75,20 @@ def test_a_rank_may_open_as_many_files_as_its_host_lets_it(soft: int, most: int,
     ],
     ids=("Hydra", "Hydra in a job", "srun"),
 )
-def test_who_does_not_end_all_ranks_by_itself_is_told(launcher: dict[str, str], said: bytes) -> None:
-    """srun takes it for a broken beginning of PMI, and says so in the rank's log."""
+def test_hydra_is_told_to_abort_and_srun_is_not(launcher: dict[str, str], message: bytes) -> None:
+    """srun would take the message for a broken start of PMI, and write that to the rank's log."""
     reading, writing = os.pipe()
     abort_job({"PMI_FD": str(writing), **launcher}, 7)
     os.close(writing)
     with open(reading, "rb") as file:
-        assert file.read() == said
+        assert file.read() == message
 
 
-@pytest.mark.parametrize(
-    "words", ["rank {} on a exit code 1", "rank 0 on a exit code {}", "rank 0 on a exit code 1 {}"]
-)
-def test_a_script_that_prints_the_mark_with_numbers_that_are_none(words: str) -> None:
-    said = f"{FAILURE} {words.format('9' * 5000)}\n"
-    assert parse_missing_ranks(said) == set()
-    parse_failure(said)
+@pytest.mark.parametrize("text", ["rank {} on a exit code 1", "rank 0 on a exit code {}", "rank 0 on a exit code 1 {}"])
+def test_a_script_that_prints_the_mark_with_too_long_numbers_does_no_harm(text: str) -> None:
+    line = f"{FAILURE} {text.format('9' * 5000)}\n"
+    assert parse_missing_ranks(line) == set()
+    parse_failure(line)
 
 
 @pytest.mark.parametrize("text, rank, cores", [("", 0, ()), ("0,1;2", 0, (0, 1)), ("0,1;2", 1, (2,)), ("0,1;2", 2, ())])

@@ -1,4 +1,4 @@
-"""A script of the user's, as Python runs it."""
+"""A user's script runs as Python runs it, and ends without hanging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cpuft.rank.script import restrict_stores, wait_for_listener
 def run(
     folder: Path, text: str, *words: str, module: str = "cpuft.rank.script", **settings: str
 ) -> tuple[str, str, int]:
-    """Output, complaints and exit code of a script."""
+    """Return the standard output, standard error and exit code of a script."""
     (folder / "beside.py").write_text("NAME = 'beside'\n")
     (folder / "script.py").write_text(text)
     python = module_command(sys.executable, module) if module else (sys.executable,)
@@ -73,8 +73,8 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
     assert told[0] == told[1]
 
 
-def test_the_interpreter_is_not_taken_down(tmp_path: Path) -> None:
-    # What is left to C's exit handlers, and to modules' destructors, is what threads of gloo trip over.
+def test_the_interpreter_is_not_finalized(tmp_path: Path) -> None:
+    # Destructors of modules would run while gloo's threads still need the interpreter.
     text = "class A:\n    def __del__(self): print('gone', flush=True)\nkept = A()\n"
     assert run(tmp_path, text, module="")[0] == "gone\n"
     assert run(tmp_path, text)[0] == ""
@@ -108,7 +108,7 @@ print(count_threads() > before)
 
 
 @pytest.mark.parametrize(
-    ("start", "module", "kept"),
+    ("start", "module", "is_kept"),
     [
         ("dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)", "cpuft.rank.script", True),
         ("from cpuft.comm import start; start('gloo', 60, dist.HashStore(), 0, 1)", "cpuft.rank.script", True),
@@ -116,11 +116,11 @@ print(count_threads() > before)
     ],
     ids=["torch", "cpuft", "python"],
 )
-def test_no_model_is_the_last_to_hold_the_group(tmp_path: Path, start: str, module: str, kept: bool) -> None:
-    # Were it, its end and a thread of gloo could wait for each other: with a core a rank, two runs of a hundred did.
+def test_the_group_of_all_ranks_is_never_destroyed(tmp_path: Path, start: str, module: str, is_kept: bool) -> None:
+    # Its destructor and a thread of gloo could wait for each other: with one core per rank, two runs of a hundred did.
     text = LEAVES_A_FUNCTION.format(start=start)
     output, complaints, code = run(tmp_path, text, module=module)
-    assert (output, code) == (f"{kept}\n", 0), complaints
+    assert (output, code) == (f"{is_kept}\n", 0), complaints
 
 
 STORE = """
@@ -150,7 +150,7 @@ LOOPBACK, ALL = "0100007F", "0" * 32
         (BY_ENVIRONMENT, "127.0.0.1", "", ALL),
     ],
 )
-def test_the_store_listens_on_the_masters_address(
+def test_the_store_listens_on_the_address_of_rank_0_only(
     tmp_path: Path, start: str, master: str, module: str, address: str
 ) -> None:
     with socket.socket() as probe:
@@ -162,7 +162,7 @@ def test_the_store_listens_on_the_masters_address(
     assert (output, code) == (f"['{address}']\n", 0), complaints
 
 
-def test_ranks_that_come_before_the_master_make_their_store_when_its_own_listens() -> None:
+def test_ranks_that_start_before_rank_0_wait_for_its_store() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     listening: list[socket.socket] = []
@@ -177,7 +177,7 @@ def test_ranks_that_come_before_the_master_make_their_store_when_its_own_listens
         listening[0].close()
 
 
-def test_a_master_that_never_comes_is_left_to_torch() -> None:
+def test_torch_reports_a_rank_0_that_never_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     wait_for_listener("127.0.0.1", port, 0.05)

@@ -1,4 +1,4 @@
-"""A rank's world, from what launchers say."""
+"""The place of a rank, from the variables of Intel MPI, MPICH, Open MPI, Slurm and torchrun."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STALE = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def pasted(text: str) -> dict[str, str]:
-    """Variables as `env` prints them."""
+    """Parse variables as `env` prints them."""
     return dict(word.split("=", 1) for word in text.split())
 
 
-# Slurm 22.05: srun -N 3 -n 5, its fourth and its last task.
+# The fourth and the last task of srun -N 3 -n 5 in Slurm 22.05.
 STEP = """
     SLURM_JOB_ID=5 SLURM_JOB_NUM_NODES=3 SLURM_NNODES=3 SLURM_NPROCS=5 SLURM_NTASKS=5 SLURM_TASKS_PER_NODE=2(x2),1
     SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[1-3] SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=5
@@ -66,7 +66,7 @@ UNDER_MPIRUN = pasted("""
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, World(1, 2, 0, 1)),
     ],
 )
-def test_world(environ: dict[str, str], world: World) -> None:
+def test_the_place_of_a_rank_is_read_from_its_launchers_variables(environ: dict[str, str], world: World) -> None:
     assert parse_world(environ) == world
 
 
@@ -79,6 +79,6 @@ def test_world(environ: dict[str, str], world: World) -> None:
         (LAST | {"SLURM_NODEID": "7"}, r"are not numbers .*SLURM_STEP_TASKS_PER_NODE='2\(x2\),1'"),
     ],
 )
-def test_world_that_is_none(environ: dict[str, str], message: str) -> None:
+def test_impossible_variables_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(CpuftError, match=message):
         parse_world(environ)
