@@ -1,4 +1,4 @@
-"""Run by mpirun: rank 0 is in MPI_Init, which holds the GIL, long before rank 1 says hello to its hub."""
+"""Run by mpirun: rank 1 connects to the hub long after rank 0 has called MPI_Init, which holds the GIL."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ if __name__ == "__main__":
     time.sleep(5 * int(os.environ["RANK"]))
     comm.start("mpi", timeout_seconds=20)
     dist.barrier()
-    print("all right", flush=True)
+    print("passed", flush=True)

@@ -1,6 +1,6 @@
-"""Run by mpirun: every operation on every type, checked on each rank against what one process works out alone.
+"""Run by mpirun: every operation on every type, compared on each rank with a computation in one process.
 
-Usage: grid.py BACKEND FOLDER. Writes FOLDER/RANK.json: {"operation type layout": "ok" or what went wrong}.
+Usage: grid.py BACKEND FOLDER [VARIABLE=VALUE ...]. Writes FOLDER/RANK.json: {"operation type layout": "ok" or error}.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.comm.inputs import Inputs, fold
 from tests.comm.ranks import become_rank
 
 Case = Callable[[Inputs], tuple[object, object]]
-"""Runs an operation and returns what came and what should have come."""
+"""Runs an operation and returns its result and the expected one."""
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -172,7 +172,7 @@ def empty(inputs: Inputs) -> tuple[object, object]:
 
 
 def pair(inputs: Inputs) -> tuple[object, object]:
-    """A group of the last and the first rank."""
+    """Reduce in a group of the last and the first rank."""
     members = [inputs.size - 1, 0]
     group = (
         dist.new_group(members, sort_ranks=False) if "sort_ranks" in dir(dist.new_group) else dist.new_group(members)
@@ -188,16 +188,16 @@ def pair(inputs: Inputs) -> tuple[object, object]:
 def objects(inputs: Inputs) -> tuple[object, object]:
     gathered: list[object] = [None] * inputs.size
     dist.all_gather_object(gathered, {"rank": inputs.rank, "text": "x" * inputs.rank})
-    told = [inputs.rank, "said"]
-    dist.broadcast_object_list(told, 1)
+    broadcasted = [inputs.rank, "text"]
+    dist.broadcast_object_list(broadcasted, 1)
     mine: list[object] = [None]
     dist.scatter_object_list(mine, list(range(inputs.size)) if inputs.rank == 0 else None, 0)
-    kept = [None] * inputs.size if inputs.rank == 0 else None
-    dist.gather_object(inputs.rank, kept, 0)
+    at_root = [None] * inputs.size if inputs.rank == 0 else None
+    dist.gather_object(inputs.rank, at_root, 0)
     dist.barrier()
     expected = [{"rank": rank, "text": "x" * rank} for rank in range(inputs.size)]
     everyone = list(range(inputs.size)) if inputs.rank == 0 else None
-    return (gathered, told, mine, kept), (expected, [1, "said"], [inputs.rank], everyone)
+    return (gathered, broadcasted, mine, at_root), (expected, [1, "text"], [inputs.rank], everyone)
 
 
 def cases() -> Iterator[tuple[str, Case, tuple[torch.dtype, ...]]]:
@@ -230,12 +230,12 @@ def cases() -> Iterator[tuple[str, Case, tuple[torch.dtype, ...]]]:
     yield "objects", objects, (torch.float32,)
 
 
-def equal(came: object, due: object) -> bool:
-    if isinstance(came, torch.Tensor) and isinstance(due, torch.Tensor):
-        return came.dtype == due.dtype and torch.equal(came, due)
-    if isinstance(came, list | tuple) and isinstance(due, list | tuple):
-        return len(came) == len(due) and all(map(equal, came, due))
-    return came == due
+def equal(result: object, expected: object) -> bool:
+    if isinstance(result, torch.Tensor) and isinstance(expected, torch.Tensor):
+        return result.dtype == expected.dtype and torch.equal(result, expected)
+    if isinstance(result, list | tuple) and isinstance(expected, list | tuple):
+        return len(result) == len(expected) and all(map(equal, result, expected))
+    return result == expected
 
 
 def gloo_refuses(case: Case, dtype: torch.dtype, layout: str) -> bool:
@@ -256,8 +256,8 @@ def run(backend: str) -> dict[str, str]:
                 if backend == "gloo" and gloo_refuses(case, dtype, layout):
                     continue
                 try:
-                    came, due = case(Inputs(dtype, layout == "strided"))
-                    outcome = "ok" if equal(came, due) else f"came {came}, due {due}"
+                    result, expected = case(Inputs(dtype, layout == "strided"))
+                    outcome = "ok" if equal(result, expected) else f"{result} instead of {expected}"
                 except Exception as error:
                     outcome = repr(error)
                 results[f"{name} {str(dtype).removeprefix('torch.')} {layout}"] = outcome
@@ -266,7 +266,7 @@ def run(backend: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     become_rank()
-    # Variables that stand for another place of the ranks.
+    # Variables that pretend another placement of the ranks.
     os.environ.update(dict(word.split("=") for word in sys.argv[3:]))
     torch.set_num_threads(1)
     comm.start(sys.argv[1], timeout_seconds=20)

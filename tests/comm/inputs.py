@@ -1,4 +1,4 @@
-"""What operations between ranks are tried on, and what a reduction of it is, worked out alone."""
+"""Inputs of collectives in tests, and their reductions computed in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Inputs:
-    """Tensors that any rank can make for any rank. Their values are few and small: sums of four are exact in bf16."""
+    """Tensors that any rank can compute for any rank. Their values are small, so that sums are exact in bf16."""
 
     def __init__(self, dtype: torch.dtype, strided: bool) -> None:
         self.dtype = dtype

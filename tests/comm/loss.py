@@ -1,4 +1,4 @@
-"""Run by mpirun: ranks that add up until one of them is lost. Usage: loss.py BACKEND HOW RANK."""
+"""Run by mpirun: ranks run all-reduces until one of them is lost. Usage: loss.py BACKEND HOW RANK."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lose(how: str) -> None:
 if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
-    # A store of its own, with a limit of its own: the ranks' imports may be further apart than the deadline.
+    # A store with a timeout of its own, because the ranks may take longer than the deadline to import everything.
     rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"])
     store = TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
     comm.start(sys.argv[1], timeout_seconds=DEADLINE_SECONDS, store=store, rank=rank, world_size=size)

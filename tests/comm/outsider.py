@@ -1,4 +1,4 @@
-"""Run by mpirun: two ranks, and somebody who has read all of their store and tries to end them with that."""
+"""Run by mpirun: two ranks, and an attacker who has read their whole store and tries to end them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_all(store: TCPStore) -> dict[str, bytes]:
 
 
 def attack(place: dict[str, object]) -> None:
-    """Be rank 77 and say that all is over, with all that looks like a token."""
+    """Claim to be rank 77, send everything from the store that looks like a password, and tell all ranks to end."""
     hello = {"rank": 77, **place}
     with (
         contextlib.suppress(ConnectionRefusedError),
@@ -43,4 +43,4 @@ if __name__ == "__main__":
         time.sleep(0.05)
         dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
-    print("all right", flush=True)
+    print("passed", flush=True)

@@ -1,7 +1,4 @@
-"""Run by mpirun: what it costs the first rank of two, each on a host of its own, to wait a second for the other.
-
-Prints its CPU seconds.
-"""
+"""Run by mpirun: prints the CPU seconds of a rank that waits one second for a rank on another host."""
 
 from __future__ import annotations
 

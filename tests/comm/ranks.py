@@ -1,4 +1,4 @@
-"""Starting ranks under a real mpirun, and being one of them."""
+"""Starting ranks with a real mpirun, and becoming one of them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def settings(**more: str) -> dict[str, str]:
 def mpirun(
     ranks: int, module: str, *arguments: str, seconds: float = 150, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module on so many ranks; the output is kept whole for the assertion that may fail.
+    """Run a module on this many ranks, and return its exit code and output.
 
-    As scripts are run by a launch, so that none of them ends by taking the interpreter down under gloo's threads.
+    Like the launcher, this runs the module with cpuft.rank.script, so that no interpreter is finalized while gloo's
+    threads need it.
     """
     command = [str(MPIRUN), "-iface", "lo", "-host", "localhost", "-n", str(ranks)]
     path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
@@ -52,11 +53,11 @@ def mpirun(
             command, env=settings(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds
         )
     finally:
-        # Here no cpuft.rank sweeps behind a rank that is killed.
+        # There is no cpuft.rank here that would clean up after a killed rank.
         remove_abandoned_memory(min_age=0.0)
 
 
 def become_rank() -> None:
-    """What `cpuft.rank` does for a worker, for scripts that mpirun starts bare."""
+    """Set the variables that `cpuft.rank` sets for a worker."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = os.environ["PMI_RANK"]
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = os.environ["PMI_SIZE"]

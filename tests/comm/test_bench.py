@@ -1,4 +1,4 @@
-"""What `cpuft bench comm` plans and prints."""
+"""The plan and the table of `cpuft bench comm`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_rounds_take_turns() -> None:
     assert plan == one_round * 2
 
 
-def test_rounds_are_one_row_with_the_ratio_to_gloo() -> None:
+def test_all_rounds_become_one_row_with_the_ratio_to_gloo() -> None:
     rows = [_measured("gloo", 9, 10, 11), _measured("auto:ccl", 2, 3), _measured("gloo", 10), _measured("auto:ccl", 2)]
     assert [one.seconds for one in merge_rounds(rows)] == [(0.009, 0.01, 0.011, 0.01), (0.002, 0.003, 0.002)]
     fastest, slowest = format_table(rows).splitlines()[-2:]

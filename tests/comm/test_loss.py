@@ -1,4 +1,4 @@
-"""No silent hang: a rank that dies, stops, fails or dawdles ends all others in time, and they say which it was."""
+"""A rank that is killed, stopped, fails or hangs ends all other ranks in time, and they name it."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None
     assert ended - float(begun.group(1)) < DEADLINE_SECONDS + LIMIT_SECONDS
     lines = [line for line in run.stdout.splitlines() if line.startswith("cpuft comm: rank")]
     named = [line for line in lines if "all_reduce #6 of the world (4000 bytes)" in line and "rank 1 (" in line]
-    # mpirun may kill the others before they can speak, and then names the rank itself.
+    # mpirun may kill the others before they can write a line, and then it names the rank itself.
     by_launcher = re.search(r"RANK 1 PID|\[rank1\]: ValueError", run.stdout)
     assert {line.split(":")[1] for line in named} == {" rank 0", " rank 2"} or by_launcher, run.stdout
 
 
 @pytest.mark.parametrize("lost", (0, pytest.param(1, marks=pytest.mark.proof)))
-def test_a_stopped_rank_is_missed_and_no_other(lost: int) -> None:
-    """Also the one that relays what all say."""
+def test_a_stopped_rank_is_named_and_no_other(lost: int) -> None:
+    """Also rank 0, which relays the messages of all ranks."""
     run = mpirun(3, "tests.comm.loss", "gloo", "stop", str(lost), seconds=60)
     assert run.returncode != 0
-    told = re.findall(r"^cpuft comm: rank (\d): .*; did not arrive: (.*?)\. Next", run.stdout, re.MULTILINE)
+    found = re.findall(r"^cpuft comm: rank (\d): .*; did not arrive: (.*?)\. Next", run.stdout, re.MULTILINE)
     others = sorted({"0", "1", "2"} - {str(lost)})
-    assert sorted(told) == [(rank, f"rank {lost} (no answer: stopped, or its host is lost)") for rank in others]
+    assert sorted(found) == [(rank, f"rank {lost} (no answer: stopped, or its host is lost)") for rank in others]
     assert parse_missing_ranks(run.stdout) == {lost}
     assert run.stdout.count(FAILURE) == 2

@@ -1,4 +1,4 @@
-"""Waiting for other hosts leaves the core to compute."""
+"""A rank that waits for other hosts leaves its core to computing."""
 
 from __future__ import annotations
 

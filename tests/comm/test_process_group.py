@@ -1,4 +1,4 @@
-"""Operations x types x layouts on real ranks: one mpirun for each backend and number of ranks."""
+"""All operations, types and layouts on real ranks: one mpirun for each backend and number of ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 
 from tests.comm.ranks import mpirun
 
-LEAST_CASES = {"ccl": 460, "mpi": 460, "gloo": 320}
+MIN_CASES = {"ccl": 460, "mpi": 460, "gloo": 320}
 
 
 @pytest.mark.parametrize(
     "backend, ranks, place",
     (
         *((backend, ranks, ()) for backend in ("ccl", "mpi", "gloo") for ranks in (2, 4)),
-        # Ranks on hosts apart ask MPI now and then, and sleep.
+        # Ranks on different hosts sleep between two polls of MPI.
         ("mpi", 2, ("MPI_LOCALNRANKS=1",)),
     ),
 )
-def test_all_operations_equal_what_one_process_works_out(
+def test_all_operations_return_what_one_process_computes(
     backend: str, ranks: int, place: tuple[str, ...], tmp_path: Path
 ) -> None:
     run = mpirun(ranks, "tests.comm.grid", backend, str(tmp_path), *place, seconds=90)
@@ -28,4 +28,4 @@ def test_all_operations_equal_what_one_process_works_out(
     for rank in range(ranks):
         outcomes = json.loads((tmp_path / f"{rank}.json").read_text())
         assert {case: outcome for case, outcome in outcomes.items() if outcome != "ok"} == {}
-        assert len(outcomes) >= LEAST_CASES[backend]
+        assert len(outcomes) >= MIN_CASES[backend]

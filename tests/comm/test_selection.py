@@ -1,4 +1,4 @@
-"""From timings to a backend."""
+"""The choice of a backend from measurements, and its cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIB = 2**20
         ((0.100,), (0.091,), (0.090,), "mpi"),
         ((0.100,), (0.050, 0.050, 9.0), (0.060,), "mpi"),
     ),
-    ids=("fastest", "gloo may win", "a tie is gloo's", "a tie between the others", "one slow repetition"),
+    ids=("fastest", "gloo wins", "gloo wins a tie", "a tie between the others", "one slow repetition"),
 )
 def test_the_fastest_median_wins(
     gloo: tuple[float, ...], mpi: tuple[float, ...], ccl: tuple[float, ...], chosen: str
@@ -38,8 +38,8 @@ def test_the_fastest_median_wins(
     assert choose_backend(timings, 25 * MIB).backend == chosen
 
 
-def test_what_a_backend_takes_from_compute_counts() -> None:
-    # What 1 Gbit/s allows is the same for all; spinning on a rank's only core is not, and on one of 28 almost is.
+def test_cpu_time_taken_from_computing_counts() -> None:
+    # At 1 Gbit/s all take the same time. Spinning costs much on a rank's only core, and little on one of 28.
     timings = {"mpi": [(0.198, 1.0)], "gloo": [(0.200, 0.13)], "ccl": [(0.199, 0.33)]}
     assert choose_backend(timings, MIB).backend == "gloo"
     assert choose_backend(timings | {"mpi": [(0.198, 1 / 28)]}, MIB).backend == "mpi"
@@ -52,12 +52,12 @@ def test_the_reason_is_one_line_with_all_figures() -> None:
     )
 
 
-def test_nothing_measured_says_what_to_do() -> None:
+def test_without_measurements_the_error_says_what_to_do() -> None:
     with pytest.raises(CpuftError, match="--backend gloo"):
         choose_backend({}, MIB)
 
 
-def test_a_choice_is_remembered_for_its_hosts(tmp_path: Path) -> None:
+def test_a_choice_is_cached_for_its_hosts(tmp_path: Path) -> None:
     key = cache_key(["b", "a"], 2, {"torch": "2.13"})
     assert read_choice(tmp_path, key) is None
     write_choice(tmp_path, key, Choice("mpi", "why"))
@@ -68,12 +68,12 @@ def test_a_choice_is_remembered_for_its_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nbytes, times", ((1, 50), (25 * 2**20, 20), (2**30, 5)))
-def test_large_messages_are_repeated_less(nbytes: int, times: int) -> None:
+def test_large_messages_are_repeated_less_often(nbytes: int, times: int) -> None:
     assert count_repetitions(nbytes) == times
 
 
 @pytest.mark.parametrize(
     "wanted, seconds, times", ((50, 0.0, 50), (50, 0.01, 50), (50, 0.126, 23), (50, 2.5, 5), (3, 2.5, 3))
 )
-def test_what_a_slow_link_delays_is_repeated_less(wanted: int, seconds: float, times: int) -> None:
+def test_operations_over_a_slow_link_are_repeated_less_often(wanted: int, seconds: float, times: int) -> None:
     assert limit_repetitions(wanted, seconds) == times

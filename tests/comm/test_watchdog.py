@@ -1,4 +1,4 @@
-"""What is under way, and how a hang is explained, without any rank."""
+"""Pending operations and the explanation of a hang, without ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_oldest_overdue_operation_comes_first() -> None:
         ({1: {}, 2: {"the world": (17, "x")}}, {}, {1: "has not begun"}),
         ({2: {"the world": (17, "x")}}, {}, {1: "no answer: stopped, or its host is lost"}),
         ({2: {"the world": (17, "x")}}, {1: 5.0}, {1: "ended, or cut off"}),
-        # Rank 2 is behind because it waits itself: for a rank that is lost, or one that is further behind.
+        # Rank 2 is behind because it waits itself, for a lost rank or for one that is further behind.
         ({2: {"the world": (16, "broadcast")}}, {}, {1: "no answer: stopped, or its host is lost"}),
         ({2: {"the world": (16, "broadcast")}}, {1: 5.0}, {1: "ended, or cut off"}),
         (
@@ -68,8 +68,8 @@ def test_ranks_that_did_not_arrive(
 @pytest.mark.parametrize(
     "gone, absent", [({}, {0: "no answer: stopped, or its host is lost"}), ({0: 5.0}, {0: "ended, or cut off"})]
 )
-def test_when_nothing_is_relayed_only_the_first_rank_is_missed(gone: dict[int, float], absent: dict[int, str]) -> None:
-    """Rank 1 is silent, too, but only because rank 0 relays nothing, not even what rank 2 says itself."""
+def test_if_nothing_is_relayed_only_rank_0_is_missing(gone: dict[int, float], absent: dict[int, str]) -> None:
+    """Rank 1 is silent, too, but only because rank 0 relays nothing, not even rank 2's own answer."""
     assert find_missing_ranks(waiting(), 2, {}, gone) == absent
 
 

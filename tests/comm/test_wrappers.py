@@ -1,4 +1,4 @@
-"""DDP with every hook, ZeRO's optimizer, FSDP2 and local SGD over each backend, against one plain DDP run."""
+"""DDP with every compression, ZeRO, FSDP2 and local SGD over each backend, compared with plain DDP."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PARAMETERS = 32 * 64 + 64 + 64 + 1
 
 
 @pytest.mark.parametrize("backend", ("ccl", "mpi", "gloo"))
-def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: Path) -> None:
+def test_wrappers_reach_the_same_loss_and_send_the_expected_bytes(backend: str, tmp_path: Path) -> None:
     run = mpirun(2, "tests.comm.wrappers", backend, str(tmp_path), seconds=90)
     assert run.returncode == 0, run.stdout[-3000:]
     found = json.loads((tmp_path / "0.json").read_text())
     plain = found["ddp none"]
     assert plain["loss"] < 0.1
-    # The same sums in another order: a few units in the last place of float32.
+    # The same sums in another order differ by a few units in the last place of float32.
     for same in ("shards", "zero", "fsdp"):
         assert found[same]["loss"] == pytest.approx(plain["loss"], rel=1e-4)
     # bf16 keeps 8 bits, fp16 11.
@@ -34,18 +34,18 @@ def test_wrappers_train_alike_and_send_what_they_should(backend: str, tmp_path: 
     # The factors of the first matrix, in fp32; the rest whole, in bf16.
     assert found["ddp powersgd"]["bytes"] == 2 * 16 * (32 + 64) + 2 * (64 + 64 + 1)
     assert found["ddp powersgd"]["loss"] < 0.2
-    # All gradients to their parts, and all weights from there: half an all-reduce each, of whole lines of 16 numbers.
+    # All gradients to their shards, and all weights from there: half an all-reduce each, padded to 16 numbers.
     assert found["shards"]["bytes"] == 4 * 32 * math.ceil(PARAMETERS / 32)
     assert found["local_sgd"]["bytes"] == 4 * PARAMETERS
     assert found["local_sgd"]["loss"] < 0.2
     assert found["fsdp"]["rows"] == 64
-    # Matrices whose factors would be no smaller than they are.
+    # Matrices whose factors would not be smaller.
     assert found["small powersgd"]["bytes"] == 2 * (32 * 4 + 4 + 4 + 1)
     check_rows(found)
 
 
 def check_rows(found: dict[str, dict[str, float]]) -> None:
-    """Word embeddings by rows, against all of them."""
+    """Compare word embeddings exchanged by rows with those exchanged whole."""
     layer = 32 + 1
     for name, width in {"none": 4, "bf16": 2, "fp16": 2}.items():
         # Words 1, 3, 7 and 900.

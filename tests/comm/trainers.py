@@ -15,7 +15,7 @@ from tests.comm.ranks import become_rank
 
 
 class Line(torch.nn.Module):
-    """A model with the Trainer's calling convention."""
+    """A linear model with the Trainer's calling convention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Line(torch.nn.Module):
         self.layer = torch.nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss, and the predictions."""
+        """Return the loss and the predictions."""
         predicted = self.layer(x).squeeze(-1)
         return {"loss": torch.nn.functional.mse_loss(predicted, labels), "logits": predicted}
 
@@ -71,4 +71,4 @@ if __name__ == "__main__":
     assert use_accelerator()
     dist.barrier()
     dist.destroy_process_group()
-    print("all right", flush=True)
+    print("passed", flush=True)

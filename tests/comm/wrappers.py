@@ -1,6 +1,6 @@
 """Run by mpirun: torch's data-parallel wrappers over a backend. Usage: wrappers.py BACKEND FOLDER.
 
-Writes FOLDER/0.json: what each wrapper ended with, and the payload bytes of a step.
+Writes FOLDER/RANK.json: the final loss of each wrapper, and the payload bytes of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.comm.ranks import become_rank
 
 STEPS = 14
 Result = dict[str, float]
-"""Loss on all rows after training, and bytes a rank gave to collectives in its last step."""
+"""Loss on all examples after training, and bytes that a rank passed to collectives in its last step."""
 
 
 def make_model(hidden: int = 64) -> torch.nn.Module:
@@ -72,7 +72,7 @@ def zero() -> Result:
 
 
 def shards() -> Result:
-    """Ours, in the place of the optimizer that torch shares out."""
+    """Train with cpuft's sharded exchange."""
     model = make_model()
     optimizer = adam(model.parameters())
     exchange = ShardedExchange(model, optimizer, TrainConfig(grad_compression="none"), "fp32")
@@ -104,7 +104,7 @@ def fsdp() -> Result:
 
 
 class Lookup(torch.nn.Module):
-    """A look-up of 1000 words and a layer over it."""
+    """An embedding of 1000 tokens, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,13 +120,13 @@ class Lookup(torch.nn.Module):
 
 
 def embedding_gradient(compression: str, by_rows: bool) -> tuple[torch.Tensor, int]:
-    """The word embedding's mean gradient after two accumulated passes of a rank, and the bytes that took."""
+    """Return the mean gradient of the embedding after two accumulated passes of each rank, and the bytes sent."""
     model = Lookup()
     assert dist.group.WORLD is not None
     exchange = make_row_exchange(model, compression, dist.group.WORLD) if by_rows else None
     parallel = DistributedDataParallel(model)
     compress_gradients(parallel, compression)
-    # Ranks name words of their own, and words of both; word 7 twice in a row.
+    # Some tokens are used by one rank and some by both; token 7 is repeated.
     named = torch.tensor([[[1, 7], [7, 3]], [[3, 7], [900, 3]]])
     comm.take_traffic()
     first, last = named[dist.get_rank() % 2]

@@ -64,17 +64,17 @@ def test_mpiruns_process_above_a_rank_is_killed_too_and_its_parent_is_not(start:
     shutil.copy(shutil.which("bash") or "/bin/bash", starter)
     run_dir = f"{tmp_path}/run"
     script = f"'{starter}' -c 'CPUFT_RUN_DIR={run_dir} sleep 60 & echo $$; wait'; echo still there; sleep 60"
-    above = start({}, "bash", "-c", f"exec >'{tmp_path}/said'; {script}")
-    while not (tmp_path / "said").exists() or not (tmp_path / "said").read_text():
+    above = start({}, "bash", "-c", f"exec >'{tmp_path}/output'; {script}")
+    while not (tmp_path / "output").exists() or not (tmp_path / "output").read_text():
         assert above.poll() is None
-    proxy = int((tmp_path / "said").read_text())
+    proxy = int((tmp_path / "output").read_text())
     pids: list[int] = []
     while len(pids) < 2:
         pids = kill.find_processes(run_dir)
     assert pids[1:] == [proxy]
     # mpirun's process may end by itself as soon as its rank has ended.
     assert run_as_on_a_host(run_dir).split() in ([str(pids[0])], [str(pid) for pid in pids])
-    while "still there" not in (tmp_path / "said").read_text():
+    while "still there" not in (tmp_path / "output").read_text():
         assert above.poll() is None
     assert kill.find_processes(run_dir) == []
 

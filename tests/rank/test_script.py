@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.argv import module_command
 from cpuft.rank.script import restrict_stores, wait_for_listener
+from cpuft.argv import module_command
 
 
 def run(
@@ -65,12 +65,12 @@ def test_a_module_runs_as_python_runs_it(tmp_path: Path, text: str) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "inner.py").write_text("NAME = 'inner'\n")
     (tmp_path / "package" / "train.py").write_text(text)
-    told = []
+    results = []
     for python in ((sys.executable,), module_command(sys.executable, "cpuft.rank.script")):
         command = [*python, "-m", "package.train", "--lr", "1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
-        told.append((done.stdout, done.stderr, done.returncode))
-    assert told[0] == told[1]
+        results.append((done.stdout, done.stderr, done.returncode))
+    assert results[0] == results[1]
 
 
 def test_the_interpreter_is_not_finalized(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Run by mpirun: what the thrifty rungs send and keep, between the ranks of a gloo world. Usage: feedback.py FOLDER.
+"""Run by mpirun over gloo: what compressions with error feedback send and keep. Usage: feedback.py FOLDER.
 
-Writes FOLDER/RANK.json: by rung, how far sums over steps are from the exact ones.
+Writes FOLDER/RANK.json: for each compression, the differences between sums over steps and the exact sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHAPES = ((300, 40), (7,), (64, 64), (1,))
 
 
 class Bucket:
-    """What a reducer reads of DDP's: parameters, and their gradients one after another."""
+    """The part of a DDP bucket that a reducer reads: parameters, and their gradients one after another."""
 
     def __init__(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], last: bool) -> None:
         self._parameters, self._last = parameters, last
@@ -45,16 +45,16 @@ class Bucket:
 
 
 def mean(tensor: torch.Tensor) -> torch.Tensor:
-    """The exact mean over ranks, in fp64."""
+    """Return the exact mean over the ranks, in fp64."""
     whole = tensor.double()
     dist.all_reduce(whole)
     return whole / dist.get_world_size()
 
 
 def sums(reducer: Any, kept: Any) -> dict[str, float]:
-    """How far all that was received and is still kept is from all gradients' mean, and what was received alone.
+    """Return how far what was received, with and without what is unsent, is from the mean of all gradients.
 
-    Buckets are made anew after the first step, as DDP does; the last has gradients a thousand times as large.
+    The buckets change after the first step, as in DDP. The last step has gradients a thousand times as large.
     """
     parameters = [torch.zeros(shape) for shape in SHAPES]
     exact = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -84,12 +84,12 @@ def blocks(reducer: BlockReducer, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
-    """Gradients that go whole, as bf16, keep nothing."""
+    """Return what is unsent of a gradient; zeros for small gradients, which are sent whole as bf16."""
     return reducer._matrices[parameter].unsent if parameter in reducer._matrices else torch.zeros(parameter.shape)
 
 
 def untouched() -> bool:
-    """Whether numbers that are averaged stay as they are, where no padding copies them."""
+    """Return whether averaging leaves its input unchanged, also when no padding copies it."""
     numbers = torch.arange(512.0)
     moving = BlockMean(numbers, dist.group.WORLD)  # type: ignore[arg-type]
     moving.average_share()
@@ -98,9 +98,9 @@ def untouched() -> bool:
 
 
 def walk(compression: str, momentum: float) -> dict[str, float]:
-    """Three meetings of ranks that walk at random: how far they end from their mean, and from each other.
+    """Return how far ranks with random changes end from their mean, and from each other, after three synchronizations.
 
-    Of a look-up of nine words five are named, each when it first moves.
+    Five of the nine embedding rows change, and each is noted when it first does.
     """
     weight, words = torch.nn.Parameter(torch.randn(70, 5)), torch.nn.Parameter(torch.randn(9, 3))
     dist.broadcast(weight.data, 0)
@@ -128,7 +128,7 @@ def walk(compression: str, momentum: float) -> dict[str, float]:
 
 
 def outer(momentum: float) -> list[float]:
-    """Where one number is after each meeting, when every rank gains 1 in each and 1 again before the end."""
+    """Return a number after each synchronization, when every rank adds 1 before each of them and before the end."""
     number = torch.nn.Parameter(torch.zeros(1))
     local = LocalSGD([number], "none", momentum)
     places = []

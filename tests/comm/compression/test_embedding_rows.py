@@ -1,4 +1,4 @@
-"""Which word embeddings are exchanged by rows."""
+"""The word embeddings that are exchanged by rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SMALL = {"vocab_size": 100, "hidden_size": 8, "num_hidden_layers": 1, "num_atten
     ],
     ids=lambda model: type(model).__name__,
 )
-def test_a_classifier_reads_its_words_in_one_place(model: PreTrainedModel) -> None:
+def test_a_classifiers_word_embedding_is_exchanged_by_rows(model: PreTrainedModel) -> None:
     found = find_embedding(model)
     assert found is not None
     assert found.weight.shape[0] == 100
 
 
-def test_a_weight_with_other_readers_or_none_is_exchanged_whole() -> None:
-    # The output layer over all words shares the weight; BART's two stacks look it up with tokens of their own.
+def test_a_weight_that_is_shared_or_frozen_is_exchanged_whole() -> None:
+    # The output layer shares the weight; BART's encoder and decoder look up different tokens.
     assert find_embedding(BertForMaskedLM(BertConfig(**SMALL))) is None
     bart = BartConfig(vocab_size=100, d_model=16, encoder_layers=1, decoder_layers=1, pad_token_id=1)
     assert find_embedding(BartForSequenceClassification(bart)) is None
@@ -48,7 +48,7 @@ def test_a_weight_with_other_readers_or_none_is_exchanged_whole() -> None:
     assert find_embedding(torch.nn.Linear(2, 2)) is None
 
 
-def test_a_model_that_does_not_tell_is_exchanged_whole() -> None:
+def test_a_model_without_a_known_embedding_is_exchanged_whole() -> None:
     class Silent(torch.nn.Module):
         def get_input_embeddings(self) -> torch.nn.Module:
             raise NotImplementedError

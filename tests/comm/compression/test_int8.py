@@ -1,4 +1,4 @@
-"""Numbers in 8-bit blocks: what rounding costs, and what a message weighs."""
+"""Blocks of 8-bit numbers: their rounding error and their bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from cpuft.comm.compression.int8 import BLOCK, decode, encode, encoded_bytes
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.floats(-38, 30))
-def test_a_number_is_off_by_half_a_127th_of_its_blocks_largest(seed: int, rows: int, blocks: int, power: float) -> None:
+def test_the_error_is_at_most_a_254th_of_the_blocks_largest_number(
+    seed: int, rows: int, blocks: int, power: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(rows, blocks * BLOCK, generator=generator) * 10.0**power
     found = decode(encode(numbers), blocks * BLOCK)
@@ -22,7 +24,7 @@ def test_a_number_is_off_by_half_a_127th_of_its_blocks_largest(seed: int, rows: 
     assert bool((error <= largest * (0.5001 / 127) + 1e-38).all())
 
 
-def test_zeros_stay_zeros_and_what_is_no_number_spoils_its_own_block_only() -> None:
+def test_zeros_stay_zeros_and_a_nan_affects_its_own_block_only() -> None:
     numbers = torch.zeros(1, 4 * BLOCK)
     numbers[0, BLOCK + 3], numbers[0, 2 * BLOCK], numbers[0, 3 * BLOCK] = math.inf, math.nan, -5.0
     found = decode(encode(numbers), 4 * BLOCK)[0].view(4, BLOCK)
@@ -35,7 +37,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_spoils_its_own_block_only() -> N
     "count, ranks, nbytes",
     [(0, 2, 2 * 260), (1, 2, 2 * 260), (512, 2, 2 * 260), (513, 2, 4 * 260), (10**7, 4, 10_156_640)],
 )
-def test_a_message_is_a_quarter_of_fp32s(count: int, ranks: int, nbytes: int) -> None:
+def test_a_message_has_a_quarter_of_the_bytes_of_fp32(count: int, ranks: int, nbytes: int) -> None:
     assert encoded_bytes(count, ranks) == nbytes
     part = nbytes // ranks * BLOCK // (BLOCK + 4)
     assert encode(torch.zeros(ranks, part)).nbytes == nbytes
