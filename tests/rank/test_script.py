@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.rank.script import restrict_stores, wait_for_listener
 from cpuft.argv import module_command
+from cpuft.rank.script import restrict_stores, wait_for_listener
 
 
 def run(
