@@ -183,7 +183,7 @@ class Provider(ABC, Generic[C, F]):
             self.confirm(ask)
             reconcile(self.gather, self.plan, say, self.run)
         hostfile = self._display_hostfile()
-        return f"cluster {self.name}: {self.summary} in {hostfile}; next: cpuft doctor --cluster {self.name}"
+        return f"cluster {self.name}: {self.summary}, hostfile {hostfile}; next: cpuft doctor --cluster {self.name}"
 
     def show(self) -> Plan:
         """Return the first plan that `make` would execute if the user answered yes. Changes nothing anywhere."""
@@ -210,7 +210,7 @@ class Provider(ABC, Generic[C, F]):
         """
         with lock(self.directory):
             reconcile(self.gather_remains, self.plan_down, say, self.run)
-        return f"cluster {self.name} is gone"
+        return f"cluster {self.name} was removed"
 
     def show_down(self) -> Plan:
         """Return the first plan that `down` would execute. Changes nothing anywhere."""
@@ -221,7 +221,9 @@ class Provider(ABC, Generic[C, F]):
 
         Raises CpuftError: clusters of this kind have no lease (the default), or this one cannot be extended.
         """
-        raise CpuftError(f"{self.name} is a cluster of kind {self.kind}: only rented ones have a lease")
+        raise CpuftError(
+            f"cluster {self.name} has no lease, because it is of kind {self.kind}: only rented clusters have one"
+        )
 
     def extend(self, lease: str, say: Say) -> str:
         """Execute `plan_extension`. Returns a sentence for the user that says when the lease ends."""
@@ -236,9 +238,18 @@ class Provider(ABC, Generic[C, F]):
 def reconcile(
     gather: Callable[[], F], plan: Callable[[F], Plan], say: Say, run: Callable[[Plan, Say], None] | None = None
 ) -> F:
-    """Execute plans until one is empty, by `run_stages` or by `run`; the facts that were found last.
+    """Gather facts, plan and execute in a loop until a plan is empty.
 
-    Raises CpuftError: a step failed (all that failed are named), or the same plan came twice.
+    Parameters
+    ----------
+    run
+        Executes a plan; `run_stages` by default.
+
+    Returns
+    -------
+    The facts for which the plan was empty.
+
+    Raises CpuftError when steps fail (the message names all of them), or when the same plan comes twice in a row.
     """
     before: Plan | None = None
     while True:
@@ -248,32 +259,37 @@ def reconcile(
             return facts
         if missing == before:
             steps = "; ".join(step.why for stage in missing.stages for step in stage)
-            raise CpuftError(f"these steps ran and changed nothing: {steps}: look at what they do with --dry-run")
+            raise CpuftError(
+                f"these steps ran without an error but changed nothing ({steps}): see with --dry-run what they do"
+            )
         (run or run_stages)(missing, say)
         before = missing
 
 
 def run_stages(plan: Plan, say: Say) -> None:
-    """Execute a plan. Raises CpuftError that names every step that failed."""
-    execute.run_stages(plan, os.environ, _STAGE_SECONDS, say, "correct that and run the same command again")
+    """Execute a plan, and report its steps with `say`. Raises CpuftError that names every step that failed."""
+    execute.run_stages(plan, os.environ, _STAGE_SECONDS, say, "correct the cause and run the same command again")
 
 
 @contextmanager
 def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
-    """Keep a second `cpuft provision` off the cluster at `path`, by a socket's name: it ends with whoever has it.
+    """Hold the lock of the cluster at `path`, so that only one `cpuft provision` at a time changes it.
 
-    Raises CpuftError: another one works on it for `seconds`.
+    The lock is the name of a Unix socket, which Linux releases when the process ends in any way.
+
+    Raises CpuftError when another process holds the lock for more than `seconds`.
     """
     end = time.monotonic() + seconds
-    with socket.socket(socket.AF_UNIX) as mark:
+    with socket.socket(socket.AF_UNIX) as holder:
         while True:
             try:
-                mark.bind(f"\0cpuft-provision-{hash_text(os.path.realpath(path), 32)}")
+                holder.bind(f"\0cpuft-provision-{hash_text(os.path.realpath(path), 32)}")
                 break
             except OSError:
                 if time.monotonic() > end:
-                    held = f"another cpuft provision has worked on {path.name} for {seconds:.0f} s"
-                    raise CpuftError(f"{held}: wait for its end") from None
+                    raise CpuftError(
+                        f"another cpuft provision has been changing {path.name} for {seconds:.0f} s: wait until it ends"
+                    ) from None
                 time.sleep(0.2)
         yield
 
@@ -321,7 +337,9 @@ def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
     """
     entry = registry.read_entry(registry.state_root(environ), name)
     if entry.kind == registry.INSIDE:
-        raise CpuftError(f"this host is one of cluster {name}: look at it, or take it down, where it was made")
+        raise CpuftError(
+            f"this host belongs to cluster {name}, which was made on another machine: run the command there"
+        )
     if entry.kind not in PROVIDERS:
         raise CpuftError(
             f"cluster {name} is of the kind {entry.kind!r:.60}, which this version of cpuft does not know "
@@ -348,4 +366,4 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 def describe_region(region: str) -> str:
     """Return the lines of `cpuft provision status --region`: all clusters in a region, whoever made them."""
     lines = [line for kind in PROVIDERS for line in load_provider(kind).describe_region(region)]
-    return "".join(f"{line}\n" for line in lines or [f"no resource in region {region} is tagged as a cluster's"])
+    return "".join(f"{line}\n" for line in lines or [f"there is no cluster in region {region}"])

@@ -28,7 +28,7 @@ def test_it_ends_when_nothing_is_missing(tmp_path: Path) -> None:
 
 
 def test_the_same_plan_twice_is_stuck_and_says_on_what() -> None:
-    with pytest.raises(CpuftError, match="changed nothing: make it: look at"):
+    with pytest.raises(CpuftError, match="changed nothing \(make it\): see with"):
         reconcile(lambda: 0, lambda facts: Plan(((STEP,),)), quiet)
 
 
@@ -40,7 +40,7 @@ def test_every_step_that_failed_is_named_with_its_last_words() -> None:
         run_stages(Plan((steps,), ways={host: ("sh", "-c", script) for host, script in says.items()}), told.append)
     assert str(caught.value) == (
         "a: install: failed (first | no space left); c: install: failed (c is off): "
-        "correct that and run the same command again"
+        "correct the cause and run the same command again"
     )
     assert told == ["install (3 hosts)"]
 
@@ -57,7 +57,7 @@ def test_whoever_waits_is_told_which_hosts_have_not_finished(monkeypatch: pytest
 
 
 def test_a_program_that_is_not_there_is_said() -> None:
-    with pytest.raises(CpuftError, match=r"^make it: failed \(.*no-such-program.*\): correct that"):
+    with pytest.raises(CpuftError, match=r"^make it: failed \(.*no-such-program.*\): correct the cause"):
         run_stages(Plan(((Step("make it", ("no-such-program",)),),)), quiet)
 
 
@@ -81,7 +81,7 @@ def test_only_one_works_on_a_cluster(tmp_path: Path) -> None:
         thread = threading.Thread(target=second)
         thread.start()
         assert not entered.wait(0.3)
-        with pytest.raises(CpuftError, match=r"worked on local for 0 s: wait for its end"), lock(path, seconds=0.0):
+        with pytest.raises(CpuftError, match=r"changing local for 0 s: wait until it ends"), lock(path, seconds=0.0):
             pass
     thread.join(5)
     assert entered.is_set()

@@ -136,7 +136,7 @@ def test_a_folder_of_the_users_does_not_become_a_clusters(
 ) -> None:
     before = listing(root.parent)
     line = refused(capsys, "provision", *words, "--name", "v")
-    assert line.endswith(f"{root}/v is not cpuft's: move it away, or choose another --name")
+    assert line.endswith(f"{root}/v was not made by cpuft provision: move it away, or choose another --name")
     assert listing(root.parent) == before
 
 
@@ -145,7 +145,7 @@ def test_a_hostfile_of_the_users_is_not_written_over(root: Path, capsys: pytest.
     Path("hostfiles/w").write_bytes(b"node1\n\xff")
     for words in (("local", "--without-root"), ("hosts", "--hosts", "node1")):
         line = refused(capsys, "provision", *words, "--name", "w")
-        assert line.endswith("hostfiles/w is not cpuft's: move it away, or choose another --name")
+        assert line.endswith("hostfiles/w was not made by cpuft provision: move it away, or choose another --name")
     assert Path("hostfiles/w").read_bytes() == b"node1\n\xff"
     assert listing(root) == ["v", "v/file"]
 
@@ -160,7 +160,7 @@ def test_a_directory_that_is_a_link_stays(root: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "/", "opt/cpuft", "~/cpuft", "/opt/", "/opt/../home", "/opt/a b", "/opt/$HOME"])
 def test_a_prefix_is_a_plain_path(prefix: str) -> None:
     check_prefix("/opt/cpuft-1.0/a_b")
-    with pytest.raises(CpuftError, match=r"name a folder for cpuft alone by a plain path, such as /opt/cpuft$"):
+    with pytest.raises(CpuftError, match=r"give a folder that only cpuft uses, such as /opt/cpuft$"):
         check_prefix(prefix)
 
 

@@ -138,7 +138,7 @@ def test_hosts_share_the_cores_of_the_machine(cores: float, cpus: tuple[int, ...
 
 
 def test_a_hostfile_of_the_users_is_kept() -> None:
-    with pytest.raises(CpuftError, match=r"is not cpuft's: move it away, or choose another --name$"):
+    with pytest.raises(CpuftError, match=r"was not made by cpuft provision: move it away, or choose another --name$"):
         plan_cluster(CONFIG, replace(whole(), files=KEYS | {LAYOUT.hostfile: "node1\n"}), LAYOUT)
 
 

@@ -124,7 +124,7 @@ def test_status_and_down_of_what_is_not_remembered_here(
     assert "the keys of lab are not on this machine" in errors
     code, output, _ = run(capsys, "provision", "down", "lab", "--region", REGION)
     assert code == 0
-    assert output.startswith("cluster lab is gone; it has cost about ")
+    assert output.startswith("cluster lab was removed; it has cost about ")
     assert left(region) == NOTHING
 
 

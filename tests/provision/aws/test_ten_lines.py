@@ -74,5 +74,5 @@ def test_images(region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Pa
     show, delete = sorted(line for line in AFTER if "image" in line)[::-1]
     name = run(capsys, show).split()[0]
     assert name.startswith("cpuft-")
-    assert run(capsys, delete.replace("NAME", name)) == f"image {name} is gone\n"
+    assert run(capsys, delete.replace("NAME", name)) == f"AMI {name} was deleted\n"
     assert run(capsys, show) == "cpuft has made no image in us-east-1\n"
