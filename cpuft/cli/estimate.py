@@ -32,8 +32,18 @@ class EstimateConfig:
 
     hosts: str = option("1,2,4,8,16,32,64", "numbers of hosts, a rank each", takes="N,N")
     bandwidth: str = option("", "of the link between hosts, e.g. 10gbit or 100mbit", takes="RATE")
-    latency: float = option(100.0, "microseconds one way between hosts; doctor --bandwidth tells", least=0.0, most=1e7)
-    link: str = option("", "comm.jsonl of cpuft bench comm, instead of --bandwidth", takes="FILE")
+    latency: float = option(
+        100.0,
+        "One-way latency between hosts in microseconds; `cpuft doctor --bandwidth` measures it",
+        least=0.0,
+        most=1e7,
+    )
+    link: str = option(
+        "",
+        "File with a measurement of the network, instead of --bandwidth and --latency: comm.jsonl of `cpuft bench "
+        "comm`, or the output of `cpuft doctor --bandwidth --json`",
+        takes="FILE",
+    )
     instance: str = option("", "kind of rented host: its cores, link and price", takes="NAME")
     instances: str = option("", "a table of your own for --instance (default: cpuft's)", takes="FILE")
     cores: float = option(0.0, "cores of a host (default: the record's)", least=0.0, most=1e6)
@@ -103,7 +113,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
 
 def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance | None) -> Network:
     from cpuft.record import parse_measurements
-    from cpuft.report.estimate import Network, find_network
+    from cpuft.report.estimate import Network, find_network, read_doctor_links
 
     if config.link:
         try:
@@ -116,7 +126,9 @@ def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance 
             raise CpuftError(
                 f"--link {config.link} cannot be read ({error}): give a comm.jsonl that cpuft bench comm wrote"
             ) from None
-        return find_network(parse_measurements(text, config.link), job.levels[0])
+        return read_doctor_links(text, config.link) or find_network(
+            parse_measurements(text, config.link), job.levels[0]
+        )
     rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
     return Network(rate, config.latency / 1e6)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from cpuft.config import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS
 from cpuft.errors import CpuftError, counted, near_names
-from cpuft.record import Measurement, Record
+from cpuft.record import Link, Measurement, Record
+from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
 TABLE = Path(__file__).with_name("instances.csv")
@@ -114,7 +115,7 @@ class Network:
     """Half of the round-trip time of one byte."""
     cpu_seconds_per_byte: float = CPU_SECONDS_PER_BYTE
     measured: bool = False
-    """Whether the rate was measured with all-reduces, and so already counts the headers of frames."""
+    """Whether the rate was measured with payload only, and so already counts the headers of frames."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -310,6 +311,23 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     if not fits:
         raise CpuftError(f"--link holds no all-reduces of {dtype} in two sizes: measure with cpuft bench comm --np 2")
     return max(fits.values(), key=lambda network: network.bits_per_second)
+
+
+def read_doctor_links(text: str, path: str) -> Network | None:
+    """Return the median latency and rate of the links in the output of `cpuft doctor --bandwidth --json`.
+
+    Returns None if `text` is something else. Raises CpuftError if no link was measured; `path` is for the message.
+    """
+    try:
+        links = load(list[Link], load(dict[str, Any], parse_json(text)).get("links"), "links")
+    except ValueError:
+        return None
+    measured = [link for link in links if not link.error]
+    if not measured:
+        raise CpuftError(f"--link {path}: the doctor could measure no link: look at the errors of cpuft doctor")
+    rate = statistics.median(link.bits_per_second for link in measured)
+    # The doctor counts payload only, so the headers of frames are counted already, as with all-reduces.
+    return Network(rate, statistics.median(link.latency_us for link in measured) / 1e6, measured=True)
 
 
 def _fit(rows: Sequence[Measurement]) -> Network:

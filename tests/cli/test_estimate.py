@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from cpuft.record import GradientSizes, Record, Writer
+from cpuft.doctor.finding import to_json
+from cpuft.record import GradientSizes, Link, Record, Writer
 from tests.conftest import run_cpuft
 from tests.records import make_record
 
@@ -42,6 +43,20 @@ def test_numbers_for_programs(run_dir: Path) -> None:
     told = json.loads(done.stdout)
     assert [one["hosts"] for one in told["predictions"]] == [2, 8]
     assert all(0 < one["efficiency"] < 1 and one["price"] > 0 for one in told["predictions"])
+
+
+def test_the_doctor_measures_links_for_an_estimate(run_dir: Path, tmp_path: Path) -> None:
+    links = [Link("a", "b", 40.0, 9e8), Link("b", "a", 60.0, 1.1e9), Link("a", "c", 0.0, 0.0, "timed out")]
+    (tmp_path / "links.json").write_text(
+        json.dumps(to_json([], ["a", "b"]) | {"links": [asdict(one) for one in links]})
+    )
+    done = run_cpuft("estimate", str(run_dir), "--link", "links.json")
+    assert done.returncode == 0, done.stderr
+    assert "1 Gbit/s, 50 us" in done.stdout
+    (tmp_path / "links.json").write_text(json.dumps({"links": [asdict(links[2])]}))
+    done = run_cpuft("estimate", str(run_dir), "--link", "links.json")
+    assert done.returncode == 2
+    assert "--link links.json: the doctor could measure no link" in done.stderr
 
 
 def test_a_link_file_that_is_none(run_dir: Path, tmp_path: Path) -> None:

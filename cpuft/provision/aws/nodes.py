@@ -84,7 +84,7 @@ class Nodes(Servers):
     """The instances as servers. They know each other by private addresses; this machine uses their public ones."""
 
     kind = "aws"
-    elsewhere = True
+    never_here = True
 
     def __init__(
         self,
