@@ -1,4 +1,4 @@
-"""Runs plans; the only module that starts local processes."""
+"""Execute plans and commands; the only module that starts processes on this machine."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from cpuft.plan import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255
-"""ssh's own exit code."""
+"""Exit code of ssh itself, when the connection failed."""
 PIPE = subprocess.PIPE
 _POLL_SECONDS = 0.05
 _PROGRESS_SECONDS = 20.0
-"""How often whoever waits is told how far a task of many steps is."""
+"""Time between two lines about the progress of a task of many steps."""
 _LAST_LINES = 6
 _REMIND_SECONDS = 30.0
-"""Between lines that tell a waiting user what is not finished."""
+"""Time between two lines that tell the user which steps are not finished."""
 _GRACE_SECONDS = 3.0
-"""From a polite signal to SIGKILL; with what mpirun needs to follow, all is gone within 5 s."""
+"""Time between SIGTERM and SIGKILL; together with what mpirun needs, all processes are gone within 5 s."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command said, and how it ended."""
+    """The output of a command and its exit code."""
 
     exit_code: int
     output: str
     errors: str = ""
 
     @property
-    def said(self) -> str:
-        """Both streams."""
+    def text(self) -> str:
+        """Standard output followed by standard error."""
         return self.output + self.errors
 
 
@@ -53,8 +53,11 @@ def find_program(name: str) -> str:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") or ""
 
 
-def run_quietly(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:
-    """Run a short command and return what it said; exit code 127 when there is no such program, 126 for no end."""
+def run_command(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:
+    """Run a command and return its output.
+
+    The exit code is 127 if there is no such program, and 126 if it cannot be started or has not ended after `seconds`.
+    """
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, input=stdin.encode(), check=False)
     except FileNotFoundError:
@@ -72,19 +75,21 @@ def run_step(
     seconds: float = 0.0,
     takes: Callable[[int], bool] = lambda signal_number: False,
 ) -> int:
-    """Run one local step to its end and return its exit code (128 + N when signal N ended it).
+    """Run a step of this machine to its end and return its exit code (128 + N if signal N ended it).
+
+    If this process is killed outright, the kernel sends SIGTERM to the step, so that mpirun ends its ranks.
 
     Parameters
     ----------
-    output: where its two streams go; passed on to this process's own when None.
-    watch: called about 20 times a second while it runs, and once after.
-    seconds: how long it may take; 0 for no limit.
-    takes: called in a signal's handler; true when that signal is to raise nothing.
+    output: file for both output streams; None: they go to this process's own streams.
+    watch: called about 20 times a second while the step runs, and once after it.
+    seconds: time limit; 0 for none.
+    takes: called in the handler of each signal with its number; returns True if the signal has been dealt with.
 
-    Raises Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came; the step and all it started are gone by then.
-    Raises TimeoutError: `seconds` passed; likewise.
-
-    If this process is killed outright, the kernel sends SIGTERM to the step, and mpirun ends its ranks.
+    Raises
+    ------
+    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. The step and all its processes have ended by then.
+    TimeoutError: the time limit passed; likewise.
     """
     with _signals_raise(takes), _input_of(step) as given:
         process = _start(step, environ, given, output)
@@ -92,63 +97,78 @@ def run_step(
         try:
             _wait([process], watch, seconds)
         finally:
-            end([process])
+            stop_processes([process])
             for relay in relays:
                 relay.join(_GRACE_SECONDS)
             watch()
-    return exit_code(process)
+    return exit_code_of(process)
 
 
 def run_stage(
     stage: Sequence[Step],
     environ: Mapping[str, str],
     seconds: float,
-    say_left: Callable[[list[int], float], None] = lambda left, passed: None,
+    report_pending: Callable[[list[int], float], None] = lambda pending, passed: None,
 ) -> list[Answer]:
-    """Run local steps side by side to their ends; what each said, on both streams, and its exit code.
+    """Run steps of this machine at the same time and return their answers, with both streams in `output`.
 
-    `say_left` is called every 30 s with the numbers of the steps that have not ended, and with the seconds until then.
+    Parameters
+    ----------
+    seconds: time limit for the stage; 0 for none.
+    report_pending: called every 30 s with the indices of the steps that have not ended, and with the seconds so far.
 
-    Raises Interrupted, TimeoutError: as `run_step`.
+    Raises
+    ------
+    Interrupted, TimeoutError: as `run_step`.
     """
     with _signals_raise(lambda signal_number: False), ExitStack() as stack:
-        outputs = [stack.enter_context(open_memory()) for _ in stage]
+        outputs = [stack.enter_context(open_memory_file()) for _ in stage]
         inputs = [stack.enter_context(_input_of(step)) for step in stage]
         processes: list[subprocess.Popen[bytes]] = []
         try:
             processes += (_start(step, environ, *pair) for step, *pair in zip(stage, inputs, outputs))
-            left = remind(lambda passed: say_left([n for n, one in enumerate(processes) if one.poll() is None], passed))
-            _wait(processes, left, seconds)
+            remind = make_reminder(
+                lambda passed: report_pending([n for n, one in enumerate(processes) if one.poll() is None], passed)
+            )
+            _wait(processes, remind, seconds)
         finally:
-            end(processes)
-        return [Answer(exit_code(process), _read(output)) for process, output in zip(processes, outputs)]
+            stop_processes(processes)
+        return [Answer(exit_code_of(process), _read(output)) for process, output in zip(processes, outputs)]
 
 
 def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Callable[[str], None], advice: str) -> None:
-    """Stages one after another, `seconds` for each; whoever waits is told what begins.
+    """Execute the stages of a plan one after another.
 
-    Raises CpuftError: naming every step of a stage that failed, with its host and the last lines it said; ends with
-    `advice`.
-    Raises Interrupted: as `run_step`.
+    Parameters
+    ----------
+    seconds: time limit for each stage; 0 for none.
+    say: called with a line for the user when a step or a task begins, and about its progress.
+    advice: the next step for the user, at the end of an error message.
+
+    Raises
+    ------
+    CpuftError: steps of a stage failed; names each with its host and its last lines of output.
+    Interrupted: as `run_step`.
     """
     steps = [step for stage in plan.stages for step in stage]
-    told: dict[str, float] = {}
+    last_report: dict[str, float] = {}
     done = 0
     for stage in plan.stages:
         for part in dict.fromkeys(step.part for step in stage if step.part):
-            if part in told and time.monotonic() - told[part] < _PROGRESS_SECONDS:
+            if part in last_report and time.monotonic() - last_report[part] < _PROGRESS_SECONDS:
                 continue
             number = [one.part for one in steps[:done]].count(part)
-            say(f"{part}: {number} of {[one.part for one in steps].count(part)} done" if part in told else part)
-            told[part] = time.monotonic()
+            total = [one.part for one in steps].count(part)
+            say(f"{part}: {number} of {total} done" if part in last_report else part)
+            last_report[part] = time.monotonic()
         for why in dict.fromkeys(step.why for step in stage if not step.part):
             hosts = [step.host for step in stage if step.why == why and step.host]
             say(f"{why}{f' ({len(hosts)} hosts)' if len(hosts) > 1 else ''}")
         done += len(stage)
         try:
-            left = partial(_say_left, stage, say)
-            answers = run_stage([plan.here(step) for step in stage], environ, seconds, left)
-            failures = [_describe(step, answer.said) for step, answer in zip(stage, answers) if answer.exit_code]
+            report_pending = partial(_report_pending, stage, say)
+            answers = run_stage([plan.as_local(step) for step in stage], environ, seconds, report_pending)
+            failures = [_describe(step, answer.text) for step, answer in zip(stage, answers) if answer.exit_code]
             passes = {answer.exit_code for answer in answers if answer.exit_code} == {SSH_FAILED}
         except (FileNotFoundError, TimeoutError) as error:
             failures, passes = [_describe(stage[0], str(error))], False
@@ -158,46 +178,46 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             raise failure
 
 
-def remind(say: Callable[[float], None], every: float | None = None) -> Callable[[], None]:
-    """Return a function to call often while something is waited for; every 30 s it calls `say` with the seconds so far.
+def make_reminder(say: Callable[[float], None], every: float | None = None) -> Callable[[], None]:
+    """Return a function to call often while waiting; every 30 s it calls `say` with the seconds since now.
 
-    `every`: seconds between two calls, in the place of 30.
+    `every`: seconds between two calls of `say`, instead of 30.
     """
     begun, every = time.monotonic(), every or _REMIND_SECONDS
-    told = 0
+    calls = 0
 
     def watch() -> None:
-        nonlocal told
+        nonlocal calls
         passed = time.monotonic() - begun
-        if passed >= (told + 1) * every:
-            told = int(passed / every)
+        if passed >= (calls + 1) * every:
+            calls = int(passed / every)
             say(passed)
 
     return watch
 
 
-def _say_left(stage: Sequence[Step], say: Callable[[str], None], left: list[int], passed: float) -> None:
-    """Tell which steps of a stage have not ended."""
-    whys = dict.fromkeys(stage[number].why for number in left)
-    for why in whys:
-        hosts = [stage[number].host for number in left if stage[number].why == why and stage[number].host]
+def _report_pending(stage: Sequence[Step], say: Callable[[str], None], pending: list[int], passed: float) -> None:
+    """Tell the user which steps of a stage have not ended after so many seconds."""
+    for why in dict.fromkeys(stage[number].why for number in pending):
+        hosts = [stage[number].host for number in pending if stage[number].why == why and stage[number].host]
         where = f" on {', '.join(dict.fromkeys(hosts))}" if hosts else ""
         say(f"{why}: not finished{where} after {passed:.0f} s")
 
 
-def _describe(step: Step, said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()][-_LAST_LINES:]
+def _describe(step: Step, output: str) -> str:
+    """Return a failed step with its host and the last lines of its output."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()][-_LAST_LINES:]
     where = f"{step.host}: " if step.host else ""
-    return f"{where}{step.why}: failed ({' | '.join(lines) or 'it said nothing'})"
+    return f"{where}{step.why}: failed ({' | '.join(lines) or 'without any output'})"
 
 
-def open_memory() -> IO[bytes]:
-    """A file for a child's sake on no disk: those may be full, or read-only."""
+def open_memory_file() -> IO[bytes]:
+    """Return a file in memory: a disk may be full or read-only."""
     return open(os.memfd_create("cpuft"), "w+b")
 
 
 def _relay(source: IO[bytes] | None, stream: TextIO) -> threading.Thread:
-    """Pass on what a child says. With our own streams for its own, ssh stalls once nobody reads them."""
+    """Copy a child's output to our stream. If the child had our stream itself, ssh would stall once nobody reads it."""
 
     def copy() -> None:
         while source and (block := os.read(source.fileno(), 1 << 16)):
@@ -216,8 +236,8 @@ def _read(output: IO[bytes]) -> str:
 
 @contextmanager
 def _input_of(step: Step) -> Iterator[IO[bytes]]:
-    """What a step reads, as a file: nobody has to feed a pipe, and its end needs no care."""
-    with open(step.stdin_file or os.devnull, "rb") if not step.stdin else open_memory() as file:
+    """Open the standard input of a step as a file, which unlike a pipe needs nobody to write to it."""
+    with open(step.stdin_file or os.devnull, "rb") if not step.stdin else open_memory_file() as file:
         if step.stdin:
             file.write(step.stdin.encode())
             file.seek(0)
@@ -227,7 +247,7 @@ def _input_of(step: Step) -> Iterator[IO[bytes]]:
 def _start(
     step: Step, environ: Mapping[str, str], given: IO[bytes], output: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    assert not step.host, "it is for another host"
+    assert not step.host, "the step is for another host"
     return subprocess.Popen(
         step.command,
         env=dict(environ) | {setting.name: setting.value for setting in step.settings},
@@ -239,10 +259,12 @@ def _start(
     )
 
 
-def start(command: Sequence[str], environ: Mapping[str, str], streams: int | None = None) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own; it gets SIGTERM once the thread that called this is gone.
+def start_process(
+    command: Sequence[str], environ: Mapping[str, str], streams: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process in a new session. The kernel sends it SIGTERM when the calling thread ends.
 
-    `streams`: PIPE for all three; None: it reads nothing, and writes where this process does.
+    `streams`: PIPE for all three streams; None: it reads nothing, and writes to this process's own streams.
     """
     given, end = subprocess.DEVNULL if streams is None else streams, _end_with_parent
     return subprocess.Popen(
@@ -250,23 +272,23 @@ def start(command: Sequence[str], environ: Mapping[str, str], streams: int | Non
     )
 
 
-def start_sender(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process whose standard output this process reads. Otherwise as `start` without `streams`."""
+def start_with_output(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process whose standard output this process reads; otherwise as `start_process` without `streams`."""
     null, end = subprocess.DEVNULL, _end_with_parent
     return subprocess.Popen(
         command, env=environ, stdin=null, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=end
     )
 
 
-def wait(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Return the exit code of a process that is about to end, or 0 if it has not ended after `seconds`."""
+def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """Wait for a process and return its exit code, or 0 if it has not ended after `seconds`."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    return exit_code(process) if process.returncode is not None else 0
+    return exit_code_of(process) if process.returncode is not None else 0
 
 
-def exit_code(process: subprocess.Popen[bytes]) -> int:
-    """That of a process which has ended; 128 + N when signal N did it."""
+def exit_code_of(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that has ended; 128 + N if signal N ended it."""
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
@@ -275,7 +297,7 @@ def _end_with_parent() -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None], seconds: float) -> None:
-    start, pause = time.monotonic(), _POLL_SECONDS / 64  # of what takes no longer, nobody waits for the end
+    start, pause = time.monotonic(), _POLL_SECONDS / 64  # short pauses first, so that short commands cost no time
     while any(process.poll() is None for process in processes):
         watch()
         time.sleep(pause)
@@ -284,8 +306,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None
             raise TimeoutError(f"{seconds:.0f} s passed")
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Leave nothing of the processes' sessions behind: SIGTERM, a moment's grace, SIGKILL."""
+def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes and all others of their sessions: SIGTERM, 3 s for them to end, SIGKILL."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         left = [process for process in processes if _signal(process, signal_number)]
         end = time.monotonic() + _GRACE_SECONDS
@@ -297,7 +319,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
-    """Whether there was anyone to get it."""
+    """Send a signal to a process's session; return whether any process was there."""
     try:
         os.killpg(process.pid, signal_number)
     except ProcessLookupError:
@@ -307,10 +329,9 @@ def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
 
 @contextmanager
 def _signals_raise(takes: Callable[[int], bool]) -> Iterator[None]:
-    """SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise `Interrupted` inside, but those that `takes` takes; a second one does
-    not disturb the cleaning up.
+    """Make SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise `Interrupted` inside, except those for which `takes` returns True.
 
-    Under nohup SIGHUP goes on being ignored.
+    A second signal does not disturb the clean-up after the first one. Under nohup, SIGHUP stays ignored.
     """
     received: list[int] = []
 

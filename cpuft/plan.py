@@ -1,4 +1,4 @@
-"""What is about to be done, as data; prints as a shell script that does the same."""
+"""Plans: what is about to be done, as data that can be executed (`cpuft.execute`) or printed as a shell script."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Setting:
-    """An environment variable, its value and why it has it."""
+    """An environment variable, its value and the reason for the value."""
 
     name: str
     value: str
     reason: str
-    kept: bool = False
-    """Whether the value is the user's own, in the place of ours."""
+    from_user: bool = False
+    """Whether this is the user's own value, which is used instead of cpuft's."""
 
 
 @dataclass(frozen=True)
@@ -25,99 +25,104 @@ class Step:
     command: tuple[str, ...]
     settings: tuple[Setting, ...] = ()
     host: str = ""
-    """Where it runs; empty for this machine."""
+    """The host on which it runs; empty for this machine."""
     stdin: str = ""
-    """What it reads on standard input: never a secret, because plans are printed."""
+    """The text of its standard input; never a secret, because plans are printed."""
     stdin_file: str = ""
-    """A file of this machine that it reads on standard input instead."""
+    """A file of this machine to use as standard input instead."""
     part: str = ""
-    """Name of the larger task that many steps like this one belong to, such as pushing all wheels.
+    """Name of the larger task to which this and many similar steps belong, such as pushing all wheels.
 
-    Whoever waits is told of the task, and how far it is, instead of every step.
+    The user sees the progress of the task instead of every step.
     """
 
 
 Stages = tuple[tuple[Step, ...], ...]
-"""They run one after another, the steps of a stage side by side."""
+"""Stages run one after another; the steps of a stage run at the same time."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages, and what to know of them."""
+    """Stages of steps, with notes for the user."""
 
     stages: Stages = ()
     notes: tuple[str, ...] = ()
-    """What the user should know of how the plan came about."""
-    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The words before a shell line that take it to a host from this machine; a host without is this machine."""
+    """What the user should know about the plan."""
+    command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each other host what to put before a shell line to run it there, such as `ssh HOST` (`Transport.command_prefix`)."""
 
-    def here(self, step: Step) -> Step:
-        """A step as one of this machine: of another host's, the command that takes it there, settings and all."""
-        way = self.ways.get(step.host, ())
-        if not way:
+    def as_local(self, step: Step) -> Step:
+        """Return a step that runs on this machine and does the given step on its host."""
+        prefix = self.command_prefixes.get(step.host, ())
+        if not prefix:
             return replace(step, host="")
         settings = ["env", *(f"{setting.name}={setting.value}" for setting in step.settings)] if step.settings else []
-        # exec: the command becomes the child of sshd's own process, and ends with it.
+        # With exec, the command becomes the child of sshd's own process, and ends with it.
         line = f"exec {shlex.join([*settings, *step.command])}"
-        return replace(step, host="", command=(*way, line), settings=())
+        return replace(step, host="", command=(*prefix, line), settings=())
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run, part by part."""
+    """The plan of a run, in parts that are executed in this order."""
 
     make: Stages = ()
-    """The run's directory on the master."""
+    """Makes the run's folder on the head host."""
     inputs: Stages = ()
-    """What hosts with disks of their own lack of this machine's files."""
+    """Sends files of this machine to hosts that have disks of their own and do not have these files yet."""
     prepare: Stages = ()
-    """Before any rank starts, on the master."""
+    """Prepares the data on the head host, before any rank starts."""
     ranks: Stages = ()
-    """One mpirun, on the master."""
+    """Starts the ranks: one mpirun or srun on the head host."""
     results: Stages = ()
-    """What comes back, and what is taken away after that."""
+    """Fetches the results, and then removes the run from the hosts."""
     partial_cleanup: Stages = ()
-    """Removes a run that is not finished from the hosts, except its checkpoints."""
+    """Removes a run that is not finished from the hosts, except its checkpoints; instead of the end of `results`."""
     notes: tuple[str, ...] = ()
-    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What the user should know about the plan."""
+    command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """As in `Plan`."""
     resumed: bool = False
-    """Whether the run's directory is that of an earlier start, and must not be taken away."""
+    """Whether the run's folder is from an earlier start, and must not be removed if this one fails."""
     renewal: tuple[str, ...] = ()
-    """The command by which each host's lease goes on while ranks run; who supervises them runs it now and then."""
+    """The command that renews each rented host's lease; it is run now and then while the ranks run."""
     keep_host_copies: bool = False
     """Whether hosts keep all files of a run that is not finished, because it will be restarted."""
 
     @property
-    def whole(self) -> Plan:
-        """All parts, in the order in which they run."""
-        return self.only("make", "inputs", "prepare", "ranks", "results")
+    def full_plan(self) -> Plan:
+        """All parts but `partial_cleanup`, as one plan."""
+        return self.select("make", "inputs", "prepare", "ranks", "results")
 
-    def only(self, *parts: str) -> Plan:
-        """Some of its parts."""
-        return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.ways)
+    def select(self, *parts: str) -> Plan:
+        """Return a plan of some parts."""
+        return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.command_prefixes)
 
-    def on_master(self) -> RunPlan:
-        """What the master does by itself, as it sees that."""
+    def for_head_host(self) -> RunPlan:
+        """Return the parts that the head host executes by itself."""
         return RunPlan(
             prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed, renewal=self.renewal
         )
 
 
 def format_export(setting: Setting) -> str:
-    """One shell line, its reason as comments above: `# why` and `export NAME=value`."""
+    """Return the shell lines `# reason` and `export NAME=value`."""
     return f"{format_comment(setting.reason)}\nexport {setting.name}={shlex.quote(setting.value)}"
 
 
 def format_comment(text: str) -> str:
-    """Shell comment lines: a newline in `text` cannot end the comment and begin a command."""
+    """Return the text as shell comments: a newline in it cannot end the comment and begin a command."""
     return "\n".join(f"# {line}" for line in text.splitlines() or [""])
 
 
 def format_plan(plan: Plan, folder: str = "") -> str:
-    """A shell script that does what the plan does, says each step as it begins, and has a reason for each setting.
+    """Return a shell script that does what the plan does, prints each step as it begins, and has each setting's reason.
 
-    `folder` is what relative paths in it start from; without it, that is where the script is run.
-    Settings of a step are set in a subshell of its own; a step's failure ends the script with its exit code.
+    The settings of a step are exported in a subshell. The failure of a step ends the script with the step's exit code.
+
+    Parameters
+    ----------
+    folder: where relative paths in the script begin; by default, where the script is run.
     """
     parts = ["#!/usr/bin/env bash", "set -euo pipefail"]
     parts += [format_comment(note) for note in plan.notes]
@@ -133,12 +138,12 @@ def format_plan(plan: Plan, folder: str = "") -> str:
 
 
 def _format_step(step: Step, plan: Plan) -> str:
-    command = _format_command(plan.here(step).command)
+    command = _format_command(plan.as_local(step).command)
     command += f" <{shlex.quote(step.stdin_file)}" if step.stdin_file else _format_stdin(step.stdin)
     say = f"echo {shlex.quote(f'cpuft: {step.why}')} >&2"
     if not step.settings:
         return f"{say}\n{command}"
-    if plan.ways.get(step.host):
+    if plan.command_prefixes.get(step.host):
         reasons = "\n".join(format_comment(f"{setting.name}: {setting.reason}") for setting in step.settings)
         return f"{say}\n{reasons}\n{command}"
     exports = "\n".join(format_export(setting) for setting in step.settings)
@@ -146,15 +151,15 @@ def _format_step(step: Step, plan: Plan) -> str:
 
 
 def _format_stdin(text: str) -> str:
-    """As a quoted word rather than a here-document: no line of the text can end it early.
+    """Return a redirection from a quoted text. Unlike in a here-document, no line of the text can end it early.
 
-    A step without must not read the script itself, which may come by a pipe.
+    Without a text, the step must not read the script itself, which may come from a pipe.
     """
     return f" < <(printf %s {shlex.quote(text)})" if text else " </dev/null"
 
 
 def _format_command(command: tuple[str, ...]) -> str:
-    """The command, a line for each argument group so that a person can read it: breaks before flags and `:`."""
+    """Return the command with line breaks before flags and `:`, so that a person can read it."""
     text, width = "", 0
     for word in map(shlex.quote, command):
         if text and width + len(word) > 100 and (word.startswith("-") or word == ":"):

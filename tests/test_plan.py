@@ -43,5 +43,5 @@ def test_script(golden: Golden) -> None:
     sides = tuple(
         Step(f"greet {host}", ("echo", "hello there"), (Setting("A", "1 2", "two"),), host) for host in ("a", "b")
     )
-    ways: dict[str, tuple[str, ...]] = {host: ("ssh", "-F", "my config", host) for host in ("a", "b")}
-    golden("plan.sh", format_plan(Plan(((prepare,), sides), ("made for a test",), ways)))
+    command_prefixes: dict[str, tuple[str, ...]] = {host: ("ssh", "-F", "my config", host) for host in ("a", "b")}
+    golden("plan.sh", format_plan(Plan(((prepare,), sides), ("made for a test",), command_prefixes)))

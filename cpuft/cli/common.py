@@ -29,9 +29,9 @@ def print_plans(plans: Sequence[RunPlan]) -> None:
     """Print the plans of runs, one after another, as one shell script."""
     from cpuft.plan import Plan, format_plan
 
-    stages = tuple(stage for plan in plans for stage in plan.whole.stages)
-    ways = {host: way for plan in plans for host, way in plan.ways.items()}
-    click.echo(format_plan(Plan(stages, plans[0].notes, ways), os.getcwd()), nl=False)
+    stages = tuple(stage for plan in plans for stage in plan.full_plan.stages)
+    command_prefixes = {host: way for plan in plans for host, way in plan.command_prefixes.items()}
+    click.echo(format_plan(Plan(stages, plans[0].notes, command_prefixes), os.getcwd()), nl=False)
 
 
 def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:

@@ -239,6 +239,6 @@ def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) 
     for finding in findings:
         if finding.fix:
             answer = access.transport.run(hosts[finding.host], finding.fix)
-            result = f"the fix failed ({' '.join(answer.said.split())[-200:]})" if answer.exit_code else "fixed"
+            result = f"the fix failed ({' '.join(answer.text.split())[-200:]})" if answer.exit_code else "fixed"
             lines.append(f"{finding.code} on {finding.host}: {result}")
     return lines

@@ -73,7 +73,7 @@ def _measure_on(host: Host, order: str, access: Access, seconds: float) -> list[
         return load(list[dict[str, Any]], parse_json(answer.output))
     except ValueError:
         raise CpuftError(
-            f"host {host.name} could not measure its links ({answer.said.strip()[-200:]!r}): install Python 3 there"
+            f"host {host.name} could not measure its links ({answer.text.strip()[-200:]!r}): install Python 3 there"
         ) from None
 
 

@@ -93,7 +93,7 @@ class Cluster:
     """Whether this machine is a login node with an allocation: not one of the hosts, but it sees the same files."""
     uid: int = 0
     """This user's id on the head host."""
-    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """`Transport.command_prefix` of each host, where steps of the plan run on hosts."""
 
     @property
@@ -122,7 +122,7 @@ class Cluster:
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         """Return the command of this machine that runs a command on a host."""
-        return Plan(ways=self.ways).here(Step("", argv, host=host)).command
+        return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
     @property
     def master(self) -> str:
@@ -291,7 +291,7 @@ def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: A
         away=away,
         outside=outside,
         uid=used[0].uid,
-        ways={a.host.name: access.transport.command_prefix(a.host) for a in assignments} if away else {},
+        command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments} if away else {},
     )
 
 

@@ -61,7 +61,7 @@ class SlurmTransport(Transport):
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
         """Run a command by srun. Raises CpuftError: srun cannot start it, or it takes longer than `seconds`."""
-        answer = execute.run_quietly([*self._srun(host), *argv], seconds, stdin)
+        answer = execute.run_command([*self._srun(host), *argv], seconds, stdin)
         if answer.exit_code and not _COMMAND_FAILED.search(answer.errors):
             message = (answer.errors.strip().splitlines() or ["no answer"])[-1]
             error = CpuftError(f"srun cannot use host {host.name} ({message[-200:]}): sinfo shows the host's state")
@@ -106,9 +106,9 @@ def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def _query_slurm(command: Sequence[str]) -> str:
-    answer = execute.run_quietly(command, _ANSWER_SECONDS)
+    answer = execute.run_command(command, _ANSWER_SECONDS)
     if answer.exit_code:
-        message = (answer.said.strip().splitlines() or ["no output"])[-1]
+        message = (answer.text.strip().splitlines() or ["no output"])[-1]
         raise CpuftError(
             f"Slurm does not name the job's hosts ({message[:200]}): check that {command[0]} works in the job"
         )

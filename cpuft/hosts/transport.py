@@ -121,7 +121,7 @@ class Transport(ABC):
         returns exit code 126, and one that does not exist 127.
         """
         if self.is_here(host):
-            return execute.run_quietly(argv, seconds, stdin)
+            return execute.run_command(argv, seconds, stdin)
         return self._run_remotely(host, argv, stdin, seconds)
 
     def put(self, local: Path, host: Host, path: str, seconds: float = 60.0) -> None:

@@ -115,7 +115,7 @@ def plan_run(
 
 def plan_fetching(cluster: Cluster, resumed: ResumedRun) -> RunPlan:
     """Plan only to fetch a finished run from the head host, and then to remove it from all hosts."""
-    plan = RunPlan(ways=cluster.ways, resumed=True)
+    plan = RunPlan(command_prefixes=cluster.command_prefixes, resumed=True)
     return add_transfers(plan, (), {}, cluster, resumed.run_dir, resumed.host_copies)
 
 
@@ -149,7 +149,7 @@ def add_transfers(
         prepare=(*(() if cluster.master in prepared_hosts else plan.prepare), *copies),
         results=plan_results(cluster, work, run_dir, plan.resumed, sorted(others.keys() - used)),
         partial_cleanup=plan_partial_cleanup(cluster, work) if cluster.away else (),
-        ways=others | plan.ways,
+        command_prefixes=others | plan.command_prefixes,
     )
 
 
@@ -399,7 +399,7 @@ def plan_launch(
         make=((_plan_run_folder(cluster, run_dir, resumed),),),
         ranks=((start,),),
         notes=_plan_notes(cluster, shared, per_host, notes),
-        ways=cluster.ways,
+        command_prefixes=cluster.command_prefixes,
         resumed=bool(resumed),
         renewal=renewal,
     )

@@ -75,7 +75,9 @@ def run_attempt(
     Raises CpuftError: as `run_on_head_host` and `run_on_this_machine`.
     """
     work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
-    request = None if grace is None else StopRequest(work, cluster.master, cluster.ways, grace, ctrl_c_seconds)
+    request = (
+        None if grace is None else StopRequest(work, cluster.master, cluster.command_prefixes, grace, ctrl_c_seconds)
+    )
     try:
         with secrets_on_hosts(plan, cluster, work, environ), register_run(run_dir, cluster):
             if cluster.away:
@@ -109,15 +111,15 @@ def run_on_head_host(
     Raises Interrupted: a signal came. What the ranks recorded until then has been fetched.
     """
     config = cluster.access.config_there or cluster.access.transport.config
-    order = AttemptOrder(plan.on_master(), cluster.work_dir(run_dir), cluster.rank_hosts, time_limit, config)
+    order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), cluster.rank_hosts, time_limit, config)
 
     def run_part(name: str, seconds: float, say: Say = lambda line: None) -> None:
-        execute.run_stages(plan.only(name), environ, seconds, say, "check the hosts with cpuft doctor")
+        execute.run_stages(plan.select(name), environ, seconds, say, "check the hosts with cpuft doctor")
 
     try:
         run_part("make", _MAKE_SECONDS)
         run_part("inputs", _SEND_SECONDS, say)
-        step = plan.whole.here(plan_supervision(order, cluster))
+        step = plan.full_plan.as_local(plan_supervision(order, cluster))
         if stop_request:
             code = execute.run_step(step, environ, None, stop_request.check, takes=stop_request.handle_signal)
         else:

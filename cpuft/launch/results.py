@@ -114,7 +114,7 @@ def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
 
 def write_plan(plan: RunPlan, run_dir: str) -> None:
     """Write the plan as a shell script into the run folder."""
-    write_text(Path(run_dir) / "plan.sh", format_plan(plan.whole, os.getcwd()))
+    write_text(Path(run_dir) / "plan.sh", format_plan(plan.full_plan, os.getcwd()))
 
 
 def fetch_and_clean_up(
@@ -150,9 +150,9 @@ def fetch_and_clean_up(
             remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
         return
     Path(run_dir, CHECKPOINT_HOSTS).unlink(missing_ok=True)
-    commands = Plan(ways=plan.ways)
+    commands = Plan(command_prefixes=plan.command_prefixes)
     for stage in cleanup:
-        steps = [commands.here(step) for step in stage if step.host not in unreachable]
+        steps = [commands.as_local(step) for step in stage if step.host not in unreachable]
         # A host that was lost meanwhile must not hide how the run ended.
         with contextlib.suppress(TimeoutError):
             execute.run_stage(steps, environ, _REMOVE_SECONDS)
@@ -175,11 +175,13 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
         say(f"cpuft: {step.why}: not finished after {passed:.0f} s")
 
     try:
-        (answer,) = execute.run_stage([Plan(ways=plan.ways).here(step)], environ, _FETCH_SECONDS, say_waiting)
+        (answer,) = execute.run_stage(
+            [Plan(command_prefixes=plan.command_prefixes).as_local(step)], environ, _FETCH_SECONDS, say_waiting
+        )
     except TimeoutError:
         late = f"fetching the results of the run from {cluster.master} took more than {_FETCH_SECONDS:.0f} s"
         raise CpuftError(late) from None
-    lines = [line.removeprefix("cpuft: error: ") for line in answer.said.splitlines() if line.strip()]
+    lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
     if answer.exit_code == NOT_STORED:
         reason = lines[-1] if lines else "no reason was given"
         raise NotStoredError(
@@ -202,9 +204,9 @@ def remove_all_but_checkpoints(
     The hosts that have checkpoints are noted in the local run folder, and `say` is told how to continue.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
-    commands = Plan(ways=plan.ways)
+    commands = Plan(command_prefixes=plan.command_prefixes)
     try:
-        answers = execute.run_stage([commands.here(step) for step in steps], environ, _PARTIAL_REMOVE_SECONDS)
+        answers = execute.run_stage([commands.as_local(step) for step in steps], environ, _PARTIAL_REMOVE_SECONDS)
     except TimeoutError:
         return
     updates = {step.host: _parse_newest_checkpoint(answer.output) for step, answer in zip(steps, answers)}
@@ -297,7 +299,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 def _receive(part: Path, command: Sequence[str]) -> list[str]:
     """Extract what the command sends into `part`; return the names of what was skipped."""
-    sender = execute.start_sender(command, os.environ)
+    sender = execute.start_with_output(command, os.environ)
     assert sender.stdout is not None
     source = _Source(sender.stdout)
     try:
@@ -306,11 +308,11 @@ def _receive(part: Path, command: Sequence[str]) -> list[str]:
         code = sender.wait()
     except NotStoredError:
         # An archive that breaks off is the sender's failure, if the sender failed.
-        if source.is_over and execute.wait(sender, _SENDER_END_SECONDS):
-            raise CpuftError(f"the host could not send the run (exit code {execute.exit_code(sender)})") from None
+        if source.is_over and execute.wait_for_exit(sender, _SENDER_END_SECONDS):
+            raise CpuftError(f"the host could not send the run (exit code {execute.exit_code_of(sender)})") from None
         raise
     finally:
-        execute.end([sender])
+        execute.stop_processes([sender])
         sender.stdout.close()
     if code:
         raise CpuftError(f"the host could not send the run (exit code {code})")

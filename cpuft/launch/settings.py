@@ -209,7 +209,7 @@ def _keep_user_value(setting: Setting, environ: Mapping[str, str]) -> Setting:
     value = environ.get(setting.name)
     if value is None or value == setting.value or setting.name.startswith(_OWN_PREFIX):
         return setting
-    return Setting(setting.name, value, f"kept as you set it; cpuft would set {setting.value}", kept=True)
+    return Setting(setting.name, value, f"kept as you set it; cpuft would set {setting.value}", from_user=True)
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
@@ -244,4 +244,4 @@ def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 def user_set_names(settings: tuple[Setting, ...]) -> list[str]:
     """Return the names of the settings whose value is the user's."""
-    return [setting.name for setting in settings if setting.kept]
+    return [setting.name for setting in settings if setting.from_user]

@@ -96,8 +96,8 @@ class StopRequest:
     run_dir: str
     """The run folder as the ranks see it."""
     head_host: str
-    ways: dict[str, tuple[str, ...]]
-    """As `cpuft.plan.Plan.ways`."""
+    command_prefixes: dict[str, tuple[str, ...]]
+    """As `cpuft.plan.Plan.command_prefixes`."""
     grace: float
     """Seconds from SIGTERM until the ranks are killed; with 0, SIGTERM kills them at once."""
     ctrl_c_seconds: float = 0.0
@@ -136,9 +136,9 @@ class StopRequest:
                     f"asked the ranks to save a checkpoint and end within {self.ctrl_c_seconds:.0f} s; "
                     "press Ctrl-C again to end them at once"
                 )
-            answer = execute.run_quietly(self.plan_request(name).command, _STOP_REQUEST_SECONDS)
+            answer = execute.run_command(self.plan_request(name).command, _STOP_REQUEST_SECONDS)
             if answer.exit_code:
-                _print(f"{name} could not be passed on to the ranks ({answer.said.strip()})")
+                _print(f"{name} could not be passed on to the ranks ({answer.text.strip()})")
         if time.monotonic() > self.deadline:
             raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
 
@@ -146,7 +146,9 @@ class StopRequest:
         """Return the step that writes the name of the signal into the file, as a step of this machine."""
         path = f"{self.run_dir}/{REQUEST_FILE}"
         command = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
-        return Plan(ways=self.ways).here(Step("ask the ranks to end", command, host=self.head_host))
+        return Plan(command_prefixes=self.command_prefixes).as_local(
+            Step("ask the ranks to end", command, host=self.head_host)
+        )
 
 
 @dataclass
@@ -185,7 +187,7 @@ def _describe_renewal(host: str, answer: Answer | CpuftError) -> str:
     if isinstance(answer, Answer) and not answer.exit_code and len(words) == 2 and is_count(words[1]):
         limit = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(words[1])))
         return f"the lease of the hosts is renewed while the run lasts, until {limit} at the latest"
-    error = str(answer) if isinstance(answer, CpuftError) else answer.said.strip()[-200:]
+    error = str(answer) if isinstance(answer, CpuftError) else answer.text.strip()[-200:]
     return f"the lease of host {host} could not be renewed ({error}): check it with cpuft provision status"
 
 
@@ -421,7 +423,7 @@ def run_on_this_machine(
     Raises CpuftError: a step before the ranks rejected the input, and the run folder is removed again; or it existed.
     Raises Interrupted: a signal came. All ranks have ended, and the record up to then remains.
     """
-    here = plan.whole.here
+    here = plan.full_plan.as_local
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
     names = sorted(set(hosts))
@@ -441,7 +443,7 @@ def run_on_this_machine(
             write_lost_hosts(Path(run_dir, "logs"), lost)
             return AGAIN
         if not plan.resumed:
-            execute.run_quietly(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
+            execute.run_command(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
     watchdog = _make_watchdog(plan, run_dir, hosts, transport, stop_request)
@@ -481,13 +483,13 @@ def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], 
 
     Raises CpuftError: the step rejected its input. Raises RuntimeError: it failed otherwise; its output is the message.
     """
-    remind = execute.remind(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
+    remind = execute.make_reminder(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
 
     def watch() -> None:
         remind()
         check_hosts()
 
-    with execute.open_memory() as output:
+    with execute.open_memory_file() as output:
         code = execute.run_step(step, environ, output, watch)
         output.seek(0)
         text = output.read().decode(errors="replace").strip()

@@ -200,10 +200,10 @@ def write_stamp(path: Path, values: dict[str, object]) -> None:
 def list_packages(root: Path) -> list[str]:
     """Return "name=version" of every Debian package in an image."""
     command = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "-W", "-f=${Package}=${Version}\\n")
-    answer = execute.run_quietly(command, seconds=60)
+    answer = execute.run_command(command, seconds=60)
     if answer.exit_code:
         raise CpuftError(
-            f"the Debian packages in {root} cannot be listed ({answer.said.strip()[-200:]}): build the image again"
+            f"the Debian packages in {root} cannot be listed ({answer.text.strip()[-200:]}): build the image again"
         )
     return sorted(answer.output.split())
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from cpuft.config import is_count
 from cpuft.errors import CpuftError, counted
-from cpuft.execute import open_memory
+from cpuft.execute import open_memory_file
 from cpuft.files import REMOVE, hash_text
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, Host, format_hostfile
@@ -181,7 +181,7 @@ class ClusterFacts:
     directory: str
     """Directory of these files. Only the hostfile and its lock file are elsewhere."""
     hostfile: str
-    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The ssh command for each server, as `Plan` has it."""
     bastions: Bastions = ()
     supply: Supply = Supply(())
@@ -240,7 +240,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
         stages += [*plan_hosts(config, facts), _plan_hostfile(config, facts)]
     else:
         notes.append("The steps on the servers can be shown when the wheels are downloaded.")
-    return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes), facts.ways)
+    return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes), facts.command_prefixes)
 
 
 def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
@@ -375,7 +375,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     )
     removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
-    return Plan(tuple(stage for stage in stages if stage), ways=facts.ways)
+    return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):
@@ -425,7 +425,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     @contextmanager
     def _temporary_transport(self, bastions: Bastions) -> Iterator[Transport]:
         """Provide a transport to the servers whose ssh configuration is in memory, so that nothing is written."""
-        with open_memory() as config, open_memory() as known:
+        with open_memory_file() as config, open_memory_file() as known:
             folder = f"/proc/{os.getpid()}/fd"
             text = format_ssh_config(self.members, self.config.key, f"{folder}/{known.fileno()}", bastions)
             for file, content in ((config, text), (known, format_known_hosts(self._list_members()))):
@@ -465,11 +465,13 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         files = read_files(self.directory, Path(self.hostfile)) | ({str(lock): read_raw(lock)} if lock.exists() else {})
         # The plan must use the configuration that will be in the cluster's directory, not one in memory.
         permanent = {transport.config: str(self.directory / "ssh_config")}
-        ways = {
+        command_prefixes = {
             member.address: tuple(permanent.get(word, word) for word in transport.command_prefix(Host(member.address)))
             for member in self.members
         }
-        return ClusterFacts(tuple(zip(self._list_members(), surveys)), files, str(self.directory), self.hostfile, ways)
+        return ClusterFacts(
+            tuple(zip(self._list_members(), surveys)), files, str(self.directory), self.hostfile, command_prefixes
+        )
 
     def _survey(self, transport: Transport, member: Member) -> ServerFacts:
         """Run servers_survey.sh on a server. Raise CpuftError if that fails."""

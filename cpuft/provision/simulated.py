@@ -134,9 +134,9 @@ def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str,
 
 def _run_ip(*argv: str) -> str:
     """Return the JSON output of `ip`. Raise CpuftError if it fails."""
-    answer = execute.run_quietly((execute.find_program("ip"), "-json", "-4", *argv), seconds=10)
+    answer = execute.run_command((execute.find_program("ip"), "-json", "-4", *argv), seconds=10)
     if answer.exit_code:
-        raise CpuftError(f"ip {' '.join(argv)} failed ({answer.said.strip()[:200]}): check that iproute2 works here")
+        raise CpuftError(f"ip {' '.join(argv)} failed ({answer.text.strip()[:200]}): check that iproute2 works here")
     return answer.output or "[]"
 
 
@@ -190,7 +190,7 @@ def _gather_node(
     paused |= running and any(_read(Path(group) / "freezer.state").startswith("FR") for group in own)
     cut = link in links and "UP" not in links[link]["flags"]
     address = str(IPv4Network(network)[index])
-    shaping = execute.run_quietly((execute.find_program("tc"), "-json", "qdisc", "show", "dev", link), seconds=10)
+    shaping = execute.run_command((execute.find_program("tc"), "-json", "qdisc", "show", "dev", link), seconds=10)
     return NodeFacts(
         running=running and link in links,
         answers=running and link in links and (paused or cut or wait_for_ssh(address, _BOOT_SECONDS)),

@@ -277,9 +277,9 @@ def _choose_torch() -> tuple[str, ...]:
 def _pip(*argv: str) -> str:
     """Run pip and return its output. Raise CpuftError if it fails."""
     command = (*module_command(sys.executable, "pip"), "--disable-pip-version-check", *argv)
-    answer = execute.run_quietly(command, _DOWNLOAD_SECONDS)
+    answer = execute.run_command(command, _DOWNLOAD_SECONDS)
     if answer.exit_code:
-        last_lines = " | ".join(answer.said.strip().splitlines()[-4:])
+        last_lines = " | ".join(answer.text.strip().splitlines()[-4:])
         raise CpuftError(f"pip {argv[0]} failed ({last_lines}): give --wheels a folder that holds the wheels")
     return answer.output
 

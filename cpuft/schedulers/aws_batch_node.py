@@ -309,7 +309,7 @@ class _Interface(paramiko.ServerInterface):
 def run_command(environ: Mapping[str, str], channel: paramiko.Channel, line: str) -> None:
     """Run a shell line as sshd does; when its channel ends before it, so does all that it started."""
     with closing(channel), suppress(OSError, EOFError, paramiko.SSHException):
-        process = execute.start(("sh", "-c", line), environ, execute.PIPE)
+        process = execute.start_process(("sh", "-c", line), environ, execute.PIPE)
         pairs = ((process.stdout, channel.sendall), (process.stderr, channel.sendall_stderr))
         copies = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs]
         for thread in (threading.Thread(target=_feed, args=(channel, process.stdin), daemon=True), *copies):
@@ -317,8 +317,8 @@ def run_command(environ: Mapping[str, str], channel: paramiko.Channel, line: str
         while not channel.closed and (process.poll() is None or any(copy.is_alive() for copy in copies)):
             time.sleep(_SERVER_POLL_SECONDS)
         if process.poll() is None:
-            execute.end([process])
-        channel.send_exit_status(execute.exit_code(process))
+            execute.stop_processes([process])
+        channel.send_exit_status(execute.exit_code_of(process))
 
 
 def _copy(file: Any, send: Callable[[bytes], object]) -> None:
@@ -471,7 +471,7 @@ def run_command_here(
     Raises CpuftError: there is no such command.
     """
     try:
-        process = execute.start(command, environ)
+        process = execute.start_process(command, environ)
     except OSError as error:
         raise CpuftError(f"{command[0]} cannot be started ({error.strerror}): is it in the image?") from None
     sent: set[int] = set()
@@ -495,8 +495,8 @@ def run_command_here(
             say(f"cpuft: {_name_nodes(sorted(meeting.asked))} of the job was told to go")
             send(signal.SIGTERM)
         time.sleep(_POLL_SECONDS)
-    execute.end([process])
-    code = execute.exit_code(process)
+    execute.stop_processes([process])
+    code = execute.exit_code_of(process)
     return AGAIN if code and gone else code
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from cpuft.config import option
 from cpuft.errors import CpuftError
-from cpuft.execute import run_quietly
+from cpuft.execute import run_command
 from cpuft.record import FILE_NAME
 
 ANSWER_SECONDS = 120.0
@@ -172,9 +172,9 @@ class Scheduler(ABC, Generic[Options]):
 
 def run_client(*argv: str, stdin: str = "") -> str:
     """Run a scheduler's client and return its standard output. Raises CpuftError when it is missing or refuses."""
-    answer = run_quietly(argv, ANSWER_SECONDS, stdin)
+    answer = run_command(argv, ANSWER_SECONDS, stdin)
     if answer.exit_code:
-        message = " ".join(answer.said.split())[-500:] or f"exit code {answer.exit_code}, without a message"
+        message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
         raise CpuftError(f"{argv[0]} failed ({message}): correct that and run the command again")
     return answer.output
 

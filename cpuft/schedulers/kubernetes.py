@@ -11,7 +11,7 @@ from typing import Any
 
 from cpuft.config import option
 from cpuft.errors import CpuftError
-from cpuft.execute import run_quietly
+from cpuft.execute import run_command
 from cpuft.schedulers.base import (
     ANSWER_SECONDS,
     ContainerOptions,
@@ -104,7 +104,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         true = self._get("mpijob", job, '{.status.conditions[?(@.status=="True")].type}')
         codes = self._get("pods", launcher, "{.items[*].status.containerStatuses[0].state.terminated.exitCode}")
         state = next((condition for condition in _CONDITIONS if condition in true), "Pending")
-        log = run_quietly(("kubectl", "logs", launcher, "--tail=-1", *self._namespace), ANSWER_SECONDS)
+        log = run_command(("kubectl", "logs", launcher, "--tail=-1", *self._namespace), ANSWER_SECONDS)
         exit_code = {"Succeeded": 0, "Failed": int(codes[-1]) if codes else 1}.get(state)
         return JobStatus(state, exit_code, "" if log.exit_code else log.output)
 

@@ -102,7 +102,7 @@ def test_the_plan_is_the_process_that_is_started(tmp_path: Path) -> None:
 
 def test_threads_are_a_lone_rank_s_but_for_what_the_user_has_set() -> None:
     settings = {setting.name: setting for setting in compute_settings({"OMP_NUM_THREADS": "1"})}
-    assert settings["OMP_NUM_THREADS"].kept
+    assert settings["OMP_NUM_THREADS"].from_user
     assert not {name for name in settings if name.startswith(("CPUFT", "CCL", "I_MPI", "MASTER"))}
     threads = {setting.name: setting.value for setting in compute_settings({})}["OMP_NUM_THREADS"]
     assert 1 <= int(threads) <= len(os.sched_getaffinity(0))

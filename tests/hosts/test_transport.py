@@ -148,7 +148,7 @@ def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path:
 
 def test_the_words_of_a_plan_do_the_same(config: Path) -> None:
     step = Step("say", ("sh", "-c", 'echo "$A" "$1"', "sh", "$HOME"), (Setting("A", "a 0", "so"),), "far")
-    words = Plan(ways={"far": SshTransport(str(config)).command_prefix(HOST)}).here(step).command
+    words = Plan(command_prefixes={"far": SshTransport(str(config)).command_prefix(HOST)}).as_local(step).command
     done = subprocess.run(words, capture_output=True, text=True, timeout=20)
     assert done.stdout == "a 0 $HOME\n", done.stderr
 

@@ -50,7 +50,7 @@ AWAY = Cluster(
     MpiImplementation("mpirun", "intel"),
     access=Access(SshTransport("there.conf"), "/opt/cpuft/env/bin/python", config_there="/opt/config"),
     away=True,
-    ways={name: ("ssh", name) for name in "abc"},
+    command_prefixes={name: ("ssh", name) for name in "abc"},
 )
 SHARED = replace(AWAY, access=Access(shares_files=True))
 
@@ -220,7 +220,7 @@ def test_a_parcel_travels_as_its_plan_says(work: Path, tmp_path_factory: pytest.
 
 def test_a_run_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
     work, run = tmp_path / "there" / "run", tmp_path / "runs" / "run"
-    (fetch,), clean = plan_results(replace(AWAY, ways={}), str(work), str(run))
+    (fetch,), clean = plan_results(replace(AWAY, command_prefixes={}), str(work), str(run))
     work.parent.mkdir()
     assert run_stage((fetch,), os.environ, 30)[0].exit_code == 0
     assert list(run.parent.iterdir()) == []

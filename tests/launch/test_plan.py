@@ -54,12 +54,12 @@ def test_plan_of_a_script_on_four_hosts(mpi: str, golden: Golden) -> None:
         "ccl",
         {"FI_PROVIDER": "efa"},
     )
-    golden(f"launch-{mpi}.sh", format_plan(plan.whole))
+    golden(f"launch-{mpi}.sh", format_plan(plan.full_plan))
 
 
 def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
     plan = plan_training(make_cluster((2,)), LaunchConfig(np=2), TrainConfig(task="mrpc"), "/runs/one", "lines", {})
-    golden("launch-training.sh", format_plan(plan.whole))
+    golden("launch-training.sh", format_plan(plan.full_plan))
 
 
 @pytest.mark.parametrize(("asked", "notice"), [("", "http://there/it"), ("/mine", "/mine")])

@@ -162,7 +162,7 @@ def planned(tmp_path: Path, run: Path, resumed: bool) -> tuple[Cluster, RunPlan,
     work = tmp_path / "there" / "run"
     (work / "out").mkdir(parents=True)
     (work / "out" / "answer").write_text("42")
-    cluster = replace(AWAY, ways={})
+    cluster = replace(AWAY, command_prefixes={})
     return cluster, RunPlan(results=plan_results(cluster, str(work), str(run), resumed)), work
 
 

@@ -143,7 +143,7 @@ def test_a_refusal_before_ranks_start_leaves_the_run_alone(tmp_path: Path) -> No
 
 
 LOOK = (Path(__file__).parents[2] / "cpuft/launch/describe_run.sh").read_text()
-HERE = replace(AWAY, ways={})
+HERE = replace(AWAY, command_prefixes={})
 ALL_LOGS = ["logs", "logs-1", "logs-2"]
 
 
@@ -291,7 +291,9 @@ def test_where_inputs_were_sent_to_nobody_needs_to_know() -> None:
 
 def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
     """The master may be another one; what the old one still has goes at a good end."""
-    cluster = replace(make_cluster((2, 1)), away=True, ways={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")})
+    cluster = replace(
+        make_cluster((2, 1)), away=True, command_prefixes={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")}
+    )
     kept = (HostCopy(Host("node0"), True), HostCopy(Host("node1"), True, checkpoint_update=9), HostCopy(Host("node3")))
     resumed = ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept)
     work = cluster.work_dir("/runs/one")
@@ -305,15 +307,15 @@ def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
     (fetch,), clean = plan.results
     assert "merge" in fetch.command
     assert [step.host for step in clean] == ["node1", "node2", "node0"]
-    assert plan.ways["node0"][0] == "ssh"
+    assert plan.command_prefixes["node0"][0] == "ssh"
     assert [[step.host for step in stage] for stage in plan.partial_cleanup] == [["node1", "node2"]]
-    assert plan.partial_cleanup[0][0] not in [step for stage in plan.whole.stages for step in stage]
+    assert plan.partial_cleanup[0][0] not in [step for stage in plan.full_plan.stages for step in stage]
 
 
 def plan_sequel(work: str, resumed: ResumedRun) -> RunPlan:
     """Of a run on three hosts with disks of their own."""
-    ways: dict[str, tuple[str, ...]] = {name: ("ssh", name) for name in ("node1", "node2", "node3")}
-    cluster = replace(make_cluster((1, 1, 1)), away=True, ways=ways)
+    command_prefixes: dict[str, tuple[str, ...]] = {name: ("ssh", name) for name in ("node1", "node2", "node3")}
+    cluster = replace(make_cluster((1, 1, 1)), away=True, command_prefixes=command_prefixes)
     plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
     return add_transfers(
         plan, (), {}, cluster, resumed.run_dir, resumed.host_copies, find_prepared_hosts(resumed, cluster)
@@ -361,7 +363,7 @@ def test_logs_that_are_here_are_not_fetched_again(tmp_path: Path, fetched: str, 
 
 def fetch(work: Path, run: Path, resumed: bool) -> int:
     (step,), _ = plan_results(HERE, str(work), str(run), resumed)
-    return subprocess.run(Plan().here(step).command, check=False).returncode
+    return subprocess.run(Plan().as_local(step).command, check=False).returncode
 
 
 def names(folder: Path) -> list[str]:

@@ -50,7 +50,10 @@ def test_the_users_values_are_kept_and_said() -> None:
         Setting("CPUFT_PIN", "rank", "why"),
     )
     kept = keep_user_values(ours, {"OMP_NUM_THREADS": "7", "FI_PROVIDER": "tcp", "CPUFT_PIN": "x"})
-    assert kept == (Setting("OMP_NUM_THREADS", "7", "kept as you set it; cpuft would set 14", kept=True), *ours[1:])
+    assert kept == (
+        Setting("OMP_NUM_THREADS", "7", "kept as you set it; cpuft would set 14", from_user=True),
+        *ours[1:],
+    )
     assert user_set_names(kept) == ["OMP_NUM_THREADS"]
 
 

@@ -411,7 +411,7 @@ LIMIT = 1_800_000_000
 def test_the_plan_of_a_run_on_rented_hosts_says_who_renews_and_where_notice_comes_from() -> None:
     rented = replace(make_cluster((1, 1)), access=Access(python="python", notice=SOURCE, renewal=" ".join(WORDS)))
     plan = plan_launch(rented, LaunchConfig(np=2), "/runs/one", ("python", "train.py"), "gloo", {})
-    assert plan.renewal == plan.on_master().renewal == WORDS
+    assert plan.renewal == plan.for_head_host().renewal == WORDS
     assert (
         "while ranks run, this command renews the lease of each host every 300 s: /usr/local/sbin/cpuft-lease renew"
         in (plan.notes)

@@ -37,7 +37,9 @@ def test_every_step_that_failed_is_named_with_its_last_words() -> None:
     says = {"a": "echo first; echo no space left >&2; exit 1", "b": "true", "c": "echo c is off; exit 255"}
     told: list[str] = []
     with pytest.raises(CpuftError) as caught:
-        run_stages(Plan((steps,), ways={host: ("sh", "-c", script) for host, script in says.items()}), told.append)
+        run_stages(
+            Plan((steps,), command_prefixes={host: ("sh", "-c", script) for host, script in says.items()}), told.append
+        )
     assert str(caught.value) == (
         "a: install: failed (first | no space left); c: install: failed (c is off): "
         "correct the cause and run the same command again"
@@ -50,7 +52,9 @@ def test_whoever_waits_is_told_which_hosts_have_not_finished(monkeypatch: pytest
     steps = tuple(Step("install", ("install",), host=host) for host in ("a", "b", "c"))
     says = {"a": "sleep 1.5", "b": "true", "c": "sleep 1.5"}
     told: list[str] = []
-    run_stages(Plan((steps,), ways={host: ("sh", "-c", script) for host, script in says.items()}), told.append)
+    run_stages(
+        Plan((steps,), command_prefixes={host: ("sh", "-c", script) for host, script in says.items()}), told.append
+    )
     assert told[0] == "install (3 hosts)"
     # On a busy machine b takes a while, too.
     assert {re.sub(r"[0-9]+ s$", "N s", line) for line in told[1:]} >= {"install: not finished on a, c after N s"}

@@ -244,7 +244,7 @@ def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan
         Step(CHECK, ("sh", "-c", PROVE, "prove", environment_python(recipe)), host=host),
         Step("remove keys, names and logs of the host", clean, host=host),
     )
-    return Plan(tuple((step,) for step in steps), ways={host: ssh_command})
+    return Plan(tuple((step,) for step in steps), command_prefixes={host: ssh_command})
 
 
 def list_images(region: str, services: Services | None = None) -> str:

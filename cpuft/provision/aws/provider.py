@@ -343,10 +343,12 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         plan = plan_tag_extension(self.name, facts, until)
         if self.services.uses_ssh:
             transport = SshTransport(check_ssh_config(self.name, facts), never_here=True)
-            ways = {one.private: transport.command_prefix(Host(one.private)) for one in facts.resources.live}
+            command_prefixes = {
+                one.private: transport.command_prefix(Host(one.private)) for one in facts.resources.live
+            }
             instances = plan_instance_extension(facts.resources, until)
             record = plan_record_extension(self.name, facts, until)
-            plan = replace(plan, stages=(*plan.stages, instances, *record), ways=ways)
+            plan = replace(plan, stages=(*plan.stages, instances, *record), command_prefixes=command_prefixes)
         return plan
 
     def extend(self, lease: str, say: Say) -> str:
