@@ -49,7 +49,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     """What the user should know about the plan."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each other host what to put before a shell line to run it there, such as `ssh HOST` (`Transport.command_prefix`)."""
+    """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
 
     def as_local(self, step: Step) -> Step:
         """Return a step that runs on this machine and does the given step on its host."""
