@@ -83,6 +83,11 @@ def test_an_unknown_host_key_has_another_cause_than_a_changed_one() -> None:
     assert causes[transport.KEY_CHANGED].startswith("The host was installed again")
 
 
+def test_a_host_name_behind_a_bastion_is_not_a_public_address() -> None:
+    findings = find_all(plant(healthy(), 1, address="node1.internal"))
+    assert "CPUFT-008" not in {finding.code for finding in findings}
+
+
 def test_only_valid_process_ids_and_paths_become_part_of_the_fix() -> None:
     said = ["pid 12: cpuft.rank", "pid 1; reboot: cpuft.rank", "/var/tmp/cpuft-0123456789ab; cd; rm -r *"]
     said += ["/var/tmp/cpuft-0/0123456789ab", "/var/tmp/cpuft-0/../../home", "/var/tmp/cpuft-0", "/home"]

@@ -28,7 +28,7 @@ def test_it_ends_when_nothing_is_missing(tmp_path: Path) -> None:
 
 
 def test_the_same_plan_twice_is_stuck_and_says_on_what() -> None:
-    with pytest.raises(CpuftError, match="changed nothing \(make it\): see with"):
+    with pytest.raises(CpuftError, match=r"changed nothing \(make it\): see with"):
         reconcile(lambda: 0, lambda facts: Plan(((STEP,),)), quiet)
 
 
