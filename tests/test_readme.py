@@ -52,7 +52,7 @@ RUNS = {name for command in COMMANDS for name in re.findall(r"runs/[\w-]+", comm
 SERVERS = {command for command in COMMANDS if "--hosts" in command}
 """They need servers called so: scripts/check-clusters does the same to real ones."""
 RENTED = {command for command in COMMANDS if re.search(r"provision (aws|image|extend)", command)}
-"""They need an account: tests/provision/aws/test_ten_lines.py does them to a region of its own."""
+"""They need an account: tests/provision/aws/test_readme.py runs them against a simulated region."""
 DRY = {"launch", "compare", "bench", "predict"}
 """Verbs that are not to do it."""
 

@@ -163,10 +163,9 @@ def describe_instances(
     lines = [_describe_lease(group, instances, now, price)]
     for one in instances:
         market = "spot" if one.spot else "on demand"
-        age = format_span((now if one.state in LIVE else one.ended or now) - one.launched)
-        lines.append(
-            f"{one.private or one.id}  {one.state}, {one.id}, {one.type} {market} in {one.zone}, running time {age}"
-        )
+        live = one.state in LIVE
+        age = f"{'up' if live else 'ran'} for {format_span((now if live else one.ended or now) - one.launched)}"
+        lines.append(f"{one.private or one.id}  {one.state}, {one.id}, {one.type} {market} in {one.zone}, {age}")
     return lines
 
 

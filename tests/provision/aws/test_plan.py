@@ -9,8 +9,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.ssh_config import Member, format_inside, format_ssh_config
-from cpuft.provision.aws import facts
-from cpuft.provision.aws.client import CallStep, plan_call
+from cpuft.provision.aws.client import CallStep
 from cpuft.provision.aws.facts import BaseImage, Instance, Offer, Resources, SecurityGroup, Zone
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import (
@@ -70,28 +69,6 @@ def test_who_may_reach_ssh(text: str, range_: str) -> None:
 def test_who_may_not(text: str) -> None:
     with pytest.raises(CpuftError, match=r"--ssh-from .*: give you"):
         parse_ssh_from(text)
-
-
-def test_rules_are_read_and_written() -> None:
-    rules = (
-        ("-1", -1, -1, "sg-1"),
-        ("tcp", 22, 22, "203.0.113.7/32"),
-        ("tcp", 22, 23, "::/0"),
-        ("udp", 1, 9, "pl-1"),
-    )
-    assert facts.parse_rules(facts.format_rules(rules)) == tuple(sorted(rules))
-
-
-@pytest.mark.parametrize("value", ["a b", "a'b", 'a"b', "$HOME", "a\nb", "--region", "é"])
-def test_a_call_is_a_step_and_back(value: str) -> None:
-    call = plan_call("run_instances", "start", "us-east-1", {"KeyName": value}, {"UserData": "/x/user data"})
-    assert call.command[:5] == ("aws", "ec2", "run-instances", "--region", "us-east-1")
-    assert call.command[-2:] == ("--user-data", "fileb:///x/user data")
-    assert (call.method, call.parameters, call.files) == (
-        "run_instances",
-        {"KeyName": value},
-        {"UserData": "/x/user data"},
-    )
 
 
 def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
@@ -230,13 +207,6 @@ def test_the_cheapest_zone_is_first_for_spot() -> None:
         choose_zone(CONFIG, there, offer, {"us-east-1c": "full"})
 
 
-def test_what_an_earlier_cluster_of_the_same_name_had_is_none_of_this_one() -> None:
-    mine = (make_instance(1, group="sg-1", state="terminated"), make_instance(2, group="sg-1"))
-    other = make_instance(3, group="sg-0", state="terminated")
-    assert facts.drop_earlier_cluster((*mine, other), GROUP) == mine
-    assert facts.drop_earlier_cluster((other,), None) == (other,)
-
-
 def find_request(config: AwsConfig, offer: Offer) -> dict[str, Any]:
     return make_request(config, Resources(NOW, ME, GROUP), offer, ZONES[0], config.nodes)
 
@@ -289,29 +259,3 @@ def test_hosts_know_private_addresses_and_this_machine_public_ones() -> None:
     inside = format_inside(members, "/opt/cpuft/clusters/lab", "/opt/cpuft/env/bin/python")
     assert "54.0.0.1" not in "".join(inside.values())
     assert inside["known_hosts"] == "10.0.0.1 ssh-ed25519 AAAA\n"
-
-
-@pytest.mark.parametrize(
-    ("arn", "owner"),
-    [
-        ("arn:aws:iam::1:user/me", "arn:aws:iam::1:user/me"),
-        ("arn:aws:sts::1:assumed-role/Lab/session-7", "arn:aws:sts::1:assumed-role/Lab"),
-    ],
-)
-def test_a_role_is_the_same_in_its_next_session(arn: str, owner: str) -> None:
-    assert facts.normalize_owner(arn) == owner
-
-
-@pytest.mark.parametrize(
-    ("reason", "ended"), [("User initiated (2026-01-31 12:00:00 GMT)", 1769860800.0), ("", 0.0), ("why (then)", 0.0)]
-)
-def test_when_an_instance_ended(reason: str, ended: float) -> None:
-    assert facts._parse_end(reason) == ended
-
-
-@pytest.mark.parametrize(
-    ("kind", "standard"),
-    [("m7i.8xlarge", True), ("c7i-flex.large", True), ("hpc7a.96xlarge", False), ("p5.48xlarge", False)],
-)
-def test_types_with_a_quota_of_their_own(kind: str, standard: bool) -> None:
-    assert facts.is_standard(kind) is standard

@@ -12,7 +12,7 @@ import pytest
 from cpuft.cli import main
 from cpuft.provision.aws.lease import UNTIL_FILE
 from tests.provision.aws.region import NOTHING, REGION, Region, left, make_aws, open_region, refuse, say
-from tests.provision.aws.test_builder import build
+from tests.provision.aws.test_ami_builder import build
 from tests.provision.simulated import write_wheels
 from tests.test_readme import RENTED, TEXTS
 

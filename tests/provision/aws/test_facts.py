@@ -1,0 +1,51 @@
+"""Facts about what AWS has, read from its responses."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpuft.provision.aws import facts
+from tests.provision.aws.test_plan import GROUP, make_instance
+
+
+def test_rules_are_read_and_written() -> None:
+    rules = (
+        ("-1", -1, -1, "sg-1"),
+        ("tcp", 22, 22, "203.0.113.7/32"),
+        ("tcp", 22, 23, "::/0"),
+        ("udp", 1, 9, "pl-1"),
+    )
+    assert facts.parse_rules(facts.format_rules(rules)) == tuple(sorted(rules))
+
+
+def test_what_an_earlier_cluster_of_the_same_name_had_is_none_of_this_one() -> None:
+    mine = (make_instance(1, group="sg-1", state="terminated"), make_instance(2, group="sg-1"))
+    other = make_instance(3, group="sg-0", state="terminated")
+    assert facts.drop_earlier_cluster((*mine, other), GROUP) == mine
+    assert facts.drop_earlier_cluster((other,), None) == (other,)
+
+
+@pytest.mark.parametrize(
+    ("arn", "owner"),
+    [
+        ("arn:aws:iam::1:user/me", "arn:aws:iam::1:user/me"),
+        ("arn:aws:sts::1:assumed-role/Lab/session-7", "arn:aws:sts::1:assumed-role/Lab"),
+    ],
+)
+def test_a_role_is_the_same_in_its_next_session(arn: str, owner: str) -> None:
+    assert facts.normalize_owner(arn) == owner
+
+
+@pytest.mark.parametrize(
+    ("reason", "ended"), [("User initiated (2026-01-31 12:00:00 GMT)", 1769860800.0), ("", 0.0), ("why (then)", 0.0)]
+)
+def test_when_an_instance_ended(reason: str, ended: float) -> None:
+    assert facts._parse_end(reason) == ended
+
+
+@pytest.mark.parametrize(
+    ("kind", "standard"),
+    [("m7i.8xlarge", True), ("c7i-flex.large", True), ("hpc7a.96xlarge", False), ("p5.48xlarge", False)],
+)
+def test_types_with_a_quota_of_their_own(kind: str, standard: bool) -> None:
+    assert facts.is_standard(kind) is standard
