@@ -465,7 +465,7 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
     So is a former head host: it would look like the current one, because it has the lock file of the run.
     """
     names = {one.host.name for one in last.assignments}
-    left_out = names - {host.name for host in remaining} | {last.master} - {remaining[0].name}
+    left_out = (names - {host.name for host in remaining}) | ({last.master} - {remaining[0].name})
     unreachable = last.access.transport.unresponsive
     if left_out - unreachable:
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, (names - left_out) | unreachable)

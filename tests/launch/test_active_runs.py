@@ -1,4 +1,4 @@
-"""Which runs can be looked at, and what is said of others."""
+"""Which active runs are found, and which messages other folders get."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def note_of(cache: Path) -> Path:
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
+def test_an_active_run_is_found_until_it_ends() -> None:
     with register_run(f"{Path.cwd()}/run", CLUSTER):
         place = find_active_run("run", os.environ)
         assert place.work == f"{Path.cwd()}/run"
@@ -45,7 +45,7 @@ def test_a_run_can_be_looked_at_while_it_goes_on() -> None:
         ({"pid": "many"}, "there is no folder"),
     ],
 )
-def test_a_note_that_tells_of_no_run_that_goes_on(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+def test_an_entry_of_an_ended_or_foreign_run_is_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
     with register_run(f"{tmp_path}/run", CLUSTER):
         path = note_of(tmp_path)
         write_text(path, json.dumps(json.loads(path.read_text()) | changes))
@@ -53,12 +53,12 @@ def test_a_note_that_tells_of_no_run_that_goes_on(changes: dict[str, object], wo
             find_active_run("run", os.environ)
 
 
-def test_a_run_goes_on_without_a_cache(tmp_path: Path) -> None:
+def test_a_run_without_a_cache_folder_is_not_registered(tmp_path: Path) -> None:
     with register_run(f"{tmp_path}/run", CLUSTER, {"XDG_CACHE_HOME": "/dev/null/none"}):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_of_a_host_that_does_not_answer_the_others_are_shown_all_the_same(tmp_path: Path) -> None:
+def test_ranks_on_other_hosts_are_shown_if_one_host_does_not_answer(tmp_path: Path) -> None:
     cache = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
     with register_run(f"{tmp_path}/run", CLUSTER, cache):
         done = run_cpuft("stacks", "run", settings=cache)
@@ -71,8 +71,8 @@ def test_of_a_host_that_does_not_answer_the_others_are_shown_all_the_same(tmp_pa
     assert Path("run/logs/rank-2.stack").read_text().splitlines()[1] == "state: its host does not answer"
 
 
-def test_of_two_launches_in_one_folder_the_second_is_refused(tmp_path: Path) -> None:
-    """Both went on with the run, in each other's record, logs and checkpoints."""
+def test_the_second_of_two_launches_in_one_folder_is_refused(tmp_path: Path) -> None:
+    """Otherwise both would continue the run in the same record, logs and checkpoints."""
     environ = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
     (tmp_path / "link").symlink_to(tmp_path)
     said = "another cpuft launch is working in the run folder link/run"
@@ -84,7 +84,7 @@ def test_of_two_launches_in_one_folder_the_second_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("words", [("--resume", "run"), ("--run-dir", "run")])
-def test_a_launch_in_a_folder_that_another_works_in_ends_at_once(words: tuple[str, str], tmp_path: Path) -> None:
+def test_a_launch_in_a_folder_that_another_launch_uses_ends_at_once(words: tuple[str, str], tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": f"{tmp_path}/cache"}
     with lock_run("run", environ):
         done = run_cpuft("launch", *words, settings=environ)
@@ -95,7 +95,7 @@ def test_a_launch_in_a_folder_that_another_works_in_ends_at_once(words: tuple[st
     assert not Path("run").exists()
 
 
-def test_a_folder_is_held_by_nobody_without_a_cache() -> None:
+def test_without_a_cache_folder_nothing_is_locked() -> None:
     for _ in range(2):
         with lock_run("run", {"XDG_CACHE_HOME": "/dev/null/none"}):
             pass

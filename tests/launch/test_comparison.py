@@ -1,4 +1,4 @@
-"""Runs of a comparison: their order, and the real thing on two cores."""
+"""The order of runs in a comparison, and a real comparison on two cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cpuft.report.comparison import compare
 from tests.conftest import run_cpuft
 
 
-def test_runs_take_turns() -> None:
+def test_each_round_runs_all_numbers_of_ranks_and_their_ideals() -> None:
     assert order_runs((1, 2), CompareConfig()) == [(1, False, 1), (2, False, 1)]
     assert order_runs((1, 4), CompareConfig(ideal=True, repeats=2)) == [
         *((1, False, 1), (4, False, 1), (4, True, 1)),
@@ -21,7 +21,7 @@ def test_runs_take_turns() -> None:
     ]
 
 
-def test_what_would_be_run_is_printed() -> None:
+def test_a_dry_run_prints_the_plans_of_all_runs() -> None:
     words = ("compare", "--np", "1", "--repeats", "2", "--run-dir", "all", "--dry-run")
     done = run_cpuft(*words)
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def test_what_would_be_run_is_printed() -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 @pytest.mark.proof
-def test_ranks_apart_are_the_ideal() -> None:
+def test_the_ideal_is_measured_with_independent_ranks() -> None:
     words = ("--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16", "--backend", "gloo")
     done = run_cpuft("compare", "--np", "2", "--ideal", "--run-dir", "all", "--no-save-model", *words)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -32,12 +32,12 @@ REFUSED = "cpuft: error: step 3: the loss is nan: lower --learning-rate\n"
 
 
 def error_log(text: str, rank: int, code: int) -> str:
-    """A rank's standard error with the mark of its end."""
+    """The standard error of a failed rank, with its mark."""
     return f"{text}{format_failure(World(rank, 2, rank, 2), f'host{rank}', code)}\n"
 
 
 def waiting_log(rank: int, missed: int) -> str:
-    """What a rank leaves that has waited for another one in vain."""
+    """The standard error of a rank that has waited for another one in vain."""
     line = f"cpuft comm: rank {rank}: all_reduce #6 did not arrive: rank {missed} (no answer)\n"
     return f"step 1\n{line}{format_failure(World(rank, 3, 0, 1), f'host{rank}', 75, (missed,))}\n"
 
@@ -65,11 +65,11 @@ C10D = "[W1123 10:00:00.1 socket.cpp:767] [c10d] The hostname of the client sock
     ],
     ids=["a lost host", "with a word on it", "without a word"],
 )
-def test_places_in_the_source_text_of_mpirun_are_not_shown(mpirun: str, absent: list[str], said: str) -> None:
+def test_source_locations_of_mpirun_are_not_shown(mpirun: str, absent: list[str], said: str) -> None:
     assert describe_failures([], mpirun, absent) == said
 
 
-def test_warnings_that_nothing_follows_from_are_in_the_log_only(tmp_path: Path) -> None:
+def test_harmless_warnings_are_only_in_the_log(tmp_path: Path) -> None:
     (tmp_path / "rank-0.err").write_text(f"{C10D}step 1\n[rank0]:{C10D}step 2\n")
     shown = io.StringIO()
     LogTail(tmp_path / "rank-0.err", shown).copy()
@@ -105,7 +105,7 @@ def test_a_lost_host_is_named_last(name: str, errors: list[str], golden: Golden)
     golden(f"failure-{name}.txt", text)
 
 
-def test_who_only_waited_has_no_say_in_the_exit_code() -> None:
+def test_ranks_that_only_waited_do_not_determine_the_exit_code() -> None:
     hosts = ("node1", "node2", "node3")
     waiting = [waiting_log(0, 1), waiting_log(2, 1)]
     assert worst_exit_code(find_failures([*waiting, error_log(RAISED, 1, 3)], hosts), 255) == 3
@@ -113,7 +113,7 @@ def test_who_only_waited_has_no_say_in_the_exit_code() -> None:
     assert worst_exit_code([], 75) == 75
 
 
-def test_a_failures_mark_reads_back() -> None:
+def test_the_mark_of_a_failed_rank_is_parsed() -> None:
     assert parse_failure(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 139)}\nb\n") == (3, "node-2", 139)
     assert parse_failure("Traceback\n") is None
     assert parse_missing_ranks(f"a\n{format_failure(World(3, 4, 1, 2), 'node-2', 1, {0, 2})}\nb\n") == {0, 2}
@@ -188,7 +188,7 @@ def end(folder: Path, code: int, lines: tuple[Line, ...], errors: str, script: l
         (75, (), WAITED, ["train.py"], 75, ""),
     ],
 )
-def test_75_is_kept_for_what_can_be_resumed(
+def test_exit_code_75_is_returned_only_for_runs_that_can_be_resumed(
     tmp_path: Path, code: int, lines: tuple[Line, ...], errors: str, script: list[str], wanted: int, said: str
 ) -> None:
     words = ["cpuft", "launch", "--resume", str(tmp_path), "--cluster=lab", *(["--", *script] if script else [])]
@@ -196,12 +196,12 @@ def test_75_is_kept_for_what_can_be_resumed(
     assert end(tmp_path, code, lines, errors, script) == (wanted, said and f"cpuft: {said}: continue with {command}")
 
 
-def test_a_script_is_resumed_with_its_own_options(tmp_path: Path) -> None:
+def test_the_command_that_resumes_a_script_repeats_its_options(tmp_path: Path) -> None:
     end(tmp_path, 75, (), ENDED, ["train.py"])
     config, how = LaunchConfig(), ScriptConfig(independent=True)
     _, line = describe_end(75, str(tmp_path), ("a", "b"), config, ["train.py"], how)
     assert line.endswith(f"continue with cpuft launch --resume {tmp_path} --independent -- train.py")
 
 
-def test_the_last_line_of_a_run_that_came_to_its_end_is_its_place(tmp_path: Path) -> None:
+def test_the_last_line_of_a_finished_run_is_its_folder(tmp_path: Path) -> None:
     assert end(tmp_path, 0, (HEADER, *STEPS), "", []) == (0, f"run: {tmp_path}")

@@ -1,4 +1,4 @@
-"""The real thing: ranks that hang are seen while they do, and the one that blocks the others is named at the end."""
+"""Real hangs: the rank that blocks the others is named during the hang and at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.proof
-def test_a_script_over_torchs_own_gloo_is_seen_while_it_hangs_and_when_its_deadline_passes() -> None:
+def test_a_hang_in_torchs_own_gloo_is_diagnosed_during_the_hang_and_at_the_timeout() -> None:
     with start("--np", "3", "--", SCRIPT, "torch", "elsewhere", "1", "30") as launch:
         limit = time.monotonic() + 120
         verdict = "cpuft: rank 1 on localhost blocks the others (ranks 0, 2 wait in all_reduce #6 of group 1): "
@@ -55,7 +55,7 @@ def test_a_script_over_torchs_own_gloo_is_seen_while_it_hangs_and_when_its_deadl
     )
 
 
-def test_c_code_that_keeps_the_gil_is_named_with_its_line() -> None:
+def test_c_code_that_holds_the_gil_is_named_with_its_line() -> None:
     with start("--np", "2", "--", SCRIPT, "gloo", "gil", "1", "4") as launch:
         assert launch.stderr
         lines = launch.stderr.read().splitlines()
@@ -66,7 +66,7 @@ def test_c_code_that_keeps_the_gil_is_named_with_its_line() -> None:
     )
 
 
-def test_a_run_that_never_was() -> None:
+def test_stacks_of_a_folder_that_does_not_exist() -> None:
     done = run_cpuft("stacks", "none")
     assert (done.returncode, done.stdout) == (2, "")
     assert (

@@ -43,7 +43,7 @@ from cpuft.launch.resume import ResumedRun
 from cpuft.plan import RunPlan, Step
 
 LONG = "a" * 300
-"""No path, but a text."""
+"""A text that is not a path."""
 AWAY = Cluster(
     (Assignment(Host("a"), 1), Assignment(Host("b"), 1), Assignment(Host("c"), 1)),
     (),
@@ -70,7 +70,7 @@ def names_of(bundle: inputs.Bundle) -> list[str]:
     return [name for _, name in inputs._list_files(bundle.sources)]
 
 
-def test_nothing_travels_where_files_are_shared(work: Path) -> None:
+def test_nothing_is_sent_to_hosts_that_share_files(work: Path) -> None:
     command = (sys.executable, str(work / "code/train.py"), "rows.csv")
     assert pack_script(SHARED, command) == (command, ())
     assert pack_script(replace(AWAY, away=False), command) == (command, ())
@@ -78,14 +78,14 @@ def test_nothing_travels_where_files_are_shared(work: Path) -> None:
     assert pack_training(SHARED, train) == (train, ())
 
 
-def test_a_script_takes_its_modules_and_packages_along(work: Path) -> None:
+def test_modules_and_packages_beside_a_script_are_sent(work: Path) -> None:
     command, (bundle,) = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), "--lr", "1e-4"))
     assert command == (AWAY.python, f"{bundle.remote_folder}/train.py", "--lr", "1e-4")
     assert names_of(bundle) == ["other.py", "pack/__init__.py", "pack/a.py", "train.py"]
     assert bundle.remote_folder.startswith(f"{AWAY.inputs}/")
 
 
-def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
+def test_files_and_folders_that_arguments_name_are_sent(work: Path) -> None:
     words = ("rows.csv", "--model=model", "--out=missing", "--flag", ".", "--in=.", "..", "", "a 0", "$HOME", "-", LONG)
     command, bundles = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), *words))
     _, rows, model = bundles
@@ -94,7 +94,7 @@ def test_files_and_folders_among_the_arguments_travel(work: Path) -> None:
     assert names_of(model) == ["model/config.json"]
 
 
-def test_a_program_is_sent_when_it_is_a_file_and_looked_for_there_when_it_is_a_name(work: Path) -> None:
+def test_a_program_is_sent_if_it_is_a_path_and_looked_up_on_the_host_if_it_is_a_name(work: Path) -> None:
     (work / "hostname").write_text("not the program of that name")
     assert pack_script(AWAY, ("hostname", "-f")) == (("hostname", "-f"), ())
     command, (bundle,) = pack_script(AWAY, (str(work / "code/train.py"),))
@@ -102,7 +102,7 @@ def test_a_program_is_sent_when_it_is_a_file_and_looked_for_there_when_it_is_a_n
     assert names_of(bundle) == ["train.py"]
 
 
-def test_inputs_of_a_training_travel(work: Path) -> None:
+def test_the_inputs_of_a_training_are_sent(work: Path) -> None:
     train = TrainConfig(task="files", model="model", train_file="rows.csv", validation_file="rows.csv")
     changed, bundles = pack_training(AWAY, train)
     assert changed.model == f"{bundles[0].remote_folder}/model"
@@ -111,7 +111,7 @@ def test_inputs_of_a_training_travel(work: Path) -> None:
     assert pack_training(AWAY, TrainConfig())[1] == ()
 
 
-def test_each_of_several_files_travels(work: Path) -> None:
+def test_each_of_several_files_is_sent(work: Path) -> None:
     train = TrainConfig(task="text", train_file="rows.csv,code/notes.txt,missing", model="model")
     changed, bundles = pack_training(AWAY, train)
     model, rows, notes = (bundle.remote_folder for bundle in bundles)
@@ -132,13 +132,13 @@ def test_a_record_sends_no_file_that_the_user_did_not_name(work: Path, option: s
     assert list_input_paths(train, {"task"}) == set()
 
 
-def test_what_was_sent_before_and_names_of_the_hub_need_no_leave(work: Path) -> None:
+def test_files_sent_before_and_hub_names_need_no_permission(work: Path) -> None:
     sent = f"{AWAY.inputs}/0123/rows.csv"
     changed, bundles = pack_training(AWAY, TrainConfig(task="files", train_file=sent, model="some/name"), set())
     assert (changed.train_file, [bundle.sources for bundle in bundles]) == (sent, [()])
 
 
-def test_what_the_user_named_is_remembered_on_this_machine_until_the_run_has_ended(work: Path) -> None:
+def test_paths_that_the_user_named_are_noted_on_this_machine_until_the_run_has_ended(work: Path) -> None:
     environ = {"CPUFT_STATE": str(work / "state")}
     train = TrainConfig(task="text", train_file="rows.csv,missing", model="model")
     assert load_allowed_paths("/runs/run", environ) == set()
@@ -154,10 +154,10 @@ def test_what_the_user_named_is_remembered_on_this_machine_until_the_run_has_end
 
 
 @pytest.mark.parametrize("asked", [(), ("--train-file", "rows.csv")])
-def test_resume_may_send_what_is_named_now_or_was_at_the_start(
+def test_resume_may_send_paths_that_the_user_names_now_or_named_at_the_start(
     work: Path, asked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launch itself, up to its plan."""
+    """Runs the launch up to its plan."""
     monkeypatch.setenv("CPUFT_STATE", str(work / "state"))
     resumed = ResumedRun(str(work / "run"), TrainConfig(task="files", train_file="rows.csv", model="model"), 1)
     jobs = list[Job]()
@@ -187,7 +187,7 @@ def test_resume_may_send_what_is_named_now_or_was_at_the_start(
         lambda work: (work / "code/pack/new.py").write_text(""),
     ],
 )
-def test_whatever_changes_gets_a_new_place(work: Path, change: object) -> None:
+def test_changed_files_get_another_remote_folder(work: Path, change: object) -> None:
     sources = (work / "code/pack", work / "code/train.py")
     before = make_bundle(sources, AWAY.inputs)
     assert make_bundle(sources, AWAY.inputs) == before
@@ -196,8 +196,8 @@ def test_whatever_changes_gets_a_new_place(work: Path, change: object) -> None:
     assert make_bundle(sources, AWAY.inputs).remote_folder != before.remote_folder
 
 
-def test_a_parcel_travels_as_its_plan_says(work: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Links as what they point to, compiled files not at all; a second time changes nothing."""
+def test_a_bundle_is_sent_and_unpacked_as_planned(work: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Links are sent as their targets, compiled files are left out, and sending again changes nothing."""
     (work / "code/pack/weights").symlink_to(work / "rows.csv")
     bundle = make_bundle((work / "code/pack", work / "code/train.py"), "/inputs")
     folder = tmp_path_factory.mktemp("there") / "mine"
@@ -218,7 +218,7 @@ def test_a_parcel_travels_as_its_plan_says(work: Path, tmp_path_factory: pytest.
     assert sorted(path.name for path in there.parent.iterdir()) == ["abc"]
 
 
-def test_a_run_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_run_is_fetched_completely_or_not_at_all(tmp_path: Path) -> None:
     work, run = tmp_path / "there" / "run", tmp_path / "runs" / "run"
     (fetch,), clean = plan_results(replace(AWAY, command_prefixes={}), str(work), str(run))
     work.parent.mkdir()
@@ -231,7 +231,7 @@ def test_a_run_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [step.host for step in clean] == ["a", "b", "c"]
 
 
-def test_rows_are_given_to_the_other_hosts_after_they_are_prepared() -> None:
+def test_prepared_examples_are_copied_to_the_other_hosts() -> None:
     plan = RunPlan(prepare=((Step("prepare", ("prepare",), host="a"),),))
     made = add_transfers(plan, (), {}, AWAY, "/runs/run")
     assert [[step.why for step in stage] for stage in made.prepare] == [
@@ -263,7 +263,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @contextmanager
 def sent(cluster: Cluster) -> Iterator[Path]:
-    """What was sent, while a launch goes on."""
+    """The secret file of a rank during a launch."""
     with secrets_on_hosts(RunPlan(), cluster, "/work", {}):
         yield Path(cluster.sent_file("/work", 0) + "-0")
 
@@ -279,7 +279,7 @@ def age(path: Path, minutes: float) -> None:
     os.utime(path, (time.time() - minutes * 60,) * 2)
 
 
-def test_what_is_sent_is_there_for_the_run_and_nothing_is_left_after_it(cluster: Cluster) -> None:
+def test_secret_files_exist_during_the_run_and_are_removed_after_it(cluster: Cluster) -> None:
     with sent(cluster) as path:
         assert len(json.loads(path.read_text())[KEY]) == 64
         assert path.stat().st_mode & 0o777 == 0o600
@@ -289,7 +289,7 @@ def test_what_is_sent_is_there_for_the_run_and_nothing_is_left_after_it(cluster:
     assert wait_until_gone(Path(f"/proc/{pid}"))
 
 
-def test_the_host_removes_what_nobody_took_in_ten_minutes(cluster: Cluster) -> None:
+def test_a_host_removes_secret_files_that_no_process_read_in_ten_minutes(cluster: Cluster) -> None:
     with sent(cluster) as path:
         age(path, 9)
         time.sleep(2.5)
@@ -298,8 +298,10 @@ def test_the_host_removes_what_nobody_took_in_ten_minutes(cluster: Cluster) -> N
         assert wait_until_gone(path.parent)
 
 
-def test_a_launcher_that_is_there_keeps_what_ranks_will_take(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows may take longer than ten minutes to prepare, and ranks come after that."""
+def test_an_active_launcher_keeps_secret_files_from_being_removed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparing the examples may take longer than ten minutes, and ranks start after that."""
     monkeypatch.setattr(inputs, "_REFRESH_SECONDS", 0.1)
     with sent(cluster) as path:
         age(path, 9)
@@ -309,8 +311,8 @@ def test_a_launcher_that_is_there_keeps_what_ranks_will_take(cluster: Cluster, m
         assert path.stat().st_mtime > time.time() - 60
 
 
-def test_the_next_launch_removes_what_a_lost_host_still_had(cluster: Cluster) -> None:
-    """A host that was off has no process that removes it."""
+def test_the_next_launch_removes_secret_files_of_a_host_that_was_off(cluster: Cluster) -> None:
+    """A host that was switched off has no process that removes them."""
     folder = Path(cluster.folder)
     for name in ("old", "new"):
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A training that is told to stop again and again, in every way, ends as one that never was."""
+"""A training that is interrupted and resumed ends with the same result as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def wait_for(there: Path) -> None:
     ],
     ids=["demo-Ctrl-C", "text-SIGUSR1"],
 )
-def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], stop: signal.Signals, tmp_path: Path) -> None:
+def test_a_resumed_training_equals_an_undisturbed_one(
+    job: tuple[str, ...], stop: signal.Signals, tmp_path: Path
+) -> None:
     Path("book.txt").write_text(TEXT)
     own = (*WORDS, *job, *SIZE)
     words = [sys.executable, "-m", "cpuft", *own, "--run-dir", "run", "--checkpoint-every", "0"]
@@ -75,7 +77,7 @@ def test_a_training_goes_on_as_if_nothing_had_been(job: tuple[str, ...], stop: s
     assert not Path("run/checkpoints").exists()
 
 
-def test_a_script_is_told_of_a_notice_and_its_75_is_the_launch_s(tmp_path: Path) -> None:
+def test_a_script_sees_an_interruption_notice_and_the_launch_returns_its_75(tmp_path: Path) -> None:
     Path("script.py").write_text(SCRIPT)
     with serve_metadata(404, 200) as metadata:
         words = ("--run-dir", "run", "--interruption-notice", metadata.url, "--", "script.py")

@@ -1,4 +1,4 @@
-"""A rank or a host is lost while others wait for it: the run ends in time, says who it was, and loses nothing."""
+"""A rank or a host is lost while others wait for it: the run ends in time, names it, and loses nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.conftest import run_cpuft
 from tests.provision.simulated import Simulated, needs_root, simulate
 
 SILENT_SECONDS, END_SECONDS = 10.0, 35.0
-"""After how long a host that fell silent is missed at the latest, and what the run may take from then to its end."""
+"""Seconds after which a silent host must be detected, and seconds from then until the run must have ended."""
 
 STOPPED = """
 import datetime, os, signal, torch, torch.distributed as dist
@@ -70,7 +70,7 @@ class Case:
     lost: int
     """The host, counted from 1 in the cluster."""
     hosts: tuple[int, ...]
-    """Those of the run, the master first."""
+    """The hosts of the run, the head host first."""
     backend: str
     deadline: int
     """Seconds of a collective; 0 for the run's own."""
@@ -86,7 +86,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Ending:
-    """What a run left on the terminal, and how long it took from the fault on."""
+    """What a run printed, and how many seconds it took from the fault to its end."""
 
     code: int
     lines: list[str]
@@ -102,7 +102,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
 
 @pytest.fixture(scope="module")
 def endings(cluster: Simulated) -> dict[str, Ending]:
-    """Of all cases. They go on side by side, because they do little but wait."""
+    """The endings of all cases. The runs are active at the same time, because they mostly wait."""
     started = {name: start(cluster, name, case) for name, case in CASES.items()}
     try:
         said = [process.stdout and process.stdout.readline() for process in started.values()]
@@ -143,7 +143,7 @@ def start(cluster: Simulated, run: str, case: Case) -> subprocess.Popen[str]:
 
 
 def lose(cluster: Simulated, case: Case, process: subprocess.Popen[str]) -> Ending:
-    """Make the fault, and wait for the end."""
+    """Make the fault, and wait for the end of the run."""
     # Of a host that it has not heard of for a while, the kernel finds out six seconds later that it is gone, each time.
     for index in case.hosts:
         cluster.on(index, "true")
@@ -155,7 +155,7 @@ def lose(cluster: Simulated, case: Case, process: subprocess.Popen[str]) -> Endi
 
 
 def work_folder(cluster: Simulated, run: str) -> Path:
-    """Where the run is on the master, whose disk is this machine's."""
+    """The run folder on the head host, whose disk is on this machine."""
     made = Cluster((), (), MpiImplementation("mpirun", "intel"), away=True, uid=os.getuid())
     return Path(made.work_dir(str(cluster.folder / run)))
 
@@ -163,7 +163,7 @@ def work_folder(cluster: Simulated, run: str) -> Path:
 @needs_root
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_lost_a_host_ends_in_time(endings: dict[str, Ending], name: str) -> None:
-    """A host that falls silent is missed long before a collective's deadline; a frozen one's kernel still answers."""
+    """A silent host is detected long before a collective times out. The kernel of a frozen host still answers."""
     assert endings[name].seconds < max(SILENT_SECONDS, CASES[name].deadline) + END_SECONDS, endings[name]
 
 
@@ -179,7 +179,7 @@ def test_a_lost_host_is_named_and_the_record_is_here(cluster: Simulated, endings
 
 
 @needs_root
-def test_of_a_lost_master_nothing_is_taken_away_and_the_place_is_said(
+def test_files_on_a_lost_head_host_stay_and_their_folder_is_named(
     cluster: Simulated, endings: dict[str, Ending]
 ) -> None:
     ending, work = endings["master"], work_folder(cluster, "master")

@@ -94,7 +94,7 @@ def test_two_workers_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_a_worker_that_is_lost_is_left_out(tmp_path: Path) -> None:
+def test_a_lost_worker_is_not_used_for_the_restart(tmp_path: Path) -> None:
     words = ("--np", "2", "--", str(tmp_path / "waits.py"), str(tmp_path / "here"))
     with make_job(tmp_path, *words) as operator, operator.launcher() as process:
         wait_for(tmp_path / "here")
@@ -110,7 +110,7 @@ def test_a_worker_that_is_lost_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_a_launcher_that_has_to_go_goes_on_in_the_next_one(tmp_path: Path) -> None:
+def test_an_evicted_launcher_is_continued_by_the_next_one(tmp_path: Path) -> None:
     with make_job(tmp_path, "--np", "2", "--", str(tmp_path / "waits.py"), str(tmp_path / "here")) as operator:
         with operator.launcher() as process:
             wait_for(tmp_path / "here")

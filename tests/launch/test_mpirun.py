@@ -1,4 +1,4 @@
-"""Flavours of mpirun."""
+"""The command lines of Intel MPI, MPICH, Open MPI and srun."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def test_implementations_are_recognized_by_their_version_text(name: str, text: s
     assert parse_version("/usr/bin/mpirun", text) == MpiImplementation("/usr/bin/mpirun", name)
 
 
-def test_what_is_no_mpirun() -> None:
+def test_another_program_is_not_accepted_as_mpirun() -> None:
     with pytest.raises(CpuftError, match=r"/bin/ls is not an mpirun that cpuft knows \(its --version prints: ls 9\)"):
         parse_version("/bin/ls", "ls 9\n")
 
 
 @pytest.mark.parametrize("name", ["intel", "mpich"])
-def test_hydra_expands_nothing_in_the_folder_of_logs(name: str) -> None:
+def test_percent_signs_in_the_log_folder_are_escaped_for_hydra(name: str) -> None:
     words = plan_mpirun(MpiImplementation("mpirun", name), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
     assert words[words.index("-outfile-pattern") + 1] == "/runs/50%%rate/logs/rank-%r.out"
     assert words[words.index("-errfile-pattern") + 1] == "/runs/50%%rate/logs/rank-%r.err"
 
 
 @pytest.mark.parametrize("folder", ["/runs/a:b", "/runs/a,b"])
-def test_a_folder_that_open_mpi_would_take_for_options(folder: str) -> None:
+def test_characters_that_open_mpi_takes_for_options_are_refused(folder: str) -> None:
     with pytest.raises(CpuftError, match=f"in {folder}/logs for options: name another --run-dir"):
         plan_mpirun(MpiImplementation("mpirun", "openmpi"), GROUPS, SHARED, ("true",), f"{folder}/logs", "ens5")
 
@@ -59,7 +59,7 @@ def test_command_lines(name: str, golden: Golden) -> None:
     golden(f"mpirun-{name}.sh", format_plan(Plan(((step,),))))
 
 
-def test_srun_expands_nothing_in_the_folder_of_logs() -> None:
+def test_percent_signs_in_the_log_folder_are_escaped_for_srun() -> None:
     words = plan_mpirun(MpiImplementation("srun", "srun"), GROUPS, SHARED, ("true",), "/runs/50%rate/logs", "ens5")
     assert {"--output=/runs/50%%rate/logs/rank-%t.out", "--error=/runs/50%%rate/logs/rank-%t.err"} <= {*words}
     assert mpirun_settings(MpiImplementation("srun", "srun"), (), False, "slurm") == ()
@@ -87,7 +87,7 @@ def test_each_task_of_srun_has_the_settings_of_its_own_host(host: str) -> None:
     assert rest == ["--", ":"]
 
 
-def test_a_task_on_a_host_that_is_in_no_plan_ends() -> None:
+def test_a_task_on_an_unplanned_host_fails() -> None:
     words = plan_mpirun(MpiImplementation("srun", "srun"), GROUPS, SHARED, ("true",), "/run/logs", "ens5")
     done = subprocess.run(words[words.index("env") :], env={"SLURMD_NODENAME": "node3", "PATH": "/bin"}, timeout=10)
     assert done.returncode
@@ -97,7 +97,7 @@ def test_a_task_on_a_host_that_is_in_no_plan_ends() -> None:
     ("name", "setting"),
     [("intel", "I_MPI_HYDRA_BOOTSTRAP"), ("mpich", "HYDRA_LAUNCHER"), ("openmpi", "OMPI_MCA_plm")],
 )
-def test_slurm_starts_what_ssh_would(name: str, setting: str) -> None:
+def test_in_a_slurm_job_srun_starts_the_proxies(name: str, setting: str) -> None:
     own = {one.name: one.value for one in mpirun_settings(MpiImplementation("mpirun", name), (), False, "slurm")}
     assert own.items() >= {(setting, "slurm"), ("SLURM_OVERLAP", "1"), ("SLURM_CPU_BIND", "none")}
     assert mpirun_settings(MpiImplementation("mpirun", name), (), False) == ()

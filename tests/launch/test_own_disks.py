@@ -1,4 +1,4 @@
-"""Hosts with disks of their own: what is printed is what runs, and nothing stays there."""
+"""Hosts with disks of their own: the printed plan is what runs, and nothing stays on the hosts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def losses(run: Path) -> list[float]:
 
 
 def files_of(cluster: Simulated, part: str = "") -> list[str]:
-    """All that a host wrote onto its disk, and what lies beside the cluster here."""
+    """All files that a host wrote, and files beside the cluster's on this machine."""
     nodes = cluster.folder / "state" / cluster.name / "nodes"
     written = [str(path) for node in "123" for path in (nodes / node / "upper" / part).rglob("*")]
     return sorted([*written, *map(str, cluster.folder.glob("*"))])
@@ -70,8 +70,8 @@ def test_the_printed_plan_is_the_plan_that_runs(cluster: Simulated) -> None:
 
 
 @pytest.mark.proof
-def test_ranks_that_hang_are_seen_on_their_hosts(cluster: Simulated) -> None:
-    """While they do, by whoever launched them, and at the deadline, by the supervisor on the master."""
+def test_ranks_that_hang_are_diagnosed_on_their_hosts(cluster: Simulated) -> None:
+    """During the hang by the user, and at the timeout by the supervisor on the head host."""
     script = cluster.folder / "hanging.py"
     shutil.copy(hanging.__file__, script)
     words = ["launch", "--cluster", cluster.name, "--np", "2", "--no-check", "--run-dir", "hung", "--", "hanging.py"]
@@ -97,7 +97,7 @@ def test_ranks_that_hang_are_seen_on_their_hosts(cluster: Simulated) -> None:
         assert "in main\n" in (cluster.folder / "hung" / "logs" / f"rank-{rank}.stack").read_text()
 
 
-def test_a_script_and_its_rows_travel_once(cluster: Simulated) -> None:
+def test_a_script_and_its_data_are_sent_once(cluster: Simulated) -> None:
     (cluster.folder / "rows.csv").write_text("a 0,b\n")
     script = cluster.folder / "reads.py"
     script.write_text(
@@ -140,7 +140,7 @@ def repair(cluster: Simulated) -> None:
 
 
 def break_off(cluster: Simulated, run: str) -> tuple[int, list[str]]:
-    """Start a training on all hosts and kill the master's; exit code, and the lines of the launch."""
+    """Start a training on all hosts, switch off the head host, and return exit code and output of the launch."""
     words = ["--np", "3", *TRAINING[2:], *QUIET, "--max-steps", "20", "--batch-size", "4", "--checkpoint-every", "0.1"]
     words += ["--max-restarts", "0"]
     command = [sys.executable, "-m", "cpuft", "launch", "--cluster", cluster.name, *words, "--run-dir", run]
@@ -153,8 +153,8 @@ def break_off(cluster: Simulated, run: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.proof
-def test_a_run_goes_on_without_its_master(cluster: Simulated) -> None:
-    """From the second host's checkpoint; what it recorded before is the beginning of its record."""
+def test_a_run_is_resumed_without_its_head_host(cluster: Simulated) -> None:
+    """It continues from the checkpoint on the second host, and its record includes the updates before the loss."""
     before = files_of(cluster, "var/tmp")
     run = cluster.folder / "run"
     code, lines = break_off(cluster, "run")
@@ -180,12 +180,12 @@ def test_a_run_goes_on_without_its_master(cluster: Simulated) -> None:
 
 
 def until(start: str, stream: IO[str]) -> list[str]:
-    """The lines of a stream before the first one that starts so, which is read, too."""
+    """Read lines up to the first one with this beginning, and return those before it."""
     return list(takewhile(lambda line: not line.startswith(start), stream))
 
 
 def start_lasting(cluster: Simulated, run: str, *words: str) -> subprocess.Popen[str]:
-    """A launch that goes on by itself."""
+    """A launch that restarts by itself."""
     where = ["--cluster", cluster.name, "--batch-size", "4", "--checkpoint-every", "0.1", "--run-dir", run]
     command = [sys.executable, "-m", "cpuft", "launch", *where, *TRAINING[2:], *QUIET, *words]
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
@@ -194,8 +194,8 @@ def start_lasting(cluster: Simulated, run: str, *words: str) -> subprocess.Popen
 
 @pytest.mark.proof
 @pytest.mark.parametrize("job", [(), TEXTS], ids=["demo", "text"])
-def test_a_run_that_loses_its_master_comes_to_its_end(job: tuple[str, ...], cluster: Simulated) -> None:
-    """By itself; how far the master was is known though its record is lost, and nobody is told of checkpoints."""
+def test_a_run_that_loses_its_head_host_is_restarted_and_finishes(job: tuple[str, ...], cluster: Simulated) -> None:
+    """It restarts by itself. The number of updates is known although the record is lost."""
     steps, run = 16, f"bereft-{len(job)}"
     (cluster.folder / "book.txt").write_text("a line of a book that nobody wrote, and few will read\n" * 400)
     with start_lasting(cluster, run, "--np", "2", "--max-steps", str(steps), *job) as process:
@@ -217,8 +217,8 @@ def test_a_run_that_loses_its_master_comes_to_its_end(job: tuple[str, ...], clus
 
 
 @pytest.mark.proof
-def test_a_run_that_loses_a_worker_and_then_its_master_comes_to_its_end(cluster: Simulated) -> None:
-    """By itself, with the rows of every update that it would have had; the worker is there again by then."""
+def test_a_run_that_loses_a_worker_and_then_its_head_host_finishes(cluster: Simulated) -> None:
+    """It restarts by itself with the same examples in every update. The worker is available again by then."""
     names = [host.name for host in cluster.hosts]
     with start_lasting(cluster, "lasting", "--np", "3", "--max-steps", "40") as process:
         assert process.stderr is not None
@@ -247,8 +247,8 @@ def test_a_run_that_loses_a_worker_and_then_its_master_comes_to_its_end(cluster:
 
 
 @pytest.mark.proof
-def test_a_host_that_is_told_to_go_is_left_before_it_does(cluster: Simulated) -> None:
-    """With a checkpoint, and the others go on by themselves: here it is the master."""
+def test_a_host_with_an_interruption_notice_is_left_in_time(cluster: Simulated) -> None:
+    """The run is saved and continues on the other hosts. Here the leaving host is the head host."""
     job = [*TRAINING[2:], *QUIET, "--max-steps", "16", "--checkpoint-every", "0", "--batch-size", "4"]
     cluster.on(1, "touch /notice")
     where = ("--cluster", cluster.name, "--np", "2", "--run-dir", "leaving", "--interruption-notice", "/notice")

@@ -1,4 +1,4 @@
-"""Plans of launches, on hosts that are not here."""
+"""Plans of launches on hosts that do not exist."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize(("asked", "notice"), [("", "http://there/it"), ("/mine", "/mine")])
-def test_a_cluster_that_tells_of_its_hosts_end_is_asked_unless_somebody_else_is(asked: str, notice: str) -> None:
+def test_the_users_interruption_notice_replaces_that_of_the_cluster(asked: str, notice: str) -> None:
     cluster = dataclasses.replace(make_cluster((1, 1)), access=Access(python="python", notice="http://there/it"))
     plan = plan_launch(cluster, LaunchConfig(np=2, interruption_notice=asked), "/runs/one", ("true",), "gloo", {})
     ((ranks,),) = plan.ranks
@@ -72,7 +72,7 @@ def test_a_cluster_that_tells_of_its_hosts_end_is_asked_unless_somebody_else_is(
     ]
 
 
-def test_a_run_dir_that_another_launch_took_meanwhile_is_named(tmp_path: Path) -> None:
+def test_a_run_folder_that_another_launch_has_just_made_is_named(tmp_path: Path) -> None:
     run_dir = str(tmp_path / "runs" / "one")
     plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
     ((make,),) = plan.make
@@ -89,14 +89,14 @@ SECRETS = dict.fromkeys(("HF_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "CCL_KEY", 
 @pytest.mark.parametrize("mpi", ["intel", "mpich", "openmpi"])
 @pytest.mark.parametrize("ranks", [(2,), (1, 1)], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("away", [False, True], ids=["here", "away"])
-def test_no_plan_shows_what_may_be_secret(mpi: str, ranks: tuple[int, ...], away: bool) -> None:
+def test_plans_show_no_secret_values(mpi: str, ranks: tuple[int, ...], away: bool) -> None:
     cluster = dataclasses.replace(make_cluster(ranks, mpi), away=away)
     plan = plan_training(cluster, LaunchConfig(np=2), TrainConfig(), "/runs/one", "lines", SECRETS)
     assert "hunter2" not in repr(plan)
     assert all(any(name in note for note in plan.notes) for name in SECRETS)
 
 
-def test_where_secrets_go() -> None:
+def test_which_secrets_are_sent_to_hosts() -> None:
     one = plan_launch(make_cluster((2,)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", SECRETS)
     inherited = "may be secret, so ranks only inherit them: CCL_KEY, FI_PASSWORD, HF_API_KEY, HF_TOKEN, OPENAI_API_KEY"
     assert inherited in one.notes
@@ -121,7 +121,7 @@ def settings_of(cluster: Cluster, config: LaunchConfig, backend: str, **environ:
 
 
 def test_the_recipes_settings_on_its_machine() -> None:
-    """32 cores: four carry communication, OpenMP has 28, as the recipe typed them by hand."""
+    """Of 32 cores, four are for communication and 28 for OpenMP, as in the published recipe."""
     (first, _) = settings_of(make_cluster((1, 1)), LaunchConfig(np=2), "ccl")
     assert first["OMP_NUM_THREADS"] == "28"
     assert first["I_MPI_PIN_DOMAIN"] == "[0xfffffff0]"
@@ -139,7 +139,7 @@ def test_each_host_has_settings_from_its_own_cores() -> None:
     assert threads == ["32", "8"]
 
 
-def test_one_owner_of_pinning() -> None:
+def test_either_mpirun_or_cpuft_pins_the_ranks() -> None:
     (host,) = settings_of(make_cluster((2,)), LaunchConfig(np=2), "gloo")
     assert ("I_MPI_PIN_DOMAIN" in host, "CPUFT_PIN" in host) == (True, False)
     (host,) = settings_of(make_cluster((2,), "openmpi"), LaunchConfig(np=2), "gloo")
@@ -153,7 +153,7 @@ def test_one_owner_of_pinning() -> None:
     ((1, 1, ("shm", "1")), (2, 2, ("shm:ofi", "1")), (2, 1, ("ofi", "0"))),
     ids=("one host", "two hosts", "two hosts that are one machine"),
 )
-def test_who_meets_in_shared_memory(hosts: int, boots: int, expected: tuple[str, str]) -> None:
+def test_when_ranks_use_shared_memory(hosts: int, boots: int, expected: tuple[str, str]) -> None:
     cluster = make_cluster((2 // hosts,) * hosts)
     facts = tuple(dataclasses.replace(one, boot_id=str(at % boots)) for at, one in enumerate(cluster.facts))
     shared = settings_of(dataclasses.replace(cluster, facts=facts), LaunchConfig(np=2), "gloo")[0]
@@ -224,7 +224,7 @@ def find_rooms(cluster: Cluster, apart: bool = False, resumed: ResumedRun | None
     return split_run_memory(prepare.command)[0]
 
 
-def test_the_preparation_learns_what_memory_ranks_have() -> None:
+def test_the_preparation_gets_the_memory_of_the_hosts() -> None:
     cluster = make_cluster((1, 1))
     assert find_rooms(cluster) is None  # hosts that do not know refuse nothing
     free = [dataclasses.replace(facts, memory_free=8 << 30) for facts in cluster.facts]

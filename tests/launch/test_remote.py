@@ -1,4 +1,4 @@
-"""A real cluster of namespaces: made, broken, repaired, trained on, taken down."""
+"""Runs on a real cluster of simulated hosts, including hosts that fail."""
 
 import os
 import shlex
@@ -43,7 +43,7 @@ def test_the_second_run_plans_nothing(cluster: Simulated) -> None:
     assert cluster.cpuft("provision", "local", *words).stdout == "#!/usr/bin/env bash\nset -euo pipefail\n"
 
 
-def test_each_host_is_its_own(cluster: Simulated) -> None:
+def test_hosts_are_isolated_from_each_other(cluster: Simulated) -> None:
     assert [cluster.on(index, "hostname") for index in (1, 2, 3)] == [f"{cluster.name}-{i}" for i in (1, 2, 3)]
     assert cluster.on(2, "cat /proc/1/comm") == "sshd"
     assert "rate 1Gbit" in cluster.on(2, "tc qdisc show dev eth0")
@@ -51,7 +51,7 @@ def test_each_host_is_its_own(cluster: Simulated) -> None:
     assert "5000" in cluster.on(2, "cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null; true")
 
 
-def test_the_master_logs_in_everywhere_itself_included(cluster: Simulated) -> None:
+def test_the_head_host_can_log_in_to_all_hosts(cluster: Simulated) -> None:
     config = cluster.ssh_config
     for index in (1, 2, 3):
         assert cluster.on(1, f"ssh -F {config} {cluster.name}-{index} hostname") == f"{cluster.name}-{index}"
@@ -109,7 +109,7 @@ def find_sent(cluster: Simulated) -> list[str]:
     return [cluster.on(index, "find /var/tmp -name '*.sent' | sort") for index in (1, 2)]
 
 
-def test_a_token_reaches_every_host_and_no_line_and_other_secrets_none(cluster: Simulated) -> None:
+def test_tokens_for_training_reach_all_hosts_and_other_secrets_none(cluster: Simulated) -> None:
     script = cluster.folder / "tokens.py"
     script.write_text(TOKENS)
     before = find_sent(cluster)  # Hosts share this machine's /var/tmp, where a test that was killed may have left some.
@@ -145,7 +145,7 @@ def test_a_token_reaches_every_host_and_no_line_and_other_secrets_none(cluster: 
 
 @pytest.fixture
 def own_disks(cluster: Simulated) -> Iterator[tuple[str, ...]]:
-    """Words of a launch on two hosts that share no files, as far as it knows, and have a /var/tmp each."""
+    """Arguments of a launch on two hosts that share no files and have a /var/tmp of their own."""
     for index in (1, 2):
         cluster.on(index, "mount -t tmpfs -o mode=1777 tmpfs /var/tmp")
     (cluster.folder / "copy").write_text(f"{cluster.hosts[0].name}\n{cluster.hosts[1].name}\n")
@@ -206,7 +206,7 @@ def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
 
 
 @pytest.mark.parametrize("streams", ["2>&1 | head -1", "<&- >&- 2>&-"])
-def test_a_run_on_another_machine_goes_on_when_nobody_reads(cluster: Simulated, streams: str) -> None:
+def test_a_remote_run_continues_if_its_output_is_not_read(cluster: Simulated, streams: str) -> None:
     script = cluster.folder / "talks.py"
     script.write_text(
         "import os, sys, time\n"
@@ -241,8 +241,8 @@ def test_an_interrupt_ends_the_ranks_on_all_hosts(cluster: Simulated) -> None:
 
 
 @pytest.mark.proof
-def test_a_host_that_freezes_ends_the_run(cluster: Simulated) -> None:
-    """The other rank gives up after five seconds; mpirun alone would wait for the frozen host for ever."""
+def test_a_frozen_host_ends_the_run(cluster: Simulated) -> None:
+    """The other rank times out after five seconds. mpirun alone would wait for the frozen host without limit."""
     script = cluster.folder / "waits.py"
     script.write_text(
         "import datetime, torch, torch.distributed as dist\n"

@@ -53,7 +53,7 @@ def script(restarts: int, **options: float) -> Job:
 
 
 def run(job: Job, cluster: Cluster, *ends: Callable[[Path], int]) -> tuple[int, list[RunPlan], list[str], list[float]]:
-    """Exit code, the plan of each start, what was said, and the seconds that each start had left."""
+    """Return the exit code, the plan of each attempt, the printed lines, and the seconds left for each attempt."""
     plans, said, left, folder = list[RunPlan](), list[str](), list[float](), Path("run").absolute()
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
@@ -100,7 +100,7 @@ KEEP = Step("keep the run's checkpoints", ("echo", "000000008.0"), host="localho
 KILLED, AGAIN = fails(137), "on localhost starts from the beginning, because no checkpoint had been saved yet"
 
 
-def test_what_is_killed_or_lost_is_started_again_until_it_ends(cluster: Cluster) -> None:
+def test_a_run_is_restarted_after_each_loss_until_it_finishes(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(3), cluster, KILLED, lost, ends)
     assert (code, [plan.resumed for plan in plans]) == (0, [False, True, True])
     assert said == [
@@ -109,7 +109,7 @@ def test_what_is_killed_or_lost_is_started_again_until_it_ends(cluster: Cluster)
     ]
 
 
-def test_a_way_to_a_host_that_fails_before_ranks_start_is_tried_again(cluster: Cluster) -> None:
+def test_a_connection_that_fails_before_the_ranks_start_is_retried(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(2), cluster, unreached, ends)
     why = "host b cannot be used over ssh (Connection reset by peer: look at it)"
     assert (code, len(plans), said) == (0, 2, [f"cpuft: restart 1 of 2: {why}; 1 rank {AGAIN}"])
@@ -121,7 +121,7 @@ def test_a_way_to_a_host_that_fails_before_ranks_start_is_tried_again(cluster: C
     "fails, passes, tries, ends_well",
     [(0, True, 1, True), (2, True, 3, True), (3, True, 3, False), (1, False, 1, False)],
 )
-def test_hosts_are_asked_again_where_the_way_to_one_failed(
+def test_planning_a_restart_is_retried_after_a_failed_connection(
     fails: int, passes: bool, tries: int, ends_well: bool
 ) -> None:
     asked: list[int] = []
@@ -139,8 +139,8 @@ def test_hosts_are_asked_again_where_the_way_to_one_failed(
     assert (len(asked), len(asked) > fails) == (tries, ends_well)
 
 
-def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Cluster) -> None:
-    """Each start is told so, and when it is over that is said once."""
+def test_hosts_keep_their_files_until_the_last_attempt_has_ended(cluster: Cluster) -> None:
+    """Each attempt is told to keep them, and the hosts with checkpoints are printed once at the end."""
     plan = replace(plan_run(script(0), cluster, str(Path("run").absolute()), {}), partial_cleanup=((KEEP,),))
     starts, said = list[RunPlan](), list[str]()
 
@@ -155,7 +155,7 @@ def test_what_hosts_have_stays_there_until_the_last_start_has_ended(cluster: Clu
     assert "checkpoints up to update 8 are kept on localhost" in said[0]
 
 
-def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_again(cluster: Cluster) -> None:
+def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster) -> None:
     asked = list[tuple[str, ...]]()
 
     class Transport(transport_module.SshTransport):
@@ -183,7 +183,7 @@ def test_what_a_run_left_on_hosts_that_it_lost_is_taken_away_where_they_answer_a
     assert (asked, len(said)) == ([], 1)
 
 
-def test_a_run_that_had_ended_when_its_head_host_was_cut_off_is_only_fetched(
+def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Transport(transport_module.SshTransport):
@@ -213,13 +213,13 @@ def is_told_to_go(log: Path) -> int:
     return fails(75)(log)
 
 
-def test_a_host_that_was_told_to_go_is_left_out(cluster: Cluster) -> None:
+def test_a_host_with_an_interruption_notice_is_not_used_again(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(3), cluster, is_told_to_go)
     assert (code, len(plans)) == (75, 1)
     assert said == ["cpuft: not restarted: host localhost received an interruption notice, and no other host is left"]
 
 
-def test_after_the_last_restart_the_run_ends_as_that_did(cluster: Cluster) -> None:
+def test_after_the_last_restart_its_result_is_returned(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(1), cluster, KILLED, KILLED)
     assert (code, len(plans), said[1]) == (137, 2, "cpuft: not restarted: this was restart 1 of 1")
     with pytest.raises(HeadHostLostError):
@@ -233,17 +233,19 @@ def test_the_same_error_ends_the_run(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("restarts, end", [(0, KILLED), (3, fails(2))])
-def test_what_is_not_to_be_started_again_is_not(cluster: Cluster, restarts: int, end: Callable[[Path], int]) -> None:
+def test_rejected_options_and_runs_without_restarts_end_at_once(
+    cluster: Cluster, restarts: int, end: Callable[[Path], int]
+) -> None:
     code, plans, said, _ = run(script(restarts), cluster, end)
     assert (code in (2, 137), len(plans), said) == (True, 1, [])
 
 
-def test_what_is_refused_is_said_as_it_is(cluster: Cluster) -> None:
+def test_an_error_before_the_start_is_raised_as_it_is(cluster: Cluster) -> None:
     with pytest.raises(CpuftError, match=r"^no such rows: name others$"):
         run(script(3), cluster, refused)
 
 
-def test_results_that_cannot_be_stored_start_nothing_again_and_stay_on_the_hosts(
+def test_results_that_cannot_be_stored_stay_on_the_hosts_and_cause_no_restart(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cleaned = list[object]()
@@ -253,13 +255,13 @@ def test_results_that_cannot_be_stored_start_nothing_again_and_stay_on_the_hosts
     assert cleaned == []
 
 
-def test_the_time_limit_is_that_of_all_starts(cluster: Cluster) -> None:
+def test_all_attempts_share_the_time_limit(cluster: Cluster) -> None:
     code, _, _, left = run(script(3, time_limit=100.0), cluster, KILLED, ends)
     assert code == 0
     assert 0 < left[1] < left[0] <= 100
 
 
-def test_the_dry_run_tells_how_often(cluster: Cluster) -> None:
+def test_a_dry_run_shows_the_number_of_restarts(cluster: Cluster) -> None:
     told = "if a host or a rank is lost, cpuft launch restarts the run up to 2 times on the hosts that answer"
     assert describe_limit(script(2), cluster) == (told,)
     assert describe_limit(script(-1), cluster) == ()
@@ -269,7 +271,7 @@ def test_the_dry_run_tells_how_often(cluster: Cluster) -> None:
         describe_limit(script(2, min_np=2), cluster)
 
 
-def test_the_update_of_the_newest_checkpoint_anywhere(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_here_and_on_hosts_is_found(tmp_path: Path) -> None:
     assert find_newest_checkpoint(str(tmp_path), ()) == 0
     for name in ("000000012.0", "000000020.0.new", "000000007.1"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -281,10 +283,10 @@ def test_the_update_of_the_newest_checkpoint_anywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recorded, updates", [(15, 15), (0, 0), (-1, 14)])
-def test_what_was_made_is_known_by_the_record_or_where_that_is_lost_by_the_hosts(
+def test_updates_are_counted_in_the_record_or_on_the_hosts_if_it_is_lost(
     tmp_path: Path, recorded: int, updates: int
 ) -> None:
-    """The record that is here may be of a start before that one."""
+    """The local record may be that of an earlier attempt."""
     write_run(tmp_path / "run", HEADER, *make_steps(20, [0.1]))
     copies = (HostCopy(Host("b"), checkpoint_update=12, steps=14), HostCopy(Host("c"), checkpoint_update=-1))
     lost = ResumedRun(
@@ -342,9 +344,7 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
         (AttemptResult(2, failed(2)), RestartDecision(False, "rank 2 on node3 rejected its options or data")),
     ],
 )
-def test_what_was_lost_comes_again_and_what_was_refused_does_not(
-    ended: AttemptResult, verdict: RestartDecision
-) -> None:
+def test_losses_cause_a_restart_and_rejected_input_does_not(ended: AttemptResult, verdict: RestartDecision) -> None:
     assert decide(ended, "") == verdict
 
 
@@ -365,7 +365,7 @@ def test_what_was_lost_comes_again_and_what_was_refused_does_not(
         (AttemptResult(255, update=5), "", "mpirun failed"),
     ],
 )
-def test_the_same_error_at_the_same_update_comes_once(first: AttemptResult, again: str, why: str) -> None:
+def test_the_same_error_at_the_same_update_causes_one_restart(first: AttemptResult, again: str, why: str) -> None:
     verdict = decide(first)
     assert verdict.restart
     failures = tuple(Failure(one.rank, one.host, one.code, again, one.missed) for one in first.failures)
@@ -375,8 +375,8 @@ def test_the_same_error_at_the_same_update_comes_once(first: AttemptResult, agai
     assert decide(AttemptResult(first.code, failures, update=6), verdict.error_id).restart
 
 
-def test_out_of_memory_at_the_same_update_is_tried_once_more_only() -> None:
-    """Killed by the kernel, or an allocation that failed."""
+def test_memory_shortage_at_the_same_update_causes_one_restart() -> None:
+    """The kernel killed the rank, or an allocation failed."""
     python = 'Traceback (most recent call last):\n  File "train.py", line 5\nMemoryError\n'
     torch = "Traceback (most recent call last):\nRuntimeError: DefaultCPUAllocator: can't allocate memory\n"
     for code, text in ((137, f"{OUT_OF_MEMORY}\n"), (1, python), (1, torch)):
@@ -390,7 +390,7 @@ def test_out_of_memory_at_the_same_update_is_tried_once_more_only() -> None:
         assert decide(AttemptResult(code, failed(code, text), update=6), first.error_id).restart
 
 
-def test_another_error_at_the_same_update_is_tried_again() -> None:
+def test_another_error_at_the_same_update_causes_a_restart() -> None:
     verdict = decide(AttemptResult(1, failed(1, RAISED)))
     assert decide(AttemptResult(1, failed(1, RAISED.replace("ValueError", "KeyError"))), verdict.error_id).restart
 
@@ -413,7 +413,7 @@ def test_a_run_on_several_hosts_may_be_restarted_three_times_by_default(
         ("a b", "a b", {"a": 1, "b": 1}, 2, "", 0),
     ],
 )
-def test_hosts_that_answer_get_what_they_had_and_spares_take_the_place_of_the_lost(
+def test_hosts_keep_their_number_of_ranks_and_spare_hosts_replace_lost_ones(
     hosts: str, silent: str, before: dict[str, int], np: int, left: str, ranks: int
 ) -> None:
     def parse(text: str) -> tuple[Host, ...]:
@@ -432,5 +432,5 @@ def test_hosts_that_answer_get_what_they_had_and_spares_take_the_place_of_the_lo
         (["a"], 1, 0, "1 rank on a starts from the beginning, because no checkpoint had been saved yet"),
     ],
 )
-def test_the_line_that_a_user_sees(hosts: list[str], ranks: int, update: int, end: str) -> None:
+def test_the_line_that_announces_a_restart(hosts: list[str], ranks: int, update: int, end: str) -> None:
     assert describe_restart(1, 3, "host c was lost", hosts, ranks, update) == f"restart 1 of 3: host c was lost; {end}"

@@ -1,4 +1,4 @@
-"""What a host sends as a run's folder: stored whole or not at all, and nowhere but in the run's folder."""
+"""What a host sends as a run folder is stored completely or not at all, and only in the run folder."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_plain_files_and_folders_get_safe_modes_and_their_times(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_links_of_a_host_lead_nowhere(tmp_path: Path, run: Path, merge: bool) -> None:
-    """Links in one archive, and links that an earlier fetch left where this one unpacks."""
+def test_links_from_a_host_are_not_followed(tmp_path: Path, run: Path, merge: bool) -> None:
+    """Links in the archive, and links in the folder where it is unpacked."""
     outside = tmp_path / "home"
     outside.mkdir()
     (outside / "kept").write_text("mine")
@@ -82,7 +82,7 @@ def test_links_of_a_host_lead_nowhere(tmp_path: Path, run: Path, merge: bool) ->
 
 
 @pytest.mark.parametrize("name", ["/tmp/planted", "../planted", "logs/../../planted"])
-def test_a_name_that_leads_out_is_refused(tmp_path: Path, run: Path, name: str) -> None:
+def test_a_name_outside_the_run_folder_is_refused(tmp_path: Path, run: Path, name: str) -> None:
     with pytest.raises(NotStoredError, match="is outside the run folder"):
         results.fetch(run, send(tmp_path, member("record.jsonl"), member(name, "theirs")), False)
     assert list(run.parent.iterdir()) == []
@@ -109,14 +109,14 @@ def test_a_broken_archive_changes_nothing(tmp_path: Path, run: Path, case: str) 
 
 
 @pytest.mark.parametrize("end", [END, b""])
-def test_a_sender_that_fails_is_no_fault_of_this_disk(tmp_path: Path, run: Path, end: bytes) -> None:
+def test_a_failed_sender_is_not_reported_as_an_error_of_this_disk(tmp_path: Path, run: Path, end: bytes) -> None:
     with pytest.raises(CpuftError, match="exit code 255") as raised:
         results.fetch(run, send(tmp_path, member("a", "x" * 600)[:-512], end=end, code=255), False)
     assert not isinstance(raised.value, NotStoredError)
     assert not run.exists()
 
 
-def test_a_resumed_run_is_merged_and_whatever_is_in_the_way_is_kept(tmp_path: Path, run: Path) -> None:
+def test_a_resumed_run_is_merged_and_conflicting_files_are_renamed(tmp_path: Path, run: Path) -> None:
     for name in ("logs/rank-0.out", "logs-1/rank-0.out", "only-here", "out", "model/weights"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("older")
@@ -158,7 +158,7 @@ def test_what_a_killed_fetch_left_is_removed_and_a_fetch_that_runs_is_not_distur
 
 
 def planned(tmp_path: Path, run: Path, resumed: bool) -> tuple[Cluster, RunPlan, Path]:
-    """A run whose hosts are this machine, and what it left there."""
+    """The plan of a run whose head host is this machine, and its run folder there."""
     work = tmp_path / "there" / "run"
     (work / "out").mkdir(parents=True)
     (work / "out" / "answer").write_text("42")
@@ -198,7 +198,7 @@ def test_results_that_cannot_be_stored_stay_on_the_host(tmp_path: Path, run: Pat
 
 
 def planned_without_host(plan: RunPlan) -> RunPlan:
-    """The same plan, whose host does not answer."""
+    """The same plan, with a host that does not answer."""
     (fetch_step,), *others = plan.results
     words = fetch_step.command[: fetch_step.command.index("sh")]
     run = str(Path(words[-1]).parents[1] / "other")

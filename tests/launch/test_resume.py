@@ -65,13 +65,13 @@ def test_options_ranks_and_batch_are_the_runs_own(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_runs_with_nothing_to_go_on_with(tmp_path: Path, lines: tuple[Line, ...], message: str) -> None:
+def test_runs_that_cannot_be_resumed(tmp_path: Path, lines: tuple[Line, ...], message: str) -> None:
     run = write_run(tmp_path / "run", *lines)
     with pytest.raises(CpuftError, match=message):
         read_resumed_run(str(run))
 
 
-def test_a_run_that_is_still_going_on(tmp_path: Path) -> None:
+def test_an_active_run_cannot_be_resumed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEADER)
     with (run / "record.jsonl").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -80,7 +80,7 @@ def test_a_run_that_is_still_going_on(tmp_path: Path) -> None:
     assert read_resumed_run(str(run)).updates == 0
 
 
-def test_a_scripts_run_and_trainings_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_scripts_and_trainings_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "script/logs").mkdir(parents=True)
     assert read_resumed_run(str(tmp_path / "script"), is_script=True) == ResumedRun(str(tmp_path / "script"))
     with pytest.raises(CpuftError, match=r"holds no record.jsonl"):
@@ -89,7 +89,7 @@ def test_a_scripts_run_and_trainings_are_told_apart(tmp_path: Path) -> None:
         read_resumed_run(str(write_run(tmp_path / "run", HEADER)), is_script=True)
 
 
-def test_options_that_nobody_can_have_given(tmp_path: Path) -> None:
+def test_recorded_options_with_wrong_types_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", replace(HEADER, options=dict(vars(TRAIN)) | {"batch_size": "many"}))
     with pytest.raises(
         CpuftError, match=r"cannot be resumed, because the record.batch_size is 'many', and must be a whole"
@@ -106,7 +106,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert told[1].stderr == f"cpuft: error: {said}\n"
 
 
-def test_the_plan_goes_on_in_the_runs_folder_and_keeps_its_logs(tmp_path: Path) -> None:
+def test_a_resumed_run_uses_its_folder_and_keeps_its_logs(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEADER)
     resumed = ResumedRun(str(run), TRAIN, 2, 3, 64)
     plan = plan_training(make_cluster((2,)), LaunchConfig(np=2), TRAIN, str(run), "lines", {}, resumed=resumed)
@@ -121,10 +121,10 @@ def test_the_plan_goes_on_in_the_runs_folder_and_keeps_its_logs(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ranks, told", [((2,), True), ((1, 1), True), ((1, 1, 1), False)])
-def test_what_was_measured_holds_between_hosts_that_the_run_had(
+def test_measurements_are_reused_only_between_the_same_hosts(
     tmp_path: Path, ranks: tuple[int, ...], told: bool
 ) -> None:
-    """One of the third start's was new: node3."""
+    """The third attempt has a new host, node3."""
     again = ResumedLine(3, 0, 1, [RecordedRank(0, "node2", [0])], "gloo", "fp32", "", "2026")
     resumed = read_resumed_run(str(write_run(tmp_path / "run", HEADER, again)))
     plan = plan_training(make_cluster(ranks), LaunchConfig(np=sum(ranks)), TRAIN, "r", "lines", {}, resumed=resumed)
@@ -133,7 +133,7 @@ def test_what_was_measured_holds_between_hosts_that_the_run_had(
     assert words == set(pack_argv([f"--measured={measured}"]))
 
 
-def test_a_refusal_before_ranks_start_leaves_the_run_alone(tmp_path: Path) -> None:
+def test_rejected_input_leaves_a_resumed_run_unchanged(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEADER)
     refused = Step("prepare", ("sh", "-c", "echo 'cpuft: error: no such rows' >&2; exit 2"))
     plan = RunPlan(prepare=((refused,),), ranks=((Step("ranks", ("true",)),),), resumed=True)
@@ -148,7 +148,7 @@ ALL_LOGS = ["logs", "logs-1", "logs-2"]
 
 
 def write_work(folder: Path, *updates: str) -> Path:
-    """A run's work folder as a host has it: its record, logs and inputs, a lock and checkpoints."""
+    """Write the work folder of a run as a host has it: record, logs, prepared examples, lock and checkpoints."""
     work = folder / "mark" / "a 0"
     (work / "logs").mkdir(parents=True)
     for path in (work / "data.npz", work / ".hidden", folder / "mark/a 0.lock"):
@@ -163,13 +163,13 @@ def write_work(folder: Path, *updates: str) -> Path:
 
 
 def keep(folder: Path, work: Path, part: str = "head") -> subprocess.CompletedProcess[str]:
-    """The step of a host, here."""
+    """Run the step of a host on this machine."""
     ((step, *_),) = plan_partial_cleanup(HERE, str(work))
     words = [*step.command[:4], str(folder), str(folder / "mark.sent"), str(work), part]
     return subprocess.run(words, capture_output=True, text=True, check=True)
 
 
-def test_after_a_bad_end_checkpoints_stay_and_nothing_else(tmp_path: Path) -> None:
+def test_only_checkpoints_of_an_unfinished_run_stay_on_hosts(tmp_path: Path) -> None:
     work = write_work(tmp_path, "000000008.0", "000000010.0", "000000012.0.new")
     (tmp_path / "mark.sent").mkdir()
     (tmp_path / "other").mkdir()
@@ -181,19 +181,19 @@ def test_after_a_bad_end_checkpoints_stay_and_nothing_else(tmp_path: Path) -> No
     assert (work / "checkpoints/000000010.0/record.jsonl").exists()
 
 
-def test_without_a_checkpoint_all_of_it_goes(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_is_removed_completely(tmp_path: Path) -> None:
     work = write_work(tmp_path, "000000012.0.new")
     assert keep(tmp_path, work).stdout == ""
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_on_a_lost_masters_disk_stays_as_it_is(tmp_path: Path) -> None:
+def test_files_on_the_disk_of_a_lost_head_host_stay(tmp_path: Path) -> None:
     work = write_work(tmp_path, "000000010.0")
     assert keep(tmp_path, work, part="").stdout == ""
     assert (work / "record.jsonl").exists()
 
 
-def test_the_line_names_hosts_and_the_note_is_read_at_the_next_start(tmp_path: Path) -> None:
+def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path: Path) -> None:
     said = {"a": "echo 000000008.0", "b": "echo Warning: b >&2; echo 000000010.1", "c": "exit 255", "d": "true"}
     plan = RunPlan(
         partial_cleanup=(tuple(Step("keep", ("sh", "-c", script), host=host) for host, script in said.items()),)
@@ -215,8 +215,8 @@ def test_the_line_names_hosts_and_the_note_is_read_at_the_next_start(tmp_path: P
 
 
 @pytest.mark.parametrize("cluster, updates", [(AWAY, (4, 9)), (replace(AWAY, away=False), (9, 4))])
-def test_the_newest_checkpoint_is_never_left_out(cluster: Cluster, updates: tuple[int, int]) -> None:
-    """Where the run works in its folder here, no host's disk is looked at."""
+def test_the_host_with_the_newest_checkpoint_must_be_used(cluster: Cluster, updates: tuple[int, int]) -> None:
+    """If the run folder is on this machine, checkpoints on hosts are not used."""
     kept = [HostCopy(Host("a"), checkpoint_update=updates[0]), HostCopy(Host("z"), checkpoint_update=updates[1])]
     with pytest.raises(
         CpuftError, match=r"the newest checkpoint of run, of update 9, is on [az], which would not be used"
@@ -232,7 +232,7 @@ def look(place: Path) -> HostCopy:
     return parse_host_copy(done.stdout, Host("a"))
 
 
-def test_a_host_says_what_it_has(tmp_path: Path) -> None:
+def test_a_host_reports_its_files_of_a_run(tmp_path: Path) -> None:
     assert look(tmp_path) == HostCopy(Host("a"))
     work = write_work(tmp_path, "000000008.0", "000000010.1", "000000012.0.new")
     found = HostCopy(Host("a"), True, False, 10, 3, format_line(HEADER), has_data=True)
@@ -245,8 +245,8 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
     assert look(tmp_path) == replace(found, steps=14, has_data=False)
 
 
-def test_a_run_that_came_to_its_end_and_was_not_fetched_is_known(tmp_path: Path) -> None:
-    """It only has to be fetched, whatever is here of it."""
+def test_a_finished_run_that_was_not_fetched_is_recognized(tmp_path: Path) -> None:
+    """It only has to be fetched, whatever this machine has of it."""
     work = write_work(tmp_path, "000000010.0")
     (work / "logs/exit-code").write_text("0\n")
     found = look(tmp_path)
@@ -260,8 +260,8 @@ def test_a_run_that_came_to_its_end_and_was_not_fetched_is_known(tmp_path: Path)
         read_resumed_run(run, host_copies=[replace(found, is_active=True)])
 
 
-def test_a_run_is_known_by_what_hosts_have_of_it(tmp_path: Path) -> None:
-    """Where the master was lost there is nothing of it here."""
+def test_a_run_without_a_local_record_is_read_from_its_hosts(tmp_path: Path) -> None:
+    """If the head host was lost, this machine has no record."""
     run = str(tmp_path / "run")
     copies = [HostCopy(Host("a"), True), HostCopy(Host("b"), True, False, 10, 9, format_line(HEADER))]
     assert read_resumed_run(run, host_copies=copies) == ResumedRun(run, TRAIN, 2, 10, 64)
@@ -276,7 +276,7 @@ def test_a_run_is_known_by_what_hosts_have_of_it(tmp_path: Path) -> None:
     assert read_resumed_run(run, host_copies=copies).updates == 12
 
 
-def test_where_inputs_were_sent_to_nobody_needs_to_know() -> None:
+def test_remote_paths_in_recorded_options_may_be_replaced() -> None:
     sent = replace(TRAIN, data_dir=f"{AWAY.inputs}/feed/MRPC")
     taken = ResumedRun("run", sent, 2).take_over(LaunchConfig(), TrainConfig(data_dir="here", seed=7), {"data_dir"})[1]
     assert taken == replace(TRAIN, data_dir="here")
@@ -289,8 +289,8 @@ def test_where_inputs_were_sent_to_nobody_needs_to_know() -> None:
         plan_sending((bundle,), {"a": set(), "b": {bundle.remote_folder}}, AWAY)
 
 
-def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
-    """The master may be another one; what the old one still has goes at a good end."""
+def test_a_resumed_run_is_planned_on_the_hosts_that_answer() -> None:
+    """Another host may be the head host, and the files on the old one are removed at the end."""
     cluster = replace(
         make_cluster((2, 1)), away=True, command_prefixes={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")}
     )
@@ -313,7 +313,7 @@ def test_the_plan_of_a_sequel_is_of_the_hosts_that_are_there() -> None:
 
 
 def plan_sequel(work: str, resumed: ResumedRun) -> RunPlan:
-    """Of a run on three hosts with disks of their own."""
+    """The plan of a resumed run on three hosts with disks of their own."""
     command_prefixes: dict[str, tuple[str, ...]] = {name: ("ssh", name) for name in ("node1", "node2", "node3")}
     cluster = replace(make_cluster((1, 1, 1)), away=True, command_prefixes=command_prefixes)
     plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
@@ -333,14 +333,14 @@ def plan_sequel(work: str, resumed: ResumedRun) -> RunPlan:
         ),
     ],
 )
-def test_rows_are_prepared_once_in_a_launch(because: str, prepares: list[str]) -> None:
-    """Whoever resumes a run later may have other ones."""
+def test_examples_are_prepared_once_per_launch(because: str, prepares: list[str]) -> None:
+    """A user who resumes a run later may have other examples."""
     kept = (HostCopy(Host("node1"), has_data=True), HostCopy(Host("node2")), HostCopy(Host("node3"), has_data=True))
     plan = plan_sequel("/work/one", ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept, restart_reason=because))
     assert [step.why for stage in plan.prepare for step in stage] == prepares
 
 
-def test_where_a_run_is_here_its_rows_are_too(tmp_path: Path) -> None:
+def test_prepared_examples_of_a_local_run_are_reused(tmp_path: Path) -> None:
     resumed = ResumedRun(str(tmp_path), restart_reason="rank 1 was killed")
     assert find_prepared_hosts(resumed, make_cluster((2,))) == set()
     (tmp_path / "data.npz").touch()
@@ -370,7 +370,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_sequel_is_merged_into_the_run_that_is_here(tmp_path: Path) -> None:
+def test_a_resumed_run_is_merged_into_the_local_run(tmp_path: Path) -> None:
     work, run = write_work(tmp_path / "there", "000000010.0"), write_run(tmp_path / "runs/a 0", HEADER)
     (run / "logs/first").touch()
     (run / "report.html").touch()
@@ -391,7 +391,7 @@ def test_a_sequel_is_merged_into_the_run_that_is_here(tmp_path: Path) -> None:
     assert names(run.parent) == ["a 0"]
 
 
-def test_what_a_refused_sequel_leaves_is_what_was_here(tmp_path: Path) -> None:
+def test_a_rejected_resume_leaves_the_local_run_unchanged(tmp_path: Path) -> None:
     work, run = write_work(tmp_path / "there", "000000010.0"), write_run(tmp_path / "runs/run", HEADER)
     keep(tmp_path / "there", work)
     assert fetch(work, run, resumed=True) == 0
@@ -399,7 +399,7 @@ def test_what_a_refused_sequel_leaves_is_what_was_here(tmp_path: Path) -> None:
     assert names(run.parent) == ["run"]
 
 
-def test_a_new_run_does_not_mix_with_one_that_is_here(tmp_path: Path) -> None:
+def test_a_new_run_is_not_merged_into_an_existing_one(tmp_path: Path) -> None:
     work, run = write_work(tmp_path / "there"), write_run(tmp_path / "runs/run", HEADER)
     assert fetch(work, run, resumed=False) != 0
     assert names(run) == ["logs", "record.jsonl"]

@@ -1,4 +1,4 @@
-"""The real thing: mpirun, two ranks on this machine, the pretrained encoder, real data."""
+"""Real runs: mpirun, two ranks on this machine, the pretrained encoder, real data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MRPC = ("--task", "mrpc", "--data-dir", str(GLUE))
 
 
 def launch(*words: str, **settings: str) -> Record:
-    """A run that must succeed; its record. Its directory is ./run."""
+    """Run a launch that must succeed in ./run, and return its record."""
     done = run_cpuft("launch", "--run-dir", "run", *words, settings=settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_record("run")
@@ -111,7 +111,7 @@ def test_compressed_gradients_are_half_the_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_adapters_alone_travel_and_their_folder_is_a_model(tmp_path: Path) -> None:
+def test_only_adapters_are_exchanged_and_their_folder_is_a_model(tmp_path: Path) -> None:
     whole = launch("--np", "2", *DEMO, "--no-save-model", "--backend", "gloo")
     (tmp_path / "run").rename(tmp_path / "whole")
     adapted = launch("--np", "2", *DEMO, "--lora-rank", "16", "--backend", "gloo")
@@ -133,7 +133,7 @@ def test_adapters_of_a_compiled_model_are_trained_on_two_ranks() -> None:
 
 
 @pytest.mark.proof
-def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:
+def test_local_updates_end_with_equal_parameters() -> None:
     record = launch("--np", "2", *DEMO, "--no-save-model", "--sync-every", "3")
     assert record.footer is not None
     sent = [line.bytes_sent > 1e6 for line in record.steps]
@@ -141,7 +141,7 @@ def test_ranks_that_meet_now_and_then_end_with_equal_parameters() -> None:
 
 
 @pytest.mark.proof
-def test_an_optimizer_that_is_shared_out_leaves_a_whole_model() -> None:
+def test_a_sharded_optimizer_leaves_a_complete_model() -> None:
     bf16 = ("--precision", "bf16", "--emulate-bf16")
     record = launch("--np", "2", *DEMO, *bf16, "--shard", "optimizer", "--backend", "mpi", "--checkpoint-every", "0.01")
     assert record.footer is not None
@@ -157,7 +157,7 @@ def test_an_optimizer_that_is_shared_out_leaves_a_whole_model() -> None:
 
 
 @pytest.mark.proof
-def test_the_choice_of_a_backend_is_remembered(tmp_path: Path) -> None:
+def test_the_choice_of_a_backend_is_reused(tmp_path: Path) -> None:
     first = launch("--np", "2", *DEMO, "--no-save-model", XDG_CACHE_HOME=str(tmp_path / "cache"))
     (remembered,) = (tmp_path / "cache/cpuft").glob("backend-*.json")
     assert json.loads(remembered.read_text())["backend"] == first.header.backend
@@ -177,7 +177,7 @@ def test_bench_measures_and_plots() -> None:
 
 
 @pytest.mark.proof
-def test_two_jobs_on_the_same_cores_let_the_machine_live() -> None:
+def test_two_jobs_on_the_same_cores_both_finish() -> None:
     # With CCL_YIELD=sched_yield nothing else ran on Linux 6.18 for a minute, kernel threads included.
     words = ["--np", "2", "--backends", "ccl", "--sizes", "1048576,26214400", "--dtypes", "float32", "--rounds", "9"]
     jobs = [
@@ -293,7 +293,7 @@ def test_a_stopped_launch_leaves_no_process_and_a_record_that_reads(number: int,
     assert record.footer is None
 
 
-def test_ctrl_c_ends_a_script_that_does_not_listen_as_in_a_terminal() -> None:
+def test_ctrl_c_ends_a_script_without_a_handler_as_in_a_terminal() -> None:
     Path("script.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(100)\n")
     command = [sys.executable, "-m", "cpuft", "launch", "--np", "1", "--run-dir", "run", "--", "script.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""A script of the user's own, started by two ranks: what it is given, and how it ends."""
+"""A user's script on two ranks: its environment and arguments, and how it ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_users_script_finds_its_world() -> None:
+def test_a_script_finds_its_ranks_in_the_environment() -> None:
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(ALL_REDUCE), "--lr", "a b")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "3.0 --lr a b 0 2 0 2 1 127.0.0.1 1"
@@ -53,7 +53,7 @@ dist.destroy_process_group()
 """
 
 
-def test_all_ranks_have_a_key_that_nobody_else_can_read() -> None:
+def test_all_ranks_have_the_secret_key_of_the_run() -> None:
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(SECRET))
     assert done.returncode == 0, done.stderr
     told = [Path(f"run/logs/rank-{rank}.out").read_text() for rank in (0, 1)]
@@ -61,7 +61,7 @@ def test_all_ranks_have_a_key_that_nobody_else_can_read() -> None:
     assert told[0] == told[1]
 
 
-def test_what_may_be_secret_reaches_a_rank_and_no_line(tmp_path: Path) -> None:
+def test_secrets_reach_ranks_and_appear_in_no_output(tmp_path: Path) -> None:
     script = write_script(SECRET.replace('"CPUFT_RUN_KEY"', '"OPENAI_API_KEY"'))
     secret = {"OPENAI_API_KEY": "hunter2-hunter2"}
     plan = run_cpuft("launch", "--dry-run", "--", script, settings=secret)
@@ -75,7 +75,7 @@ SHOW = "import json, sys; print(json.dumps(sys.argv[1:]))"
 WORDS = [":", "-n", "1", "touch", "x", "-genv", "%r", "", "a\nb", "a'; echo foo", "$HOME", "-m", 'json:"a"', "\udcff"]
 
 
-def test_a_script_gets_its_words_as_they_were_given_and_mpirun_none_of_them(tmp_path: Path) -> None:
+def test_a_script_gets_its_arguments_unchanged(tmp_path: Path) -> None:
     done = run_cpuft(
         "launch", "--np", "2", "--independent", "--run-dir", "50%rate:%h", "--", write_script(SHOW), *WORDS
     )
@@ -112,7 +112,9 @@ if sys.argv[1] == "killed" and "CPUFT_RESUMED" not in os.environ: os.kill(os.get
         ),
     ],
 )
-def test_what_a_script_did_not_do_itself_is_tried_again(fault: str, code: int, starts: list[str], line: str) -> None:
+def test_a_killed_script_is_restarted_and_the_same_error_ends_it(
+    fault: str, code: int, starts: list[str], line: str
+) -> None:
     done = run_cpuft("launch", "--max-restarts", "3", "--run-dir", "run", "--", write_script(AGAIN), fault, seconds=60)
     assert done.returncode == code, done.stderr
     assert [path.read_text() for path in sorted(Path("run").glob("logs*/rank-0.out"), reverse=True)] == starts
@@ -131,7 +133,7 @@ print("done")
 """
 
 
-def test_a_script_that_leaves_while_gloo_still_tidies_up_ends() -> None:
+def test_a_script_that_exits_during_the_shutdown_of_gloo_ends() -> None:
     script = write_script(LEAVES)
     # Run by Python itself, two of five times it hung.
     for turn in range(2):
@@ -176,7 +178,7 @@ time.sleep(60)
         (KILLED.replace("SIGSEGV", "SIGKILL"), 137, "killed by signal 9"),
     ],
 )
-def test_the_worst_ranks_exit_code_and_last_words(text: str, code: int, words: str) -> None:
+def test_the_exit_code_and_last_lines_of_the_worst_rank(text: str, code: int, words: str) -> None:
     done = run_cpuft("launch", "--np", "2", "--independent", "--run-dir", "run", "--", write_script(text), seconds=30)
     assert done.returncode == code
     lines = done.stderr.rstrip().splitlines()
@@ -251,7 +253,7 @@ with join_process_group(world, "gloo", 30):
 """
 
 
-def test_a_rank_off_its_cores_stops_the_run() -> None:
+def test_a_rank_on_other_cores_than_planned_stops_the_run() -> None:
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(MOVED))
     assert done.returncode == 1
     assert "sits on hardware threads [0, 1], planned [1]" in done.stderr

@@ -1,4 +1,4 @@
-"""Settings of a run, and what of the user's variables goes with it."""
+"""The settings of ranks, and which of the user's variables they get."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_named_interface_wins_and_must_exist() -> None:
         choose_interface(make_facts(1), "10.0.0.2", "eth9")
 
 
-def test_the_users_values_are_kept_and_said() -> None:
+def test_values_set_by_the_user_are_kept_and_reported() -> None:
     ours = (
         Setting("OMP_NUM_THREADS", "14", "why"),
         Setting("FI_PROVIDER", "tcp", "why"),
@@ -70,7 +70,7 @@ def test_fast_fabrics_are_used_where_every_host_has_them(efa: tuple[bool, ...], 
 @pytest.mark.parametrize(
     ("driver", "library", "found"), [("efa", "/x/libefa.so.1", True), ("mlx5_core", "/x/libefa.so.1", False)]
 )
-def test_an_adapter_for_fast_fabrics_is_known_by_its_driver_and_library(
+def test_an_efa_adapter_is_recognized_by_its_driver_and_library(
     driver: str, library: str, found: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "drivers" / driver).mkdir(parents=True)
@@ -81,7 +81,7 @@ def test_an_adapter_for_fast_fabrics_is_known_by_its_driver_and_library(
     assert has_efa(str(tmp_path / "none"), library) is False
 
 
-def test_what_env_exported_is_the_users_only_once_changed() -> None:
+def test_values_exported_by_cpuft_env_are_the_users_only_if_changed() -> None:
     settings = (Setting("OMP_NUM_THREADS", "2", ""), Setting("FI_PROVIDER", "tcp", ""), Setting("CPUFT_CORES", "0", ""))
     shell = {setting.name: setting.value for setting in export_settings(settings)} | {"FI_PROVIDER": "efa"}
     assert "CPUFT_CORES" not in shell
@@ -94,7 +94,7 @@ def test_what_env_exported_is_the_users_only_once_changed() -> None:
     assert user_variables({"CPUFT_EXPORTED": "no json", "OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
 
 
-def test_families_of_variables_travel_but_secrets_do_not() -> None:
+def test_known_prefixes_are_passed_on_without_secrets() -> None:
     environ = {"CCL_LOG_LEVEL": "info", "HF_HOME": "/x", "HF_TOKEN": "secret", "PATH": "/bin", "FI_PROVIDER": "efa"}
     found = forwarded_settings(environ, (Setting("FI_PROVIDER", "efa", ""),))
     assert [setting.name for setting in found] == ["CCL_LOG_LEVEL", "HF_HOME"]
@@ -138,7 +138,7 @@ def test_ranks_on_other_hosts_get_only_the_secrets_that_training_needs() -> None
         ({"iomp5": "/i.so"}, ["LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"]),
     ],
 )
-def test_whatever_allocates_is_told_to_keep_what_is_freed(libraries: dict[str, str], expected: list[str]) -> None:
+def test_allocators_are_set_to_keep_freed_memory(libraries: dict[str, str], expected: list[str]) -> None:
     loopback = Interface("lo", "127.0.0.1", "")
     facts = dataclasses.replace(make_facts(1), libraries=libraries)
     settings = host_settings(facts, loopback, (RankCores((0, 1)),), True, "")

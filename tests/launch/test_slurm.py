@@ -50,14 +50,16 @@ def test_ranks_run_on_the_hosts_that_the_job_was_given(slurm: Slurm) -> None:
     ],
     ids=("more ranks than tasks", "srun"),
 )
-def test_what_the_job_does_not_allow(words: tuple[str, ...], before: str, message: str, slurm: Slurm) -> None:
+def test_options_that_a_slurm_job_does_not_allow(
+    words: tuple[str, ...], before: str, message: str, slurm: Slurm
+) -> None:
     options = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2")
     code, text = launch(slurm, *words, "--", "hello.py", options=options, before=before)
     assert (code, message in text) == (2, True), text
 
 
-def test_a_login_nodes_allocation_is_used_ranks_started_by_srun(slurm: Slurm) -> None:
-    """This machine is none of its hosts."""
+def test_on_a_login_node_srun_starts_the_ranks(slurm: Slurm) -> None:
+    """This machine is not a host of the job."""
     folder = slurm.cluster.folder
     words = ("--np", "3", "--independent", "--run-dir", str(folder / "login"), "--", str(folder / "hello.py"))
     done = slurm.ask("salloc", "--quiet", "--nodes=2", "--ntasks=3", *LAUNCH, *words, seconds=240)

@@ -188,8 +188,8 @@ def test_a_job_that_loses_a_host_goes_on_without_it(starter: tuple[str, ...], ho
     assert seconds < GOING_SECONDS, text
 
 
-def test_a_login_nodes_launch_ends_though_slurm_and_all_its_hosts_are_gone(slurm: Slurm) -> None:
-    """Nobody tells srun, which would wait for ever."""
+def test_a_launch_on_a_login_node_ends_after_slurm_and_all_hosts_are_lost(slurm: Slurm) -> None:
+    """srun does not notice it and would wait without limit."""
     cluster, run = slurm.cluster, slurm.cluster.folder / "gone"
     (cluster.folder / "wait.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
     words = (*LAUNCH, "--np", "2", "--run-dir", str(run), "--", str(cluster.folder / "wait.py"))

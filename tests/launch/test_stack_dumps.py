@@ -62,7 +62,7 @@ def found(**more: object) -> dict[str, object]:
         ("", 0),
     ],
 )
-def test_the_main_thread_got_the_signal_or_is_the_last(text: str, innermost: int) -> None:
+def test_the_main_thread_is_the_one_with_the_signal_or_the_last(text: str, innermost: int) -> None:
     assert [frame.line for frame in parse_stack(text)[:1]] == ([innermost] if innermost else [])
 
 
@@ -84,31 +84,31 @@ def test_the_main_thread_got_the_signal_or_is_the_last(text: str, innermost: int
         ([], ""),
     ],
 )
-def test_a_rank_stands_on_a_line_of_the_users_or_of_our_training(files: list[str], place: str) -> None:
+def test_the_location_of_a_rank_is_in_the_users_code_or_our_training(files: list[str], place: str) -> None:
     frames = tuple(Frame(file, line, "f") for line, file in enumerate(files, 1))
     assert RankDump(0, "node1", "R", frames=frames).location == (f"{place} in f" if place else "")
 
 
-def test_a_path_below_the_working_folder_is_short(tmp_path: Path) -> None:
-    """Tests run in a folder of their own."""
+def test_a_path_below_the_working_directory_is_relative(tmp_path: Path) -> None:
+    """Tests run in their own working directory."""
     assert RankDump(0, "node1", "R", frames=(Frame(f"{tmp_path}/a/train.py", 3, "f"),)).location == "a/train.py:3 in f"
 
 
-def test_a_sight_has_the_longest_wait_first() -> None:
+def test_the_longest_pending_operation_comes_first() -> None:
     dump = parse_rank_dump(found(), "node1")
     assert [one.text for one in dump.pending] == ["barrier #2 of group 1", "all_reduce #7 of the world"]
     assert dump.is_in_collective
     assert dump.last_operations == "all_reduce #7 of the world, barrier #2 of group 1"
 
 
-def test_a_rank_that_was_thrown_out_of_an_operation_had_waited_in_it() -> None:
+def test_an_operation_ended_by_a_timeout_counts_as_pending() -> None:
     report = {"pending": [], "progress": {"the world": [3, "all_reduce"]}, "raised": [["/a.py", 5, "step"]]}
     dump = parse_rank_dump(found(report=json.dumps(report)), "node1")
     assert dump.pending == (PendingOperation("the world", 3, "all_reduce", 0.0),)
     assert dump.location == "/a.py:5 in step"
 
 
-def test_of_a_rank_whose_threads_get_no_turn_old_waits_count_for_nothing() -> None:
+def test_pending_operations_of_a_rank_that_holds_the_gil_are_ignored() -> None:
     stuck = parse_rank_dump(found(state="R", age=9.0), "node1")
     assert (stuck.holds_gil, stuck.pending) == (True, ())
     assert describe_state(stuck) == "running in C code that keeps the GIL"
@@ -116,12 +116,12 @@ def test_of_a_rank_whose_threads_get_no_turn_old_waits_count_for_nothing() -> No
     assert len(parse_rank_dump(found(state="S", age=9.0), "node1").pending) == 2
 
 
-def test_a_stopped_rank_stands_where_it_was_last() -> None:
+def test_the_location_of_a_stopped_rank_comes_from_its_last_report() -> None:
     assert parse_rank_dump(found(state="T", stack=""), "node1").location == "/home/me/train.py:3 in load"
 
 
 @pytest.mark.parametrize("report", ["", '{"pending": [{"cha', "{}"])
-def test_half_a_report_is_none(report: str) -> None:
+def test_an_incomplete_report_is_ignored(report: str) -> None:
     dump = parse_rank_dump(found(report=report), "node1")
     assert (dump.pending, dump.last_operations) == ((), "")
 
@@ -132,7 +132,7 @@ SEEN = (
 )
 
 
-def test_a_file_and_a_table_of_sights(golden: Golden) -> None:
+def test_the_file_and_the_table_of_stack_dumps(golden: Golden) -> None:
     all_ranks = complete_dumps(SEEN, ("node1", "node1", "node2", "node3"), ["node3"])
     assert [dump.state for dump in all_ranks] == ["S", GONE, "T", SILENT]
     texts = [format_dumps(all_ranks), *(format_rank_dump(dump) for dump in all_ranks)]
@@ -180,7 +180,7 @@ IN_SUM = f"(ranks 0, 2 wait in all_reduce #6 of {WORLD})"
         ([rank(0, SUM), RankDump(1, "node2", GONE), rank(2, SUM)], (1,), "rank 1 on node2 blocks the others"),
         ([rank(0, SUM), RankDump(1, "node2", SILENT), rank(2, SUM)], (1,), "its host does not answer"),
         ([rank(0, SUM), rank(1, f"barrier 6 {WORLD}"), rank(2, SUM)], (1,), f"it is in barrier #6 of {WORLD}, at "),
-        # Rank 2 waits for rank 3 among the two of them, and keeps the others waiting without fault of its own.
+        # Rank 2 waits for rank 3 in a group of two, so that the others wait for both; rank 3 is the cause.
         (
             [
                 rank(0, SUM),
@@ -191,7 +191,7 @@ IN_SUM = f"(ranks 0, 2 wait in all_reduce #6 of {WORLD})"
             (3,),
             "rank 3 on node1 blocks the others (ranks 0, 1, 2 wait in",
         ),
-        # In the wrong order of two groups.
+        # Rank 2 uses two groups in another order than the others.
         (
             [
                 rank(0, SUM, reached={PAIR: (2, "barrier")}),
@@ -215,32 +215,32 @@ IN_SUM = f"(ranks 0, 2 wait in all_reduce #6 of {WORLD})"
         ),
     ],
 )
-def test_who_holds_up_the_others(dumps: list[RankDump], culprits: tuple[int, ...], words: str) -> None:
+def test_which_rank_the_others_wait_for(dumps: list[RankDump], culprits: tuple[int, ...], words: str) -> None:
     verdict = diagnose(dumps)
     assert verdict.culprits == culprits
     assert words in verdict.text
     assert "\n" not in verdict.text
 
 
-def test_of_a_group_whose_ranks_nobody_tells_only_those_are_blamed_that_know_it() -> None:
+def test_in_a_group_of_unknown_members_only_ranks_that_used_it_are_blamed() -> None:
     group = f"all_reduce 6 {PAIR}"
     dumps = [rank(0, group), rank(1, line=4, reached={PAIR: (5, "all_reduce")}), rank(2, line=5)]
     assert diagnose(dumps).culprits == (1,)
 
 
-def test_of_a_rank_that_keeps_the_gil_too_little_is_known_to_leave_it_out() -> None:
+def test_a_rank_that_holds_the_gil_may_be_in_any_group() -> None:
     stuck = replace(rank(1, state="R", line=4), holds_gil=True)
     assert diagnose([rank(0, f"all_reduce 6 {PAIR}"), stuck]).culprits == (1,)
 
 
-def test_in_a_run_that_goes_on_nobody_is_blamed_by_operations() -> None:
-    """Operations that have just begun say nothing, but at a deadline they all count."""
+def test_short_operations_blame_no_rank() -> None:
+    """Operations that have just begun are ignored, but at a timeout all of them count."""
     dumps = [rank(0, SUM, seconds=0.5), rank(1, line=4, reached=BEFORE), rank(2, SUM, seconds=0.5)]
     assert diagnose(dumps).text == "no rank has waited long in an operation: the run is probably making progress"
     assert diagnose(dumps, 0.0).culprits == (1,)
 
 
-def test_many_culprits_are_counted() -> None:
+def test_many_blamed_ranks_are_counted() -> None:
     dumps = [rank(0, SUM), *(rank(number, line=4, reached=BEFORE) for number in range(1, 8))]
     verdict = diagnose(dumps)
     assert verdict.culprits == tuple(range(1, 8))

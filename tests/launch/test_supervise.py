@@ -45,14 +45,14 @@ from tests.launch.test_plan import make_cluster
 
 
 class Lost(SshTransport):
-    """Hosts of which one does not answer."""
+    """A transport to hosts of which one, b, does not answer."""
 
     def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
         return {"b"}.intersection(names)
 
 
 def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The master fails to give it the rows."""
+    """The head host cannot copy the prepared examples to it."""
     run = tmp_path / "run"
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     give = Step("copy the prepared examples to b", ("sh", "-c", "echo Connection timed out; exit 255"))
@@ -69,10 +69,8 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
         run_on_this_machine(plan, str(run), ("a", "c"), os.environ, 0.0, Lost())
 
 
-def test_of_two_launches_into_one_directory_the_second_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both found it free; the first has made it since."""
+def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both found that it does not exist, and the first has made it since."""
     monkeypatch.chdir(tmp_path)
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
@@ -82,7 +80,7 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     assert (tmp_path / "run" / "logs").is_dir()
 
 
-def test_what_is_not_the_users_affair_stays_in_the_log(tmp_path: Path) -> None:
+def test_marks_and_known_warnings_are_not_shown(tmp_path: Path) -> None:
     log, shown = tmp_path / "rank-0.err", io.StringIO()
     warning = "2026:11:21-11:00:00:(123) |CCL_WARN| value of CCL_LOG_LEVEL changed to be error (default:warn)\n"
     tail = LogTail(log, shown)
@@ -109,7 +107,7 @@ def test_what_is_not_the_users_affair_stays_in_the_log(tmp_path: Path) -> None:
 def test_mpirun_that_waits_for_a_lost_host_is_ended(
     host: str, limit: str, blame: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 has said whom it missed and ended; mpirun would wait for the host of rank 1."""
+    """Rank 0 has ended because it missed rank 1; mpirun would wait for the host of rank 1."""
     monkeypatch.setattr(supervise, limit, 1.0)
     monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 1.0)
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
@@ -126,7 +124,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     assert errors.rstrip().endswith(f"cpuft: {blame}")
 
 
-def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answers(tmp_path: Path) -> None:
+def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(tmp_path: Path) -> None:
     (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANGS}\n", encoding="utf-8")
     asked: list[str] = []
     verdict = Diagnosis((0,), "rank 0 on node1 blocks the others")
@@ -156,8 +154,8 @@ def test_ranks_that_hang_are_looked_at_once_and_nobody_is_asked_again_who_answer
     ],
     ids=("Intel MPI", "MPICH", "neither"),
 )
-def test_mpirun_that_has_lost_a_host_is_as_good_as_a_rank_that_failed(said: str, ends: bool, tmp_path: Path) -> None:
-    """In a job of Slurm's it would wait until that misses the host."""
+def test_the_messages_of_an_mpirun_that_lost_a_host_count_as_a_failure(said: str, ends: bool, tmp_path: Path) -> None:
+    """In a Slurm job it would wait until Slurm notices the loss."""
     (tmp_path / "logs").mkdir()
     (tmp_path / HEARTBEAT_FILE).write_text(said, encoding="utf-8")
     watchdog = Watchdog(tmp_path / "logs", set, lambda: (Diagnosis((), ""), set()))
@@ -165,8 +163,8 @@ def test_mpirun_that_has_lost_a_host_is_as_good_as_a_rank_that_failed(said: str,
     assert bool(watchdog.failed_at) == ends
 
 
-def test_hosts_are_asked_when_no_rank_gives_a_sign_of_life(tmp_path: Path) -> None:
-    """mpirun would wait for ever where all are lost; who is only quiet goes on."""
+def test_hosts_are_asked_if_no_rank_gives_a_heartbeat(tmp_path: Path) -> None:
+    """mpirun would wait without limit if all hosts are lost. A run that is only quiet continues."""
     logs, sign, asked = tmp_path / "logs", tmp_path / HEARTBEAT_FILE, list[str]()
     logs.mkdir()
     sign.touch()
@@ -199,7 +197,7 @@ def test_hosts_are_asked_when_no_rank_gives_a_sign_of_life(tmp_path: Path) -> No
 
 
 def make_watchdog(logs: Path, silent: set[str], asked: list[str]) -> Watchdog:
-    """Of two ranks, whose hosts are asked at once when something looks wrong."""
+    """The watchdog of two ranks, which asks their hosts at once if something looks wrong."""
     logs.mkdir()
 
     def find_silent() -> set[str]:
@@ -210,7 +208,7 @@ def make_watchdog(logs: Path, silent: set[str], asked: list[str]) -> Watchdog:
 
 
 def check_after(watchdog: Watchdog, seconds: float) -> None:
-    """Look as if so much time had passed, and once more when all hosts have answered."""
+    """Check as if this time had passed, and again when all hosts have answered."""
     watchdog.begun -= seconds
     watchdog.ended_at -= seconds * bool(watchdog.ended_at)
     for _ in range(2):
@@ -220,7 +218,7 @@ def check_after(watchdog: Watchdog, seconds: float) -> None:
             watchdog.host_check.result(30)
 
 
-def test_a_host_that_is_lost_before_its_rank_starts_is_noticed(tmp_path: Path) -> None:
+def test_a_host_that_is_lost_before_its_rank_starts_is_detected(tmp_path: Path) -> None:
     asked = list[str]()
     watchdog = make_watchdog(tmp_path / "logs", {"b"}, asked)
     (tmp_path / "logs/rank-0.err").write_text(f"{STARTED} rank 0 on a\n")
@@ -230,8 +228,8 @@ def test_a_host_that_is_lost_before_its_rank_starts_is_noticed(tmp_path: Path) -
         check_after(watchdog, 6.0)
 
 
-def test_a_host_that_is_lost_while_the_run_is_saved_is_noticed(tmp_path: Path) -> None:
-    """The other ranks have ended, and mpirun waits for its rank."""
+def test_a_host_that_is_lost_while_the_run_is_saved_is_detected(tmp_path: Path) -> None:
+    """The other ranks have ended, and mpirun waits for the rank of this host."""
     asked = list[str]()
     watchdog = make_watchdog(tmp_path / "logs", {"b"}, asked)
     for rank in range(2):
@@ -245,7 +243,7 @@ def test_a_host_that_is_lost_while_the_run_is_saved_is_noticed(tmp_path: Path) -
         check_after(watchdog, 6.0)
 
 
-def test_ranks_that_do_not_start_though_all_hosts_answer_have_a_deadline(tmp_path: Path) -> None:
+def test_ranks_have_to_start_in_time_even_if_all_hosts_answer(tmp_path: Path) -> None:
     asked = list[str]()
     watchdog = make_watchdog(tmp_path / "logs", set(), asked)
     check_after(watchdog, 40.0)
@@ -268,10 +266,10 @@ def test_ranks_that_do_not_start_though_all_hosts_answer_have_a_deadline(tmp_pat
     ],
     ids=["third start", "never", "closed connection", "no mpirun", "a rank failed"],
 )
-def test_mpirun_is_started_again_where_no_rank_starts(
+def test_mpirun_is_started_again_if_no_rank_starts(
     script: str, code: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stranger's connection to its port may hold up all ranks, or end mpirun."""
+    """A foreign connection to its port may block all ranks, or end mpirun."""
     monkeypatch.setattr(supervise, "_START_LIMIT", 0.2)
     monkeypatch.setattr(supervise, "_CHECK_SECONDS", 0.05)
     run = tmp_path / "run"
@@ -281,10 +279,10 @@ def test_mpirun_is_started_again_where_no_rank_starts(
     assert len((run / "starts").read_text().split()) == starts
 
 
-def test_a_host_that_is_lost_while_rows_are_prepared_is_noticed(
+def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The step on the master would take long, and nobody needs its rows."""
+    """The step on the head host would take long, and its result is of no use."""
     monkeypatch.setattr(supervise, "_PREPARE_CHECK_SECONDS", 0.2)
     run = tmp_path / "run"
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
@@ -298,7 +296,7 @@ def test_a_host_that_is_lost_while_rows_are_prepared_is_noticed(
 
 
 def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) -> None:
-    """Nobody waits for one that does not answer. One that still answered as it went down is asked again."""
+    """Nothing waits for their answers. Hosts that answered are asked again at the end."""
     (tmp_path / "rank-1.err").write_text(error_log("", 1, 75), encoding="utf-8")
     answers, told = iter([{"node1"}, set[str](), {"node2"}]), threading.Event()
 
@@ -340,12 +338,14 @@ USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
         (9.0, [TERM, USR1, TERM], [True, True, False]),
     ],
 )
-def test_usr1_asks_and_so_does_the_first_term_with_grace(grace: float, signals: list[int], taken: list[bool]) -> None:
+def test_sigusr1_and_the_first_sigterm_with_grace_request_a_stop(
+    grace: float, signals: list[int], taken: list[bool]
+) -> None:
     request = StopRequest("/run", "", {}, grace)
     assert [request.handle_signal(number) for number in signals] == taken
 
 
-def test_the_first_ctrl_c_asks_and_the_second_ends() -> None:
+def test_the_first_ctrl_c_requests_a_stop_and_the_second_kills() -> None:
     assert [StopRequest("/run", "", {}, 0.0, 9.0).handle_signal(INT)] == [True]
     for signals, taken in (([INT, INT], [True, False]), ([USR1, INT], [True, False]), ([TERM, INT], [False, True])):
         request = StopRequest("/run", "", {}, 0.0, 9.0)
@@ -353,7 +353,7 @@ def test_the_first_ctrl_c_asks_and_the_second_ends() -> None:
     assert StopRequest("/run", "", {}, 9.0, 9.0).handle_signal(TERM)
 
 
-def test_what_the_ranks_are_asked_is_said_at_ctrl_c(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_what_the_ranks_are_asked_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
     request = StopRequest(str(tmp_path), "", {}, 0.0, 120.0)
     request.handle_signal(INT)
@@ -363,7 +363,7 @@ def test_what_the_ranks_are_asked_is_said_at_ctrl_c(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err == f"cpuft: {told}\n"
 
 
-def test_ranks_are_told_by_a_file_beside_their_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_request_is_a_file_beside_the_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").mkdir()
     request = StopRequest(str(tmp_path), "", {}, 0.0)
     request.check()
@@ -378,14 +378,14 @@ def test_ranks_are_told_by_a_file_beside_their_logs(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err.count("cpuft: SIGUSR1 could not be passed on to the ranks (") == 1
 
 
-def test_a_master_elsewhere_is_told_by_its_way(tmp_path: Path) -> None:
+def test_a_stop_request_reaches_a_remote_head_host_over_ssh(tmp_path: Path) -> None:
     request = StopRequest("/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")}, 0.0)
     *way, line = request.plan_request("SIGUSR1").command
     assert way == ["ssh", "a"]
     assert line.endswith(" /var/tmp/cpuft-0/x/run/logs/interrupt SIGUSR1")
 
 
-def test_after_the_grace_ranks_are_ended(tmp_path: Path) -> None:
+def test_after_the_grace_period_the_ranks_are_ended(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     request = StopRequest(str(tmp_path), "", {}, 0.3)
     signals = iter([TERM])
@@ -408,7 +408,7 @@ SOURCE = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 LIMIT = 1_800_000_000
 
 
-def test_the_plan_of_a_run_on_rented_hosts_says_who_renews_and_where_notice_comes_from() -> None:
+def test_the_plan_of_a_run_on_rented_hosts_shows_lease_renewal_and_interruption_notice() -> None:
     rented = replace(make_cluster((1, 1)), access=Access(python="python", notice=SOURCE, renewal=" ".join(WORDS)))
     plan = plan_launch(rented, LaunchConfig(np=2), "/runs/one", ("python", "train.py"), "gloo", {})
     assert plan.renewal == plan.for_head_host().renewal == WORDS
@@ -427,13 +427,13 @@ def test_the_plan_of_a_run_on_rented_hosts_says_who_renews_and_where_notice_come
     )
 
 
-def test_hosts_of_ones_own_have_neither() -> None:
+def test_own_hosts_have_neither_lease_nor_notice() -> None:
     plan = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", {})
     assert plan.renewal == ()
     assert [note for note in plan.notes if "CPUFT_NOTICE" in note or "lease of" in note] == []
 
 
-def test_each_host_is_asked_every_five_minutes_and_the_limit_is_said_once() -> None:
+def test_leases_are_renewed_every_five_minutes_and_the_limit_is_printed_once() -> None:
     clock, asked, said = [0.0], list[str](), list[str]()
     done = threading.Semaphore(0)
 
@@ -466,7 +466,7 @@ def be_off(host: str, words: tuple[str, ...], seconds: float) -> Answer:
 
 
 @pytest.mark.parametrize(("run", "why"), [(fail, "no such file"), (answer_strangely, "yes"), (be_off, "host a is off")])
-def test_a_host_that_does_not_renew_is_named_and_ends_nothing(
+def test_a_failed_renewal_is_reported_and_does_not_end_the_run(
     run: Callable[[str, tuple[str, ...], float], Answer], why: str
 ) -> None:
     said = f"the lease of host a could not be renewed ({why}): check it with cpuft provision status"
@@ -477,7 +477,7 @@ def test_a_host_that_does_not_renew_is_named_and_ends_nothing(
     assert told == [said]
 
 
-def test_whoever_supervises_ranks_renews(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_leases_are_renewed_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "one"
     make = Step("make", ("sh", "-c", f"mkdir -p {run_dir}/logs"))
     # Ranks last until their lease has been renewed.
