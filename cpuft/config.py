@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
+from cpuft.compressions import COMPRESSIONS, REMOVED_COMPRESSIONS, SHARDED_COMPRESSIONS
 from cpuft.errors import CpuftError, near_names
 from cpuft.hardware import PRECISIONS
 from cpuft.serialization import load, parse_json
@@ -26,23 +27,7 @@ LABEL_TYPES = ("auto", "class", "number", "multi")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
 LAST_PORT = 65535
-COMPRESSIONS = ("auto", "none", "bf16", "fp16", "int8", "powersgd")
-"""Values of --grad-compression; `cpuft.comm.compression.table` holds their code."""
-AUTO_COMPRESSIONS = ("none", "bf16", "int8")
-"""What `auto` may choose, from exact to fewest bytes: compressions that cost less than 0.005 of the metric in
-scripts/check-seeds. With four ranks and five seeds, int8 differed from exact gradients by +0.0003 (standard error
-0.0005) on MRPC and by -0.0018 (0.0011) on SST-2."""
 SHARDS = ("none", "optimizer")
-SHARDED_COMPRESSIONS = ("none", "bf16", "fp16")
-"""Compressions that work with --shard, where each rank receives the sum of its own shard only."""
-COMPRESSIONS_WITH_FEEDBACK = ("int8", "powersgd")
-"""Compressions with error feedback: what a rank could not send in an update is added to the next one."""
-REMOVED_VALUES = {
-    ("--grad-compression", "late"): "--grad-compression late was removed, because it cost too much accuracy: give "
-    "--grad-compression int8, which sends as many bytes"
-}
-"""Values that an earlier version accepted: (flag, value) -> error message."""
-
 SECTIONS = (
     "Hosts and ranks",
     "Task, model and data",
@@ -596,8 +581,8 @@ _VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP
 
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
     """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
-    if removed := REMOVED_VALUES.get((option, value)):
-        return removed
+    if option == "--grad-compression" and value in REMOVED_COMPRESSIONS:
+        return REMOVED_COMPRESSIONS[value]
     known = _VALUES.get(value.lower(), "")
     if known == _NO_GPU:
         return f"{option} {value} {known}: choose one of {', '.join(choices)}"
@@ -643,8 +628,8 @@ def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool)
 def refuse_conflicts(config: TrainConfig) -> None:
     """Raise CpuftError if two options exclude each other; the message names both, the reason and the next step."""
     default = TrainConfig()
-    if removed := REMOVED_VALUES.get(("--grad-compression", config.grad_compression)):  # from a record
-        raise CpuftError(removed)
+    if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
+        raise CpuftError(REMOVED_COMPRESSIONS[config.grad_compression])
     for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
         if getattr(config, name) != getattr(default, name):
             flag = format_flag(name, getattr(config, name))

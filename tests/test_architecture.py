@@ -13,13 +13,25 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cpuft"
 
-PURE = {"argv", "compiler", "errors", "files", "hardware", "serialization", "tasks", "terminal", "words"}
+PURE = {
+    "argv",
+    "compiler",
+    "compressions",
+    "errors",
+    "files",
+    "hardware",
+    "serialization",
+    "tasks",
+    "terminal",
+    "words",
+}
 TOLD = PURE | {"config", "plan", "record"}
 HOSTS = TOLD | {"execute", "hosts"}
 ON_A_RANK = PURE | {"config", "record"}
 ALLOWED: dict[str, set[str]] = {
     "argv": set(),
     "compiler": {"errors"},
+    "compressions": set(),
     "errors": set(),
     "files": {"errors", "serialization"},
     "hardware": {"errors"},

@@ -13,11 +13,10 @@ import pytest
 from cpuft.cli import main
 from cpuft.cli.launch import launch
 from cpuft.cli.options import read_config
+from cpuft.compressions import COMPRESSIONS, SHARDED_COMPRESSIONS
 from cpuft.config import (
-    COMPRESSIONS,
     ENGINES,
     OLD_NAMES,
-    SHARDED_COMPRESSIONS,
     LaunchConfig,
     TrainConfig,
     check_engine_for_launch,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS
+from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, SHARDED_COMPRESSIONS
 from cpuft.errors import CpuftError, counted, near_names
 from cpuft.record import Link, Measurement, Record
 from cpuft.serialization import load, parse_json
@@ -83,12 +83,6 @@ def find_instance(name: str, path: str = "") -> Instance:
 
 BUCKET_NUMBERS = 2**20
 """Parameters per gradient bucket; equal to the constant in `cpuft.comm.selection`."""
-WIRE_BYTES = {"none": 4.0, "bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "powersgd": 2.0}
-"""Bytes that are sent per number at each compression level. For powersgd: per number of the factors; its embedding
-rows are sent as int8."""
-CODING_SECONDS = {"int8": 4e-9, "powersgd": 4e-9}
-"""Core seconds to encode and decode one number. int8: measured by
-`cpuft.comm.compression.int8.measure_coding_seconds` on an Intel Xeon with AMX; powersgd took 3.5e-9 there."""
 ETHERNET = 1448 / 1538
 """Payload of a TCP segment divided by the bytes that its 1,500-byte frame takes on the wire: headers of IP and TCP with
 time stamps, and Ethernet's header, preamble and gap (RFC 9293, IEEE 802.3)."""
@@ -169,7 +163,8 @@ class Job:
         layers, words = self.sent_numbers(hosts)
         in_factors = sent_as == "powersgd"
         layers = self.factors if in_factors else layers
-        return WIRE_BYTES[sent_as] * layers, WIRE_BYTES["int8" if in_factors else sent_as] * words
+        row_facts = COMPRESSION_FACTS["int8" if in_factors else sent_as]
+        return COMPRESSION_FACTS[sent_as].bytes_per_number * layers, row_facts.bytes_per_number * words
 
 
 @dataclass(frozen=True)
@@ -268,7 +263,7 @@ def find_levels(record: Record, compression: str) -> tuple[str, ...]:
     CpuftError if the bytes that a level sends are not known.
     """
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
-    allowed = SHARDED_COMPRESSIONS if count_gathered_bytes(record) else tuple(WIRE_BYTES)
+    allowed = SHARDED_COMPRESSIONS if count_gathered_bytes(record) else tuple(COMPRESSION_FACTS)
     known = [level for level in allowed if level != "powersgd" or record.header.travels.factors]
     if asked == "auto":
         exact = AUTO_COMPRESSIONS.index("bf16" if record.header.precision == "bf16" else "none")
@@ -386,7 +381,7 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     share = 0.5 if job.gathered else 1.0
     sent = share * whole + words + job.gathered / 2
     sending = 2 * (hosts - 1) / hosts * sent * network.cpu_seconds_per_byte
-    taken = (sending + CODING_SECONDS.get(sent_as, 0.0) * sum(job.sent_numbers(hosts))) / job.cores
+    taken = (sending + COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts))) / job.cores
     backward = job.backward_seconds + taken
     buckets = max(1, math.ceil(job.parameters / BUCKET_NUMBERS))
     each = share * network.all_reduce_seconds(whole / buckets, hosts)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm import take_traffic
-from cpuft.config import COMPRESSIONS_WITH_FEEDBACK
+from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine

@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS, HostMemory, RunMemory, TrainConfig
+from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS
+from cpuft.config import (
+    HostMemory,
+    RunMemory,
+    TrainConfig,
+)
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.archive import Prepared, Tokens

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from cpuft.config import COMPRESSIONS_WITH_FEEDBACK, WorkerConfig
+from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
+from cpuft.config import WorkerConfig
 from cpuft.errors import counted
 from cpuft.hardware import DECIDING_FLAGS, Cpu
 from cpuft.record import (

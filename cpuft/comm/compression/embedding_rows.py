@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression.int8 import average_blocks
 from cpuft.comm.compression.table import to_wire_type
-from cpuft.config import COMPRESSIONS_WITH_FEEDBACK
+from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 
 _OTHER_LOOKUPS = "_cpuft_other_lookups"
 """Attribute of an embedding module that looks up more than a batch's input ids."""

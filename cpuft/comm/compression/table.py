@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression import int8, powersgd
-from cpuft.config import COMPRESSIONS, REMOVED_VALUES
+from cpuft.comm.compression.levels import CompressionLevel
+from cpuft.compressions import COMPRESSIONS, REMOVED_COMPRESSIONS
 from cpuft.errors import CpuftError, near_names
 
 Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
@@ -23,10 +24,21 @@ Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Compression:
-    """A value of --grad-compression."""
+    """A value of --grad-compression: its code, and what it sends in an update.
+
+    `cpuft.compressions` holds what must be known about it without torch.
+    """
 
     make_reduce: Callable[[dist.ProcessGroup], Reduce]
     """Returns what averages buckets over the ranks of a group."""
+    layer_bytes: Callable[[Sequence[torch.Tensor], int], float]
+    """(trained parameters, number of ranks) -> bytes sent during the backward pass."""
+    row_bytes: Callable[[int, int], float]
+    """(numbers in the embedding rows, number of ranks) -> bytes sent for them after the backward pass."""
+    messages: int
+    """Number of messages that are sent one after the other once the last gradient is ready."""
+    is_encoded: bool = False
+    """Whether numbers are encoded and decoded, which takes time."""
     wire_type: torch.dtype | None = None
     """The type to which gradients are rounded before they are sent; None for their own type or an encoding."""
 
@@ -50,19 +62,45 @@ def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket
     return future.then(write_back)
 
 
+def _count(parameters: Sequence[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
 def _make_rounding(dtype: torch.dtype) -> Compression:
-    return Compression(lambda group: functools.partial(_average_as, dtype, group), dtype)
+    return Compression(
+        make_reduce=lambda group: functools.partial(_average_as, dtype, group),
+        layer_bytes=lambda parameters, ranks: 2 * _count(parameters),
+        row_bytes=lambda numbers, ranks: 2 * numbers,
+        messages=2,
+        wire_type=dtype,
+    )
 
 
 TABLE = {
-    "none": Compression(lambda group: functools.partial(allreduce_hook, group)),
+    "none": Compression(
+        make_reduce=lambda group: functools.partial(allreduce_hook, group),
+        layer_bytes=lambda parameters, ranks: sum(parameter.nbytes for parameter in parameters),
+        row_bytes=lambda numbers, ranks: 4 * numbers,
+        messages=2,
+    ),
     "bf16": _make_rounding(torch.bfloat16),
     "fp16": _make_rounding(torch.float16),
-    "int8": Compression(lambda group: int8.BlockReducer(group).reduce),
-    "powersgd": Compression(lambda group: powersgd.PowerSGD(group).reduce),
+    "int8": Compression(
+        make_reduce=lambda group: int8.BlockReducer(group).reduce,
+        layer_bytes=lambda parameters, ranks: int8.encoded_bytes(_count(parameters), ranks),
+        row_bytes=int8.encoded_bytes,
+        messages=4,
+        is_encoded=True,
+    ),
+    "powersgd": Compression(
+        make_reduce=lambda group: powersgd.PowerSGD(group).reduce,
+        layer_bytes=lambda parameters, ranks: sum(powersgd.count_bytes(parameter.shape) for parameter in parameters),
+        row_bytes=int8.encoded_bytes,
+        messages=5,
+        is_encoded=True,
+    ),
 }
-"""All compressions. `cpuft.config` holds what the launcher, which must not import torch, needs to know about them:
-COMPRESSIONS, AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS and COMPRESSIONS_WITH_FEEDBACK."""
+"""All compressions, from exact to the fewest bytes, with the names of `cpuft.compressions`."""
 
 
 def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
@@ -76,11 +114,35 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
 
     Raises CpuftError: there is no such compression.
     """
-    if removed := REMOVED_VALUES.get(("--grad-compression", compression)):
-        raise CpuftError(removed)
+    if compression in REMOVED_COMPRESSIONS:
+        raise CpuftError(REMOVED_COMPRESSIONS[compression])
     if compression not in TABLE:
         raise CpuftError(f"there is no gradient compression {compression}: {near_names(compression, COMPRESSIONS[1:])}")
     return TABLE[compression].make_reduce(group)
+
+
+def list_levels(
+    parameters: Sequence[torch.Tensor], row_numbers: int, ranks: int, coding_seconds: float
+) -> list[CompressionLevel]:
+    """Return what an update of a model sends with each compression, from exact to the fewest bytes.
+
+    Parameters
+    ----------
+    parameters: the trained parameters, without a word embedding that is exchanged by rows.
+    row_numbers: numbers in the embedding rows of an update.
+    coding_seconds: time to encode and decode one number.
+    """
+    coding = coding_seconds * (_count(parameters) + row_numbers)
+    return [
+        CompressionLevel(
+            name,
+            entry.layer_bytes(parameters, ranks),
+            entry.row_bytes(row_numbers, ranks),
+            entry.messages,
+            coding if entry.is_encoded else 0.0,
+        )
+        for name, entry in TABLE.items()
+    ]
 
 
 def resolve_compression(requested: str, precision: str) -> str:

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm.compression.embedding_rows import find_embedding
-from cpuft.comm.compression.int8 import encoded_bytes, measure_coding_seconds
+from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level
-from cpuft.comm.compression.powersgd import count_bytes, count_numbers
-from cpuft.comm.compression.table import resolve_compression
+from cpuft.comm.compression.powersgd import count_numbers
+from cpuft.comm.compression.table import list_levels, resolve_compression
 from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
-from cpuft.config import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, TrainConfig
+from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS
+from cpuft.config import TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import GradientSizes
 from cpuft.train.data.archive import Prepared
@@ -92,15 +93,8 @@ def make_levels(model: torch.nn.Module, tokens: float, ranks: int, coding_second
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
     layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
-    count, in_rows = sum(p.numel() for p in layers), 0 if weight is None else round(tokens * weight.shape[1])
-    coding = coding_seconds * (count + in_rows)
-    coded_rows = encoded_bytes(in_rows, ranks)
-    return [
-        CompressionLevel("none", sum(p.nbytes for p in layers), 4 * in_rows, 2, 0.0),
-        CompressionLevel("bf16", 2 * count, 2 * in_rows, 2, 0.0),
-        CompressionLevel("int8", encoded_bytes(count, ranks), coded_rows, 4, coding),
-        CompressionLevel("powersgd", sum(count_bytes(p.shape) for p in layers), coded_rows, 5, coding),
-    ]
+    row_numbers = 0 if weight is None else round(tokens * weight.shape[1])
+    return list_levels(layers, row_numbers, ranks, coding_seconds)
 
 
 def measure_link() -> LinkModel:

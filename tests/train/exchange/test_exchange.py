@@ -71,7 +71,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     named = 4 * (5 * 8 + 8 + 1)
     assert (first["sent"], first["gradients"]) == ([0, named, named], [])
     for rungs in (one["rungs"] for one in both):
-        assert list(rungs) == ["none", "bf16", "int8", "powersgd"]
+        assert list(rungs) == ["none", "bf16", "fp16", "int8", "powersgd"]
         assert all(promised == sent for promised, sent in rungs.values())
     for frozen in (one["frozen"] for one in both):
         # Never the 1000 words: an update sends the layer's nine numbers, some of them as blocks, and nothing for rows.
@@ -81,7 +81,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factors() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(768, 768) for _ in range(4)))
-    none, bf16, blocks, factors = (rung.layer_bytes for rung in make_levels(model, 0, 4, 0.0))
+    none, bf16, _, blocks, factors = (rung.layer_bytes for rung in make_levels(model, 0, 4, 0.0))
     assert bf16 == none / 2
     assert blocks / none == pytest.approx(0.25, rel=0.02)
     assert factors / none < 0.022

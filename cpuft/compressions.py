@@ -1,0 +1,47 @@
+"""The values of --grad-compression, and what the launcher, the ranks and the estimates know about them without torch.
+
+`cpuft.comm.compression.table` holds their code under the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CompressionFacts:
+    """What is known about a gradient compression."""
+
+    bytes_per_number: float
+    """Bytes sent per number of a gradient; for powersgd, per number of the factors."""
+    coding_seconds: float = 0.0
+    """Core seconds to encode and decode one number, on an Intel Xeon with AMX."""
+    is_automatic: bool = False
+    """Whether `auto` may choose it, because it costs less than 0.005 of the metric in scripts/check-seeds."""
+    works_with_shard: bool = False
+    """Whether it works with --shard, where each rank receives the sum of its own shard only."""
+    has_feedback: bool = False
+    """Whether it has error feedback: what a rank could not send in an update is added to the next one."""
+
+
+COMPRESSION_FACTS = {
+    "none": CompressionFacts(4.0, is_automatic=True, works_with_shard=True),
+    "bf16": CompressionFacts(2.0, is_automatic=True, works_with_shard=True),
+    "fp16": CompressionFacts(2.0, works_with_shard=True),
+    # With four ranks and five seeds, int8 differed from exact gradients by +0.0003 (standard error 0.0005) on MRPC and
+    # by -0.0018 (0.0011) on SST-2. `cpuft.comm.compression.int8.measure_coding_seconds` measured its coding.
+    "int8": CompressionFacts(260 / 256, coding_seconds=4e-9, is_automatic=True, has_feedback=True),
+    # Its coding took 3.5e-9 s. It sends embedding rows as int8.
+    "powersgd": CompressionFacts(2.0, coding_seconds=4e-9, has_feedback=True),
+}
+"""All compressions, from exact to the fewest bytes."""
+
+COMPRESSIONS = ("auto", *COMPRESSION_FACTS)
+AUTO_COMPRESSIONS = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.is_automatic)
+SHARDED_COMPRESSIONS = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.works_with_shard)
+COMPRESSIONS_WITH_FEEDBACK = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.has_feedback)
+REMOVED_COMPRESSIONS = {
+    "late": "--grad-compression late was removed, because it cost too much accuracy: give --grad-compression int8, "
+    "which sends as many bytes"
+}
+"""Compressions of earlier versions, and the message for a user who gives them."""
