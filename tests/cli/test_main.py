@@ -151,7 +151,7 @@ def test_a_launch_after_env_in_the_same_shell_chooses_for_itself() -> None:
     script = f'eval "$({cpuft} env)"; export FI_PROVIDER=efa; {cpuft} launch --np 2 --dry-run'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     (kept,) = [line for line in done.stdout.splitlines() if "kept as you set" in line and ": " in line]
-    assert kept == "# kept as you set them: FI_PROVIDER"
+    assert kept == "# variables kept as you set them: FI_PROVIDER"
 
 
 TOO_LONG = ("a" * 300, "/" + "a/" * 3000 + "b")

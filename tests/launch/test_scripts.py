@@ -182,7 +182,7 @@ def test_the_exit_code_and_last_lines_of_the_worst_rank(text: str, code: int, wo
     done = run_cpuft("launch", "--np", "2", "--independent", "--run-dir", "run", "--", write_script(text), seconds=30)
     assert done.returncode == code
     lines = done.stderr.rstrip().splitlines()
-    assert f"cpuft: rank 1 on localhost failed, {words}:" in lines
+    assert f"cpuft: rank 1 on localhost failed ({words}). Last lines of rank 1:" in lines
     assert lines[-1] == "cpuft: rank 1 on localhost failed"
     assert text is not RAISE or lines[-2] == "ValueError: the data is odd"
 
