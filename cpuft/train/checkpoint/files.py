@@ -1,6 +1,7 @@
-"""Checkpoints as folders on a disk: UPDATE.RANK, each there as a whole or not at all, and read only when whole.
+"""Checkpoints on a disk: a folder UPDATE.RANK for each, which exists completely or not at all.
 
-A folder is written beside, synced and renamed. Its checkpoint.json has the checksums of its files, and its own.
+A checkpoint is written to a folder with another name, synced and renamed. Its checkpoint.json has the checksums of its
+files and of itself, and it is read only if they are right.
 """
 
 from __future__ import annotations
@@ -20,58 +21,59 @@ from cpuft.serialization import load, parse_json
 
 FOLDER = "checkpoints"
 STATE, RECORD, VALUES = "state.safetensors", "record.jsonl", "values.json"
-"""Of a checkpoint: the state, and beside it the record of a training, or what a script keeps that is no tensor."""
-KEPT = 2
+"""Files of a checkpoint: the state, and the record of a training, or a script's values that are no tensors."""
+CHECKPOINTS_KEPT = 2
 _LAST = "last"
-_ABOUT, _BESIDE, _GOING = "checkpoint.json", ".new", ".old"
+_META, _NEW, _OLD = "checkpoint.json", ".new", ".old"
 _FORMAT = 1
 _BLOCK = 1 << 24
-_OURS = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")
-"""What checkpoints are called, and nothing else that may lie beside them."""
+_NAME = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")
+"""Names of checkpoints: update, rank, and the suffix of one that is being written or removed."""
 
 
 def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, memoryview]) -> Path:
-    """Write a rank's checkpoint after so many updates; those before the newest two go.
+    """Write a rank's checkpoint of an update, and remove those older than the newest two; return its folder.
 
     Raises
     ------
-    OSError: the disk does not take it; what was there is as it was.
+    OSError
+        The disk does not take it. Earlier checkpoints stay as they were.
     """
     target = root / f"{update:09}.{rank}"
-    beside = root / f"{target.name}{_BESIDE}"
+    new = root / f"{target.name}{_NEW}"
     root.mkdir(parents=True, exist_ok=True)
-    for path, own in _list_ours(root):
-        if own[3] == _GOING or (own[3] == _BESIDE and own[2] == str(rank)):
+    for path, name in _list_folders(root):
+        if name[3] == _OLD or (name[3] == _NEW and name[2] == str(rank)):
             shutil.rmtree(path, ignore_errors=True)
     try:
-        beside.mkdir()
-        sums = {name: _write(beside / name, content) for name, content in files.items()}
-        about = {"format": _FORMAT, "update": update, "files": sums}
-        _write(beside / _ABOUT, memoryview(json.dumps(about | {"checksum": _checksum(about)}).encode()))
-        _sync(beside)
-        _remove(target)  # one of the same update, from a start before this one
-        beside.rename(target)
+        new.mkdir()
+        sums = {name: _write(new / name, content) for name, content in files.items()}
+        meta = {"format": _FORMAT, "update": update, "files": sums}
+        _write(new / _META, memoryview(json.dumps(meta | {"checksum": _checksum(meta)}).encode()))
+        _sync(new)
+        _remove(target)  # a checkpoint of the same update, from an earlier start of the run
+        new.rename(target)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
     _sync(root)
     updates = sorted(number for number, path in list_checkpoints(root) if path.suffix == f".{rank}")
     for number, path in list_checkpoints(root):
-        if number < updates[-KEPT:][0]:
+        if number < updates[-CHECKPOINTS_KEPT:][0]:
             _remove(path)
     return target
 
 
 def _remove(path: Path) -> None:
-    """Take a checkpoint away: it has lost its name before the first of its files goes."""
-    going = path.with_name(path.name + _GOING)
+    """Remove a checkpoint. It is renamed before its first file is removed, so that no half of it looks complete."""
+    old = path.with_name(path.name + _OLD)
     with suppress(OSError):
-        path.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+        path.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(path: Path, content: memoryview) -> str:
-    """Write and sync a file; its checksum."""
+    """Write and sync a file; return its checksum."""
     digest = hashlib.sha256()
     with path.open("xb", buffering=0) as file:
         for start in range(0, len(content), _BLOCK):
@@ -84,7 +86,7 @@ def _write(path: Path, content: memoryview) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder last."""
+    """Make sure that the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,39 +94,40 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _checksum(about: Mapping[str, Any]) -> str:
-    return hash_text(json.dumps(about, sort_keys=True))
+def _checksum(meta: Mapping[str, Any]) -> str:
+    return hash_text(json.dumps(meta, sort_keys=True))
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Number of the last update and folder of each checkpoint, whole or not, the newest first."""
-    return sorted(((int(own[1]), path) for path, own in _list_ours(root) if not own[3]), reverse=True)
+    """Return update and folder of each checkpoint, damaged or not, the newest first."""
+    return sorted(((int(name[1]), path) for path, name in _list_folders(root) if not name[3]), reverse=True)
 
 
-def _list_ours(root: Path) -> list[tuple[Path, re.Match[str]]]:
-    """What is ours in a folder, and the parts of its name."""
+def _list_folders(root: Path) -> list[tuple[Path, re.Match[str]]]:
+    """Return the folders of checkpoints in `root`, also half-written ones, with the parts of their names."""
     try:
         names = os.listdir(root)
-    except OSError:  # none there, or not any more: on a shared disk ranks of several hosts take it away at once
+    except OSError:  # there is none, or not any more: on a shared disk, ranks of several hosts remove it at once
         names = []
-    return [(root / name, own) for name in names if (own := _OURS.fullmatch(name))]
+    return [(root / name, found) for name in names if (found := _NAME.fullmatch(name))]
 
 
 def read_checkpoint(path: Path) -> dict[str, bytearray]:
-    """The files of a checkpoint, by name.
+    """Return the files of a checkpoint by name.
 
     Raises
     ------
-    ValueError: it is not whole; says what is wrong.
+    ValueError
+        The checkpoint is damaged. The message says what is wrong.
     """
     try:
-        text = _read(path / _ABOUT).decode()
-        about = load(dict[str, Any], parse_json(text), _ABOUT)
-        if about.pop("checksum", "") != _checksum(about) or about.get("format") != _FORMAT:
-            raise ValueError(f"{_ABOUT} is damaged, or of another version")
-        sums = load(dict[str, str], about.get("files"), _ABOUT)
+        text = _read(path / _META).decode()
+        meta = load(dict[str, Any], parse_json(text), _META)
+        if meta.pop("checksum", "") != _checksum(meta) or meta.get("format") != _FORMAT:
+            raise ValueError(f"{_META} is damaged, or of another version")
+        sums = load(dict[str, str], meta.get("files"), _META)
         if sums.keys() not in ({STATE, RECORD}, {STATE, VALUES}):
-            raise ValueError(f"{_ABOUT} names other files")
+            raise ValueError(f"{_META} names other files")
         files = {name: _read(path / name) for name in sums}
     except OSError as error:
         raise ValueError(f"{error.filename or path} cannot be read ({error.strerror})") from None
@@ -137,13 +140,17 @@ def read_checkpoint(path: Path) -> dict[str, bytearray]:
 def _read(path: Path) -> bytearray:
     with os.fdopen(open_regular(path), "rb") as file:
         content = bytearray(os.fstat(file.fileno()).st_size)
-        size = file.readinto(content)  # a file that is cut meanwhile is found by the checksum
+        size = file.readinto(content)  # a file that is cut off meanwhile has another checksum
     return content[:size] if size < len(content) else content
 
 
 def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
-    """Update and files of the newest whole checkpoint in a folder (-1 and none: there is none), and a line for each
-    newer one that is damaged."""
+    """Read the newest undamaged checkpoint in a folder.
+
+    Returns
+    -------
+    Its update (-1 if there is none), its files by name, and a message for each newer one that is damaged.
+    """
     damaged: list[str] = []
     for update, path in list_checkpoints(root):
         try:
@@ -154,8 +161,8 @@ def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
 
 
 def note_update(root: Path, update: int, rank: int) -> None:
-    """Say beside the checkpoints how far a rank is: where the record is lost, it is known by this what was lost."""
-    with suppress(OSError):  # on a full disk training goes on
+    """Write beside the checkpoints which update a rank has done: if the record is lost, the launcher reads it there."""
+    with suppress(OSError):  # training goes on with a full disk
         root.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(open_regular(root / f"rank-{rank}.{_LAST}", flags), "w") as file:
@@ -163,7 +170,7 @@ def note_update(root: Path, update: int, rank: int) -> None:
 
 
 def remove_after(root: Path, update: int) -> None:
-    """Take away what is newer than what a run goes on from: it was damaged."""
+    """Remove the checkpoints that are newer than the one from which a run is resumed: they are damaged."""
     for number, path in list_checkpoints(root):
         if number > update:
             _remove(path)
@@ -178,12 +185,9 @@ def _forget_updates(root: Path) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """Remove the checkpoints of a finished run, and their folder when nothing else is in it.
-
-    Each loses its name first: if this process is killed in the middle, no half of a checkpoint looks like a whole one.
-    """
-    for path, own in _list_ours(root):
-        if own[3]:
+    """Remove the checkpoints of a finished run, and their folder if nothing else is in it."""
+    for path, name in _list_folders(root):
+        if name[3]:
             shutil.rmtree(path, ignore_errors=True)
         else:
             _remove(path)
@@ -193,5 +197,5 @@ def remove_all(root: Path) -> None:
 
 
 def to_view(text: Iterable[str]) -> memoryview:
-    """Lines of a text, as a file holds them."""
+    """Return lines as the content of a file."""
     return memoryview("".join(f"{line}\n" for line in text).encode())

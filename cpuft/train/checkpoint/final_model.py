@@ -1,4 +1,4 @@
-"""The trained model or its adapters, and the tokenizer, as `from_pretrained` loads them; written beside and renamed."""
+"""Saving the trained model or its adapters, with the tokenizer, so that `from_pretrained` loads them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ MODEL_DIR = "model"
 
 
 def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made: str = "") -> Path:
-    """Write `run_dir`/model; a save that is cut short leaves none.
+    """Write `run_dir`/model and return its path. A save that breaks off leaves no such folder.
 
     Parameters
     ----------
-    source: model or tokenizer whose tokenizer is saved with it, unless one was `made` for this run.
-    merged: of a model with adapters the whole, instead of these alone.
+    source: model or tokenizer whose tokenizer is saved with the model.
+    merged: whether a model with adapters is saved whole, with the adapters merged into its weights.
+    made: the JSON of a tokenizer that was made for this run, which is saved in the place of that of `source`.
 
-    Raises DiskFullError: the disk is full.
+    Raises
+    ------
+    DiskFullError
+        The disk is full.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:
         _write_weights(model, beside, merged)
         (make_tokenizer(made) if made else load_tokenizer(source)).save_pretrained(beside)
-        shutil.rmtree(target, ignore_errors=True)  # of a run that broke off after this, and was resumed
+        shutil.rmtree(target, ignore_errors=True)  # of a run that broke off after saving it, and was resumed
         beside.rename(target)
     except Exception as error:  # safetensors raises a class of its own that is no OSError
         if "No space left" not in str(error):
@@ -47,7 +51,7 @@ def _write_weights(model: Any, folder: Path, merged: bool) -> None:
         return
     save_adapters(model, folder)
     if merged:
-        # Into weights read anew: those that were trained with may be rounded to bf16.
+        # Adapters are merged into weights that are loaded again: those in memory may be rounded to bf16.
         read = partial(type(model.get_base_model()).from_pretrained, config=model.config)
         whole, _ = load_weights(read, str(folder))
         shutil.rmtree(folder)

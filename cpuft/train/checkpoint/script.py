@@ -1,15 +1,16 @@
-"""For a training loop of one's own under `cpuft launch`: keep what it needs to go on, and learn that it is to stop.
+"""Checkpoints for a training loop of your own under `cpuft launch`, and how it learns that it should stop.
 
-    kept = cpuft.load_state(model=model, optimizer=optimizer)  # None: there is nothing to go on from
-    for step in range(kept["step"] if kept else 0, steps):
+    saved = cpuft.load_state(model=model, optimizer=optimizer)  # None: there is no checkpoint
+    for step in range(saved["step"] if saved else 0, steps):
         ...
-        stops = cpuft.interrupted()
-        if stops or step % 100 == 99:
+        stop = cpuft.interrupted()
+        if stop or step % 100 == 99:
             cpuft.save_state(step + 1, model=model, optimizer=optimizer)
-        if stops:
-            sys.exit(75)  # `cpuft launch --resume` goes on
+        if stop:
+            sys.exit(75)  # `cpuft launch --resume` continues the run
 
-All of them are collectives: every rank calls them at the same steps, after `init_process_group`, if there are several.
+All three functions are collective: every rank calls them at the same steps, after `init_process_group` if there are
+several ranks.
 """
 
 from __future__ import annotations
@@ -38,29 +39,32 @@ from cpuft.train.checkpoint.policy import choose_writer_ranks, find_newest_check
 from cpuft.train.checkpoint.state import pack_tensors
 from cpuft.train.process_group import gather
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def save_state(step: int, **things: Any) -> bool:
-    """Keep these things as they are after so many steps; those of the newest two stay.
+    """Save these things as they are after `step` steps; the newest two checkpoints stay on the disk.
 
-    They are written to $CPUFT_RUN_DIR/checkpoints by the first rank and by one on a second host, whole or not at all,
-    while all ranks wait: as safetensors and JSON, nothing is pickled.
+    Rank 0 and one rank on a second host write them to $CPUFT_RUN_DIR/checkpoints, while all ranks wait. A checkpoint is
+    written completely or not at all. Its format is safetensors and JSON; nothing is pickled.
 
     Parameters
     ----------
-    things: by any names: whatever has a `state_dict` (a model, also in DistributedDataParallel, an optimizer, a
-    scheduler), tensors, and what JSON holds, nested as you like. The same on all ranks.
+    things: under any names, the same on all ranks: whatever has a `state_dict` (a model, also in
+        DistributedDataParallel, an optimizer, a scheduler), tensors, and everything that JSON can hold, nested.
 
     Returns
     -------
-    Whether a disk has them. A full one is said, and what was kept before stays.
+    Whether the checkpoint is on a disk. If a disk is full, a warning is printed and earlier checkpoints stay.
 
-    Raises CpuftError: nothing but Python's pickle could keep one of them, or $CPUFT_RUN_DIR is not set.
+    Raises
+    ------
+    CpuftError
+        One of the things cannot be saved without pickling, or $CPUFT_RUN_DIR is not set.
     """
-    world, root = _find_place()
+    world, root = _find_checkpoints()
     tensors: dict[str, Tensor] = {}
-    tree = {name: _take_apart(_state_of(thing), name, tensors) for name, thing in things.items()}
+    tree = {name: _separate_tensors(_state_of(thing), name, tensors) for name, thing in things.items()}
     ranks = [RecordedRank(rank, host, []) for rank, host in enumerate(gather(socket.gethostname()))]
     problem = None
     if world.rank in choose_writer_ranks(ranks):
@@ -70,49 +74,57 @@ def save_state(step: int, **things: Any) -> bool:
             problem = ""
         except OSError as error:
             problem = error.strerror
-            said = f"step {step} cannot be kept in {root} ({problem})"
-            print(f"cpuft: {said}: what was kept before stays", file=sys.stderr, flush=True)
+            warning = f"the checkpoint of step {step} cannot be written to {root} ({problem})"
+            print(f"cpuft: {warning}: earlier checkpoints stay", file=sys.stderr, flush=True)
     return "" in gather(problem)
 
 
 def load_state(**things: Any) -> dict[str, Any] | None:
-    """Bring back what `save_state` kept last, on any host, into the things that go by the same names.
+    """Load the newest checkpoint that `save_state` has written on any host, into the things with the same names.
 
     Returns
     -------
-    All else that was kept, with `step`; None where nothing was.
+    Everything else in the checkpoint by name, and `step`; None if there is no checkpoint.
 
-    Raises CpuftError: on all ranks alike, what was kept does not fit, or is damaged.
+    Raises
+    ------
+    CpuftError
+        On all ranks alike: the checkpoint does not fit the things, or all checkpoints are damaged.
     """
-    world, root = _find_place()
+    world, root = _find_checkpoints()
     newest, read = find_newest_checkpoint(root, world, VALUES)
     if newest.update < 0:
         return None
-    what = f"what was kept after step {newest.update}"
-    block = bytes(read().numpy().data)  # a collective: before anything is raised
+    checkpoint = f"the checkpoint of step {newest.update}"
+    block = bytes(read().numpy().data)  # collective, so before anything is raised
     try:
         tensors, tree = load_tensors(block), load(dict[str, Any], parse_json(newest.text or "{}"), VALUES)
-        kept = {name: _put_together(value, tensors) for name, value in tree.items()}
+        saved = {name: _insert_tensors(value, tensors) for name, value in tree.items()}
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        said = f"{what} on {newest.host} is no state of cpuft.save_state ({type(error).__name__}: {error!s:.200})"
-        raise CpuftError(f"{said}: remove {root}, and start anew without --resume") from None
+        problem = f"{checkpoint} on {newest.host} is none of cpuft.save_state ({type(error).__name__}: {error!s:.200})"
+        raise CpuftError(f"{problem}: remove {root}, and start a new run without --resume") from None
     for name, thing in things.items():
-        if name not in kept:
-            raise CpuftError(f"{what} has no {name}: load what the script has saved, or start anew without --resume")
+        if name not in saved:
+            raise CpuftError(
+                f"{checkpoint} has no {name}: load what the script has saved, or start a new run without --resume"
+            )
         try:
-            _unwrap(thing).load_state_dict(kept.pop(name))
+            _unwrap(thing).load_state_dict(saved.pop(name))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise CpuftError(f"{what} does not fit {name} ({reason:.300}): start anew without --resume") from None
+            raise CpuftError(
+                f"{checkpoint} does not fit {name} ({reason:.300}): start a new run without --resume"
+            ) from None
     if world.local_rank == 0:
         remove_after(root, newest.update)
-    return {**kept, "step": newest.update}
+    return {**saved, "step": newest.update}
 
 
 def interrupted() -> bool:
-    """Whether any rank was told that the run is to stop, by its launch or a notice on its host: save, and exit with 75.
+    """Return whether any rank was told to stop, by the launcher or by an interruption notice on its host.
 
-    Costs an all-reduce of one number. A script that catches SIGUSR1 itself is told by that instead.
+    If so, call `save_state` and exit with code 75. It costs an all-reduce of one number. A script that handles SIGUSR1
+    itself receives that signal instead.
     """
     _check_group(parse_world(os.environ))
     told = torch.tensor([float(is_interrupted())])
@@ -121,17 +133,22 @@ def interrupted() -> bool:
     return bool(told)
 
 
-def _find_place() -> tuple[World, Path]:
+def _find_checkpoints() -> tuple[World, Path]:
+    """Return the world of this rank and the folder of the run's checkpoints."""
     world, run_dir = parse_world(os.environ), os.environ.get("CPUFT_RUN_DIR", "")
     if not run_dir:
-        raise CpuftError("a state needs a place: start the script with cpuft launch, or set CPUFT_RUN_DIR to a folder")
+        raise CpuftError(
+            "checkpoints need a folder: start the script with cpuft launch, or set CPUFT_RUN_DIR to a folder"
+        )
     _check_group(world)
     return world, Path(run_dir, FOLDER)
 
 
 def _check_group(world: World) -> None:
     if world.size > 1 and not dist.is_initialized():
-        raise CpuftError(f"{world.size} ranks keep a state together: call torch.distributed.init_process_group before")
+        raise CpuftError(
+            f"{world.size} ranks write checkpoints together: call torch.distributed.init_process_group before"
+        )
 
 
 def _unwrap(thing: Any) -> Any:
@@ -143,30 +160,31 @@ def _state_of(thing: Any) -> Any:
     return thing.state_dict() if hasattr(thing, "state_dict") else thing
 
 
-def _take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """What JSON holds of a value; its tensors go into `tensors`. Raises CpuftError: there is something else in it."""
+def _separate_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return what JSON can hold of a value, and add its tensors to `tensors`. Raises CpuftError for anything else."""
     if isinstance(value, Tensor):
         name = name if name not in tensors else f"{name}#{len(tensors)}"
         tensors[name] = value.detach()
         return {"tensor": name}
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, _take_apart(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
+        return {"dict": [[key, _separate_tensors(item, f"{name}.{key}", tensors)] for key, item in value.items()]}
     if type(value) in (list, tuple):
-        items = [_take_apart(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        items = [_separate_tensors(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
         return {"tuple": items} if type(value) is tuple else items
-    if type(value) not in _PLAIN:
-        raise CpuftError(f"{name} is a {type(value).__name__}, which JSON cannot hold: keep tensors, numbers and texts")
+    if type(value) not in _PLAIN_TYPES:
+        raise CpuftError(f"{name} is a {type(value).__name__}, which JSON cannot hold: save tensors, numbers and texts")
     return value
 
 
-def _put_together(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _insert_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the value from which `_separate_tensors` has made `value` and `tensors`."""
     if isinstance(value, list):
-        return [_put_together(item, tensors) for item in value]
+        return [_insert_tensors(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
     if kind == "tensor":
         return tensors[inside]
     if kind == "tuple":
-        return tuple(_put_together(item, tensors) for item in inside)
-    return {key: _put_together(item, tensors) for key, item in inside}
+        return tuple(_insert_tensors(item, tensors) for item in inside)
+    return {key: _insert_tensors(item, tensors) for key, item in inside}

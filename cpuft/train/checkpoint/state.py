@@ -1,9 +1,10 @@
-"""What makes the next update the same on any number of ranks, as one block of memory: fp32 weights, AdamW's moments.
+"""The state of a training as one block of memory: fp32 weights and AdamW's moments.
 
-Weights that are not trained are not in it; its header has their checksum, so that it fits no other ones.
+With it, the next update is the same on any number of ranks. Frozen weights are not in it. Its header has their
+checksum, so that it is not restored into a model with other ones.
 
-The block is a safetensors file as it stands (a header in JSON, then all tensors without gaps), so that it is written
-and read in one piece; the library's own writer holds the GIL meanwhile, and training would wait.
+The block is a complete safetensors file (a header in JSON, then all tensors without gaps), so it is written and read
+in one piece. The library's own writer would hold the GIL meanwhile, and training would wait.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.exchange.optimizer_shards import MOMENTS, WEIGHTS, OptimizerShards
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
-_NAMES = {
+_TYPE_NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
     torch.float32: "F32",
@@ -33,15 +34,17 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _STEP = "step"
-"""AdamW's count of the updates of each parameter, all in one tensor."""
+"""AdamW's number of updates of each parameter, all in one tensor."""
 
 
 @dataclass(frozen=True)
 class _Place:
+    """Where a tensor lies in a block."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Byte of the block at which the tensor begins."""
+    """Byte at which the tensor begins."""
 
     def view(self, block: Tensor) -> Tensor:
         nbytes = self.dtype.itemsize * torch.Size(self.shape).numel()
@@ -49,92 +52,97 @@ class _Place:
 
 
 class TrainingState:
-    """The weights of a model and the moments of its AdamW, and their places in a block.
+    """The weights of a model and the moments of its AdamW, and where each lies in a block.
 
-    `parts`: where ranks have parts of them only. Their block is the same.
+    Parameters
+    ----------
+    shards: of the optimizer, if it is sharded. The block is the same as without.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, parts: OptimizerShards | None = None) -> None:
-        self._model, self._optimizer, self._parts = model, optimizer, parts
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, shards: OptimizerShards | None = None) -> None:
+        self._model, self._optimizer, self._shards = model, optimizer, shards
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-        # Not asked for a state_dict, which gives whole weights: there may be parts of them only.
+        # `state_dict` would need all fp32 weights, of which this rank may have shards only.
         for prefix, module in model.named_modules():
             for name in module._non_persistent_buffers_set:
                 buffers.pop(f"{prefix}.{name}".removeprefix("."), None)
         frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
         found: dict[str, Tensor] = parameters | buffers
         self._weights = {name: tensor for name, tensor in found.items() if name not in frozen}
-        everything = parts.parameters if parts else [p for group in optimizer.param_groups for p in group["params"]]
-        stepped = set(map(id, everything))
-        self._stepped = {name: p for name, p in parameters.items() if id(p) in stepped}
+        trained = shards.parameters if shards else [p for group in optimizer.param_groups for p in group["params"]]
+        trained_ids = set(map(id, trained))
+        self._trained = {name: p for name, p in parameters.items() if id(p) in trained_ids}
         self.header, self._places = _lay_out(self._list_tensors(), checksum_frozen(frozen))
-        self.nbytes = len(self.header) + sum(self._sizes())
-        """Of a block."""
+        self.nbytes = len(self.header) + sum(
+            place.dtype.itemsize * torch.Size(place.shape).numel() for place in self._places.values()
+        )
+        """Size of a block."""
 
     def _list_tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return name, type and shape of each tensor in a block."""
         masters: MasterWeights | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
-        wide = masters.parameters if masters else {}
+        with_masters = masters.parameters if masters else {}
         found = [
-            (f"{WEIGHTS}.{name}", torch.float32 if name in wide else tensor.dtype, tuple(tensor.shape))
+            (f"{WEIGHTS}.{name}", torch.float32 if name in with_masters else tensor.dtype, tuple(tensor.shape))
             for name, tensor in self._weights.items()
         ]
         for moment in MOMENTS:
-            found += [(f"{moment}.{name}", torch.float32, tuple(p.shape)) for name, p in self._stepped.items()]
-        return [*found, (_STEP, torch.float32, (len(self._stepped),))]
+            found += [(f"{moment}.{name}", torch.float32, tuple(p.shape)) for name, p in self._trained.items()]
+        return [*found, (_STEP, torch.float32, (len(self._trained),))]
 
-    def _sizes(self) -> list[int]:
-        return [place.dtype.itemsize * torch.Size(place.shape).numel() for place in self._places.values()]
-
-    def _masters(self) -> dict[str, Tensor]:
-        """The fp32 masters of bf16 parameters, by name, as far as this rank has them whole."""
+    def _find_masters(self) -> dict[str, Tensor]:
+        """Return the fp32 master weights of bf16 parameters by name, as far as this rank has them whole."""
         masters: MasterWeights | None = getattr(self._model, MASTERS_ATTRIBUTE, None)
         if masters is None:
             return {}
         return {name: value for name, p in masters.parameters.items() if (value := masters.get(p)) is not None}
 
-    def _place(self, block: Tensor, kind: str, name: str) -> Tensor:
+    def _view(self, block: Tensor, kind: str, name: str) -> Tensor:
         return self._places[f"{kind}.{name}"].view(block)
 
     @torch.no_grad()
     def snapshot(self, block: Tensor) -> None:
-        """Copy all of it into a block, uint8 of shape (nbytes,). With parts, all others `stand_by` meanwhile."""
+        """Copy the state into a block, uint8 of shape (nbytes,).
+
+        With shards this is collective: all other ranks call `Exchange.contribute_to_checkpoint` meanwhile.
+        """
         block[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        masters = self._masters()
+        masters = self._find_masters()
         for name, tensor in self._weights.items():
-            self._place(block, WEIGHTS, name).copy_(masters.get(name, tensor))
+            self._view(block, WEIGHTS, name).copy_(masters.get(name, tensor))
         steps = self._places[_STEP].view(block)
-        if self._parts:
-            names = {parameter: name for name, parameter in self._stepped.items()}
-            for kind, parameter, value in self._parts.gather_state():
-                self._place(block, kind, names[parameter]).copy_(value)
-            steps.fill_(self._parts.step)
+        if self._shards:
+            names = {parameter: name for name, parameter in self._trained.items()}
+            for kind, parameter, value in self._shards.gather_state():
+                self._view(block, kind, names[parameter]).copy_(value)
+            steps.fill_(self._shards.step)
             return
-        for number, (name, parameter) in enumerate(self._stepped.items()):
+        for number, (name, parameter) in enumerate(self._trained.items()):
             state: dict[str, Any] = self._optimizer.state.get(parameter, {})
             steps[number] = float(state.get(_STEP, 0))
             for moment in MOMENTS:
-                place = self._place(block, moment, name)
+                place = self._view(block, moment, name)
                 place.copy_(state[moment]) if state else place.zero_()
 
     @torch.no_grad()
     def restore(self, block: Tensor) -> None:
-        """Take all of it from a block with this header."""
-        values = {name: self._place(block, WEIGHTS, name) for name in self._weights}
-        # Not strict: a weight that goes by two names is there once.
+        """Restore the state from a block that has the same header."""
+        values = {name: self._view(block, WEIGHTS, name) for name in self._weights}
+        # Not strict, because a weight with two names is in the block once.
         self._model.load_state_dict(values, strict=False)
         steps = self._places[_STEP].view(block)
-        if self._parts:
-            names = {parameter: name for name, parameter in self._stepped.items()}
-            self._parts.restore(lambda kind, parameter: self._place(block, kind, names[parameter]), steps.max())
+        if self._shards:
+            names = {parameter: name for name, parameter in self._trained.items()}
+            self._shards.restore(lambda kind, parameter: self._view(block, kind, names[parameter]), steps.max())
             return
-        for step, (name, parameter) in zip(steps, self._stepped.items()):
+        for step, (name, parameter) in zip(steps, self._trained.items()):
             if step:
-                moments = {moment: self._place(block, moment, name).clone() for moment in MOMENTS}
+                moments = {moment: self._view(block, moment, name).clone() for moment in MOMENTS}
                 self._optimizer.state[parameter] = {_STEP: step.clone(), **moments}
 
 
 def checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of these weights, rounded to bf16, as which the fast path keeps some of them; empty without any."""
+    """Return the SHA-256 of these weights, rounded to bf16 as the fast path stores some; empty if there are none."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -143,10 +151,15 @@ def checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
-    """These tensors in one block, a safetensors file as it stands. Raises CpuftError: one has a type without a name."""
+    """Return these tensors as one block, a complete safetensors file.
+
+    Raises CpuftError if a tensor has a type that the format cannot hold.
+    """
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise CpuftError(f"{name} is of type {tensor.dtype}, which is not kept: make it one of another type before")
+        if tensor.dtype not in _TYPE_NAMES:
+            raise CpuftError(
+                f"{name} is of type {tensor.dtype}, which cannot be saved: convert it to another type before"
+            )
     header, places = _lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     block = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -158,17 +171,19 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
 def _lay_out(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], frozen: str = ""
 ) -> tuple[bytes, dict[str, _Place]]:
-    """A safetensors header of these tensors, and where in a block each one stands: the widest type first, so that
-    every tensor is aligned. `frozen`: checksum of what has no place in it."""
+    """Return a safetensors header of these tensors, and the place of each in a block.
+
+    The widest types come first, so that every tensor is aligned. `frozen` is the checksum of the frozen weights.
+    """
     tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
-    said: dict[str, Any] = {"__metadata__": {"frozen": frozen}} if frozen else {}
+    header: dict[str, Any] = {"__metadata__": {"frozen": frozen}} if frozen else {}
     starts, end = list[int](), 0
     for name, dtype, shape in tensors:
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         starts.append(start)
-        said[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(said).encode()
+        header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    places = {name: _Place(dtype, shape, len(header) + start) for (name, dtype, shape), start in zip(tensors, starts)}
-    return header, places
+    encoded = len(text).to_bytes(8, "little") + text
+    places = {name: _Place(dtype, shape, len(encoded) + start) for (name, dtype, shape), start in zip(tensors, starts)}
+    return encoded, places

@@ -135,8 +135,8 @@ def test_the_newest_two_stay_and_a_damaged_one_is_left_out(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     "things, said",
     [
-        ({"model": torch.nn.Linear(3, 5)}, r"what was kept after step 1 does not fit model \(Error.* size mismatch"),
-        ({"optimizer": make_pair()[1]}, "what was kept after step 1 has no optimizer: load what the script has saved"),
+        ({"model": torch.nn.Linear(3, 5)}, r"the checkpoint of step 1 does not fit model \(Error.* size mismatch"),
+        ({"optimizer": make_pair()[1]}, "the checkpoint of step 1 has no optimizer: load what the script has saved"),
         ({"best": 3}, r"does not fit best \('int' object has no attribute"),
     ],
 )
@@ -147,9 +147,9 @@ def test_what_does_not_fit_is_one_line(things: dict[str, Any], said: str) -> Non
 
 
 def test_what_only_pickle_could_keep_is_refused() -> None:
-    with pytest.raises(CpuftError, match=r"values\.1 is a set, which JSON cannot hold: keep tensors"):
+    with pytest.raises(CpuftError, match=r"values\.1 is a set, which JSON cannot hold: save tensors"):
         cpuft.save_state(1, values=[1, {2}])
-    with pytest.raises(CpuftError, match=r"waves is of type torch\.complex64, which is not kept"):
+    with pytest.raises(CpuftError, match=r"waves is of type torch\.complex64, which cannot be saved"):
         cpuft.save_state(1, waves=torch.zeros(1, dtype=torch.complex64))
 
 
@@ -158,10 +158,10 @@ def test_where_nothing_can_be_kept_the_next_move_is_said() -> None:
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "2")
         for function in (cpuft.interrupted, cpuft.load_state):
-            with pytest.raises(CpuftError, match="2 ranks keep a state together: call torch"):
+            with pytest.raises(CpuftError, match="2 ranks write checkpoints together: call torch"):
                 function()
         patch.delenv("CPUFT_RUN_DIR")
-        with pytest.raises(CpuftError, match="a state needs a place: start the script with cpuft launch"):
+        with pytest.raises(CpuftError, match="checkpoints need a folder: start the script with cpuft launch"):
             cpuft.load_state()
 
 
@@ -183,6 +183,6 @@ def test_a_state_with_damaged_json_is_refused_with_its_place(text: str, tmp_path
     """Its checksums are right: it is somebody else's, or another program's."""
     files = {"state.safetensors": pack_tensors({}).numpy().data, "values.json": memoryview(text.encode())}
     write_checkpoint(tmp_path / "checkpoints", 3, 0, files)
-    said = r"what was kept after step 3 on \S+ is no state of cpuft.save_state .*: remove .*checkpoints, and start anew"
+    said = r"the checkpoint of step 3 on \S+ is none of cpuft.save_state .*: remove .*checkpoints, and start a new run"
     with pytest.raises(CpuftError, match=said):
         cpuft.load_state()
