@@ -88,19 +88,20 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
     now, until, limit
         The time now, when the lease ends, and to when running jobs may extend it.
     """
-    listed = f"about ${price.on_demand:.3f}" if price.on_demand else ""
     unknown = f"cpuft has only the list prices of {LISTED}"
     if config.spot:
-        each = f"${_format_range(price.spot)} now in {config.region}" if price.spot else "a price that AWS does not say"
-        each += f"; on demand: {listed}, {price.source}" if listed else f"; on demand: unknown, {unknown}"
+        each = f"${_format_range(price.spot)} per hour now in {config.region}" if price.spot else "an unknown price"
+        on_demand = f"about ${price.on_demand:.3f}, {price.source}" if price.on_demand else f"unknown, {unknown}"
+        each += f" (on demand: {on_demand})"
         hourly = (price.spot[1] if price.spot else 0.0) * missing
     else:
-        each = f"{listed}, {price.source}" if listed else f"an unknown price, {unknown}"
+        each = f"about ${price.on_demand:.3f} per hour ({price.source})" if price.on_demand else ""
+        each = each or f"an unknown price ({unknown})"
         hourly = (price.on_demand or 0.0) * missing
     hours, longest = max(0.0, until - now) / 3600, max(0.0, limit - now) / 3600
     end = f"the lease ends at {format_time(until)} (in {format_span(until - now)})"
     sentences = [
-        f"{missing} x {config.type} {'spot' if config.spot else 'on demand'}: each instance costs per hour {each}",
+        f"{missing} x {config.type} {'spot' if config.spot else 'on demand'}: each instance costs {each}",
         f"All together cost ${hourly:.2f} per hour, ${hourly * hours:.2f} until {end}"
         if hourly
         else f"All together cost an unknown price until {end}",
@@ -127,7 +128,7 @@ def count_seconds(instances: Sequence[Instance], now: float) -> float:
     seconds = 0.0
     for one in instances:
         end = now if one.state in BILLED else one.ended or max(one.launched, min(now, float(one.until or now)))
-        seconds += end - one.launched
+        seconds += max(0.0, end - one.launched)
     return seconds
 
 

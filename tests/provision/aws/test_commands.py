@@ -171,8 +171,8 @@ def test_a_price_that_nobody_is_asked_about_is_said_all_the_same(region: Region,
     lab = make_aws(region, tmp_path, nodes=2)
     lab.make(told.append, refuse)
     assert re.match(
-        r"2 x m7i\.8xlarge on demand: each instance costs per hour "
-        r"about \$[0-9.]+, list price of us-east-1 in 20[0-9]{2}\. "
+        r"2 x m7i\.8xlarge on demand: each instance costs "
+        r"about \$[0-9.]+ per hour \(list price of us-east-1 in 20[0-9]{2}\)\. "
         r"All together cost \$[0-9.]+ per hour, \$[0-9.]+ until the lease ends at ",
         told[0],
     ), told

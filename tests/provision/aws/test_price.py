@@ -26,16 +26,16 @@ def test_an_unknown_price_is_said_to_be_unknown() -> None:
         return describe_price(price, config, 4, NOW, NOW + 7200, NOW + 7200).partition(" until the lease")[0]
 
     assert describe(known, False) == (
-        "4 x m7i.8xlarge on demand: each instance costs per hour about $1.613, list price of us-east-1 in 2025. All "
+        "4 x m7i.8xlarge on demand: each instance costs about $1.613 per hour (list price of us-east-1 in 2025). All "
         "together cost $6.45 per hour, $12.90"
     )
     assert describe(spot, True) == (
-        "4 x m7i.8xlarge spot: each instance costs per hour $0.600 to $0.700 now in us-east-1; on demand: about "
-        "$1.613, list price of us-east-1 in 2025. All together cost $2.80 per hour, $5.60"
+        "4 x m7i.8xlarge spot: each instance costs $0.600 to $0.700 per hour now in us-east-1 (on demand: about "
+        "$1.613, list price of us-east-1 in 2025). All together cost $2.80 per hour, $5.60"
     )
     assert describe(unknown, True) == (
-        "4 x m7i.8xlarge spot: each instance costs per hour a price that AWS does not say; on demand: unknown, cpuft "
-        "has only the list prices of us-east-1. All together cost an unknown price"
+        "4 x m7i.8xlarge spot: each instance costs an unknown price (on demand: unknown, cpuft has only the list "
+        "prices of us-east-1). All together cost an unknown price"
     )
 
 
