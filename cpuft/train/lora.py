@@ -1,8 +1,10 @@
-"""`--lora-rank N`: adapters of rank N, by peft, are trained in a model's place; they alone travel and are kept.
+"""LoRA (`--lora-rank N`): train small adapters of rank N, made by peft, instead of the whole model.
 
-Their learning rate is ten times that of whole models: the best one for LoRA is, whatever the rank (Schulman and others,
-LoRA Without Regret, 2025). They are scaled by 2: alpha is twice the rank, as in peft's example for MRPC. Of attention
-all is adapted. With the layers between, too, MiniLM at rank 16 would send 6 % of what a whole model does, and not 2.6.
+Only the adapters and the head are trained, sent between ranks and saved. Their learning rate is ten times that of
+training the whole model, which is best for LoRA whatever the rank (Schulman and others, LoRA Without Regret, 2025).
+Adapters are scaled by 2: alpha is twice the rank, as in peft's example for MRPC. All linear layers of attention are
+adapted. With those of feed-forward, too, MiniLM at rank 16 would send 6 % of the bytes of the whole model per update,
+instead of 2.6 %.
 """
 
 from __future__ import annotations
@@ -17,62 +19,69 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command
 from cpuft.train.fast.architectures import ATTENTION_MODULE_NAMES
 
-_TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
-"""By the end of a class's name: what peft calls its task, so that AutoPeftModelForSequenceClassification loads it."""
+_TASK_TYPES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+"""peft's task types by the end of the model class's name, for its AutoPeftModelForSequenceClassification."""
 
 
 def check_lora(config: TrainConfig, package: str = "peft") -> None:
-    """Raises CpuftError when adapters are asked for, and what makes them is not installed."""
+    """Raise CpuftError if --lora-rank is given and peft is not installed."""
     if config.lora_rank:
         check_peft("--lora-rank", package)
 
 
 def check_peft(wanted_by: str, package: str = "peft") -> None:
-    """Raises CpuftError when peft is not installed."""
+    """Raise CpuftError if peft is not installed; `wanted_by` says what needs it."""
     if importlib.util.find_spec(package) is None:
         raise CpuftError(f"{wanted_by} needs peft, which is not installed: {install_command('train')}")
 
 
-def adapt(model: Any, rank: int, source: str, fresh: Collection[str]) -> Any:
-    """peft's model around `model`, which is changed in place: adapters in attention, and what is trained whole.
+def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> Any:
+    """Add adapters to the attention of `model` in place, freeze the rest, and return peft's model around it.
+
+    The head, and modules whose weights are new, are trained whole.
 
     Parameters
     ----------
-    source: where the model came from, for whoever loads its adapters.
-    fresh: names of parameters that did not come from there.
+    source: folder or hub name of the model, which is saved with the adapters.
+    new: names of the parameters that were not loaded from there.
 
-    Raises CpuftError: it has no linear layers in its attention.
+    Raises CpuftError: the model has no linear layers in its attention.
     """
     from peft import LoraConfig, get_peft_model
 
-    whole, kind = find_whole(model, fresh), type(model).__name__
-    targets = [name for name in find_targets(model) if name not in whole]
+    whole, kind = find_whole_modules(model, new), type(model).__name__
+    targets = [name for name in find_attention_layers(model) if name not in whole]
     if not targets:
-        raise CpuftError(f"--lora-rank finds no linear layers in the attention of {source} ({kind}): leave it out")
-    task = next((task for end, task in _TASKS.items() if kind.endswith(end)), None)
+        raise CpuftError(
+            f"--lora-rank finds no linear layers in the attention of {source} ({kind}): leave --lora-rank out"
+        )
+    task_type = next((task_type for end, task_type in _TASK_TYPES.items() if kind.endswith(end)), None)
     settings = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=targets, modules_to_save=whole or None, task_type=task
+        r=rank, lora_alpha=2 * rank, target_modules=targets, modules_to_save=whole or None, task_type=task_type
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers warns of what peft asks it
+        warnings.simplefilter("ignore")  # transformers warns of a function that peft calls
         adapted = get_peft_model(model, settings)
     adapted.peft_config["default"].base_model_name_or_path = source
     return adapted
 
 
-def find_targets(model: Any) -> list[str]:
-    """Names of the linear layers in the attention of a model's encoder."""
+def find_attention_layers(model: Any) -> list[str]:
+    """Return the names of the linear layers in the attention of a model's encoder."""
     from torch import nn
 
-    inside = f"{model.base_model_prefix}."
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name.startswith(inside)]
-    return [name for name in linears if any(word in name.lower() for word in ATTENTION_MODULE_NAMES)]
+    encoder = f"{model.base_model_prefix}."
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name.startswith(encoder)]
+    return [name for name in linears if any(part in name.lower() for part in ATTENTION_MODULE_NAMES)]
 
 
-def find_whole(model: Any, fresh: Collection[str]) -> list[str]:
-    """Names of the modules that are trained whole: the head, and what came with no weights, a pooler say.
+def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
+    """Return the names of the modules that are trained whole: the head, and modules with new weights, such as a pooler.
 
-    A head whose output layer is the word embeddings once more is as large as they, and came with them.
+    A head whose output layer shares the token embedding's weight is not trained: it is as large as the embedding, and
+    its weight was loaded.
+
+    `new`: names of the parameters that are new.
     """
     outputs = model.get_output_embeddings()
     heads = [
@@ -81,34 +90,34 @@ def find_whole(model: Any, fresh: Collection[str]) -> list[str]:
         if outputs is None and name != model.base_model_prefix and any(True for _ in module.parameters())
     ]
     modules = dict(model.named_modules())
-    begun = {name.rpartition(".")[0] for name in fresh if name.split(".")[0] not in heads}
-    return heads + sorted(n for n in begun if modules[n] is not outputs and not any(modules[n].children()))
+    others = {name.rpartition(".")[0] for name in new if name.split(".")[0] not in heads}
+    return heads + sorted(n for n in others if modules[n] is not outputs and not any(modules[n].children()))
 
 
-def merge(model: Any, folder: str) -> Any:
-    """`model`, changed in place: the adapters of a folder in its weights. A head of other sizes stays as it is.
+def merge_adapters(model: Any, folder: str) -> Any:
+    """Merge the adapters in a folder into the weights of `model`, in place. A head of other sizes is left as it is.
 
-    Raises CpuftError: peft is not installed, or does not take them for this model's.
+    Raises CpuftError: peft is not installed, or the adapters do not fit the model.
     """
     check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of such a head
+            warnings.simplefilter("ignore")  # of a head of other sizes
             return PeftModel.from_pretrained(model, folder, ignore_mismatched_sizes=True).merge_and_unload()
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         kind = type(model).__name__
-        raise CpuftError(f"the adapters in {folder} do not fit {kind} ({said}): name another --model") from None
+        raise CpuftError(f"the adapters in {folder} do not fit {kind} ({reason}): name another --model") from None
 
 
-def is_adapted(model: Any) -> bool:
-    """Whether peft holds this model."""
+def has_adapters(model: Any) -> bool:
+    """Return whether this is a model of peft, which wraps the model with its adapters."""
     return type(model).__module__.startswith("peft.")
 
 
 def save_adapters(model: Any, folder: Path) -> None:
-    """Write adapters and head as peft reads them, and beside them the model's configuration, with labels."""
-    model.save_pretrained(folder, save_embedding_layers=False)  # peft would ask the hub about the words
+    """Save adapters and head in peft's format, and the configuration of the model, with its labels, beside them."""
+    model.save_pretrained(folder, save_embedding_layers=False)  # else peft asks the hub for the vocabulary's size
     model.config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Encoders: where a model's files are, and loading or making one for a task."""
+"""Find a model's files, check them, and load the model, or make an untrained one, with the head of a task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command, near_names
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
-from cpuft.train.lora import adapt, merge
+from cpuft.train.lora import add_adapters, merge_adapters
 from cpuft.train.startup import find_hub_problem
 
 _OFFLINE = "minilm"
@@ -26,12 +26,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "bert-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
     "bert-1.5b": {"hidden_size": 1600, "num_hidden_layers": 48, "num_attention_heads": 25, "intermediate_size": 6400},
 }
-"""Of BERT (Devlin et al. 2019, arXiv:1810.04805, section 3), and of one as large as GPT-2's largest; what is not said
-is BERT-base's."""
+"""Sizes of untrained models by the values of --from-config: those of BERT (Devlin et al. 2019, arXiv:1810.04805, section 3),
+and of an encoder as large as the largest GPT-2. What is not given is as in BERT-base."""
 
 
 def find_model(name: str) -> str:
-    """The folder of a model, or its hub name. Raises CpuftError for a folder or offline model that is not there."""
+    """Return the folder of a model, or its hub name as it is.
+
+    `name`: a folder, a hub name, or minilm, the model of an installed package.
+
+    Raises CpuftError: the folder or the package is missing, or the folder holds no model.
+    """
     if name == _OFFLINE:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
         if spec is None or not spec.submodule_search_locations:
@@ -41,7 +46,7 @@ def find_model(name: str) -> str:
     if (folder / "config.json").exists():
         return str(folder)
     if (folder / "model" / "config.json").exists():
-        raise CpuftError(f"folder {name} is the directory of a run, which holds its model: did you mean {name}/model?")
+        raise CpuftError(f"folder {name} is the folder of a run, which has its model in {name}/model: name that folder")
     if folder.is_dir():
         raise CpuftError(f"folder {name} holds no model (no config.json): name one made with save_pretrained")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -52,21 +57,22 @@ def find_model(name: str) -> str:
     return name
 
 
-def name_model(config: TrainConfig) -> str:
-    """What is trained, in its user's word."""
+def get_model_name(config: TrainConfig) -> str:
+    """Return the name of what is trained, as the user gave it: the value of --from-config or --model."""
     return config.from_config or config.model
 
 
-def load_config(config: TrainConfig, head: Mapping[str, Any], words: int = 0, pad_id: int = -1) -> Any:
-    """The model's configuration, with the settings of its head.
+def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
+    """Return the configuration of the model in the form of transformers, with the settings of its head.
 
     Parameters
     ----------
-    words: of the tokenizer, for a model that is untrained. One of `SIZES` has so many words.
-    pad_id: of the token that batches are padded with, by `choose_pad_id`. Some models need it to find the last token of
-        a text. -1 leaves a trained model's own, and is 0 for an untrained one.
+    head: settings of the head, by their names in config.json.
+    vocab_size: of the tokenizer, for an untrained model of `SIZES`. 0: BERT's own.
+    pad_id: id of the token that batches are padded with, see `choose_pad_id`. Some models need it to find the last
+        token of a text. -1 leaves a trained model's own, and means 0 for an untrained one.
 
-    Raises CpuftError: there is none, or it makes no sense.
+    Raises CpuftError: the configuration cannot be read or loaded, or is not valid.
     """
     import transformers
 
@@ -82,23 +88,24 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], words: int = 0, pa
             if pad_id >= 0:
                 settings.pad_token_id = pad_id
             return settings
-        values = SIZES[name] if name in SIZES else _read_values(name)
-        size = {"vocab_size": words} if name in SIZES and words else {}
+        values = SIZES[name] if name in SIZES else _read_json(name)
+        size = {"vocab_size": vocab_size} if name in SIZES and vocab_size else {}
         return transformers.AutoConfig.for_model(
             **{"model_type": "bert", **values, "pad_token_id": max(pad_id, 0), **size, **head}
         )
     except (OSError, ValueError) as error:
-        raise CpuftError(_cannot_make(name, error) if name else describe_load_failure(config.model, error)) from None
-    except Exception as error:  # checks of settings raise classes of their own
-        raise CpuftError(_cannot_make(name or config.model, error)) from None
+        message = _describe_bad_config(name, error) if name else describe_load_failure(config.model, error)
+        raise CpuftError(message) from None
+    except Exception as error:  # transformers' checks of settings raise errors of their own classes
+        raise CpuftError(_describe_bad_config(name or config.model, error)) from None
 
 
-def _read_values(name: str) -> dict[str, Any]:
+def _read_json(name: str) -> dict[str, Any]:
     return load(dict[str, Any], parse_json(Path(name).read_text(encoding="utf-8")), name)
 
 
 def check_untrained(config: TrainConfig) -> None:
-    """Raises CpuftError: no model can be made of the file that --from-config names."""
+    """Raise CpuftError if no model can be made with the configuration that --from-config names."""
     if not config.from_config:
         return
     settings = load_config(config, {})
@@ -107,104 +114,113 @@ def check_untrained(config: TrainConfig) -> None:
         import transformers
 
         try:
-            with torch.device("meta"):  # shapes, and no memory
+            with torch.device("meta"):  # computes shapes and takes no memory
                 transformers.AutoModel.from_config(settings)
-        except Exception as error:  # whatever its sizes lead to
-            raise CpuftError(_cannot_make(config.from_config, error)) from None
+        except Exception as error:  # wrong sizes raise many kinds of errors
+            raise CpuftError(_describe_bad_config(config.from_config, error)) from None
 
 
-def _cannot_make(name: str, error: Exception) -> str:
-    said = " ".join(str(error).split())[:200] or type(error).__name__
-    return f"no model can be made of {name} ({said}): correct its settings, or take one of {', '.join(SIZES)}"
+def _describe_bad_config(name: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return f"no model can be made of {name} ({reason}): correct its settings, or take one of {', '.join(SIZES)}"
 
 
 def check_positions(config: TrainConfig) -> None:
-    """Raises CpuftError: the model has fewer positions than --max-length."""
+    """Raise CpuftError if the model has fewer positions than --max-length."""
     settings = load_config(config, {})
-    most = getattr(settings, "max_position_embeddings", 0) or 0  # XLNet says -1: no limit
+    positions = getattr(settings, "max_position_embeddings", 0) or 0  # -1 in XLNet: no limit
     if settings.model_type in POSITIONS_AFTER_PADDING:
-        most -= (settings.pad_token_id or 0) + 1
-    if 0 < most < config.max_length:
+        positions -= (settings.pad_token_id or 0) + 1
+    if 0 < positions < config.max_length:
         raise CpuftError(
-            f"{name_model(config)} has {most} positions, so that it cannot read examples of {config.max_length} "
-            f"tokens: give --max-length {most} or less"
+            f"{get_model_name(config)} has {positions} positions, so that it cannot read examples of "
+            f"{config.max_length} tokens: give --max-length {positions} or less"
         )
 
 
-def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], words: int = 0, pad_id: int = -1) -> Any:
-    """The encoder with a fresh head, fp32, on the CPU; untrained with `--from-config`, held by peft with `--lora-rank`.
+def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
+    """Load the model with a new head, in fp32 on the CPU.
+
+    With --from-config it is untrained; with --lora-rank it is wrapped by peft.
 
     Parameters
     ----------
-    kind: name of the class of transformers that loads any model with such a head.
-    head: its settings, by their names in a model's configuration.
-    words, pad_id: of the tokenizer, see `load_config`.
+    kind: name of the class of transformers that loads any model with such a head, such as
+        AutoModelForSequenceClassification.
+    head, vocab_size, pad_id: see `load_config`.
 
-    Raises CpuftError: the model cannot be had, or is of a kind that has no such head.
+    Raises CpuftError: the model cannot be loaded, or its architecture has no such head.
     """
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    settings = load_config(config, head, words, pad_id)
+    settings = load_config(config, head, vocab_size, pad_id)
     _set_dropout(settings, config.dropout)
-    made = getattr(transformers, kind)
+    model_class = getattr(transformers, kind)
     try:
         if config.from_config:
-            return made.from_config(settings, attn_implementation="eager", dtype=torch.float32)
+            return model_class.from_config(settings, attn_implementation="eager", dtype=torch.float32)
         source = find_model(config.model)
-        read = partial(made.from_pretrained, config=settings, attn_implementation="eager")
-        model, fresh = load_weights(read, source)
+        read = partial(model_class.from_pretrained, config=settings, attn_implementation="eager")
+        model, new = load_weights(read, source)
     except CpuftError:
         raise
-    except Exception as error:  # safetensors, pickle and zipfile raise classes of their own
-        raise CpuftError(describe_load_failure(name_model(config), error)) from None
-    return adapt(model, config.lora_rank, source, fresh) if config.lora_rank else model
+    except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
+        raise CpuftError(describe_load_failure(get_model_name(config), error)) from None
+    return add_adapters(model, config.lora_rank, source, new) if config.lora_rank else model
 
 
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
-    """A model, fp32, and the names of parameters that had no weights there; of adapters, their base with them merged.
+    """Load a model from a folder or hub name; if that holds adapters, load their base model and merge them into it.
 
-    A head of other sizes, for other labels, is left out: the model gets a new one, and rank 0 says so.
+    If the head there has other sizes, for other labels, the model gets a new head, and rank 0 prints that.
 
     Parameters
     ----------
-    read: the `from_pretrained` of its class.
+    read: `from_pretrained` of the model's class.
 
-    Raises CpuftError: the weights have other sizes than the configuration says, or none is for this model.
+    Returns
+    -------
+    The model in fp32, and the names of the parameters that are new because they were not stored there.
+
+    Raises CpuftError: weights have other sizes than config.json says, none are for this model, or the base model of
+    adapters cannot be found.
     """
     chain = [source]
-    while under := find_base(chain[-1]):
-        if under in chain:
-            raise CpuftError(f"the adapters in {source} are for themselves: name their base in {_ADAPTERS} there")
-        chain.append(under)
-    model, told = read(chain.pop(), dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True)
-    inside = f"{model.base_model_prefix}."
-    other = {str(one[0]) if isinstance(one, (tuple, list)) else str(one) for one in told["mismatched_keys"]}
-    wrong = sorted(name for name in other if name.startswith(inside))
+    while base := find_base_model(chain[-1]):
+        if base in chain:
+            raise CpuftError(
+                f"the adapters in {source} name themselves as their base model: name the right one in {_ADAPTERS} there"
+            )
+        chain.append(base)
+    model, info = read(chain.pop(), dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True)
+    encoder = f"{model.base_model_prefix}."
+    mismatched = {str(one[0]) if isinstance(one, (tuple, list)) else str(one) for one in info["mismatched_keys"]}
+    wrong = sorted(name for name in mismatched if name.startswith(encoder))
     if wrong:
         raise CpuftError(
             f"the weights in {source} have other sizes than its config.json says ({', '.join(wrong[:3])}): "
             f"copy config.json and the weights from the same model"
         )
-    missing = set(told["missing_keys"])
-    base = {name for name, _ in model.named_parameters() if name.startswith(inside)}
-    if base and base <= missing:
+    missing = set(info["missing_keys"])
+    encoder_parameters = {name for name, _ in model.named_parameters() if name.startswith(encoder)}
+    if encoder_parameters and encoder_parameters <= missing:
         raise CpuftError(
             f"the weights in {source} are not for {type(model).__name__}: its config.json is of another model; "
             f"copy config.json and the weights from the same model"
         )
-    if other and os.environ.get("RANK", "0") == "0":
-        said = f"the head of {source} was made for other labels: the model gets a new, untrained head for these"
-        print(said, file=sys.stderr, flush=True)
+    if mismatched and os.environ.get("RANK", "0") == "0":
+        message = f"the head of {source} was trained for other labels: the model gets a new, untrained head"
+        print(message, file=sys.stderr, flush=True)
     for folder in reversed(chain):
-        model = merge(model, folder)
-    return model, missing | other
+        model = merge_adapters(model, folder)
+    return model, missing | mismatched
 
 
 def check_weights(source: str) -> None:
-    """Raises CpuftError: a weights file in a model's folder ends before its last weight does."""
+    """Raise CpuftError if a safetensors file in a model's folder is damaged or shorter than its header says."""
     for path in sorted(Path(source).glob("*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -220,10 +236,10 @@ def check_weights(source: str) -> None:
             raise CpuftError(f"the weights file {path} is cut off or damaged: copy or download it again")
 
 
-def find_base(source: str) -> str:
-    """Folder or hub name of the model that a folder's adapters are for; empty for whole models.
+def find_base_model(source: str) -> str:
+    """Return the folder or hub name of the model that the adapters in a folder are for; empty if it holds no adapters.
 
-    Raises CpuftError: nothing says which one, or it is not here.
+    Raises CpuftError: the adapters name no base model, or that is missing.
     """
     path = Path(source, _ADAPTERS)
     if not path.exists():
@@ -231,11 +247,13 @@ def find_base(source: str) -> str:
     try:
         base = load(str, load(dict[str, Any], parse_json(path.read_text(encoding="utf-8"))).get(_BASE), _BASE)
     except ValueError as error:
-        raise CpuftError(f"{path} does not say which model its adapters are for ({error}): name it there") from None
+        raise CpuftError(f"{path} does not name the model that its adapters are for ({error}): name it there") from None
     try:
         return find_model(_OFFLINE if _OFFLINE_PACKAGE in Path(base).parts else base)
     except CpuftError as error:
-        raise CpuftError(f"the adapters in {source} are for another model, named in {_ADAPTERS}: {error}") from None
+        raise CpuftError(
+            f"the base model of the adapters in {source}, named in {_ADAPTERS}, is missing: {error}"
+        ) from None
 
 
 def describe_load_failure(name: str, error: Exception) -> str:
@@ -245,12 +263,13 @@ def describe_load_failure(name: str, error: Exception) -> str:
             f"model {name} is neither a folder here nor in the cache of models, and {problem}: check the network and "
             f"the proxy settings, name a folder with --model, or use --model {_OFFLINE}, which needs no hub"
         )
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     hint = near_names(name, [_OFFLINE]) if "/" not in name else f"or use --model {_OFFLINE}"
-    return f"model {name} cannot be loaded ({said}): name a folder or a hub model that you can reach; {hint}"
+    return f"model {name} cannot be loaded ({reason}): name a folder or a hub model that you can reach; {hint}"
 
 
 def _set_dropout(settings: Any, rate: float) -> None:
+    """Set all dropout rates of a configuration; a negative rate leaves them."""
     if rate < 0:
         return
     for name in DROPOUT_SETTINGS:
@@ -259,5 +278,5 @@ def _set_dropout(settings: Any, rate: float) -> None:
 
 
 def count_parameters(model: Any) -> int:
-    """Trainable numbers of a model."""
+    """Return the number of trainable parameters of a model, counting each number."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -33,7 +33,7 @@ from cpuft.record import (
 from cpuft.train.checkpoint.policy import CheckpointWriter
 from cpuft.train.engines import name_packages
 from cpuft.train.exchange.compression import count_sent_numbers
-from cpuft.train.model import count_parameters, name_model
+from cpuft.train.model import count_parameters, get_model_name
 from cpuft.train.optimizer import describe_fast_path
 from cpuft.train.setup import TrainingSetup
 
@@ -206,7 +206,7 @@ def make_header(
     packages = (*_PACKAGES, *name_packages(config.engine))
     return Header(
         task=config.task,
-        model=name_model(config),
+        model=get_model_name(config),
         data=prepared.checksum,
         options=dict(vars(config)),
         world_size=len(ranks),

@@ -19,7 +19,7 @@ from cpuft.train.data.order import count_updates
 from cpuft.train.exchange.compression import choose_compression
 from cpuft.train.exchange.data_parallel import UNUSED_ATTRIBUTE
 from cpuft.train.exchange.table import choose_exchange
-from cpuft.train.model import name_model
+from cpuft.train.model import get_model_name
 from cpuft.train.objective.base import Objective
 from cpuft.train.optimizer import make_optimizer
 from cpuft.train.precision import autocast
@@ -105,7 +105,7 @@ def try_model(
         with suppress(Exception):
             forward("fp32")
             works_in_fp32 = True
-        problem = f"{type(model).__name__} of {name_model(config)} cannot compute a batch of two examples"
+        problem = f"{type(model).__name__} of {get_model_name(config)} cannot compute a batch of two examples"
         next_step = "add --precision fp32, in which it can" if works_in_fp32 else "name another --model"
         raise CpuftError(f"{problem}{f' in {precision}' * works_in_fp32} ({reason}): {next_step}") from None
     finally:

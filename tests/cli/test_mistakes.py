@@ -218,7 +218,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=demo --model=runs/x",
         {"runs/x/model/config.json": "{}"},
-        "folder runs/x is the directory of a run, which holds its model: did you mean runs/x/model?",
+        "folder runs/x is the folder of a run, which has its model in runs/x/model: name that folder",
     ),
     (
         "--task=demo --model=./nowhere",

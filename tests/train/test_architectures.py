@@ -160,7 +160,7 @@ def test_padding_that_a_model_does_not_know_is_refused(
     [
         (
             (),
-            "holds no whole tokenizer (no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) or ",
+            "holds no whole tokenizer (no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) ",
         ),
         (("tokenizer_config.json",), "holds no whole tokenizer (no tokenizer.json, vocab.txt (WordPiece), "),
         (("vocab.json",), "holds no whole tokenizer (vocab.json without merges.txt, and no tokenizer.json): save "),
@@ -232,7 +232,7 @@ def test_a_model_trained_on_other_labels_gets_a_new_head(tmp_path: Path, capsys:
     words = "bert.embeddings.word_embeddings.weight"
     assert torch.equal(model.state_dict()[words], three.state_dict()[words])
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"the head of {config.model} was made for other labels: the model gets a new, untrained head for these"
+        f"the head of {config.model} was trained for other labels: the model gets a new, untrained head"
     )
 
 

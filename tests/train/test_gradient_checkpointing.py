@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.train.lora import adapt
+from cpuft.train.lora import add_adapters
 from cpuft.train.optimizer import checkpoint_gradients, make_optimizer
 from cpuft.train.precision import autocast
 from tests.train.fast.encoders import KINDS, LENGTHS, make_batch, make_model
@@ -32,7 +32,7 @@ def find_gradients(kind: str, config: TrainConfig) -> dict[str, torch.Tensor]:
     """Of an update with dropout."""
     model = make_model(kind, dropout=0.1)
     if config.lora_rank:
-        model = adapt(model, config.lora_rank, "", ()).train()
+        model = add_adapters(model, config.lora_rank, "", ()).train()
         for _, factor in filter(lambda named: "lora_B" in named[0], model.named_parameters()):
             nn.init.ones_(factor)
     make_optimizer(model, config, config.precision)

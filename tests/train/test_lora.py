@@ -22,7 +22,7 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.lora import adapt, check_lora, find_targets, find_whole
+from cpuft.train.lora import add_adapters, check_lora, find_attention_layers, find_whole_modules
 from cpuft.train.model import find_model, load_weights
 from cpuft.train.objective.labels import Classification
 from tests.train.fast.encoders import SIZES, make_batch, make_model, relative_error
@@ -40,9 +40,9 @@ HEADS = {
 @pytest.mark.parametrize("kind, heads", HEADS.items())
 def test_all_of_attention_is_adapted_and_heads_are_trained_whole(kind: str, heads: list[str]) -> None:
     model = make_model(kind)
-    assert find_whole(model, {f"{heads[0]}.weight"}) == heads
-    assert len(find_targets(model)) == 2 * 4
-    trained = {name for name, p in adapt(model, 4, "", ()).named_parameters() if p.requires_grad}
+    assert find_whole_modules(model, {f"{heads[0]}.weight"}) == heads
+    assert len(find_attention_layers(model)) == 2 * 4
+    trained = {name for name, p in add_adapters(model, 4, "", ()).named_parameters() if p.requires_grad}
     assert {name for name in trained if "lora_" not in name} == {
         name for name in trained if any(f".{head}.modules_to_save." in name for head in heads)
     }
@@ -51,22 +51,22 @@ def test_all_of_attention_is_adapted_and_heads_are_trained_whole(kind: str, head
 
 def test_what_came_with_no_weights_is_trained_whole() -> None:
     fresh = {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight"}
-    assert find_whole(make_model("bert"), fresh) == ["classifier", "bert.pooler.dense"]
+    assert find_whole_modules(make_model("bert"), fresh) == ["classifier", "bert.pooler.dense"]
 
 
 def test_a_head_that_is_the_words_once_more_is_not_trained_whole() -> None:
     model = BertForMaskedLM(BertConfig(**SIZES))
-    assert find_whole(model, ()) == []
+    assert find_whole_modules(model, ()) == []
     fresh = {name for name, _ in model.named_parameters() if name.startswith("cls")} | {"cls.predictions.decoder.bias"}
     parts = ["cls.predictions.transform.LayerNorm", "cls.predictions.transform.dense"]
-    assert find_whole(model, fresh) == parts
-    assert all(".attention." in name for name in find_targets(model))
+    assert find_whole_modules(model, fresh) == parts
+    assert all(".attention." in name for name in find_attention_layers(model))
 
 
 def test_a_model_without_linear_layers_in_its_attention_is_refused() -> None:
     model = GPT2ForSequenceClassification(GPT2Config(vocab_size=64, n_positions=40, n_embd=32, n_layer=1, n_head=4))
-    with pytest.raises(CpuftError, match=r"no linear layers in the attention of here \(GPT2ForSeq.*\): leave it out"):
-        adapt(model, 4, "here", ())
+    with pytest.raises(CpuftError, match=r"no linear layers in the attention of here \(GPT2ForSeq.*\): leave --lora"):
+        add_adapters(model, 4, "here", ())
 
 
 def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
@@ -161,11 +161,14 @@ def test_merged_they_are_a_whole_model_of_fp32(trained: tuple[Any, Path], tmp_pa
 @pytest.mark.parametrize(
     "content, problem",
     [
-        ("{", "does not say which model its adapters are for"),
-        ("{}", "does not say which model its adapters are for"),
-        ('{"base_model_name_or_path": null}', "does not say which model its adapters are for"),
-        ('{"base_model_name_or_path": "/gone"}', "are for another model, named in .*: there is no folder /gone"),
-        ('{"base_model_name_or_path": "."}', "are for themselves"),
+        ("{", "does not name the model that its adapters are for"),
+        ("{}", "does not name the model that its adapters are for"),
+        ('{"base_model_name_or_path": null}', "does not name the model that its adapters are for"),
+        (
+            '{"base_model_name_or_path": "/gone"}',
+            "the base model of the adapters in .* is missing: there is no",
+        ),
+        ('{"base_model_name_or_path": "."}', "name themselves as their base model"),
     ],
 )
 def test_adapters_of_no_known_model_are_refused(tmp_path: Path, content: str, problem: str) -> None:

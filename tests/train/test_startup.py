@@ -100,5 +100,5 @@ def test_the_folder_of_a_run_is_answered_with_that_of_its_model(tmp_path: Path) 
         find_model(f"{tmp_path}/x")
     folder = f"{tmp_path}/x"
     assert str(error.value) == (
-        f"folder {folder} is the directory of a run, which holds its model: did you mean {folder}/model?"
+        f"folder {folder} is the folder of a run, which has its model in {folder}/model: name that folder"
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from cpuft.errors import DiskFullError
 from cpuft.train.data.tokenizer import load_tokenizer, make_tokenizer
-from cpuft.train.lora import is_adapted, save_adapters
+from cpuft.train.lora import has_adapters, save_adapters
 from cpuft.train.model import load_weights
 
 MODEL_DIR = "model"
@@ -46,7 +46,7 @@ def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made
 
 
 def _write_weights(model: Any, folder: Path, merged: bool) -> None:
-    if not is_adapted(model):
+    if not has_adapters(model):
         model.save_pretrained(folder)
         return
     save_adapters(model, folder)

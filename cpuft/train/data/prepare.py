@@ -41,7 +41,7 @@ from cpuft.train.data.tokenizer import (
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.memory import check_fit
-from cpuft.train.model import check_positions, check_untrained, check_weights, find_model, load_config, name_model
+from cpuft.train.model import check_positions, check_untrained, check_weights, find_model, get_model_name, load_config
 
 FORMAT = 6
 """Part of the checksum: to be raised when the same input gives other tokens."""
@@ -190,8 +190,8 @@ def _make_meta(
     largest = max(_find_largest(tokens.ids) for tokens in splits.values())
     if largest >= embedded:
         raise CpuftError(
-            f"the tokenizer makes tokens with ids up to {largest}, and {name_model(config)} embeds the ids from 0 to "
-            f"{embedded - 1} only: name the tokenizer that the model was made with by --tokenizer"
+            f"the tokenizer makes tokens with ids up to {largest}, and {get_model_name(config)} embeds the ids from 0 "
+            f"to {embedded - 1} only: name the tokenizer that the model was made with by --tokenizer"
         )
     unknown_share = _find_unknown_share(splits["train"].ids, tokenizer)
     if unknown_share == 1:

@@ -13,7 +13,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, hash_text, write_text
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
-from cpuft.train.model import describe_load_failure, find_model, load_config, name_model
+from cpuft.train.model import describe_load_failure, find_model, get_model_name, load_config
 from cpuft.train.startup import find_hub_problem
 
 _FILES = (
@@ -196,7 +196,7 @@ def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
     embedded = load_config(config, {}, vocab_size).vocab_size
     if vocab_size > embedded:
         raise CpuftError(
-            f"the tokenizer has {vocab_size} tokens, and {name_model(config)} embeds only {embedded}: "
+            f"the tokenizer has {vocab_size} tokens, and {get_model_name(config)} embeds only {embedded}: "
             f"leave --tokenizer out, or name the one that the model was made with"
         )
 
@@ -217,12 +217,12 @@ def choose_pad_id(config: TrainConfig, tokenizer: Any, vocab_size: int = 0) -> i
     known = [one for one in (*first, tokenizer.pad_token_id, own, tokenizer.eos_token_id, *ends) if one is not None]
     if not known:
         raise CpuftError(
-            f"neither the tokenizer nor the configuration of {name_model(config)} names a padding token or a token "
+            f"neither the tokenizer nor the configuration of {get_model_name(config)} names a padding token or a token "
             f"that ends a text: set pad_token_id in its config.json"
         )
     if not 0 <= known[0] < settings.vocab_size:
         raise CpuftError(
-            f"the padding token of {name_model(config)} has the id {known[0]}, and the model embeds the ids from 0 to "
-            f"{settings.vocab_size - 1} only: set pad_token in tokenizer_config.json to a token that the model knows"
+            f"the padding token of {get_model_name(config)} has the id {known[0]}, and the model embeds the ids from 0 "
+            f"to {settings.vocab_size - 1} only: set pad_token in tokenizer_config.json to a token that the model knows"
         )
     return int(known[0])

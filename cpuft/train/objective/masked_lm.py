@@ -15,7 +15,7 @@ from cpuft.config import TrainConfig
 from cpuft.train.data.archive import UNTAGGED, Tokens
 from cpuft.train.data.order import Indices
 from cpuft.train.data.texts import NEVER_MASKED, WORD_START
-from cpuft.train.lora import is_adapted
+from cpuft.train.lora import has_adapters
 from cpuft.train.objective.base import Batch, Predictions
 from cpuft.train.objective.labels import TokenClassification
 
@@ -42,7 +42,7 @@ class MaskedLanguageModelling(TokenClassification):
     def load_model(self, config: TrainConfig) -> Any:
         """Load the encoder with its head, fp32. Raises CpuftError if the model cannot be found or read."""
         model = super().load_model(config)
-        self.predict_masked_places_only(model.get_base_model() if is_adapted(model) else model)
+        self.predict_masked_places_only(model.get_base_model() if has_adapters(model) else model)
         return model
 
     def predict_masked_places_only(self, model: Any) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from cpuft.config import TrainConfig
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.lora import adapt
+from cpuft.train.lora import add_adapters
 from cpuft.train.optimizer import make_optimizer
 from cpuft.train.process_group import checksum_parameters
 from tests.train.fast.encoders import make_batch, make_model
@@ -58,7 +58,7 @@ def test_updates_after_it_are_the_same_to_the_bit(plain: bool, precision: str, t
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_of_a_model_with_adapters_what_is_trained_alone_is_kept(precision: str) -> None:
     config = TrainConfig(lora_rank=4, learning_rate=1e-2)
-    model, other, whole = (adapt(make_model("bert"), 4, "", ()) for _ in range(3))
+    model, other, whole = (add_adapters(make_model("bert"), 4, "", ()) for _ in range(3))
     optimizer, others = (make_optimizer(one, config, precision) for one in (model, other))
     for _ in range(2):
         step(model, optimizer)

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from cpuft.train.fast.encoder import find_encoders
-from cpuft.train.lora import adapt
+from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import KINDS, make_batch, make_model, relative_error
 
 # Of the gradient of one parameter: sums of fp32 taken in another order; bf16 through two layers and back.
@@ -28,7 +28,7 @@ def make_adapted(kind: str) -> Any:
     for name, parameter in model.named_parameters():
         if name == "pre_classifier.bias":
             torch.nn.init.constant_(parameter, 3.0)
-    return with_weights(adapt(model, rank=4, source="", fresh=()))
+    return with_weights(add_adapters(model, rank=4, source="", fresh=()))
 
 
 def with_weights(model: Any) -> Any:
