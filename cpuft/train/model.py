@@ -26,8 +26,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "bert-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
     "bert-1.5b": {"hidden_size": 1600, "num_hidden_layers": 48, "num_attention_heads": 25, "intermediate_size": 6400},
 }
-"""Sizes of untrained models by the values of --from-config: those of BERT (Devlin et al. 2019, arXiv:1810.04805, section 3),
-and of an encoder as large as the largest GPT-2. What is not given is as in BERT-base."""
+"""Settings of untrained models by the values of --from-config: BERT (Devlin et al. 2019, arXiv:1810.04805, section 3),
+and an encoder as large as the largest GPT-2. What is not given is as in BERT-base."""
 
 
 def find_model(name: str) -> str:

@@ -162,8 +162,8 @@ def test_padding_that_a_model_does_not_know_is_refused(
             (),
             "holds no whole tokenizer (no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) ",
         ),
-        (("tokenizer_config.json",), "holds no whole tokenizer (no tokenizer.json, vocab.txt (WordPiece), "),
-        (("vocab.json",), "holds no whole tokenizer (vocab.json without merges.txt, and no tokenizer.json): save "),
+        (("tokenizer_config.json",), "holds no complete tokenizer (no tokenizer.json, vocab.txt (WordPiece), "),
+        (("vocab.json",), "holds no complete tokenizer (vocab.json without merges.txt, and no tokenizer.json): save "),
         (("vocab.txt",), "knows nothing but its special tokens, so that every text would be unknown: save "),
     ],
 )
