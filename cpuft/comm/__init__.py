@@ -4,9 +4,9 @@ Importing this package makes `torch.distributed.init_process_group("ccl")` and `
 libraries, so the import needs neither oneCCL nor mpi4py. A watchdog enforces the timeout of all operations.
 """
 
-from cpuft.comm.registration import BACKENDS, leave, register_backends, start
+from cpuft.comm.registration import BACKENDS, exit_process, register_backends, start
 from cpuft.comm.watchdog import take_traffic
 
-__all__ = ["BACKENDS", "leave", "register_backends", "start", "take_traffic"]
+__all__ = ["BACKENDS", "exit_process", "register_backends", "start", "take_traffic"]
 
 register_backends()

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft import terminal
-from cpuft.comm.registration import leave
+from cpuft.comm.registration import exit_process
 from cpuft.comm.selection import measure_backends, measure_turns
 from cpuft.config import BenchConfig, list_bench_cases, parse_arguments
 from cpuft.errors import CpuftError
@@ -84,5 +84,5 @@ if __name__ == "__main__":
         main()
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
-        leave(2)
-    leave(0)
+        exit_process(2)
+    exit_process(0)

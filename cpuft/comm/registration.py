@@ -141,7 +141,7 @@ def start(
     )
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process with an exit code, after Python's exit handlers but without those of C.
 
     A process that has used both oneCCL and Intel MPI must end like this. Both use libfabric, whose shm provider (that

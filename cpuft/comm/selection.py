@@ -147,7 +147,7 @@ def measure_backends(
     """Measure all-reduces of one message over each backend in turn, and return the choice, the same on all ranks.
 
     All ranks must call this together, before they make the default process group, and once for each size and type. It
-    takes a few seconds, or more over a slow link. The process must end with `cpuft.comm.leave`.
+    takes a few seconds, or more over a slow link. The process must end with `cpuft.comm.exit_process`.
     """
     if size == 1:
         return Choice("gloo", "a single rank does not communicate")

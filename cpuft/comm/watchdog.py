@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -207,18 +207,10 @@ class Watchdog:
 
     It ends the process with os._exit, because destroying a pending oneCCL event blocks, and so does finalizing MPI
     when a rank is gone.
-
-    Parameters
-    ----------
-    register: the pending operations.
-    exit_process: called with the explanation, the missing ranks, and whether the job hangs although no rank has ended.
     """
 
-    def __init__(
-        self, register: OperationRegister, exit_process: Callable[[str, Collection[int], bool], None] | None = None
-    ) -> None:
-        self.register = register
-        self._exit_process = exit_process or _exit_process
+    def __init__(self, register: OperationRegister) -> None:
+        self._register = register
         self._rank = 0
         self._connection: LivenessConnection | None = None
         self._gone: dict[int, float] = {}
@@ -261,7 +253,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
-            overdue = find_overdue(self.register.list_pending(), self._gone, time.monotonic())
+            overdue = find_overdue(self._register.list_pending(), self._gone, time.monotonic())
             if overdue:
                 self._give_up(overdue)
 
@@ -273,7 +265,7 @@ class Watchdog:
             if self._connection:
                 why = f"{operation.name} #{operation.sequence}"
                 self._connection.send({"end": self._rank, "why": why, "missed": sorted(missing)})
-            self._exit_process(text, missing, not self._gone)
+            _write_and_exit(text, missing, not self._gone)
 
     def _find_missing(self, operation: Operation) -> dict[int, str]:
         """Return the ranks that keep the operation from ending, apart from those that have given up and ended since."""
@@ -301,7 +293,7 @@ class Watchdog:
         if "gone" in message:
             self._gone[int(message["gone"])] = time.monotonic()
         elif "ask" in message and self._connection:
-            self._connection.send({"answer": self._rank, "progress": self.register.copy_progress()})
+            self._connection.send({"answer": self._rank, "progress": self._register.copy_progress()})
         elif "answer" in message:
             progress = {channel: (int(seq), str(name)) for channel, (seq, name) in message["progress"].items()}
             self._answers[int(message["answer"])] = (time.monotonic(), progress)
@@ -315,17 +307,17 @@ class Watchdog:
         """End this process because another rank has given up, and say what this rank was doing."""
         if not self._ending.acquire(blocking=False):
             return  # this rank is already ending, with a line of its own
-        pending = min(self.register.list_pending(), key=lambda operation: operation.started, default=None)
+        pending = min(self._register.list_pending(), key=lambda operation: operation.started, default=None)
         if pending:
             missing = self._find_missing(pending)
             text = describe_failure(pending, self._rank, missing, time.monotonic())
-            self._exit_process(text, missing, not self._gone)
+            _write_and_exit(text, missing, not self._gone)
         reason = f"rank {message['end']} gave up {message['why']}"
         text = f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined."
-        self._exit_process(text, set(message["missed"]) - {self._rank}, not self._gone)
+        _write_and_exit(text, set(message["missed"]) - {self._rank}, not self._gone)
 
 
-def _exit_process(text: str, missing: Collection[int], is_hang: bool) -> None:
+def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
     """Write the explanation and end this process.
 
     If no rank has ended, so that all ranks hang, the process first waits for the supervisor to dump all stacks.

@@ -63,9 +63,9 @@ def _refuse(line: str, code: int = 2) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    from cpuft.comm.registration import leave  # imports torch, so not before garbage collection is paused
+    from cpuft.comm.registration import exit_process  # imports torch, so not before garbage collection is paused
 
-    leave(code)
+    exit_process(code)
 
 
 if __name__ == "__main__":

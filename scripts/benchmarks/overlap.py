@@ -25,7 +25,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from cpuft.comm import start, take_traffic
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import make_reduce
-from cpuft.comm.registration import leave
+from cpuft.comm.registration import exit_process
 from cpuft.train.model import find_model
 
 ROUNDS = 12
@@ -124,7 +124,7 @@ def main() -> None:
         cores = {f"{name}_cores": round(busy, 2) for name, (_, busy) in found.items()}
         asked = {"backend": backend, "bucket_mb": bucket_mb, "model": name}
         print(json.dumps(asked | times | cores | {"bytes": nbytes, "share": round(share, 3)}))
-    leave(0)
+    exit_process(0)
 
 
 if __name__ == "__main__":

@@ -21,4 +21,4 @@ dist.all_reduce(torch.ones(1))
 worked = time.process_time() - worked
 print(f"rank {dist.get_rank()} worked {worked:.2f} s", flush=True)
 dist.barrier()
-comm.leave(0)
+comm.exit_process(0)

@@ -59,13 +59,13 @@ def test_a_checksum_sees_every_bit_of_every_parameter() -> None:
 
 ALONE = """
 import os, sys
-from cpuft.comm import leave
+from cpuft.comm import exit_process
 from cpuft.rank.world import parse_world
 from cpuft.train.process_group import gather, join_process_group
 before = set(os.environ)
 with join_process_group(parse_world(os.environ), sys.argv[1], 30) as choice:
     print(choice, gather(7), {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & (os.environ.keys() - before))
-leave(0)
+exit_process(0)
 """
 
 
