@@ -232,8 +232,9 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
     for bundle in bundles:
         hosts = [host for host, folders in missing.items() if bundle.remote_folder in folders]
         if hosts and not bundle.sources:
+            do = "do" if len(hosts) > 1 else "does"
             raise CpuftError(
-                f"{', '.join(hosts)} does not have {bundle.remote_folder}, with which the run was started: name "
+                f"{', '.join(hosts)} {do} not have {bundle.remote_folder}, with which the run was started: name "
                 "--model, --data-dir or the files with examples again, as when it was started"
             )
         names = [source.name for source in bundle.sources]

@@ -92,7 +92,7 @@ def _choose_provider(hosts: tuple[HostFacts, ...]) -> Setting:
 
 
 def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:
-    """Return whether ranks may use shared memory, for Intel MPI and for oneCCL."""
+    """Return the settings with which Intel MPI and oneCCL use shared memory, or not."""
     if len(hosts) == 1:
         fabrics, shared, reason = "shm", "1", "one host: ranks communicate through shared memory"
     elif len({facts.boot_id for facts in hosts}) < len(hosts):
