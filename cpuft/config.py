@@ -303,7 +303,9 @@ class WorkerConfig:
     run_dir: str = option("", "Folder of the run, for the record and the model (default: nothing is saved)")
     prepared: str = option("", "Tokenized data, made by cpuft.train.data.prepare (default: prepare it now)")
     progress: str = option("lines", "How rank 0 shows its progress", choices=("bar", "lines"))
-    apart: bool = option(False, "Each rank trains independently, to measure the best that the hosts can do together")
+    independent: bool = option(
+        False, "Each rank trains independently, to measure the best that the hosts can do together"
+    )
     cores_allowed: float = option(
         0.0, "CPU time that the control group of the head host allows, in cores; 0 is no limit", least=0.0
     )

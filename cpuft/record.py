@@ -29,13 +29,13 @@ class GradientSizes:
 
     parameters: int = 0
     """Numbers in all gradients except those of word embeddings; 0 in a record of an older version."""
-    row: int = 0
+    embedding_row: int = 0
     """Numbers in one row of the word embeddings. 0 if embedding rows are not sent by themselves: then `parameters`
     includes them."""
     factors: int = 0
     """Numbers in the PowerSGD factors of all gradients except those of word embeddings; 0 in a record of an older
     version."""
-    words: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
     """Mean number of different tokens in one update, by the number of ranks."""
 
 
@@ -142,11 +142,11 @@ class Header:
     """UTC, ISO 8601."""
     products: dict[str, Any] = field(default_factory=dict)
     """Kernel and measured speed of matrix products on rank 0: see `cpuft.train.precision.measure_products`."""
-    apart: bool = False
+    independent: bool = False
     """Whether this run measured the ideal: all ranks trained at the same time, each on its share of the examples, and
     exchanged nothing."""
-    travels: GradientSizes = field(default_factory=GradientSizes)
-    rows: int = 0
+    gradient_sizes: GradientSizes = field(default_factory=GradientSizes)
+    examples: int = 0
     """Examples of one epoch; 0 in a record of an older version."""
     cores_allowed: float = 0.0
     """Cores' worth of CPU time that a control group allows the head host; 0 for no limit."""
@@ -233,7 +233,8 @@ class EvaluationLine:
 
     step: int
     metrics: dict[str, float]
-    rows: int
+    examples: int
+    """Number of examples of the split."""
     seconds: float
 
 
@@ -398,6 +399,19 @@ def parse_measurements(text: str, path: str) -> list[Measurement]:
     return [line for line in parsed if isinstance(line, Measurement)]
 
 
+_OLD_KEYS = {
+    "header": {"apart": "independent", "travels": "gradient_sizes", "rows": "examples"},
+    "evaluation": {"rows": "examples"},
+    "gradient_sizes": {"row": "embedding_row", "words": "tokens"},
+}
+"""Keys in records of earlier versions, and their names now."""
+
+
+def _rename_old_keys(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the current names of their keys."""
+    return {_OLD_KEYS.get(kind, {}).get(name, name): value for name, value in values.items()}
+
+
 def _parse_line(text: str) -> Line:
     values = load(dict[str, Any], parse_json(text))
     kind = load(str, values.pop("kind", None), "its kind")
@@ -405,8 +419,11 @@ def _parse_line(text: str) -> Line:
         raise ValueError(f"format {values.get('format')!r:.60}, this version reads {FORMAT}")
     if kind not in _KINDS:
         raise ValueError(f"kind {kind[:60]!r} is unknown")
+    values = _rename_old_keys(kind, values)
     if kind == "header" and isinstance(options := values.get("options"), dict):
         values["options"] = rename_old_options(options, option_names(TrainConfig))
+    if kind == "header" and isinstance(sizes := values.get("gradient_sizes"), dict):
+        values["gradient_sizes"] = _rename_old_keys("gradient_sizes", sizes)
     return load(_KINDS[kind], values)
 
 

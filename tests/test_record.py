@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from cpuft.errors import CpuftError, describe_disk
 from cpuft.record import (
     EvaluationLine,
     Footer,
+    GradientSizes,
     Header,
     Line,
     Measurement,
@@ -58,7 +61,7 @@ def test_a_line_cut_short_is_forgiven_wherever_it_was_cut() -> None:
         ('{"kind": "header", "format": 1}\n', "line 1 is not a line of a record .it has no 'task'"),
         ('{"kind": "step", "step": "1"}\n', "line 1 is not a line of a record .it has no 'loss'"),
         (
-            '{"kind": "evaluation", "step": "1", "metrics": {}, "rows": 1, "seconds": 1}\n',
+            '{"kind": "evaluation", "step": "1", "metrics": {}, "examples": 1, "seconds": 1}\n',
             "it.step is '1', and must be a wh",
         ),
         ('{"kind": []}\n', "its kind is .., and must be a text"),
@@ -123,3 +126,14 @@ def test_a_resumed_record_is_written_through_no_link_and_into_no_pipe(tmp_path: 
             pass
         assert (tmp_path / "record.jsonl").read_text() == "begun\n"
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_keys_of_earlier_versions_have_their_new_names() -> None:
+    line = json.loads(format_line(dataclasses.replace(make_record().header, independent=True, examples=7)))
+    line["apart"], line["rows"] = line.pop("independent"), line.pop("examples")
+    line["travels"] = {"row": 3, "words": {"1": 2.0}}
+    del line["gradient_sizes"]
+    evaluation = {"kind": "evaluation", "step": 1, "metrics": {}, "rows": 5, "seconds": 1.0}
+    record = parse_record("\n".join(map(json.dumps, (line, evaluation))) + "\n")
+    assert (record.header.independent, record.header.examples, record.evaluations[0].examples) == (True, 7, 5)
+    assert record.header.gradient_sizes == GradientSizes(embedding_row=3, tokens={"1": 2.0})

@@ -150,7 +150,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
         raise CpuftError(f"run {run} is cpuft's own training and has no script: leave the script out")
     if record.footer:
         raise CpuftError(f"run {run} is finished, and there is nothing to resume: start a new run without --resume")
-    if record.header.apart:
+    if record.header.independent:
         raise CpuftError(
             f"run {run} measured ranks that train independently, and cannot be resumed: start a new run without "
             "--resume"

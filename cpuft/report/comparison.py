@@ -79,12 +79,12 @@ def _place(record: Record) -> tuple[int, int, list[str]]:
 def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
     """Compare a run with its ideal. Returns None if one of them has no steps that can be compared."""
     common = slice(len(run.steps) // 10, count_common(ideal.steps, len(run.steps)))
-    own, apart = run.steps[common], ideal.steps[common]
+    own, alone = run.steps[common], ideal.steps[common]
     ranks = run.header.world_size
-    if not own or any(len(line.compute_seconds) != ranks for line in apart):
+    if not own or any(len(line.compute_seconds) != ranks for line in alone):
         return None
     # Every rank has as many examples, so the sum of their rates follows from the harmonic mean of their seconds.
-    means = [statistics.fmean(rank) for rank in _by_rank(apart)]
+    means = [statistics.fmean(rank) for rank in _by_rank(alone)]
     step = statistics.fmean(line.step_seconds for line in own)
     if not all(mean > 1e-9 for mean in (*means, step)):
         return None
@@ -231,7 +231,7 @@ def compare(records: list[Record]) -> Comparison:
     Raises CpuftError if there is no run, if a run is not complete or trained nothing, or if the runs differ in what
     must be equal, with the names of what differs.
     """
-    if all(record.header.apart for record in records):
+    if all(record.header.independent for record in records):
         raise CpuftError(
             f"there is no run to report on{' except the ideal' if records else ''}: give the folders of runs"
         )
@@ -247,7 +247,7 @@ def compare(records: list[Record]) -> Comparison:
         _refuse_impossible(record)
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
     refuse_differences(records)
-    runs, ideals = ([one for one in records if one.header.apart == apart] for apart in (False, True))
+    runs, ideals = ([one for one in records if one.header.independent == independent] for independent in (False, True))
     groups = group_repeats(runs)
     rows = tuple(_make_row(group, groups[0], find_ideals(group, ideals)) for group in groups)
     baseline = runs[0]

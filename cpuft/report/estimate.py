@@ -217,7 +217,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         raise CpuftError(f"{record.path} ran on {header.world_size} ranks: an estimate needs a run on one rank")
     if len(steady) < LEAST_STEPS:
         raise CpuftError(f"{record.path} has {counted(len(record.steps), 'step')}: run {LEAST_STEPS + 1} or more")
-    if not header.travels.parameters:
+    if not header.gradient_sizes.parameters:
         raise CpuftError(
             f"{record.path} does not hold the sizes of its gradients: run the job again with this version of cpuft"
         )
@@ -231,10 +231,10 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         count_examples(record),
         find_cores(record),
         find_levels(record, compression),
-        header.travels.parameters,
-        header.travels.factors,
-        header.travels.row,
-        header.travels.words,
+        header.gradient_sizes.parameters,
+        header.gradient_sizes.factors,
+        header.gradient_sizes.embedding_row,
+        header.gradient_sizes.tokens,
         count_gathered_bytes(record),
     )
 
@@ -246,14 +246,14 @@ def count_gathered_bytes(record: Record) -> float:
     if options.get("shard", "none") == "none":
         return 0.0
     is_fast = options.get("fast_path", True) and not options.get("compile")
-    words = header.parameters - header.travels.parameters if header.travels.row else 0
-    return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.travels.parameters + 4.0 * words
+    words = header.parameters - header.gradient_sizes.parameters if header.gradient_sizes.embedding_row else 0
+    return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.gradient_sizes.parameters + 4.0 * words
 
 
 def count_examples(record: Record) -> int:
     """Return the examples of all epochs, even if the run was limited to fewer updates."""
     epochs = record.header.options.get("epochs")
-    return round(record.header.rows * epochs) if isinstance(epochs, (int, float)) else record.header.rows
+    return round(record.header.examples * epochs) if isinstance(epochs, (int, float)) else record.header.examples
 
 
 def find_levels(record: Record, compression: str) -> tuple[str, ...]:
@@ -264,7 +264,7 @@ def find_levels(record: Record, compression: str) -> tuple[str, ...]:
     """
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
     allowed = SHARDED_COMPRESSIONS if count_gathered_bytes(record) else tuple(COMPRESSION_FACTS)
-    known = [level for level in allowed if level != "powersgd" or record.header.travels.factors]
+    known = [level for level in allowed if level != "powersgd" or record.header.gradient_sizes.factors]
     if asked == "auto":
         exact = AUTO_COMPRESSIONS.index("bf16" if record.header.precision == "bf16" else "none")
         return tuple(level for level in AUTO_COMPRESSIONS[exact:] if level in known)

@@ -34,7 +34,7 @@ def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Esti
     except ImportError:
         raise CpuftError(f"a page needs matplotlib and Jinja2: {install_command('plot')}") from None
     comparison = compare(list(records))
-    runs = [group[0] for group in group_repeats([one for one in _in_order(records) if not one.header.apart])]
+    runs = [group[0] for group in group_repeats([one for one in _in_order(records) if not one.header.independent])]
     for run in runs:
         if not run.steps:
             raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")

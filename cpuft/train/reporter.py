@@ -72,7 +72,7 @@ class Progress:
         """Show what is trained on which ranks, in which precision and over which backend, and why."""
         ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
         self.show(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
-        if header.apart and header.world_size > 1:
+        if header.independent and header.world_size > 1:
             self.show("each rank trains for itself, all at the same time: the ideal")
         elif header.world_size > 1:
             self.show(f"gradients over {header.backend}: {backend_reason}")
@@ -219,9 +219,9 @@ def make_header(
         global_batch=setup.global_batch,
         parameters=count_parameters(model),
         started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        apart=setup.independent,
-        travels=count_sent_numbers(model, setup.objective, config, prepared),
-        rows=len(prepared.train),
+        independent=setup.independent,
+        gradient_sizes=count_sent_numbers(model, setup.objective, config, prepared),
+        examples=len(prepared.train),
         cores_allowed=worker.cores_allowed,
         gradients=setup.compression,
         kernels=kernels,

@@ -85,7 +85,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             prepared,
             precision.name,
             world,
-            worker.apart,
+            worker.independent,
             worker.global_batch,
             earlier.gradients,
         )
@@ -108,11 +108,11 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         resume_garbage_collection()
 
         # Train, then save the model and finish the record.
-        train = train_independently if worker.apart else train_and_evaluate
+        train = train_independently if worker.independent else train_and_evaluate
         result = train(setup, reporter, checkpoints, done)
         peak_memory = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
         with setup.exchange.full_weights():
-            if reporter.record and config.save_model and not worker.apart:
+            if reporter.record and config.save_model and not worker.independent:
                 source = config.tokenizer or config.model
                 save_model(model, source, worker.run_dir, config.lora_merge, prepared.tokenizer)
         if reporter.record:
@@ -131,7 +131,7 @@ def begin(
     """
     config, world, exchange = setup.config, setup.world, setup.exchange
     is_resumed = worker.resume >= 0
-    writes_checkpoints = bool(worker.run_dir) and not worker.apart and config.engine == "torch"
+    writes_checkpoints = bool(worker.run_dir) and not worker.independent and config.engine == "torch"
     root, point = Path(worker.run_dir, FOLDER), ResumePoint()
     needs_state = writes_checkpoints or is_resumed
     state = TrainingState(setup.model, setup.optimizer, exchange.shards) if needs_state else None

@@ -16,7 +16,9 @@ from tests.records import make_record
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    record = make_record(travels=GradientSizes(10_993_538, 384, 1_000_000, {"1": 700.0, "64": 9000.0}), rows=3668)
+    record = make_record(
+        gradient_sizes=GradientSizes(10_993_538, 384, 1_000_000, {"1": 700.0, "64": 9000.0}), examples=3668
+    )
     write(record, tmp_path / "run")
     return tmp_path / "run"
 

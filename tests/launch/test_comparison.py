@@ -39,7 +39,7 @@ def test_the_ideal_is_measured_with_independent_ranks() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ideal of np 2:\n" in done.stderr
     run, ideal = read_record("all/np-2"), read_record("all/ideal-2")
-    assert (run.header.apart, ideal.header.apart, ideal.evaluations) == (False, True, [])
+    assert (run.header.independent, ideal.header.independent, ideal.evaluations) == (False, True, [])
     assert [line.samples for line in ideal.steps] == [line.samples for line in run.steps] == [32] * 4
     assert [len(line.compute_seconds) for line in (*run.steps, *ideal.steps)] == [2] * 8
     assert sum(line.bytes_sent for line in ideal.steps) == 0

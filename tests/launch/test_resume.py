@@ -60,7 +60,7 @@ def test_options_ranks_and_batch_are_the_runs_own(tmp_path: Path) -> None:
         ((), "has no header, because the run ended before its first step"),
         ((HEADER, *make_steps(1, [0.1]), make_record().footer), "is finished, and there is nothing to resume: start"),
         (
-            (replace(HEADER, apart=True),),
+            (replace(HEADER, independent=True),),
             "that train independently, and cannot be resumed: start",
         ),
     ],

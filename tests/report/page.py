@@ -31,6 +31,6 @@ def make_runs(numbers: tuple[int, ...], steps: int = 345, ideal: bool = True) ->
         runs.append(replace(record, header=header, steps=lines, footer=footer, evaluations=evaluations))
         if ideal and ranks > 1:
             apart = [replace(line, compute_seconds=[1.0] * ranks, step_seconds=1.0) for line in lines]
-            alone = replace(runs[-1], header=replace(header, apart=True), steps=apart, evaluations=[])
+            alone = replace(runs[-1], header=replace(header, independent=True), steps=apart, evaluations=[])
             runs.append(replace(alone, path=f"runs/ideal-{ranks}"))
     return runs

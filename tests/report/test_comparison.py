@@ -31,7 +31,7 @@ def make_ideal(seconds: list[float], steps: int = 20, hosts: int = 2, **changes:
     ranks = len(seconds)
     lines = make_steps(steps, [0.0], step_seconds=sum(seconds) / ranks, samples=32 * ranks)
     lines = [dataclasses.replace(line, compute_seconds=seconds) for line in lines]
-    return dataclasses.replace(make_record(ranks, hosts, apart=True, **changes), path="runs/ideal", steps=lines)
+    return dataclasses.replace(make_record(ranks, hosts, independent=True, **changes), path="runs/ideal", steps=lines)
 
 
 def make_run(compute: list[float], waited: float, rest: float = 0.01, **changes: Any) -> Record:

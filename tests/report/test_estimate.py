@@ -83,7 +83,7 @@ def make_measurement(
 
 
 def recorded(steps: int = 20, factors: int = 1_000_000, **changes: Any) -> Record:
-    record = make_record(travels=GradientSizes(10_993_538, 384, factors, {"1": 700.0}), rows=3668, **changes)
+    record = make_record(gradient_sizes=GradientSizes(10_993_538, 384, factors, {"1": 700.0}), examples=3668, **changes)
     return replace(record, steps=[replace(record.steps[0], step=n + 1) for n in range(steps)])
 
 

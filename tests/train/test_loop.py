@@ -102,7 +102,7 @@ def test_rows_are_measured_in_their_order() -> None:
     after = evaluate(loop, 6)
     assert before.metrics == pytest.approx({"error": 1.5, "error_again": 1.5})
     assert after.metrics == pytest.approx({"error": 0.0, "error_again": 0.0}, abs=1e-6)
-    assert (after.step, after.rows) == (6, 22)
+    assert (after.step, after.examples) == (6, 22)
 
 
 def test_the_first_timed_step_does_not_pay_for_what_the_first_pass_takes() -> None:

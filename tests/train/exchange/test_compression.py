@@ -24,20 +24,20 @@ class Encoder(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layer = torch.nn.Embedding(1000, 8), torch.nn.Linear(8, 3)
+        self.tokens, self.layer = torch.nn.Embedding(1000, 8), torch.nn.Linear(8, 3)
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        return self.words
+        return self.tokens
 
 
 def test_words_travel_by_rows_and_all_else_whole() -> None:
     found = count_sent_numbers(Encoder(), OBJECTIVE, TrainConfig(batch_size=2), PREPARED)
-    assert (found.parameters, found.row) == (8 * 3 + 3, 8)
+    assert (found.parameters, found.embedding_row) == (8 * 3 + 3, 8)
     # A matrix of 8 x 3 has no factors of fewer numbers.
     assert found.factors == 8 * 3 + 3
-    assert list(found.words) == list(map(str, RANK_COUNTS))
+    assert list(found.tokens) == list(map(str, RANK_COUNTS))
     # A batch of all eleven rows names every word there is, and the one that pads.
-    assert found.words["64"] == len({*TOKENS.ids.tolist(), 0})
+    assert found.tokens["64"] == len({*TOKENS.ids.tolist(), 0})
 
 
 def test_adapters_are_under_three_hundredths_of_what_a_small_encoder_sends() -> None:
@@ -46,7 +46,7 @@ def test_adapters_are_under_three_hundredths_of_what_a_small_encoder_sends() -> 
         count_sent_numbers(objective.load_model(config), objective, config, PREPARED)
         for config in (TrainConfig(), TrainConfig(lora_rank=16))
     )
-    assert (whole.row, adapted.row) == (384, 0)
+    assert (whole.embedding_row, adapted.embedding_row) == (384, 0)
     # Without the words' rows, which only whole models send.
     assert adapted.parameters < 0.03 * whole.parameters
 
@@ -55,12 +55,12 @@ def test_words_are_those_of_the_updates_that_come() -> None:
     config = TrainConfig(batch_size=2, seed=3)
     updates = plan_updates(TOKENS, 4, 3, 4, True)
     named = [len({*np.concatenate([TOKENS.ids[TOKENS.positions(rows)], [0]]).tolist()}) for _, rows in updates]
-    assert count_sent_numbers(Encoder(), OBJECTIVE, config, PREPARED).words["2"] == pytest.approx(np.mean(named))
+    assert count_sent_numbers(Encoder(), OBJECTIVE, config, PREPARED).tokens["2"] == pytest.approx(np.mean(named))
 
 
 def test_a_model_without_words_of_its_own_sends_all() -> None:
     found = count_sent_numbers(torch.nn.Linear(8, 3), OBJECTIVE, TrainConfig(), PREPARED)
-    assert (found.parameters, found.row, found.words) == (27, 0, {})
+    assert (found.parameters, found.embedding_row, found.tokens) == (27, 0, {})
 
 
 def test_factors_are_counted_where_they_are_fewer() -> None:
