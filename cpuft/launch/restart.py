@@ -144,7 +144,9 @@ class RestartPolicy:
         """Decide what to do after an attempt that ended with another exit code than 0."""
         decision = self._explain(result)
         if decision.restart and self.restarts >= self.limit:
-            return RestartDecision(False, f"this was restart {self.restarts} of {self.limit}")
+            return RestartDecision(
+                False, f"this was restart {self.restarts} of {self.limit}, and --max-restarts allows no more"
+            )
         return decision
 
     def _explain(self, result: AttemptResult) -> RestartDecision:
@@ -240,7 +242,6 @@ def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: St
     Raises CpuftError: an attempt raised one that no restart can mend, or the last attempt raised one.
     """
     policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
-    unreachable = cluster.access.transport.unresponsive
     while True:
         try:
             time_limit = _time_left(launch.job, begun) if policy.restarts else launch.job.config.time_limit
@@ -251,6 +252,7 @@ def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: St
             raise  # the hosts have the only copies of the results, so nothing may be removed there
         except CpuftError:
             if policy.restarts:
+                unreachable = cluster.access.transport.unresponsive
                 remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, unreachable, say)
             raise
         if not tried.result.code or (tried.unfetched_from and fetch_if_finished(launch, plan, cluster, say)):

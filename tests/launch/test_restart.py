@@ -221,7 +221,11 @@ def test_a_host_with_an_interruption_notice_is_not_used_again(cluster: Cluster) 
 
 def test_after_the_last_restart_its_result_is_returned(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(1), cluster, KILLED, KILLED)
-    assert (code, len(plans), said[1]) == (137, 2, "cpuft: not restarted: this was restart 1 of 1")
+    assert (code, len(plans), said[1]) == (
+        137,
+        2,
+        "cpuft: not restarted: this was restart 1 of 1, and --max-restarts allows no more",
+    )
     with pytest.raises(HeadHostLostError):
         run(script(1), cluster, KILLED, lost)
 
