@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from cpuft.comm import tensors as collectives
 from cpuft.comm.backends.base import Backend, GroupMembership
-from cpuft.comm.watchdog import OperationRegister, Watchdog, stop_watchdog
+from cpuft.comm.watchdog import CollectiveWatchdog, OperationRegister, stop_watchdog
 
 Tensors = list[torch.Tensor]
 _CLOSE_SECONDS = 1.0
@@ -207,7 +207,7 @@ class CollectiveGroup(dist.ProcessGroup):
         membership: GroupMembership,
         timeout: float,
         register: OperationRegister,
-        watchdog: Watchdog,
+        watchdog: CollectiveWatchdog,
     ) -> None:
         # The constructor that takes a store cannot make subclasses.
         super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]

@@ -202,7 +202,7 @@ def describe_failure(operation: Operation, rank: int, missing: Mapping[int, str]
     )
 
 
-class Watchdog:
+class CollectiveWatchdog:
     """A thread that ends the process when an operation is overdue, after it has asked all ranks for their progress.
 
     It ends the process with os._exit, because destroying a pending oneCCL event blocks, and so does finalizing MPI
@@ -340,11 +340,11 @@ def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
 
 register = OperationRegister()
 """The one register of this process."""
-_watchdog: Watchdog | None = None
+_watchdog: CollectiveWatchdog | None = None
 _lock = threading.Lock()
 
 
-def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> Watchdog:
+def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> CollectiveWatchdog:
     """Return the watchdog of this process. The first call starts it, and connects `ranks` with each other.
 
     Parameters
@@ -356,7 +356,7 @@ def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> Wat
     with _lock:
         if _watchdog is None:
             start_reporting(register.report)
-            _watchdog = Watchdog(register)
+            _watchdog = CollectiveWatchdog(register)
             _watchdog.start(store, ranks[group_rank], ranks, is_first=group_rank == 0)
         return _watchdog
 

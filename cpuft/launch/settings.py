@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from cpuft.errors import counted
 from cpuft.hosts.topology import HostFacts, Interface, RankCores, format_mask
 from cpuft.plan import Setting
-from cpuft.rank.connection_check import CHECK
+from cpuft.rank.connection_check import CHECK_VARIABLE
 from cpuft.serialization import load, parse_json
 
 _BY_VALUE = (
@@ -77,7 +77,11 @@ def script_settings(np: int, independent: bool) -> tuple[Setting, ...]:
     if np < 2 or independent:
         return ()
     return (
-        Setting(CHECK, "1", "the script is stopped if its ranks are not connected; --independent turns this check off"),
+        Setting(
+            CHECK_VARIABLE,
+            "1",
+            "the script is stopped if its ranks are not connected; --independent turns this check off",
+        ),
         Setting("ACCELERATE_USE_CPU", "true", "Accelerate and the Hugging Face Trainer connect ranks without GPUs"),
         Setting("TORCHELASTIC_RUN_ID", "cpuft", "Lightning reads RANK and WORLD_SIZE, as under torchrun"),
     )

@@ -36,9 +36,9 @@ from cpuft.launch.results import write_plan
 from cpuft.launch.resume import write_lost_hosts
 from cpuft.launch.stack_dumps import Diagnosis, diagnose_run
 from cpuft.plan import Plan, RunPlan, Step
-from cpuft.rank.diagnostics import HANGS, SUPERVISED
+from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
-from cpuft.rank.process import ENDED, FAILURE, MARKS, STARTED
+from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, STARTED_MARK
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take to end after the first Ctrl-C: to finish the current update and save a checkpoint."""
@@ -288,9 +288,9 @@ class Watchdog:
         if self.lease_renewal:
             self.lease_renewal.check()
         ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
-        if not self.failed_at and (_has_mark(ends, FAILURE) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
+        if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
-        if _has_mark(ends, HANGS):
+        if _has_mark(ends, HANG_MARK):
             self.diagnosis, self.unreachable = self.diagnose_hang()
             raise StuckError("ended the ranks, because some of them waited in vain for others")
         since_failure = now - self.failed_at if self.failed_at else 0.0
@@ -317,11 +317,11 @@ class Watchdog:
             return "no rank gives a heartbeat"
         if self.started < self.ranks:
             starts = [_read_start(log) for log in list_error_logs(self.logs)]
-            self.started = sum(STARTED.encode() in start for start in starts)
+            self.started = sum(STARTED_MARK.encode() in start for start in starts)
             if self.started < self.ranks and now - self.begun > _STARTS_SECONDS:
                 return f"{self.ranks - self.started} of {self.ranks} ranks have not started"
             return ""
-        ended = sum(ENDED.encode() in end for end in ends)
+        ended = sum(ENDED_MARK.encode() in end for end in ends)
         if 0 < ended < self.ranks:
             self.ended_at = self.ended_at or now
             if now - self.ended_at > _ENDS_SECONDS:
@@ -561,7 +561,7 @@ def _start_ranks(
     with (logs.parent / HEARTBEAT_FILE).open("wb") as output:
         try:
             takes = watchdog.stop_request.handle_signal if watchdog.stop_request else lambda signal_number: False
-            code = execute.run_step(step, {**environ, SUPERVISED: "1"}, output, watch, time_limit, takes)
+            code = execute.run_step(step, {**environ, SUPERVISED_VARIABLE: "1"}, output, watch, time_limit, takes)
         except StuckError as error:
             _print(str(error))
             return 1, True, ""

@@ -24,7 +24,7 @@ from typing import Any
 from cpuft.errors import CpuftError
 from cpuft.rank.diagnostics import read_operations
 
-CHECK = "CPUFT_CHECK_CONNECTED"
+CHECK_VARIABLE = "CPUFT_CHECK_CONNECTED"
 """Environment variable that the launcher sets to 1 where ranks of a script must be connected. Without it nothing is
 changed or checked: for a single rank, and with `--independent`."""
 
@@ -151,7 +151,11 @@ def refuse_nccl(backend: object) -> None:
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
     """Return the check for this rank; None with one rank, or with ranks that are meant to be independent."""
     size = environ.get("WORLD_SIZE", "1")
-    return ConnectionCheck(int(size)) if environ.get(CHECK) == "1" and size.isdecimal() and int(size) > 1 else None
+    return (
+        ConnectionCheck(int(size))
+        if environ.get(CHECK_VARIABLE) == "1" and size.isdecimal() and int(size) > 1
+        else None
+    )
 
 
 def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:

@@ -22,11 +22,11 @@ from types import TracebackType
 from typing import Any
 
 from cpuft.rank.dump_stacks import REPORT_FILE, SIGNAL, STACK_FILE
-from cpuft.rank.process import FAILURE
+from cpuft.rank.process import FAILED_MARK
 
-HANGS = f"{FAILURE} hangs"
+HANG_MARK = f"{FAILED_MARK} hangs"
 """The line with which a rank asks the supervisor to dump the stacks of all ranks before it ends any of them."""
-SUPERVISED = "CPUFT_SUPERVISED"
+SUPERVISED_VARIABLE = "CPUFT_SUPERVISED"
 """Environment variable that is set if there is a supervisor that reads this line."""
 MAX_WAIT_SECONDS = 25.0
 """How long a rank waits for the stack dump: a lost host delays it by ten seconds."""
@@ -97,8 +97,8 @@ def wait_for_stack_dump(text: str = "", raised: TracebackType | None = None) -> 
     ----------
     raised: traceback of the error that ended the wait, because its frames no longer exist.
     """
-    is_supervised = bool(os.environ.get(SUPERVISED)) and _reporter is not None
-    os.write(2, (text + (f"{HANGS}\n" if is_supervised else "")).encode())
+    is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
+    os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
     if is_supervised and _reporter:
         frames = reversed(traceback.extract_tb(raised))
         _reporter.raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]

@@ -25,8 +25,8 @@ from cpuft.files import take_sent
 from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
 
-FAILURE, STARTED, ENDED = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
-MARKS = (FAILURE, STARTED, ENDED)
+FAILED_MARK, STARTED_MARK, ENDED_MARK = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
+MARKS = (FAILED_MARK, STARTED_MARK, ENDED_MARK)
 """Beginnings of those lines on a rank's standard error that are for the launcher, and are not shown to the user."""
 OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: the kernel has killed no process because memory ran out"
@@ -163,18 +163,18 @@ def raise_open_files_limit(most: int = 65536) -> None:
 
 def format_failure(world: World, hostname: str, code: int, missing: Collection[int] = ()) -> str:
     """Return the line that tells the launcher, with any mpirun, which rank failed and for which ranks it had waited."""
-    return " ".join([f"{FAILURE} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missing))])
+    return " ".join([f"{FAILED_MARK} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missing))])
 
 
 def parse_failure(text: str) -> tuple[int, str, int] | None:
     """Return (rank, host, exit code) from a rank's standard error, or None if the rank did not fail."""
-    found = re.findall(rf"^{FAILURE} rank (\d{{1,9}}) on (\S+) exit code (\d{{1,9}})[ \d]*$", text, re.MULTILINE)
+    found = re.findall(rf"^{FAILED_MARK} rank (\d{{1,9}}) on (\S+) exit code (\d{{1,9}})[ \d]*$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
 
 
 def parse_missing_ranks(text: str) -> set[int]:
     """Return the ranks for which a rank has waited in vain, from its standard error."""
-    found = re.findall(rf"^{FAILURE} .* exit code \d+ (\d{{1,9}}(?: \d{{1,9}})*)$", text, re.MULTILINE)
+    found = re.findall(rf"^{FAILED_MARK} .* exit code \d+ (\d{{1,9}}(?: \d{{1,9}})*)$", text, re.MULTILINE)
     return {int(rank) for ranks in found for rank in ranks.split()}
 
 
@@ -187,7 +187,7 @@ def main() -> None:
     raise_open_files_limit()
     try:
         world = parse_world(os.environ)
-        print(f"{STARTED} rank {world.rank} on {hostname}", file=sys.stderr, flush=True)
+        print(f"{STARTED_MARK} rank {world.rank} on {hostname}", file=sys.stderr, flush=True)
         check_place(world, os.environ, hostname)
         cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
         if os.environ.get("CPUFT_PIN") == "rank" and cores:
@@ -201,7 +201,7 @@ def main() -> None:
         print(format_failure(world, hostname, code), file=sys.stderr, flush=True)
         abort_job(os.environ, code)
     else:
-        print(f"{ENDED} rank {world.rank} on {hostname}", file=sys.stderr, flush=True)
+        print(f"{ENDED_MARK} rank {world.rank} on {hostname}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

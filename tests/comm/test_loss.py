@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cpuft.rank.process import FAILURE, parse_missing_ranks
+from cpuft.rank.process import FAILED_MARK, parse_missing_ranks
 from tests.comm.loss import DEADLINE_SECONDS
 from tests.comm.ranks import mpirun
 
@@ -55,4 +55,4 @@ def test_a_stopped_rank_is_named_and_no_other(lost: int) -> None:
     others = sorted({"0", "1", "2"} - {str(lost)})
     assert sorted(found) == [(rank, f"rank {lost} (no answer: stopped, or its host is lost)") for rank in others]
     assert parse_missing_ranks(run.stdout) == {lost}
-    assert run.stdout.count(FAILURE) == 2
+    assert run.stdout.count(FAILED_MARK) == 2

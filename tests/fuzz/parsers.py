@@ -42,7 +42,7 @@ from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from
 from cpuft.provision.servers import parse_lock, parse_survey
 from cpuft.provision.wheels import parse_pins
-from cpuft.rank.process import FAILURE, parse_failure, parse_missing_ranks
+from cpuft.rank.process import FAILED_MARK, parse_failure, parse_missing_ranks
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     Line,
@@ -208,7 +208,7 @@ _MEASUREMENT: list[Line] = [
 ]
 _MEASURED = st.tuples(*(values.damaged_json(json.loads(format_line(line))) for line in _MEASUREMENT)).map("\n".join)
 
-_FAILURES = values.damaged([f"{FAILURE} rank 0 on a exit code 2\n", f"{FAILURE} rank 0 on a exit code 1 2 3\n"])
+_FAILURES = values.damaged([f"{FAILED_MARK} rank 0 on a exit code 2\n", f"{FAILED_MARK} rank 0 on a exit code 1 2 3\n"])
 _KEPT = values.damaged([f"there\nbroke off\nsteps 3\n{format_line(make_record(2).header)}\ncheckpoint 000000002.1\n"])
 
 _REPORTS = values.damaged_json(json.loads(str(found()["report"]))).map(lambda text: values.dump(found(report=text)))

@@ -36,9 +36,9 @@ from cpuft.launch.supervise import (
     run_on_this_machine,
 )
 from cpuft.plan import RunPlan, Step
-from cpuft.rank.diagnostics import HANGS
+from cpuft.rank.diagnostics import HANG_MARK
 from cpuft.rank.interruption import HEARTBEAT_FILE
-from cpuft.rank.process import ENDED, STARTED, format_failure
+from cpuft.rank.process import ENDED_MARK, STARTED_MARK, format_failure
 from cpuft.rank.world import World
 from tests.launch.test_failures import error_log
 from tests.launch.test_plan import make_cluster
@@ -125,7 +125,7 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
 
 
 def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(tmp_path: Path) -> None:
-    (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANGS}\n", encoding="utf-8")
+    (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANG_MARK}\n", encoding="utf-8")
     asked: list[str] = []
     verdict = Diagnosis((0,), "rank 0 on node1 blocks the others")
 
@@ -221,7 +221,7 @@ def check_after(watchdog: Watchdog, seconds: float) -> None:
 def test_a_host_that_is_lost_before_its_rank_starts_is_detected(tmp_path: Path) -> None:
     asked = list[str]()
     watchdog = make_watchdog(tmp_path / "logs", {"b"}, asked)
-    (tmp_path / "logs/rank-0.err").write_text(f"{STARTED} rank 0 on a\n")
+    (tmp_path / "logs/rank-0.err").write_text(f"{STARTED_MARK} rank 0 on a\n")
     check_after(watchdog, 5.0)
     assert asked == []
     with pytest.raises(StuckError, match="although 1 of 2 ranks have not started"):
@@ -233,10 +233,10 @@ def test_a_host_that_is_lost_while_the_run_is_saved_is_detected(tmp_path: Path) 
     asked = list[str]()
     watchdog = make_watchdog(tmp_path / "logs", {"b"}, asked)
     for rank in range(2):
-        (tmp_path / f"logs/rank-{rank}.err").write_text(f"{STARTED} rank {rank} on {'ab'[rank]}\n")
+        (tmp_path / f"logs/rank-{rank}.err").write_text(f"{STARTED_MARK} rank {rank} on {'ab'[rank]}\n")
     check_after(watchdog, 100.0)
     with (tmp_path / "logs/rank-0.err").open("a") as file:
-        file.write(f"step 9\n{ENDED} rank 0 on a\n")
+        file.write(f"step 9\n{ENDED_MARK} rank 0 on a\n")
     check_after(watchdog, 1.0)
     assert asked == []
     with pytest.raises(StuckError, match="although 1 of 2 ranks have not ended"):
@@ -251,7 +251,7 @@ def test_ranks_have_to_start_in_time_even_if_all_hosts_answer(tmp_path: Path) ->
     (tmp_path / "logs/rank-0.err").touch()
     with pytest.raises(NotStartedError, match="no rank started within 45 s"):
         check_after(watchdog, 10.0)
-    (tmp_path / "logs/rank-0.err").write_text(f"{STARTED} rank 0 on a\n")
+    (tmp_path / "logs/rank-0.err").write_text(f"{STARTED_MARK} rank 0 on a\n")
     check_after(watchdog, 100.0)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from cpuft.files import take_sent
 from cpuft.rank.process import (
-    FAILURE,
+    FAILED_MARK,
     abort_job,
     list_memory_counters,
     parse_cores,
@@ -86,7 +86,7 @@ def test_hydra_is_told_to_abort_and_srun_is_not(launcher: dict[str, str], messag
 
 @pytest.mark.parametrize("text", ["rank {} on a exit code 1", "rank 0 on a exit code {}", "rank 0 on a exit code 1 {}"])
 def test_a_script_that_prints_the_mark_with_too_long_numbers_does_no_harm(text: str) -> None:
-    line = f"{FAILURE} {text.format('9' * 5000)}\n"
+    line = f"{FAILED_MARK} {text.format('9' * 5000)}\n"
     assert parse_missing_ranks(line) == set()
     parse_failure(line)
 

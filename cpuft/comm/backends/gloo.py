@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store
 
 from cpuft.comm.backends.base import GroupMembership
-from cpuft.comm.watchdog import Operation, OperationRegister, Watchdog, stop_watchdog
+from cpuft.comm.watchdog import CollectiveWatchdog, Operation, OperationRegister, stop_watchdog
 
 _GLOO_EXTRA_SECONDS = 60.0
 """gloo's own timeout is this much longer than the watchdog's, whose message says more."""
@@ -90,7 +90,7 @@ class WatchedGlooGroup(dist.ProcessGroup):
         membership: GroupMembership,
         timeout: float,
         register: OperationRegister,
-        watchdog: Watchdog,
+        watchdog: CollectiveWatchdog,
     ) -> None:
         # The constructor that takes a store cannot make subclasses.
         super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]
