@@ -1,4 +1,9 @@
-"""Faults, drawn at random, and how a run must name them: pure functions."""
+"""Run by scripts/check-faults: disturb trainings on simulated hosts at random moments, and check how they end.
+
+Each run is disturbed once and must end by itself with the metric of an undisturbed run. Without restarts the run is
+continued with `cpuft launch --resume` after the host was repaired. Needs root; everything happens in its own
+namespaces.
+"""
 
 from __future__ import annotations
 
@@ -23,47 +28,48 @@ from tests.provision.simulated import Simulated, own_root, simulate
 
 HOSTS = ("kill worker", "pause worker", "cut worker", "kill master", "pause master", "cut master")
 TWO = ("kill two",)
-"""Two workers at the same moment, of which one may be the second host with checkpoints."""
+"""Two hosts, not the head host, at the same moment. One of them may be the second host with checkpoints."""
 RANKS = ("SIGKILL rank", "SIGSTOP rank")
 PROCESSES = ("SIGKILL ssh", "SIGKILL supervisor", "SIGKILL mpirun", "SIGKILL proxy")
 KINDS = (*HOSTS, *TWO, *RANKS, *PROCESSES)
 STAGES = ("prepare", "start", "train", "checkpoint", "evaluate", "save", "fetch", "restart")
-"""Of a run, in their order; `restart`: while it starts again after another fault."""
+"""Stages of a run in their order. `restart`: while the run is restarted after another fault."""
 WITH_RANKS = ("train", "checkpoint", "evaluate")
-"""Stages in which every rank and mpirun are surely there."""
+"""Stages in which all ranks and mpirun are certainly running."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to a run."""
+    """One fault: what happens to which host, rank or process, and when."""
 
     kind: str
     number: int
-    """Of the rank or host, from 0; one rank runs on each host, the master is 0."""
+    """Number of the rank or host, from 0. Each host has one rank; the head host is 0."""
     step: int
-    """After so many updates, in the stages `train` and `checkpoint`; 0: as soon as ranks start."""
+    """Number of updates before the fault, in the stages `train` and `checkpoint`."""
     stage: str = "train"
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All hosts that are hit."""
+        """Numbers of all hosts that the fault hits."""
         return (1, self.number) if self.kind in TWO else (self.number,)
 
     def describe(self) -> str:
-        """For the table."""
+        """Return the fault and its stage for the table."""
         number = "" if self.kind in PROCESSES or "master" in self.kind else f" {self.number}"
         return f"{self.kind}{number}, {self.stage}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """Who was hit, in the words that lines may use."""
+    """The host or rank that a fault has hit, as messages name it."""
 
     host: str = ""
-    """Empty where no host and no rank was: any line that says something will do, if it blames no host."""
+    """Name of the host; empty if the fault hit neither a host nor a rank. Then any message will do that blames no
+    host."""
     rank: int = -1
     others: tuple[str, ...] = ()
-    """Hosts that must not be blamed."""
+    """Hosts that no message may blame."""
 
 
 def draw_faults(
@@ -74,7 +80,7 @@ def draw_faults(
     kinds: Sequence[str] = KINDS,
     stages: Sequence[str] = STAGES,
 ) -> list[Fault]:
-    """So many faults: every stage about as often, and in each stage the kinds that can happen there in any order."""
+    """Draw `count` faults: every stage about as often, and in each stage the kinds that can happen there."""
     chance = random.Random(seed)
     left = {stage: list[str]() for stage in stages}
     drawn: list[Fault] = []
@@ -97,7 +103,7 @@ def _draw_number(kind: str, nodes: int, chance: random.Random) -> int:
 
 
 def was_named(target: Target, lines: Sequence[str]) -> bool:
-    """Whether the lines of a launch name who was hit, and nobody else as lost or stopped."""
+    """Return whether the lines of a launch name the target, and no other host as lost."""
     marks = ("does not answer", "did not answer", "failed", "lost", "blocks the others")
     text = "\n".join(line for line in lines if any(mark in line for mark in marks))
     blamed = [host for host in target.others if f"host {host} does not answer" in text]
@@ -134,17 +140,17 @@ def _parent(pid: int) -> int:
 
 
 def list_pids() -> list[int]:
-    """All processes but this one."""
+    """Return the numbers of all processes except this one."""
     return [int(path.name) for path in Path("/proc").glob("[0-9]*") if int(path.name) != os.getpid()]
 
 
 def list_ours() -> list[int]:
-    """All that a run consists of on hosts."""
+    """Return the numbers of all processes of a run on all hosts."""
     return [pid for pid in list_pids() if any(mark in word for word in _words(pid) for mark in _MARKS)]
 
 
 def find_targets(fault: Fault, launch: int) -> list[int]:
-    """Processes of which the fault hits one."""
+    """Return the processes of which the fault hits one."""
     pids = {pid: words for pid in list_pids() if (words := _words(pid)) and words[0]}
     found = {
         "ssh": lambda pid, words: _parent(pid) == launch and os.path.basename(words[0]) == "ssh",
@@ -158,7 +164,7 @@ def find_targets(fault: Fault, launch: int) -> list[int]:
 
 
 def make_fault(fault: Fault, cluster: Simulated, launch: int) -> Target:
-    """Do it; who was hit. A process that is not there yet is waited for."""
+    """Cause the fault and return its target. Waits for a process that has not started yet."""
     names = [host.name for host in cluster.hosts]
     others = tuple(name for number, name in enumerate(names) if number not in fault.numbers)
     if fault.kind in (*HOSTS, *TWO):
@@ -184,7 +190,7 @@ _START_SECONDS = 300.0
 
 
 class Launch:
-    """`cpuft launch` on all hosts; its lines with their moments."""
+    """A running `cpuft launch` on all hosts, and its lines with the time of each."""
 
     def __init__(self, cluster: Simulated, run: str, words: Sequence[str], resume: bool = False) -> None:
         command = [sys.executable, "-m", "cpuft", "launch", "--cluster", cluster.name]
@@ -204,7 +210,7 @@ class Launch:
         self.ended_at = time.monotonic()
 
     def wait(self, seconds: float = _START_SECONDS) -> int:
-        """Its exit code; one that does not end is killed, and gives -9."""
+        """Return the exit code. A launch that does not end in time is killed, and the code is -9."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -213,7 +219,7 @@ class Launch:
         return self.process.wait()
 
     def wait_for(self, words: str, seconds: float) -> bool:
-        """Until a line holds these words; False where it has ended, or that takes longer."""
+        """Wait until a line contains a text. Return False if the launch ends before, or after the time limit."""
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             if any(words in line for _, line in self.lines):
@@ -222,7 +228,7 @@ class Launch:
         return False
 
     def wait_for_line_since(self, words: str, after: str, since: float, seconds: float) -> bool:
-        """Until a line begins with `words` after one that begins with `after`; False where that does not come."""
+        """Wait for a line that begins with `words` after one that begins with `after`. Return False if none comes."""
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             lines = [line for at, line in self.lines if at >= since]
@@ -233,28 +239,23 @@ class Launch:
         return False
 
     def texts(self, since: float = 0.0) -> list[str]:
-        """Lines that came after a moment."""
+        """Return the lines since a moment."""
         return [line for at, line in self.lines if at >= since and line]
 
     def seconds_to_go_on(self, since: float) -> float:
-        """From a fault to the first update after a restart, or to the end of the launch if there was no restart."""
+        """Return the seconds from a fault to the first update after a restart, or to the end of the launch."""
         restarts = [at for at, line in self.lines if at >= since and line.startswith("cpuft: restart ")]
         goes_on = [at for at, line in self.lines if restarts and at > restarts[-1] and line.startswith("step ")]
         return min(goes_on, default=self.ended_at) - since
 
     def seconds_to(self, words: str, since: float) -> str:
-        """From a moment to the first line after it with these words; empty when there is none."""
+        """Return the seconds from a moment to the first line with a text; empty if there is none."""
         return next((f"{at - since:.0f}" for at, line in self.lines if at >= since and words in line), "")
 
 
 def restart_words(restarts: int) -> tuple[str, ...]:
-    """Of cpuft launch, as far as it knows restarts. Exits when they are asked for and it does not."""
-    told = subprocess.run(
-        [sys.executable, "-m", "cpuft", "launch", "--help"], capture_output=True, text=True, check=True
-    )
-    if "--max-restarts" in told.stdout:
-        return ("--max-restarts", str(restarts))
-    return sys.exit("check-faults: this cpuft launch has no --max-restarts") if restarts else ()
+    """Return the option of `cpuft launch` that allows restarts."""
+    return ("--max-restarts", str(restarts))
 
 
 def _disks(cluster: Simulated) -> list[Path]:
@@ -266,7 +267,7 @@ def _count_steps(records: Sequence[str]) -> int:
 
 
 def has_come_to(stage: str, step: int, steps: int, cluster: Simulated, run: str) -> bool:
-    """Whether a run is in a stage, as the hosts' disks tell."""
+    """Return whether a run has reached a stage, by the files on the disks of the hosts."""
     folders = [folder for disk in _disks(cluster) for folder in disk.glob(f"*/{run}")]
     if stage == "prepare":
         return any((folder / "logs").is_dir() for folder in folders)
@@ -285,7 +286,7 @@ def has_come_to(stage: str, step: int, steps: int, cluster: Simulated, run: str)
 
 
 def wait_for_stage(launch: Launch, cluster: Simulated, run: str, stage: str, step: int, steps: int) -> bool:
-    """Until a run is in a stage; False if the launch has ended before."""
+    """Wait until a run has reached a stage. Return False if the launch has ended before."""
     end = time.monotonic() + _START_SECONDS
     while launch.process.poll() is None and time.monotonic() < end:
         if has_come_to(stage, step, steps, cluster, run):
@@ -296,17 +297,17 @@ def wait_for_stage(launch: Launch, cluster: Simulated, run: str, stage: str, ste
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run in the end."""
+    """Result of a run that has ended."""
 
     updates: str
     metric: str
     repeated: str
     left: list[str]
-    """Processes on all hosts, segments of shared memory, and files of the run on hosts' disks."""
+    """Processes, segments of shared memory and files that the run has left on any host."""
 
 
 def read_outcome(cluster: Simulated, run: str, steps: int) -> Outcome:
-    """Of a run that has ended."""
+    """Read the result of a run that has ended."""
     left = [f"process {pid}" for pid in list_ours()]
     for index in range(1, len(cluster.hosts) + 1):
         left += [f"memory {name}" for name in cluster.on(index, "ls /dev/shm").split()]
@@ -330,7 +331,7 @@ ip link set dev lo up
 "$@" || exit $?
 exit 0
 """
-"""The shell stays, as the first process: it takes in what hosts leave behind when they are killed."""
+"""The shell stays the first process, so that it reaps the processes of hosts that are killed."""
 _SPACES = ("--mount", "--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _INSIDE = "CPUFT_FAULTS_INSIDE"
 COLUMNS = [
@@ -346,19 +347,22 @@ COLUMNS = [
     "left",
 ]
 BARS = {"kill": 25, "SIGKILL": 25, "cut": 40}
-"""Seconds from a fault to the next update or the end; of a frozen host or rank, the deadline of a collective more."""
+"""Most seconds from a fault to the next update or to the end, by the kind of the fault. Other faults, which are found
+by the time limit of a collective, have `OTHER_BAR`."""
 OTHER_BAR = 60
 
 
 def main() -> None:
-    """Exit 1 when a run did not end or reach its last update, somebody else was named, or something is left."""
+    """Exit with 1 if a run missed a bar: its metric, the time, the message, or what was left."""
     parser = argparse.ArgumentParser(prog="check-faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="another seed draws other faults and moments")
-    parser.add_argument("--restarts", type=int, default=0, help="as of cpuft launch; 0: each run is resumed by hand")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the faults and their moments")
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="--max-restarts of each run; 0: each run is resumed by hand"
+    )
     parser.add_argument("--steps", type=int, default=30, help="updates of each run")
-    parser.add_argument("--only", default="", help="kinds whose name holds this text")
-    parser.add_argument("--stages", default=",".join(STAGES), help="in which stages of a run")
+    parser.add_argument("--only", default="", help="only kinds whose name contains this text")
+    parser.add_argument("--stages", default=",".join(STAGES), help="stages of a run in which faults happen")
     options = parser.parse_args()
     if not os.environ.get(_INSIDE):
         words = [sys.executable, "-m", "scripts.benchmarks.check_faults", *sys.argv[1:]]
@@ -372,7 +376,7 @@ def main() -> None:
 
 
 def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int) -> int:
-    """Make all faults, one after another, and print the table; 1 when a bar was missed."""
+    """Cause all faults, one after another, and print the table. Returns 1 if a bar was missed."""
     os.environ |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     with own_root(folder) as image, simulate(image.parent, *_hosts(image)) as cluster:
         words = (*job(steps), *restart_words(restarts))
@@ -393,23 +397,23 @@ def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int) -> int
 
 
 def _hosts(image: Path) -> tuple[str, ...]:
-    """Options of the cluster, the same to make it and to repair it: others would make other hosts."""
+    """Return the options of the cluster, which must be the same for making and for repairing it."""
     return ("--nodes", str(NODES), "--image", str(image))
 
 
 def job(steps: int) -> tuple[str, ...]:
-    """Words of the training: MRPC where it is beside the checkout, else the built-in task."""
+    """Return the options of the training: MRPC if its data lies beside the checkout, else the built-in task."""
     data = ("--task", "mrpc", "--data-dir", str(GLUE)) if GLUE.is_dir() else ("--task", "demo")
     rows = ("--max-steps", str(steps), "--batch-size", "4", "--max-length", "48", "--learning-rate", "1e-4")
     return (*data, *rows, "--np", str(NODES), "--comm-timeout", "20", "--checkpoint-every", "3", *SAME)
 
 
 SAME = ("--backend", "mpi", "--grad-compression", "none")
-"""Otherwise measured at every start, and chosen otherwise on fewer hosts: the metric would be another one."""
+"""Without these options a restart on fewer hosts might choose others, and reach another metric."""
 
 
 def run_whole(cluster: Simulated, words: Sequence[str]) -> str:
-    """A run that nobody disturbs."""
+    """Run without a fault, and return the name of the run."""
     launch = Launch(cluster, "whole", words)
     if launch.wait():
         sys.exit("\n".join(["check-faults: the undisturbed run failed:", *launch.texts()]))
@@ -419,7 +423,7 @@ def run_whole(cluster: Simulated, words: Sequence[str]) -> str:
 def disturb(
     cluster: Simulated, run: str, fault: Fault, words: Sequence[str], steps: int, restarts: int, whole: str
 ) -> tuple[list[str], bool]:
-    """Start a run, make the fault, see how it ends and goes on; a row of the table, and whether all bars were met."""
+    """Start a run, cause the fault and wait for the end. Returns a row of the table, and whether all bars were met."""
     launch = Launch(cluster, run, words)
     reached = wait_for_stage(
         launch, cluster, run, "train" if fault.stage == "restart" else fault.stage, fault.step, steps
@@ -462,13 +466,16 @@ def disturb(
 
 
 def repair(cluster: Simulated) -> None:
-    """Every host is there again."""
+    """Repair all hosts of the cluster."""
     repaired = cluster.cpuft("provision", "local", "--name", cluster.name, *_hosts(cluster.folder / "image"))
     assert repaired.returncode == 0, repaired.stderr
 
 
 def go_on(cluster: Simulated, run: str, words: Sequence[str]) -> tuple[str, str]:
-    """Go on with a run, or begin anew where it was lost before it had begun; seconds until then, and a refusal."""
+    """Resume a run, or start it again if it was lost before it began.
+
+    Returns the seconds until it continued, and its error, if any.
+    """
     resumed = Launch(cluster, run, ("--no-check",), resume=True)
     resumed.wait()
     if "give the folder of an earlier run, for example runs/mrpc-np2" in "".join(resumed.texts()[-1:]):

@@ -17,16 +17,18 @@ from tests.fuzz import sandbox
 
 _PARSERS_SHARE = 0.65
 _SLOW: dict[tuple[str, ...], float] = {("doctor",): 0.2}
-"""Verbs that look at the machine for seconds get fewer inputs."""
+"""Share of the inputs of verbs that examine the machine for seconds; 1 for other verbs."""
 
 
 def main() -> None:
-    """Exit 1 when there is a fault, 2 when this must not be run here."""
+    """Exit with 1 if there is a fault, and with 2 if this program must not run here."""
     parser = argparse.ArgumentParser(prog="check-fuzz", description=__doc__)
     parser.add_argument("--inputs", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0, help="another seed draws other inputs")
-    parser.add_argument("--only", default="", help="parsers and verbs whose name holds this text")
-    parser.add_argument("--inside", action="store_true", help="do it here (refused outside of the room)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the inputs")
+    parser.add_argument("--only", default="", help="only parsers and verbs whose name contains this text")
+    parser.add_argument(
+        "--inside", action="store_true", help="run inside the namespaces that this program makes (refused elsewhere)"
+    )
     options = parser.parse_args()
     if not options.inside:
         words = [sys.executable, "-m", "scripts.benchmarks.check_fuzz", "--inside", *sys.argv[1:]]
@@ -38,7 +40,7 @@ def main() -> None:
 
 
 def run(inputs: int, seed: int, only: str) -> int:
-    """Fuzz everything whose name holds `only`; 1 when there is a fault."""
+    """Fuzz everything whose name contains `only`. Returns 1 if there is a fault."""
     sandbox.prepare()
     os.environ |= {name: str(sandbox.ROOT / folder) for name, folder in sandbox.FOLDERS.items()}
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{sandbox.ROOT}/tmp"
