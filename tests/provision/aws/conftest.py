@@ -1,4 +1,4 @@
-"""A region for each test; or one in a bottle, with real instances, for each file."""
+"""Fixtures: a simulated AWS region for each test, or a region with real instances for each file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def region() -> Iterator[Region]:
 
 @pytest.fixture(scope="module")
 def bottle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bottle]:
-    """Root only. In its folder are `wheels`, by which its instances train."""
+    """A region with real instances (needs root). The folder `wheels` has what they train with."""
     with open_bottle(tmp_path_factory.mktemp("bottle")) as opened:
         write_machine_wheels(opened.folder / "wheels")
         yield opened

@@ -1,4 +1,4 @@
-"""A region of AWS in this process: moto, with what it lacks put in; and a hook that counts, and kills."""
+"""A simulated AWS region in this process: moto with missing features added; a hook counts calls and can kill."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ NAME = "lab"
 
 
 class KilledError(BaseException):
-    """What takes a launcher away in the middle: nothing of it runs after that."""
+    """Stands for the death of the process that makes a cluster: only `except BaseException` would run after it."""
 
 
 @dataclass
 class Region:
-    """What happens there, and what is to happen."""
+    """What has happened in the region, and which faults will happen."""
 
     image: str = ""
     quota: float = 256.0
     faults: list[str] = field(default_factory=list)
-    """Codes of RunInstances' answers to come; with `lost` it takes effect all the same."""
+    """Error codes of the next calls of RunInstances. With `lost` the call takes effect, but its response is lost."""
     lasting: dict[str, str] = field(default_factory=dict)
-    """Zone -> code of what it always answers."""
+    """Zone -> error code of every call of RunInstances in this zone."""
     spot_fault: str = ""
-    """Code of what all zones answer to those who ask for spot instances."""
+    """Error code of every request for spot instances, in all zones."""
     tokens: dict[str, Any] = field(default_factory=dict)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=list)
-    """That instances get, in their order, where they are to be real hosts."""
+    """Addresses for the instances in their order, if they stand for real hosts."""
     hidden: int = 0
-    """How often DescribeInstances still tells of nothing."""
+    """How many more times DescribeInstances returns nothing."""
     start: float = field(default_factory=time.time)
     seconds: float = 0.0
-    """That have been slept: time passes by them alone, however slow the machine is."""
+    """Seconds that were slept. Only sleeping moves this region's clock, however slow the machine is."""
     calls: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     kill: tuple[int, str] = (-1, "")
-    """The number of the mutating call at which the launcher dies, and whether before or after it."""
+    """Number of the changing call at which the process dies, and whether it dies before or after the call."""
     outright: bool = False
-    """Whether it is killed as by SIGKILL, and not even cleans up."""
+    """Whether the process dies as by SIGKILL, so that its cleanup does nothing either."""
     dead: bool = False
     lingers: bool = False
-    """Whether an image is there only when somebody has waited for it."""
+    """Whether an AMI becomes available only after somebody has slept."""
     coming: list[Any] = field(default_factory=list)
     """AMIs that are being made."""
     image_faults: list[str] = field(default_factory=list)
-    """Codes of CreateImage's answers to come, as `faults`."""
+    """Error codes of the next calls of CreateImage, as in `faults`."""
 
     @property
     def mutating(self) -> list[str]:
@@ -94,14 +94,14 @@ def is_mutating(method: str, parameters: Mapping[str, Any]) -> bool:
 
 
 def make_aws(region: Region, folder: Path, **options: Any) -> Aws:
-    """A launcher with a memory of its own."""
+    """Return a provider that keeps its records in a folder of its own, like another machine."""
     services = region.services(**{name: options.pop(name) for name in [*options] if name in Services.__annotations__})
     config = replace(AwsConfig(name=NAME, nodes=4, region=REGION, yes=True), **options)
     return Aws(config, {"CPUFT_STATE": str(folder / "state")}, services=services)
 
 
 def say(text: str) -> None:
-    """Nobody listens."""
+    """Ignore progress messages."""
 
 
 def refuse(question: str) -> bool:
@@ -109,7 +109,7 @@ def refuse(question: str) -> bool:
 
 
 _OPEN: list[Region] = []
-"""The region that is open, the last one of them: clients take long to make, and are shared."""
+"""Open regions; the last one is in use. Clients are slow to make, so all regions share them."""
 
 
 def make(region: Region, folder: Path, **options: object) -> str:
@@ -133,13 +133,13 @@ def client(service: str = "ec2") -> Any:
 
 
 def live() -> list[dict[str, Any]]:
-    """Instances that cost money, whatever tags they carry."""
+    """Return instances that cost money, whatever their tags are."""
     filters = [{"Name": "instance-state-name", "Values": ["pending", "running", "stopping", "stopped"]}]
     return [one for place in client().describe_instances(Filters=filters)["Reservations"] for one in place["Instances"]]
 
 
 def left(region: Region) -> dict[str, Any]:
-    """All that is there and was not there when the region began."""
+    """Return all resources that did not exist when the region was opened."""
     ec2 = client()
     return {
         "instances": [one["InstanceId"] for one in live()],
@@ -155,7 +155,7 @@ NOTHING: dict[str, list[str]] = {"instances": [], "groups": [], "keys": [], "pla
 
 @contextlib.contextmanager
 def open_region() -> Iterator[Region]:
-    """A region with one image and nothing else, and credentials for it."""
+    """Open a region that has one AMI and nothing else, with credentials for it."""
     from moto import mock_aws
 
     region = Region()
@@ -180,7 +180,7 @@ def open_region() -> Iterator[Region]:
 
 
 def _complete(region: Region, patch: pytest.MonkeyPatch) -> None:
-    """What moto lacks: idempotency and capacity, placement groups, quotas, Debian's image, tagged snapshots."""
+    """Add what moto lacks: ClientToken, capacity errors, placement groups, quotas, Debian's AMI, tagged snapshots."""
     from moto.ec2.models.amis import AmiBackend
     from moto.ec2.models.instances import InstanceBackend
     from moto.ec2.responses import EC2Response

@@ -46,13 +46,13 @@ def test_images_are_read_the_oldest_first() -> None:
     assert [image.id for image in found] == ["ami-1", "ami-0"]
 
 
-def test_the_newest_that_is_there_is_used() -> None:
+def test_the_newest_available_ami_is_used() -> None:
     assert choose_image((OLD, NEW, COMING)) == NEW
     assert choose_image((COMING,)) is None
 
 
 @pytest.mark.parametrize(("image", "ready"), [(NEW, True), (COMING, False), (None, False)])
-def test_whether_an_image_is_there(image: Ami | None, ready: bool) -> None:
+def test_an_ami_is_ready_when_it_is_available(image: Ami | None, ready: bool) -> None:
     assert is_ready(image, "name") is ready
 
 
@@ -63,7 +63,7 @@ def test_whether_an_image_is_there(image: Ami | None, ready: bool) -> None:
         ("a", "failed", "AMI n could not be made .*: delete it with `cpuft provision image --delete n`"),
     ],
 )
-def test_an_image_that_is_in_the_way(recipe: str, state: str, said: str) -> None:
+def test_an_ami_that_failed_or_that_cpuft_did_not_make_is_refused(recipe: str, state: str, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
         is_ready(Ami("ami-1", "n", state, "", recipe, 0, ()), "n")
 
@@ -76,7 +76,7 @@ def test_an_image_that_is_in_the_way(recipe: str, state: str, said: str) -> None
         ("lost", [("delete_snapshot", "snap-9")]),
     ],
 )
-def test_an_image_goes_before_its_snapshots(wanted: str, calls: list[tuple[str, str]]) -> None:
+def test_an_ami_is_deleted_before_its_snapshots(wanted: str, calls: list[tuple[str, str]]) -> None:
     steps = [step for stage in plan_deletion(FOUND, wanted, "us-east-1").stages for step in stage]
     found = [step for step in steps if isinstance(step, CallStep)]
     assert [
@@ -91,12 +91,12 @@ def test_an_image_goes_before_its_snapshots(wanted: str, calls: list[tuple[str, 
         (OwnImages((), ()), "there is nothing to delete"),
     ],
 )
-def test_only_what_cpuft_has_made_is_taken_away(found: OwnImages, said: str) -> None:
+def test_only_amis_that_cpuft_made_are_deleted(found: OwnImages, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
         plan_deletion(found, "cpuft-a", "us-east-1")
 
 
-def test_images_are_told_of() -> None:
+def test_amis_are_listed() -> None:
     assert describe_images(FOUND, "us-east-1") == (
         "cpuft-a-1  ami-1  available, 16 GB, made 2026-01-01 10:11 UTC\n"
         "cpuft-a-2  ami-2  available, 16 GB, made 2026-01-02 10:11 UTC\n"
@@ -125,12 +125,12 @@ def test_packages_come_through_the_machine_that_rents() -> None:
     assert subprocess.run(["bash", "-n"], input=format_plan(plan), text=True, check=True).returncode == 0
 
 
-def test_this_machine_is_never_made_to_forget_itself() -> None:
+def test_this_machine_is_never_cleaned() -> None:
     with pytest.raises(AssertionError, match="these steps must not run on this machine"):
         plan_finish(RECIPE, "10.0.0.5", ())
 
 
-def test_apt_is_told_of_the_way_as_long_as_the_script_runs(tmp_path: Path) -> None:
+def test_apt_uses_the_proxy_while_the_script_runs(tmp_path: Path) -> None:
     script = 'cat "$APT_CONFIG"; echo "$APT_CONFIG" >said; exit 7'
     environ = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
     words = ["sh", "-c", ami._APT_PROXY, "apt_proxy", "3128", script]
@@ -157,7 +157,7 @@ KEPT = ("etc/ssh/sshd_config", "opt/cpuft/env/stamp", "root/.bashrc", "etc/resol
 
 
 @pytest.mark.parametrize("bus", ["file", "link"])
-def test_an_image_remembers_no_key_no_name_and_no_lease(bus: str, tmp_path: Path) -> None:
+def test_an_image_contains_no_key_no_name_and_no_lease(bus: str, tmp_path: Path) -> None:
     top = tmp_path / "top"
     for name in (*IDENTITY, *KEPT):
         (top / name).parent.mkdir(parents=True, exist_ok=True)

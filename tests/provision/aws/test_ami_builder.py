@@ -1,4 +1,4 @@
-"""Making golden images, against a region in this process: once, by an instance that is gone whatever happens."""
+"""Making AMIs in a simulated region: once, on an instance that is terminated whatever happens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CALLS = [
     "delete_key_pair",
     "delete_security_group",
 ]
-"""What making an image changes, in order."""
+"""Changing calls of making an AMI, in order."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def build(region: Region, folder: Path, wheels: Path, **options: Any) -> str:
 
 
 def find_made() -> tuple[list[str], list[str]]:
-    """Names of images and of snapshots that carry the tag."""
+    """Return the names of AMIs and of snapshots that have our tag."""
     filters = [{"Name": "tag-key", "Values": ["cpuft:image"]}]
     images = client().describe_images(Owners=["self"], Filters=filters)["Images"]
     snapshots = client().describe_snapshots(OwnerIds=["self"], Filters=filters)["Snapshots"]
@@ -109,7 +109,7 @@ def test_another_image_is_used_where_one_is_named_or_none_was_made(
 
 
 def some(*names: str) -> list[Any]:
-    """All calls, of which only these are tried every day."""
+    """Return all calls; those that are not in `names` are tried by the long tests only."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.proof) for name in CALLS]
 
 
@@ -117,7 +117,7 @@ def some(*names: str) -> list[Any]:
 def test_an_instance_that_makes_an_image_ends_whatever_happens(
     call: str, region: Region, tmp_path: Path, wheels: Path
 ) -> None:
-    """As on Ctrl-C, while it is needed; what is left is one image at most."""
+    """As on Ctrl-C at any time. At most one AMI is left."""
     region.kill = (CALLS.index(call), "after")
     with pytest.raises(KilledError):
         build(region, tmp_path, wheels)
@@ -126,7 +126,7 @@ def test_an_instance_that_makes_an_image_ends_whatever_happens(
 
 
 @pytest.mark.parametrize("call", some("run_instances", "create_image", "terminate_instances"))
-def test_builders_that_are_killed_outright_leave_what_the_next_one_takes_away(
+def test_what_a_killed_builder_left_is_removed_by_the_next_one(
     call: str, region: Region, tmp_path: Path, wheels: Path
 ) -> None:
     region.kill, region.outright = (CALLS.index(call), "after"), True
@@ -151,7 +151,7 @@ def test_an_answer_that_was_lost_makes_no_second_image(
     assert left(region) == NOTHING
 
 
-def test_an_image_goes_with_its_snapshot_also_in_two_attempts(region: Region, tmp_path: Path, wheels: Path) -> None:
+def test_an_ami_is_deleted_with_its_snapshot_even_in_two_attempts(region: Region, tmp_path: Path, wheels: Path) -> None:
     build(region, tmp_path, wheels)
     ((name,), _) = find_made()
     assert list_images(REGION, region.services()).startswith(f"{name}  ami-")
@@ -170,7 +170,7 @@ def test_an_image_goes_with_its_snapshot_also_in_two_attempts(region: Region, tm
         delete_image(region.image, REGION, False, say, region.services())
 
 
-def test_what_another_machine_is_at_work_on_stays(region: Region, tmp_path: Path, wheels: Path) -> None:
+def test_an_instance_that_another_machine_uses_is_left_alone(region: Region, tmp_path: Path, wheels: Path) -> None:
     builder = make_builder(region, tmp_path / "there", wheels)
     builder.cluster.make(say, refuse)
     region.calls.clear()
@@ -182,7 +182,9 @@ def test_what_another_machine_is_at_work_on_stays(region: Region, tmp_path: Path
     assert region.mutating == []
 
 
-def test_an_image_of_that_name_that_is_not_ours_stays(region: Region, tmp_path: Path, wheels: Path) -> None:
+def test_an_ami_of_that_name_that_cpuft_did_not_make_is_left_alone(
+    region: Region, tmp_path: Path, wheels: Path
+) -> None:
     build(region, tmp_path, wheels)
     ((name,), _) = find_made()
     delete_image(name, REGION, False, say, region.services())
@@ -193,15 +195,13 @@ def test_an_image_of_that_name_that_is_not_ours_stays(region: Region, tmp_path: 
     assert region.mutating == []
 
 
-def test_a_no_to_the_price_costs_nothing(region: Region, tmp_path: Path, wheels: Path) -> None:
+def test_nothing_is_rented_when_the_user_refuses_the_price(region: Region, tmp_path: Path, wheels: Path) -> None:
     with pytest.raises(CpuftError, match=r"nothing was rented: .* The price: 1 x m7i.xlarge on demand"):
         make_builder(region, tmp_path, wheels, yes=False).make(say, lambda question: False)
     assert region.mutating == []
 
 
-def test_an_image_that_does_not_appear_is_not_waited_for_without_end(
-    region: Region, tmp_path: Path, wheels: Path
-) -> None:
+def test_waiting_for_an_ami_has_a_time_limit(region: Region, tmp_path: Path, wheels: Path) -> None:
     builder = make_builder(region, tmp_path, wheels)
     builder.services = replace(builder.services, sleep=lambda seconds: setattr(region, "seconds", region.seconds + 600))
     with pytest.raises(CpuftError, match=r"is not ready after 60 minutes: run the command again"):

@@ -1,4 +1,4 @@
-"""Renting for real: instances that boot, run what they are told over ssh, are taken back, and end themselves."""
+"""Renting real instances: they boot, run commands over ssh, are reclaimed, and terminate themselves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def wait(bottle: Bottle, seconds: float, holds: Callable[[], Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(bottle: Bottle) -> Iterator[None]:
-    """Each test begins with an empty region, whatever became of the one before."""
+    """Empty the region after each test, whatever its result is."""
     yield
     bottle.ask("send_impostors", False)
     bottle.ask("send_broken", "")
@@ -67,7 +67,7 @@ def _nothing_is_left(bottle: Bottle) -> Iterator[None]:
     assert bottle.ask("left") == NOTHING_LEFT
 
 
-def test_a_cluster_is_rented_once_runs_and_is_gone(bottle: Bottle) -> None:
+def test_a_cluster_is_rented_once_runs_a_script_and_is_removed(bottle: Bottle) -> None:
     check(bottle.cpuft(*LAB, "--nodes", "2"))
     assert bottle.ask("calls") == CHANGES
     check(bottle.cpuft(*LAB, "--nodes", "2"))
@@ -86,7 +86,7 @@ def test_a_cluster_is_rented_once_runs_and_is_gone(bottle: Bottle) -> None:
     assert [*(bottle.folder / "state").iterdir()] == []
 
 
-def test_somebody_else_at_its_addresses_is_told_nothing(bottle: Bottle) -> None:
+def test_another_machine_at_the_addresses_gets_no_command(bottle: Bottle) -> None:
     bottle.ask("send_impostors", True)
     made = bottle.cpuft(*LAB, "--nodes", "1")
     assert made.returncode == 2
@@ -100,15 +100,15 @@ def test_somebody_else_at_its_addresses_is_told_nothing(bottle: Bottle) -> None:
     assert not (bottle.disk(one["id"]) / "opt").exists()
 
 
-def test_an_instance_whose_lease_is_over_when_it_boots_ends_itself(bottle: Bottle) -> None:
-    """The last minute of a lease is no whole one."""
+def test_an_instance_whose_lease_ended_before_it_booted_terminates_itself(bottle: Bottle) -> None:
+    """Less than a whole minute of the lease is left."""
     check(bottle.rent(50 - 600, "--name", "lab", "--nodes", "1", "--lease", "10m"))
     wait(bottle, 30, lambda: not bottle.live())
     assert bottle.ask("instances")[-1]["reason"] == "Client.InstanceInitiatedShutdown"
 
 
 @pytest.mark.proof
-def test_a_lease_that_user_data_did_not_arm_is_armed_over_ssh(bottle: Bottle) -> None:
+def test_a_shutdown_that_user_data_did_not_schedule_is_scheduled_over_ssh(bottle: Bottle) -> None:
     bottle.ask("send_broken", "final")
     made = bottle.cpuft(*LAB, "--nodes", "1", "--lease", "2h")
     check(made)
@@ -120,7 +120,7 @@ def test_a_lease_that_user_data_did_not_arm_is_armed_over_ssh(bottle: Bottle) ->
     assert "schedule the shutdown" not in check(again) + again.stderr
 
 
-def test_instances_that_would_never_end_themselves_are_ended(bottle: Bottle) -> None:
+def test_instances_that_would_never_terminate_themselves_are_terminated(bottle: Bottle) -> None:
     bottle.ask("send_broken", "shutdown")
     made = bottle.cpuft(*LAB, "--nodes", "2")
     assert made.returncode == 2
@@ -131,7 +131,7 @@ def test_instances_that_would_never_end_themselves_are_ended(bottle: Bottle) -> 
 
 
 @pytest.mark.proof
-def test_all_instances_end_by_their_lease_when_the_laptop_is_gone(bottle: Bottle) -> None:
+def test_all_instances_terminate_with_their_lease_when_the_laptop_is_off(bottle: Bottle) -> None:
     begun = time.time()
     check(bottle.rent(100 - 600, "--name", "lab", "--nodes", "3", "--lease", "10m"))
     assert len(bottle.live()) == 3
@@ -161,13 +161,13 @@ def test_a_training_on_rented_hosts_whose_lease_is_extended(bottle: Bottle) -> N
 
 
 def until(start: str, stream: IO[str]) -> list[str]:
-    """The lines of a stream before the first one that starts so, which is read, too."""
+    """Return the lines of a stream before the first one that starts with `start`, and read that one, too."""
     return list(takewhile(lambda line: not line.startswith(start), stream))
 
 
 @pytest.mark.proof
-def test_a_spot_instance_that_is_taken_back_is_left_before_and_replaced(bottle: Bottle) -> None:
-    """It is the master; and nobody says --interruption-notice."""
+def test_a_run_leaves_a_spot_instance_before_it_is_reclaimed_and_it_is_replaced(bottle: Bottle) -> None:
+    """The instance is the head host, and --interruption-notice is not given."""
     rent = (*LAB, "--nodes", "3", "--spot")
     check(bottle.cpuft(*rent))
     master, *others = bottle.live()
@@ -209,7 +209,7 @@ with open_bottle(Path(sys.argv[1])) as bottle:
 
 
 def descendants(process: int) -> list[int]:
-    """Of a process, at any depth."""
+    """Return the children of a process, their children, and so on."""
     children = [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     return [*children, *(one for child in children for one in descendants(child))]
 
@@ -221,7 +221,7 @@ def is_there(process: int) -> bool:
         return False
 
 
-def test_nothing_of_a_bottle_outlives_whoever_opened_it(tmp_path: Path) -> None:
+def test_no_process_of_the_simulated_region_outlives_its_owner(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[3])
     words = [sys.executable, "-c", KEPT, str(tmp_path / "own")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root}) as keeper:

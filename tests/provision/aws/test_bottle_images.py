@@ -1,4 +1,4 @@
-"""A golden image for real: an instance becomes one, remembers nothing of itself, and clusters start from it."""
+"""AMIs made of real instances: nothing of the instance is left in them, and clusters start from them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ LINKS = (
     "import glob, os, sys; [os.symlink(path, to) for path in glob.glob({libraries!r}) for to in "
     "[os.path.join(sys.prefix, 'lib', os.path.basename(path))] if not os.path.lexists(to)]\n"
 )
-"""A line that every start of a Python runs."""
+"""A line of a .pth file, which Python runs at every start."""
 
 
 def bring_libraries(bottle: Bottle) -> None:
-    """MPI's and oneCCL's are looked for below the environment: from its first start there are links to this one's."""
+    """Link the libraries of MPI and oneCCL of this environment into the new one, where they are searched for."""
     libraries = f"{sys.prefix}/lib/lib*"
     write_wheel(bottle.folder / "wheels", "libraries", {"libraries.pth": LINKS.format(libraries=libraries)})
 
 
 def write_recipe(bottle: Bottle) -> None:
-    """Ours, but for packages that this machine lacks: the region has no way to any."""
+    """Write our recipe with openssh-server as its only package: the region cannot download packages."""
     (bottle.folder / "ami").mkdir(exist_ok=True)
     packages = "packages:\n  - {name: openssh-server, reason: mpirun starts ranks by ssh}\nenvironment:"
     text = re.sub(r"packages:.*?environment:", packages, RECIPE.read_text(), flags=re.S)
@@ -56,7 +56,7 @@ print("rank", os.environ["RANK"])
     ],
     ids=("two epochs", "without torch"),
 )
-def test_from_an_image_to_a_job_and_back_to_nothing(job: tuple[str, ...], file: str, text: str, bottle: Bottle) -> None:
+def test_an_ami_is_built_used_for_a_job_and_deleted(job: tuple[str, ...], file: str, text: str, bottle: Bottle) -> None:
     (bottle.folder / "hello.py").write_text(HELLO)
     write_recipe(bottle)
     bring_libraries(bottle)
@@ -95,7 +95,7 @@ def test_from_an_image_to_a_job_and_back_to_nothing(job: tuple[str, ...], file: 
 
 
 @pytest.mark.proof
-def test_a_job_moves_the_end_of_its_hosts_lease(bottle: Bottle) -> None:
+def test_a_running_job_extends_the_lease_of_its_hosts(bottle: Bottle) -> None:
     check(bottle.cpuft(*LAB, "1", "--lease", "10m", "--lease-limit", "1h"))
     done = bottle.cpuft(*LAUNCH, "--np", "1", "--max-steps", "2", *JOB, *QUIET, "--run-dir", "moved")
     check(done)

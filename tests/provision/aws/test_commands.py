@@ -1,4 +1,4 @@
-"""What a user types: bad input is one line and exit code 2, and nothing is left that costs; the policy suffices."""
+"""`cpuft provision aws` and `image --aws` as a user types them: bad input, prices, permissions, images."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_dry_run_prints_calls_and_makes_none(region: Region, capsys: pytest.Ca
     assert left(region) == NOTHING
 
 
-def test_status_and_down_of_what_is_not_remembered_here(
+def test_status_and_down_of_a_cluster_that_this_machine_has_no_record_of(
     region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     make_aws(region, tmp_path / "elsewhere", nodes=2).make(say, refuse)
@@ -142,7 +142,7 @@ def test_the_policy_s_dry_run_is_a_script_that_prints_it(capsys: pytest.CaptureF
 
 
 def become(user: str, monkeypatch: pytest.MonkeyPatch, *without: str) -> None:
-    """Be a user with the printed policy, but for some rights; moto refuses from now on what that does not allow.
+    """Use the credentials of a user who has the printed policy without some permissions. moto then refuses other calls.
 
     It knows neither resources nor conditions: what is proven is that these actions suffice.
     """
@@ -166,7 +166,7 @@ def become(user: str, monkeypatch: pytest.MonkeyPatch, *without: str) -> None:
     monkeypatch.setattr(ActionAuthenticatorMixin, "request_count", 0)
 
 
-def test_a_price_that_nobody_is_asked_about_is_said_all_the_same(region: Region, tmp_path: Path) -> None:
+def test_the_price_is_printed_even_with_yes(region: Region, tmp_path: Path) -> None:
     told: list[str] = []
     lab = make_aws(region, tmp_path, nodes=2)
     lab.make(told.append, refuse)
@@ -207,7 +207,7 @@ def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch
         (("--spot",), "iam:CreateServiceLinkedRole"),
     ],
 )
-def test_a_right_that_lacks_is_named(
+def test_a_missing_permission_is_named(
     words: tuple[str, ...],
     right: str,
     region: Region,
@@ -256,7 +256,7 @@ def test_bad_input_of_an_image_is_one_line(
     assert left(region) == NOTHING
 
 
-def test_images_are_listed_and_deleted_by_what_a_user_types(
+def test_amis_are_listed_and_deleted_on_the_command_line(
     region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     write_wheels(tmp_path / "wheels")
@@ -273,7 +273,7 @@ def test_images_are_listed_and_deleted_by_what_a_user_types(
     assert (code, output) == (0, "cpuft has made no AMI in us-east-1\n")
 
 
-def test_status_goes_on_past_an_account_that_cannot_be_asked(
+def test_status_continues_after_an_account_that_cannot_be_queried(
     region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_aws(region, tmp_path, nodes=1).make(say, refuse)

@@ -18,7 +18,7 @@ def test_rules_are_read_and_written() -> None:
     assert facts.parse_rules(facts.format_rules(rules)) == tuple(sorted(rules))
 
 
-def test_what_an_earlier_cluster_of_the_same_name_had_is_none_of_this_one() -> None:
+def test_instances_of_an_earlier_cluster_of_the_same_name_are_left_out() -> None:
     mine = (make_instance(1, group="sg-1", state="terminated"), make_instance(2, group="sg-1"))
     other = make_instance(3, group="sg-0", state="terminated")
     assert facts.drop_earlier_cluster((*mine, other), GROUP) == mine
@@ -32,7 +32,7 @@ def test_what_an_earlier_cluster_of_the_same_name_had_is_none_of_this_one() -> N
         ("arn:aws:sts::1:assumed-role/Lab/session-7", "arn:aws:sts::1:assumed-role/Lab"),
     ],
 )
-def test_a_role_is_the_same_in_its_next_session(arn: str, owner: str) -> None:
+def test_a_role_is_the_same_owner_in_every_session(arn: str, owner: str) -> None:
     assert facts.normalize_owner(arn) == owner
 
 

@@ -1,4 +1,4 @@
-"""Host keys of rented hosts: at every moment of their change a strict ssh finds a key that it knows."""
+"""Rotation of host keys: at every moment ssh with StrictHostKeyChecking finds a key that it knows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEMBER = Member("10.0.0.1", "10.0.0.1", "root", reached="54.0.0.1", mark="i-1")
 
 
 def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
-    """Else what is done to it, as root, would be done here: one of another network may have this machine's address."""
+    """An instance in another network may have this machine's address. Its commands must not run here, as root."""
     one = Instance("i-1", "lab", "running", "t", "z", "127.0.0.1", "127.0.0.1", False, 0.0, 0.0, 0, 0, 0)
     nodes = Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(tmp_path)}, "hostfile")
     with nodes._temporary_transport(()) as transport:
@@ -47,14 +47,16 @@ def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
     ],
     ids=("born", "both", "own", "elsewhere", "a simulated host", "another's"),
 )
-def test_by_which_keys_a_host_is_known_and_what_is_next(there: tuple[str, ...], keys: str, next_: list[str]) -> None:
+def test_the_accepted_host_keys_and_the_next_step_of_a_rotation(
+    there: tuple[str, ...], keys: str, next_: list[str]
+) -> None:
     assert choose_keys(GIVEN, there) == keys
     steps = plan_rotation([(MEMBER, ServerFacts(host_keys=there))], GIVEN)
     assert [step.command[4] for step in steps] == next_
     assert [step.host for step in steps] == ["10.0.0.1"] * len(next_)
 
 
-def test_what_is_known_of_a_host_is_not_believed_of_another_one_with_its_address() -> None:
+def test_the_known_key_of_a_host_is_not_accepted_from_another_host_at_its_address() -> None:
     text = format_known_hosts([replace(MEMBER, key=f"{GIVEN} cpuft\n{OWN} cpuft-own")])
     assert text == f"10.0.0.1 {GIVEN} i-1\n10.0.0.1 {OWN} i-1\n"
     assert find_known_keys(text, MEMBER) == f"{GIVEN}\n{OWN}"
@@ -63,7 +65,7 @@ def test_what_is_known_of_a_host_is_not_believed_of_another_one_with_its_address
 
 
 class Born:
-    """A host with the key that it was given, as this machine knows it."""
+    """A host with the shared host key, and this machine's files about it."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.port = folder, port
@@ -117,7 +119,7 @@ def born(tmp_path: Path) -> Iterator[Born]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="sshd needs root")
-def test_a_host_is_known_at_every_moment(born: Born) -> None:
+def test_a_host_can_be_verified_at_every_moment_of_a_rotation(born: Born) -> None:
     born.remember()
     born.check()
     born.step()

@@ -1,4 +1,4 @@
-"""Launchers that SIGKILL ends before and after each of their calls: what they leave is found, and gone on with."""
+"""Processes that SIGKILL ends before or after each of their calls: what they leave is found and continued with."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say
 pytestmark = pytest.mark.real
 NODES = 2
 VERBS = {"make": 7, "refill": 2, "extend": 1, "close": 1, "down": 5}
-"""How many calls of each change something."""
+"""Number of changing calls of each verb."""
 MOMENTS = [(verb, number, when) for verb in VERBS for number in range(VERBS[verb]) for when in ("before", "after")]
 
 
 class Launcher:
-    """One laptop's `cpuft provision`, on a clock that only its own sleeping moves."""
+    """A machine that runs `cpuft provision`, with a clock that only its own sleeping moves."""
 
     def __init__(self, bottle: Bottle) -> None:
         self.bottle = bottle
@@ -88,7 +88,7 @@ class Launcher:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    """Clients take long to make; processes that are forked have them, too. The instances here are words only."""
+    """A process whose boto3 clients are inherited by its forks, because clients are slow to make. No real instances."""
     with open_bottle(tmp_path_factory.mktemp("endpoint"), hosts=False) as bottle, pytest.MonkeyPatch.context() as patch:
         for name, value in bottle.environ.items():
             patch.setenv(name, value)
@@ -104,12 +104,12 @@ def launcher(alone: Launcher) -> Iterator[Launcher]:
 
 
 def choose(*quick: tuple[str, int, str]) -> list[Any]:
-    """All moments; those that are not `quick` to be proven now and then."""
+    """Return all moments; those that are not in `quick` are tried by the long tests only."""
     return [pytest.param(*one, marks=() if one in quick else pytest.mark.proof) for one in MOMENTS]
 
 
 @pytest.mark.parametrize("verb", ["make", *(pytest.param(one, marks=pytest.mark.proof) for one in [*VERBS][1:])])
-def test_these_are_all_moments_that_there_are(launcher: Launcher, verb: str) -> None:
+def test_the_list_of_moments_is_complete(launcher: Launcher, verb: str) -> None:
     do = launcher.prepare(verb)
     launcher.calls = 0
     do()
@@ -117,7 +117,9 @@ def test_these_are_all_moments_that_there_are(launcher: Launcher, verb: str) -> 
 
 
 @pytest.mark.parametrize(("verb", "number", "when"), choose(("make", 6, "before"), ("make", 6, "after")))
-def test_down_finds_all_that_a_killed_launcher_left(launcher: Launcher, verb: str, number: int, when: str) -> None:
+def test_down_finds_everything_that_a_killed_process_left(
+    launcher: Launcher, verb: str, number: int, when: str
+) -> None:
     launcher.die(verb, number, when)
     launcher.down()
     assert launcher.bottle.ask("left") == NOTHING_LEFT
@@ -126,7 +128,7 @@ def test_down_finds_all_that_a_killed_launcher_left(launcher: Launcher, verb: st
 
 
 @pytest.mark.parametrize(("verb", "number", "when"), choose(("make", 6, "after"), ("refill", 1, "after")))
-def test_what_a_killed_launcher_began_is_gone_on_with(launcher: Launcher, verb: str, number: int, when: str) -> None:
+def test_make_continues_what_a_killed_process_began(launcher: Launcher, verb: str, number: int, when: str) -> None:
     launcher.die(verb, number, when)
     launcher.make()
     assert len(launcher.bottle.live()) == NODES

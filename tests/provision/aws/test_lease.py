@@ -1,4 +1,4 @@
-"""How long instances live, and what they are told at birth."""
+"""Leases, and the user data of instances."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_lease(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4", "h", "0h", "9m", "31d", "-4h", "4 h", "4h30m", "4H", "9999999h", "٤h"])
-def test_what_is_no_lease(text: str) -> None:
+def test_texts_that_are_not_a_lease_are_refused(text: str) -> None:
     with pytest.raises(CpuftError, match="is not a valid time: give 10m to 30d"):
         parse_lease(text)
 
@@ -40,24 +40,24 @@ def test_what_is_no_lease(text: str) -> None:
     ("text", "lease", "seconds"),
     [("", 14400, 28800), ("", 20 * 86400, 30 * 86400), ("4h", 14400, 14400), ("2d", 14400, 172800)],
 )
-def test_how_far_jobs_may_move_the_end_of_a_lease(text: str, lease: int, seconds: int) -> None:
+def test_the_limit_of_a_lease(text: str, lease: int, seconds: int) -> None:
     assert parse_limit(text, lease) == seconds
 
 
 @pytest.mark.parametrize(
     ("text", "said"), [("3h", "--lease-limit 3h is less than --lease"), ("x", "--lease-limit 'x' is not a valid time")]
 )
-def test_what_is_no_limit(text: str, said: str) -> None:
+def test_wrong_limits_are_refused(text: str, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
         parse_limit(text, 14400)
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0, "0 min"), (-5, "0 min"), (3599, "59 min"), (7260, "2 h 01 min")])
-def test_a_span(seconds: float, said: str) -> None:
+def test_a_duration_is_written_in_hours_and_minutes(seconds: float, said: str) -> None:
     assert format_span(seconds) == said
 
 
-def test_what_instances_are_told_is_read_back_with_their_key(tmp_path: Path) -> None:
+def test_user_data_is_read_back_with_the_host_key(tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-qt", "ecdsa", "-N", "", "-C", "cpuft", "-f", tmp_path / "host_key"], check=True)
     script = (Path(plan.__file__).with_name("user_data.sh")).read_text()
     words = ["sh", "-c", script, "prepare", str(tmp_path / "host_key"), str(tmp_path / "user-data")]
@@ -82,8 +82,8 @@ def test_what_instances_are_told_is_read_back_with_their_key(tmp_path: Path) -> 
     ("left", "said"),
     [(3600, "-c|-P +59|"), (3660, "-c|-P +60|"), (3661, "-c|-P +61|"), (59, "-c|-P now|"), (-100, "-c|-P now|")],
 )
-def test_the_end_of_a_lease_is_armed_at_every_boot(left: int, said: str, tmp_path: Path) -> None:
-    """Whole minutes that are left, never one too many; the clock has gone on by a second or some at most."""
+def test_the_shutdown_is_scheduled_at_every_boot(left: int, said: str, tmp_path: Path) -> None:
+    """The shutdown is in as many whole minutes as are left, never in more. The clock is at most a few seconds ahead."""
     bin_folder, until = tmp_path / "bin", tmp_path / "until"
     bin_folder.mkdir()
     (bin_folder / "shutdown").write_text(f'#!/bin/sh\nprintf "%s|" "$*" >>{tmp_path}/said\n')
@@ -109,13 +109,13 @@ def test_the_end_of_a_lease_is_armed_at_every_boot(left: int, said: str, tmp_pat
         ("usec x\nmode poweroff\nenabled yes\n", "no shutdown is scheduled"),
     ],
 )
-def test_whether_an_instance_ends_itself_is_read_from_what_it_says(said: str, fault: str) -> None:
+def test_whether_the_shutdown_is_scheduled_is_read_from_an_instance(said: str, fault: str) -> None:
     found = parse_timer(said).find_fault(NOW)
     assert found.startswith(fault)
     assert bool(found) == bool(fault)
 
 
-def test_an_instance_that_user_data_has_told_nothing_is_armed(tmp_path: Path) -> None:
+def test_the_shutdown_is_scheduled_on_an_instance_without_user_data(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name in ("systemctl", "shutdown"):
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nprintf "{name} %s|" "$*" >>{tmp_path}/said\n')
@@ -134,7 +134,7 @@ def test_an_instance_that_user_data_has_told_nothing_is_armed(tmp_path: Path) ->
     assert said.startswith("systemctl daemon-reload|systemctl enable cpuft-lease.service|shutdown -c|shutdown -P +")
 
 
-def test_an_instance_is_told_a_new_end_and_arms_it(tmp_path: Path) -> None:
+def test_an_extended_lease_schedules_the_shutdown_again(tmp_path: Path) -> None:
     (tmp_path / "until").write_text(f"{NOW}\n")
     (tmp_path / "arm").write_text(f"#!/bin/sh\ncp {tmp_path}/until {tmp_path}/armed\n")
     (tmp_path / "arm").chmod(0o755)
@@ -156,7 +156,7 @@ def test_an_instance_is_told_a_new_end_and_arms_it(tmp_path: Path) -> None:
     ],
     ids=("moved", "to the limit", "at the limit", "long enough", "no limit is known", "just past"),
 )
-def test_a_job_moves_the_end_as_far_as_it_may(
+def test_a_job_extends_the_lease_up_to_its_limit(
     until: int, limit: int | None, moved: int, armed: str, tmp_path: Path
 ) -> None:
     for name, text in (("shutdown", f'printf "%s|" "$*" >>{tmp_path}/said'), ("date", f"echo {NOW}")):

@@ -1,4 +1,4 @@
-"""Rented instances become a cluster by the same steps as servers: here they are simulated hosts, each with its sshd."""
+"""Instances become a cluster by the same steps as servers. Here they are simulated hosts, each with its own sshd."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.provision.simulated import Simulated, needs_root, simulate, write_whe
 
 pytestmark = needs_root
 ARMED = "echo 'until 1'; echo 'usec 1000000'; echo 'mode poweroff'; echo 'enabled yes'"
-"""What an instance says that will end itself. Simulated hosts have no systemd, and this machine's files."""
+"""Prints what an instance says whose shutdown is scheduled. Simulated hosts have no systemd of their own."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    """Two hosts that show the same key, as instances of one call do."""
+    """Two hosts that have the same host key, as instances of one call have."""
     folder = tmp_path_factory.mktemp("rented")
     write_wheels(folder / "wheels")
     with simulate(folder, "--nodes", "2") as made:
@@ -37,7 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
 
 
 def plant(cluster: Simulated, lab: Aws, host_key: Path) -> None:
-    """The keys that a launcher would have made, and user data would have brought to the hosts."""
+    """Write the keys that provisioning would have made, and that user data would have brought to the hosts."""
     state = cluster.folder / "state" / cluster.name
     lab.directory.mkdir(parents=True, exist_ok=True)
     for source, name in ((host_key, "host_key"), (state / "id_ed25519", "id_ed25519")):
@@ -89,7 +89,7 @@ def check_again(region: Region, lab: Aws) -> None:
 
 
 @pytest.mark.parametrize("command", ["true", "echo systemd is not there >&2; exit 1"])
-def test_instances_that_would_never_end_themselves_are_ended(
+def test_instances_that_would_never_terminate_themselves_are_terminated(
     cluster: Simulated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.chdir(cluster.folder)

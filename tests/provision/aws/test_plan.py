@@ -1,4 +1,4 @@
-"""Renting, as pure functions: leases, prices, rules, calls, the policy and what instances are told at birth."""
+"""Plans for a cluster on AWS: checks before renting, calls, zones, and the order of deletion."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def make_facts(found: Resources, **changes: Any) -> RentalFacts:
 @pytest.mark.parametrize(
     ("text", "range_"), [("203.0.113.7", "203.0.113.7/32"), ("203.0.113.7\n", "203.0.113.7/32"), ("10.1.0.0/16",) * 2]
 )
-def test_who_may_reach_ssh(text: str, range_: str) -> None:
+def test_addresses_that_may_reach_ssh(text: str, range_: str) -> None:
     assert parse_ssh_from(text) == range_
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0/0", "10.0.0.0/8", "::/0", "here", "", "1.2.3", "1.2.3.4/24"])
-def test_who_may_not(text: str) -> None:
+def test_wrong_addresses_for_ssh_are_refused(text: str) -> None:
     with pytest.raises(CpuftError, match=r"--ssh-from .*: give you"):
         parse_ssh_from(text)
 
 
 def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
-    """The token is the group's, the generation's and the zone's: time passes and changes nothing."""
+    """The ClientToken depends on the group, the generation and the zone, and not on the time."""
 
     def find_call(now: float, refused: dict[str, str], **changes: Any) -> dict[str, Any]:
         group = replace(GROUP, **changes)
@@ -95,7 +95,7 @@ def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
     assert len(tokens) == 5
 
 
-def test_what_is_left_goes_in_the_right_order() -> None:
+def test_resources_are_deleted_in_the_right_order() -> None:
     whole = Resources(
         NOW, ME, GROUP, (make_instance(1), make_instance(2, state="terminated")), "cpuft-lab", "cpuft-lab"
     )
@@ -141,7 +141,9 @@ def test_what_is_left_goes_in_the_right_order() -> None:
         (Resources(NOW, ME, GROUP, (make_instance(1),)), {"zone": "us-east-1b"}, "lab is in zone us-east-1a"),
     ],
 )
-def test_what_can_never_become_what_is_asked_for(found: Resources, config: dict[str, Any], said: str) -> None:
+def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
+    found: Resources, config: dict[str, Any], said: str
+) -> None:
     with pytest.raises(CpuftError, match=said):
         plan_rental(replace(CONFIG, **config), make_facts(found))
 
@@ -235,8 +237,8 @@ def test_hosts_get_an_adapter_for_fast_fabrics_where_the_type_has_one(efa: bool,
     assert request["NetworkInterfaces"][0].get("InterfaceType") == kind
 
 
-def test_a_lease_that_a_job_has_moved() -> None:
-    """By tags it has ended; on the hosts it goes on, to its limit at most."""
+def test_a_cluster_whose_lease_a_job_has_extended() -> None:
+    """By its tags the lease has ended; on the hosts it continues, up to its limit."""
     group = replace(GROUP, until=NOW - 60, limit=NOW + 3600)
     nodes = tuple(make_instance(number, until=NOW - 60) for number in range(4))
     check_rental(CONFIG, Resources(NOW, ME, group, nodes))

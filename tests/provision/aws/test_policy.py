@@ -1,4 +1,4 @@
-"""The printed policy: what it lets be made, changed and looked at."""
+"""The printed policy: what it allows to create, change and read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cpuft.provision.aws.client import ACTIONS, CHANGE, CREATE, ROLE, tag_of
 from cpuft.provision.aws.policy import format_policy, make_policy
 
 
-def test_only_the_tagged_may_be_changed_and_only_what_gets_the_tag_made() -> None:
+def test_the_policy_allows_creating_and_changing_tagged_resources_only() -> None:
     statements = make_policy()["Statement"]
     assert json.loads(format_policy()) == make_policy()
     granted = {right for statement in statements for right in statement["Action"]}

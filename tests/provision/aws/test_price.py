@@ -1,4 +1,4 @@
-"""What instances cost, before, meanwhile and after; what is unknown is said to be."""
+"""What instances cost before, during and after a rental. An unknown price is said to be unknown."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_an_unknown_price_is_said_to_be_unknown() -> None:
     )
 
 
-def test_what_it_has_cost_is_seconds_times_price() -> None:
-    """An hour of one that runs, a quarter of one that ended, and one of which nobody knows when: its lease's end."""
+def test_the_cost_is_seconds_times_price() -> None:
+    """One runs for an hour, one ended after a quarter, and one ended at an unknown time: its lease's end counts."""
     instances = [
         make_instance(1, launched=NOW - 3600.0),
         make_instance(2, launched=NOW - 3600.0, state="terminated", ended=NOW - 2700.0),
@@ -51,7 +51,7 @@ def test_what_it_has_cost_is_seconds_times_price() -> None:
     assert describe_cost(Price(2.0, "2025"), [replace(instances[0], spot=True)], NOW).endswith("at an unknown price")
 
 
-def test_a_price_tells_what_jobs_may_make_of_it_and_what_on_demand_would_be() -> None:
+def test_a_price_says_the_cost_at_the_limit_and_on_demand() -> None:
     config, price = replace(CONFIG, spot=True, spot_or_demand=True), Price(1.6128, "2025", (0.6, 0.7))
     assert describe_price(price, config, 4, NOW, NOW + 7200, NOW + 14400).partition(" All together cost ")[2] == (
         "$2.80 per hour, $5.60 until the lease ends at 2027-01-15 10:00 UTC (in 2 h 00 min). Running jobs can extend "
@@ -63,7 +63,7 @@ def test_a_price_tells_what_jobs_may_make_of_it_and_what_on_demand_would_be() ->
 @pytest.mark.parametrize("seconds", [61, 1234, 86399])
 @pytest.mark.parametrize("spot", [False, True])
 def test_a_bill_is_instance_seconds_times_price(seconds: int, spot: bool) -> None:
-    """Each spot instance at the price of its zone; to within 1 %, of small sums too."""
+    """Each spot instance counts at the price of its zone. Small sums are right to within 1 %, too."""
     zones = {"us-east-1a": 0.61, "us-east-1b": 0.67}
     price = Price(1.6128, "2025", (0.61, 0.67), zones)
     start, ended = NOW - 90000.0, NOW - 90000.0 + seconds
@@ -78,7 +78,7 @@ def test_a_bill_is_instance_seconds_times_price(seconds: int, spot: bool) -> Non
     assert float(said.split()[6]) == pytest.approx(3 * seconds / 3600, rel=0.01)
 
 
-def test_a_bill_of_what_is_not_known() -> None:
+def test_a_bill_at_an_unknown_price() -> None:
     ended = make_instance(1, launched=NOW - 7200.0, state="terminated", ended=NOW - 3600.0)
     assert describe_bill(Price(None, ""), [ended], NOW) == (
         "it has cost an unknown price for 1.00 instance hours; disks and network traffic cost extra"

@@ -41,7 +41,7 @@ CALLS = [
     "authorize_security_group_egress",
     "run_instances",
 ]
-"""What renting changes, in order."""
+"""Changing calls of renting a cluster, in order."""
 
 pytestmark = pytest.mark.real
 
@@ -80,7 +80,7 @@ def test_a_cluster_is_what_was_asked_for_and_making_it_again_does_nothing(region
     assert [*(tmp_path / "state").iterdir()] == []
 
 
-def test_instances_are_closed_encrypted_and_end_themselves(region: Region, tmp_path: Path) -> None:
+def test_instances_are_closed_and_encrypted_and_shutting_down_terminates_them(region: Region, tmp_path: Path) -> None:
     make(region, tmp_path)
     (request,) = [
         parameters for name, parameters in region.calls if name == "run_instances" and "UserData" in parameters
@@ -108,8 +108,8 @@ def test_instances_are_closed_encrypted_and_end_themselves(region: Region, tmp_p
     assert read("IpPermissionsEgress") == [inside]
 
 
-def test_no_secret_is_told(region: Region, tmp_path: Path) -> None:
-    """In user data is the host key alone; in plans and on command lines none."""
+def test_no_private_key_is_shown(region: Region, tmp_path: Path) -> None:
+    """User data contains the shared host key only; plans and command lines contain no private key."""
     lab = make_aws(region, tmp_path)
     lab.make(say, refuse)
     keys = {name: (lab.directory / name).read_text() for name in ("id_ed25519", "host_key")}
@@ -121,8 +121,8 @@ def test_no_secret_is_told(region: Region, tmp_path: Path) -> None:
     assert {(lab.directory / name).stat().st_mode & 0o777 for name in (*keys, "user-data")} == {0o600}
 
 
-def test_a_launcher_killed_anywhere_leaves_nothing_that_down_does_not_find(region: Region, tmp_path: Path) -> None:
-    """Before a call is as after the call before it: it is the same that is there."""
+def test_down_finds_everything_wherever_make_was_killed(region: Region, tmp_path: Path) -> None:
+    """Dying before a call leaves the same as dying after the previous call."""
     for number, when in [(0, "before"), *((number, "after") for number in range(len(CALLS)))]:
         folder = tmp_path / f"{number}-{when}"
         region.calls.clear()
@@ -135,9 +135,7 @@ def test_a_launcher_killed_anywhere_leaves_nothing_that_down_does_not_find(regio
         assert left(region) == NOTHING
 
 
-def test_launchers_that_are_killed_after_one_call_each_make_exactly_what_was_asked_for(
-    region: Region, tmp_path: Path
-) -> None:
+def test_makes_that_are_killed_after_one_call_each_make_the_cluster_together(region: Region, tmp_path: Path) -> None:
     for name in [CALLS[0], *CALLS[3:6], *CALLS[1:3], CALLS[6]]:
         region.calls.clear()
         region.kill = (0, "after")
@@ -151,7 +149,7 @@ def test_launchers_that_are_killed_after_one_call_each_make_exactly_what_was_ask
     assert len(live()) == 4
 
 
-def test_what_has_just_been_started_and_is_not_told_of_yet_is_not_started_again(region: Region, tmp_path: Path) -> None:
+def test_instances_that_aws_does_not_list_yet_are_not_started_again(region: Region, tmp_path: Path) -> None:
     region.kill = (CALLS.index("run_instances"), "after")
     with pytest.raises(KilledError):
         make(region, tmp_path)
@@ -190,7 +188,7 @@ def test_the_third_zone_gets_all_when_two_refuse(region: Region, tmp_path: Path)
     assert [one["Placement"]["AvailabilityZone"] for one in live()] == ["us-east-1c"] * 4
 
 
-def test_only_words_for_capacity_lead_to_another_zone(region: Region, tmp_path: Path) -> None:
+def test_only_capacity_errors_lead_to_another_zone(region: Region, tmp_path: Path) -> None:
     region.lasting = {"us-east-1a": "VcpuLimitExceeded"}
     with pytest.raises(CpuftError, match="VcpuLimitExceeded"):
         make(region, tmp_path)
@@ -208,7 +206,7 @@ def test_when_all_zones_refuse_each_is_named_and_nothing_is_left(region: Region,
     assert region.seconds < 30
 
 
-def test_what_ended_is_rented_again_in_the_same_zone(region: Region, tmp_path: Path) -> None:
+def test_terminated_instances_are_replaced_in_the_same_zone(region: Region, tmp_path: Path) -> None:
     region.lasting = {"us-east-1a": "InsufficientInstanceCapacity"}
     make(region, tmp_path)
     region.lasting = {}
@@ -228,7 +226,7 @@ def test_what_ended_is_rented_again_in_the_same_zone(region: Region, tmp_path: P
 RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
 
 
-def test_down_waits_for_what_appears_late(region: Region, tmp_path: Path) -> None:
+def test_down_waits_for_instances_that_appear_late(region: Region, tmp_path: Path) -> None:
     region.kill = (6, "after")
     with pytest.raises(KilledError):
         make(region, tmp_path)
@@ -248,7 +246,7 @@ def test_another_machine_finds_it_by_its_tags(region: Region, tmp_path: Path) ->
     assert left(region) == NOTHING
 
 
-def test_all_clusters_of_a_region_are_told_of(region: Region, tmp_path: Path) -> None:
+def test_all_clusters_of_a_region_are_described(region: Region, tmp_path: Path) -> None:
     assert Aws.describe_region(REGION, region.services()) == []
     make(region, tmp_path)
     make(region, tmp_path, name="other", nodes=1, spot=True)
@@ -263,7 +261,7 @@ def test_all_clusters_of_a_region_are_told_of(region: Region, tmp_path: Path) ->
     assert "in 3 h " in said[1]
 
 
-def test_spot_instances_that_were_taken_back_are_rented_again(region: Region, tmp_path: Path) -> None:
+def test_reclaimed_spot_instances_are_replaced(region: Region, tmp_path: Path) -> None:
     make(region, tmp_path, spot=True)
     client().terminate_instances(InstanceIds=[one["InstanceId"] for one in live()][:2])
     make(region, tmp_path, spot=True)
@@ -290,8 +288,8 @@ def test_on_demand_only_where_no_zone_has_spot_instances_and_it_was_asked_for(
     assert left(region) == NOTHING
 
 
-def test_what_a_cluster_has_cost_is_told_when_it_is_gone(region: Region, tmp_path: Path) -> None:
-    """By AWS's own times; an earlier cluster of the same name is none of it."""
+def test_down_says_what_a_cluster_has_cost(region: Region, tmp_path: Path) -> None:
+    """By the times that AWS says, and without an earlier cluster of the same name."""
     make(region, tmp_path)
     first = {one["InstanceId"] for one in live()}
     down(region, tmp_path)
@@ -328,7 +326,7 @@ def test_rules_that_somebody_added_are_closed_again(region: Region, tmp_path: Pa
 
 
 def test_every_call_of_the_table_is_made(region: Region, tmp_path: Path) -> None:
-    """So that the printed policy allows nothing that is not needed."""
+    """So the printed policy allows nothing that is not needed."""
     lab = make_aws(region, tmp_path, spot=True)
     lab.make(say, refuse)
     lab.extend("5h", say)
@@ -351,7 +349,7 @@ def test_every_call_of_the_table_is_made(region: Region, tmp_path: Path) -> None
     assert {*region.mutating} == {name for name, action in ACTIONS.items() if action.kind != READ}
 
 
-def test_nobody_is_asked_twice_and_a_no_costs_nothing(region: Region, tmp_path: Path) -> None:
+def test_the_user_is_asked_once_and_nothing_is_rented_after_a_no(region: Region, tmp_path: Path) -> None:
     asked: list[str] = []
 
     def no(question: str) -> bool:

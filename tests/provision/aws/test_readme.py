@@ -1,4 +1,4 @@
-"""The lines of the READMEs that need an account, done to a region in this process."""
+"""The commands of the READMEs that need an AWS account, run in a simulated region."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_readme import RENTED, TEXTS
 pytestmark = pytest.mark.real
 AMI = Path(__file__).parents[3] / "ami"
 AFTER = {command for command in RENTED if re.search("extend|--list|--delete", command)}
-"""They need something to be there."""
+"""Commands that need something that exists already."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def region(tmp_path: Path) -> Iterator[Region]:
 
 
 def run(capsys: pytest.CaptureFixture[str], line: str, *words: str) -> str:
-    """What a line says that ends well."""
+    """Run a command that must succeed, and return its output."""
     typed = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     with pytest.raises(SystemExit) as ending:
         main([*typed, *words])
@@ -41,13 +41,15 @@ def run(capsys: pytest.CaptureFixture[str], line: str, *words: str) -> str:
     return said.out
 
 
-def test_there_are_ten() -> None:
+def test_the_readme_has_ten_commands() -> None:
     (block,) = re.findall(r"^```\n(cpuft provision aws --policy.*?)^```", TEXTS["ami/README.md"], re.M | re.S)
     assert len(block.splitlines()) == 10
 
 
 @pytest.mark.parametrize("line", sorted(RENTED - AFTER))
-def test_what_begins(line: str, region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_commands_that_make_something(
+    line: str, region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "ami").mkdir()
     (tmp_path / "ami" / "recipe.yaml").write_text((AMI / "recipe.yaml").read_text())
     said = run(capsys, line, "--ssh-from", "203.0.113.7", "--dry-run")
@@ -56,7 +58,9 @@ def test_what_begins(line: str, region: Region, capsys: pytest.CaptureFixture[st
     assert region.mutating == []
 
 
-def test_what_goes_on_and_ends(region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_commands_that_need_an_existing_cluster(
+    region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     lab = make_aws(region, tmp_path, nodes=4)
     lab.make(say, refuse)
     # What a login would have left here.
@@ -68,11 +72,11 @@ def test_what_goes_on_and_ends(region: Region, capsys: pytest.CaptureFixture[str
     assert left(region) == NOTHING
 
 
-def test_images(region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_commands_about_amis(region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_wheels(tmp_path / "wheels")
     build(region, tmp_path, tmp_path / "wheels")
     show, delete = sorted(line for line in AFTER if "image" in line)[::-1]
     name = run(capsys, show).split()[0]
     assert name.startswith("cpuft-")
     assert run(capsys, delete.replace("NAME", name)) == f"AMI {name} was deleted\n"
-    assert run(capsys, show) == "cpuft has made no image in us-east-1\n"
+    assert run(capsys, show) == "cpuft has made no AMI in us-east-1\n"
