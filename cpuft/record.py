@@ -437,3 +437,31 @@ def read_record(run_dir: str) -> Record:
         found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no file or folder {run_dir}"
         raise CpuftError(f"{found}: give the folder of an earlier run, for example runs/mrpc-np2") from None
     return parse_record(text, str(path))
+
+
+@dataclass(frozen=True)
+class EarlierMeasurements:
+    """What the first start of a run has measured, which later starts on the same hosts reuse."""
+
+    ranks: int
+    """Number of ranks then."""
+    backend: str = ""
+    """The backend that `auto` chose; "" if nothing was measured."""
+    gradients: str = ""
+    """The compression that `auto` chose, as in the header."""
+    products: dict[str, Any] = field(default_factory=dict)
+    """Speed of matrix products, as in the header."""
+    products_of: tuple[str, ...] = ()
+    """What the products were measured with, see `describe_products`."""
+
+
+def read_measurements(header: Header) -> EarlierMeasurements:
+    """Return the measurements in a record's header."""
+    was_given = header.options.get("backend") != "auto" or header.world_size == 1
+    backend = "" if was_given else header.backend
+    return EarlierMeasurements(header.world_size, backend, header.gradients, header.products, describe_products(header))
+
+
+def describe_products(header: Header) -> tuple[str, ...]:
+    """Return what the speed of matrix products depends on: the CPU's model and flags, precision and torch's version."""
+    return (header.cpu_model, *header.cpu_flags, header.precision, header.versions.get("torch", ""))

@@ -16,8 +16,7 @@ from cpuft.files import write_text
 from cpuft.hosts.cluster import WORK_ROOT, Access, Cluster, find_access, name_work, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import try_hosts
-from cpuft.rank.measured import EarlierMeasurements, read_measurements
-from cpuft.record import FILE_NAME, parse_record, read_record
+from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_measurements, read_record
 from cpuft.serialization import load
 
 CHECKPOINT_HOSTS = "kept.txt"

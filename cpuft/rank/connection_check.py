@@ -45,7 +45,7 @@ class RefusedScriptError(CpuftError, RuntimeError):
 
 
 class ConnectionCheck:
-    """What is known of the connection between this rank and the others.
+    """Checks that this rank is connected with all others: that they form one process group, and exchange data in it.
 
     Parameters
     ----------

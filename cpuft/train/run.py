@@ -20,9 +20,8 @@ from cpuft.config import TrainConfig, WorkerConfig, refuse_conflicts
 from cpuft.errors import counted
 from cpuft.hardware import choose_precision
 from cpuft.rank.interruption import handle_interruption
-from cpuft.rank.measured import EarlierMeasurements, describe_products
 from cpuft.rank.world import parse_world
-from cpuft.record import Header, RecordedRank, Writer, format_line
+from cpuft.record import EarlierMeasurements, Header, RecordedRank, Writer, describe_products, format_line
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.final_model import save_model

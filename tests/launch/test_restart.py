@@ -35,10 +35,9 @@ from cpuft.launch.restart import (
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, ResumedRun, find_newest_checkpoint
 from cpuft.plan import RunPlan, Step
-from cpuft.rank.measured import read_measurements
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
-from cpuft.record import InterruptedLine, format_line
+from cpuft.record import InterruptedLine, format_line, read_measurements
 from tests.launch.test_resume import HEADER, TRAIN, write_run
 from tests.records import make_steps
 

@@ -28,8 +28,7 @@ from cpuft.launch.resume import (
 )
 from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import Plan, RunPlan, Step
-from cpuft.rank.measured import read_measurements
-from cpuft.record import Line, RecordedRank, ResumedLine, format_line
+from cpuft.record import Line, RecordedRank, ResumedLine, format_line, read_measurements
 from tests.conftest import run_cpuft
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster

@@ -14,8 +14,8 @@ import torch
 
 from cpuft.comm.selection import Choice
 from cpuft.config import TrainConfig, WorkerConfig
-from cpuft.rank.measured import EarlierMeasurements, describe_products, read_measurements
 from cpuft.rank.world import World
+from cpuft.record import EarlierMeasurements, describe_products, read_measurements
 from cpuft.train.checkpoint.files import FOLDER
 from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.exchange.compression import choose_compression
