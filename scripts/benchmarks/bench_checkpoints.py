@@ -1,4 +1,4 @@
-"""Run by scripts/bench-checkpoints: a training with checkpoints and without, in turn, and what they cost of it."""
+"""Run by scripts/bench-checkpoints: train with checkpoints and without, in turn, and print what checkpoints cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cpuft.terminal import format_table
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options; what this does not know goes to `cpuft launch`."""
+    """Return the options, and the remaining arguments, which are for `cpuft launch`."""
     parser = argparse.ArgumentParser(
         prog="scripts/bench-checkpoints", description=__doc__, epilog="Others: cpuft launch's."
     )
@@ -28,7 +28,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(asked: argparse.Namespace, run_dir: Path, *words: str) -> tuple[Footer, int]:
-    """Train; how it ended, and how many checkpoints it made."""
+    """Train, and return the footer of the record and the number of checkpoints."""
     job = ["--np", str(asked.np), "--task", "demo", "--max-steps", str(asked.steps)]
     own = ["--no-save-model", "--no-check", "--run-dir", str(run_dir), *words, *asked.options]
     with subprocess.Popen([sys.executable, "-m", "cpuft", "launch", *job, *own]) as process:
@@ -42,12 +42,12 @@ def run(asked: argparse.Namespace, run_dir: Path, *words: str) -> tuple[Footer, 
 
 
 def cost(kept: Footer, plain: Footer) -> float:
-    """What checkpoints took of the time, pauses between steps and slower steps alike: a share of the training."""
+    """Return the share of the training time that checkpoints took, by pauses and by slower steps."""
     return (kept.total_seconds - plain.total_seconds) / plain.train_seconds
 
 
 def main() -> None:
-    """Take turns, and print the table."""
+    """Run the trainings in turn, and print the table."""
     asked = parse()
     rows, shares = [], []
     with tempfile.TemporaryDirectory() as folder:

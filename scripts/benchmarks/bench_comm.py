@@ -23,18 +23,18 @@ BACKENDS = ("gloo", "mpi", "ccl")
 LINKS = ("1gbit", "500mbit")
 CLUSTER = "bench"
 Rounds = list[Mapping[tuple[str, int], list[float]]]
-"""Of each round: backend and bytes -> seconds of each repetition."""
+"""For each round the seconds of each repetition, by backend and bytes."""
 
 
 def cpuft(folder: Path, *words: str) -> str:
-    """Run cpuft in a folder; what it printed. Its complaints go to the terminal."""
+    """Run cpuft in a folder, and return its output. Its errors go to the terminal."""
     environ = dict(os.environ) | {"CPUFT_STATE": str(folder / "state")}
     command = [sys.executable, "-m", "cpuft", *words]
     return subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def measure(folder: Path, name: str, sizes: Sequence[int], *where: str) -> Rounds:
-    """All-reduces of fp32 over each backend, and over what auto chooses, round by round."""
+    """Measure all-reduces of fp32 with each backend and with the choice of auto, round by round."""
     words = ["--backends", "auto,gloo,mpi,ccl", "--dtypes", "float32", "--rounds", str(ROUNDS)]
     words += ["--sizes", ",".join(map(str, sizes)), "--run-dir", str(folder / name)]
     print(cpuft(folder, "bench", "comm", "--np", "2", *where, *words))
@@ -47,12 +47,12 @@ def measure(folder: Path, name: str, sizes: Sequence[int], *where: str) -> Round
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """Median, least and largest."""
+    """Return the median, the smallest and the largest value as text."""
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def check_one_host(folder: Path) -> bool:
-    """The better of ccl and mpi at least 4 times as fast as gloo."""
+    """Check that the faster of ccl and mpi is at least 4 times as fast as gloo."""
     rounds = measure(folder, "one-host", [BUCKET])
     medians = [{name: statistics.median(one[name, BUCKET]) for name in BACKENDS} for one in rounds]
     better = {name: [one["gloo"] / one[name] for one in medians] for name in ("ccl", "mpi")}
@@ -63,7 +63,7 @@ def check_one_host(folder: Path) -> bool:
 
 @contextmanager
 def two_hosts(folder: Path, *words: str) -> Iterator[None]:
-    """Two simulated hosts for the time of the context."""
+    """Make two simulated hosts for the time of the context."""
     cpuft(folder, "provision", "local", "--name", CLUSTER, "--nodes", "2", *words)
     try:
         yield
@@ -72,7 +72,7 @@ def two_hosts(folder: Path, *words: str) -> Iterator[None]:
 
 
 def check_two_hosts(folder: Path) -> bool:
-    """auto within 5 % of the best, and of gloo, at three sizes."""
+    """Check that auto is within 5 % of the best backend, and of gloo, at three sizes."""
     with two_hosts(folder):
         rounds = measure(folder, "two-hosts", SIZES, "--cluster", CLUSTER)
     well = True
@@ -126,7 +126,7 @@ def _overlap(folder: Path, place: str, backend: str, *where: str) -> float:
 
 
 def check_compression(folder: Path, data: str) -> bool:
-    """MRPC's metric with gradients as bf16 within 0.01 of fp32's, and half the bytes."""
+    """Check that gradients in bf16 reach the metric of fp32 within 0.01 on MRPC, with half the bytes."""
     runs = {}
     for compression in ("none", "bf16"):
         job = ["launch", "--np", "2", "--task", "mrpc", "--data-dir", data, "--learning-rate", "1e-4", "--no-fast-path"]
@@ -140,7 +140,7 @@ def check_compression(folder: Path, data: str) -> bool:
 
 
 def main() -> None:
-    """All measurements; exit code 1 when a bar is missed."""
+    """Run all measurements. Returns 1 if a bar is missed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         results = {"one host": check_one_host(folder)}

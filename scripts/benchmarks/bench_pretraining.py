@@ -17,26 +17,26 @@ from cpuft.record import Record, drop_warm_up, read_record
 from cpuft.terminal import format_table
 
 WIDE = {"hidden_size": 1600, "num_attention_heads": 25, "intermediate_size": 6400}
-"""The large model's; what is not said is BERT-base's."""
+"""Configuration of the large model; the rest is that of BERT-base."""
 HOSTS = ("hosts", "sequences/s", "a host's", "efficiency", "s a step", "GB a rank")
 DEPTHS = ("layers", "parameters", "sequences/s", "s a step", "GB a rank")
 _SECONDS = 3600
-"""That one training may take."""
+"""Most seconds of one training."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What one training came to."""
+    """Result of one training."""
 
     size: float
-    """Hosts, or layers."""
+    """Number of hosts, or of layers."""
     parameters: float
     sequences: float
-    """Of an update, all ranks'."""
+    """Sequences of one update of all ranks."""
     seconds: float
-    """Of a steady update, the median."""
+    """Median seconds of an update after the first one."""
     peak_bytes: float
-    """Of the rank that took most."""
+    """Peak memory of the rank that used most."""
 
     @property
     def rate(self) -> float:
@@ -45,17 +45,17 @@ class Point:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options; what this does not know goes to `cpuft launch`."""
+    """Return the options, and the remaining arguments, which are for `cpuft launch`."""
     parser = argparse.ArgumentParser(
         prog="scripts/bench-pretraining", description=__doc__, epilog="Others: cpuft launch's."
     )
     parser.add_argument("--text", default="", help="file or folder of texts [the same line again and again]")
-    parser.add_argument("--model", default="bert-large", help="trained on the hosts [bert-large]")
-    parser.add_argument("--hosts", default="1,2,4", help="numbers of simulated hosts, commas between [1,2,4]")
-    parser.add_argument("--cores", type=float, default=0.5, help="CPU time of each, in cores [0.5]")
-    parser.add_argument("--net", default="1gbit", help="rate of each one's link [1gbit]")
+    parser.add_argument("--model", default="bert-large", help="model that is trained on the hosts [bert-large]")
+    parser.add_argument("--hosts", default="1,2,4", help="numbers of simulated hosts, separated by commas [1,2,4]")
+    parser.add_argument("--cores", type=float, default=0.5, help="CPU time of each host, in cores [0.5]")
+    parser.add_argument("--net", default="1gbit", help="network rate of each host [1gbit]")
     parser.add_argument("--depths", default="2,4", help="numbers of the large model's layers, two; or none: '' [2,4]")
-    parser.add_argument("--layers", type=int, default=48, help="that it has in truth [48]")
+    parser.add_argument("--layers", type=int, default=48, help="layers of the large model [48]")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence [128]")
     parser.add_argument("--batch-size", type=int, default=4, help="sequences of a micro-batch of a rank [4]")
     parser.add_argument("--gradient-accumulation", type=int, default=4, help="micro-batches of an update [4]")
@@ -66,7 +66,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def plan_launch(asked: argparse.Namespace, model: str, texts: tuple[str, str], run_dir: Path) -> list[str]:
-    """Words of a training's `cpuft launch`, wherever it runs. `texts`: to train on, and the little to evaluate on."""
+    """Return the arguments of `cpuft launch`. `texts` are the training texts and the small validation text."""
     what = ["--task", "text", "--train-file", texts[0], "--validation-file", texts[1]]
     what += ["--from-config", model, "--tokenizer", "minilm"]
     size = ["--max-length", str(asked.length), "--batch-size", str(asked.batch_size)]
@@ -76,7 +76,7 @@ def plan_launch(asked: argparse.Namespace, model: str, texts: tuple[str, str], r
 
 
 def read_point(size: float, record: Record) -> Point:
-    """What a training came to: its first update, which warms up, is left out."""
+    """Return the result of a training without its first update, in which caches warm up."""
     assert record.footer, "the run broke off"
     steps = drop_warm_up(record.steps)[1:]
     seconds = statistics.median(line.step_seconds for line in steps)
@@ -84,7 +84,7 @@ def read_point(size: float, record: Record) -> Point:
 
 
 def derive(first: Point, second: Point, layers: float) -> Point:
-    """What is to be expected of more layers: each adds as much as between the two depths, beside what is there once."""
+    """Extrapolate to more layers: each layer adds what it added between the two depths that were measured."""
 
     def at(low: float, high: float) -> float:
         return low + (high - low) / (second.size - first.size) * (layers - first.size)
@@ -99,7 +99,7 @@ def derive(first: Point, second: Point, layers: float) -> Point:
 
 
 def format_hosts(points: list[Point]) -> str:
-    """The table of the hosts; efficiency is against as many times the smallest number's rate for a host."""
+    """Return the table of the hosts. Efficiency is relative to the rate per host of the smallest number of hosts."""
     alone = points[0].rate / points[0].size
     rows = []
     for point in points:
@@ -110,7 +110,7 @@ def format_hosts(points: list[Point]) -> str:
 
 
 def format_depths(points: list[Point], layers: int) -> str:
-    """The table of the depths, and what follows from the first two."""
+    """Return the table of the depths, with the extrapolation from the first two."""
     told = [(f"{point.size:g}", point) for point in points]
     told.append((f"{layers} (derived)", derive(points[0], points[1], layers)))
     rows = [
@@ -122,14 +122,14 @@ def format_depths(points: list[Point], layers: int) -> str:
 
 
 def cpuft(folder: Path, *words: str) -> None:
-    """Run cpuft. Its complaints go to the terminal."""
+    """Run cpuft. Its errors go to the terminal."""
     environ = dict(os.environ) | {"CPUFT_STATE": str(folder / "state")}
     command = [sys.executable, "-m", "cpuft", *words]
     subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, check=True, timeout=_SECONDS + 600)
 
 
 def measure_hosts(folder: Path, asked: argparse.Namespace, texts: tuple[str, str], hosts: int) -> Point:
-    """A training on so many simulated hosts, a rank each."""
+    """Train on a number of simulated hosts with one rank each."""
     cluster, run_dir = f"p{hosts}", folder / f"hosts-{hosts}"
     nodes = ["--nodes", str(hosts), "--cores-per-node", str(asked.cores), "--net", asked.net]
     cpuft(folder, "provision", "local", "--name", cluster, *nodes)
@@ -142,7 +142,7 @@ def measure_hosts(folder: Path, asked: argparse.Namespace, texts: tuple[str, str
 
 
 def measure_depth(folder: Path, asked: argparse.Namespace, texts: tuple[str, str], layers: int) -> Point:
-    """A training of so many wide layers, one rank on all cores of this machine."""
+    """Train a number of wide layers with one rank on all cores of this machine."""
     settings, run_dir = folder / f"wide-{layers}.json", folder / f"depth-{layers}"
     settings.write_text(json.dumps({"model_type": "bert", **WIDE, "num_hidden_layers": layers}), encoding="utf-8")
     cpuft(folder, *plan_launch(asked, str(settings), texts, run_dir))
@@ -150,13 +150,13 @@ def measure_depth(folder: Path, asked: argparse.Namespace, texts: tuple[str, str
 
 
 def write_text(path: Path, lines: int) -> str:
-    """A corpus of no meaning, for who has none at hand: what it says does not change how long a step takes."""
+    """Write a meaningless text, which serves because its content does not change the time of a step."""
     path.write_text("the river runs by a house of stone and under old trees\n" * lines, encoding="utf-8")
     return str(path)
 
 
 def main() -> None:
-    """Both tables."""
+    """Measure and print both tables."""
     asked = parse()
     print(
         f"{asked.batch_size} x {asked.gradient_accumulation} sequences of {asked.length} tokens a rank and update",

@@ -31,13 +31,13 @@ COLUMNS = [
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options; what this does not know goes to `cpuft compare`."""
+    """Return the options, and the remaining arguments, which are for `cpuft compare`."""
     parser = argparse.ArgumentParser(
         prog="scripts/bench-scaling", description=__doc__, epilog="Others: cpuft compare's."
     )
     parser.add_argument("--rates", default="1000,100,20", help="Mbit/s of each host's link [1000,100,20]")
     parser.add_argument("--hosts", type=int, default=4, help="simulated hosts [4]")
-    parser.add_argument("--cores", type=float, default=0.5, help="CPU time of each, in cores [0.5]")
+    parser.add_argument("--cores", type=float, default=0.5, help="CPU time of each host, in cores [0.5]")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind, in turn [3]")
     parser.add_argument("--steps", type=int, default=24, help="updates of each run [24]")
     parser.add_argument("--data", default="", help="GLUE folder, for MRPC [demo rows]")
@@ -47,7 +47,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def plan_compare(asked: argparse.Namespace, cluster: str, run_dir: Path) -> list[str]:
-    """Words of one rate's `cpuft compare`."""
+    """Return the arguments of `cpuft compare` for one rate."""
     data = ["--task", "mrpc", "--data-dir", str(Path(asked.data).absolute())] if asked.data else []
     steps = ["--np", str(asked.hosts), "--max-steps", str(asked.steps), "--repeats", str(asked.repeats)]
     own = ["--ideal", "--no-save-model", "--no-check", "--cluster", cluster, "--run-dir", str(run_dir)]
@@ -55,14 +55,16 @@ def plan_compare(asked: argparse.Namespace, cluster: str, run_dir: Path) -> list
 
 
 def cpuft(folder: Path, *words: str) -> str:
-    """Run cpuft; what it printed. Its complaints go to the terminal."""
+    """Run cpuft, and return its output. Its errors go to the terminal."""
     environ = dict(os.environ) | {"CPUFT_STATE": str(folder / "state")}
     command = [sys.executable, "-m", "cpuft", *words]
     return subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def measure(folder: Path, asked: argparse.Namespace, rate: str) -> list[str]:
-    """A row of the table. The cluster has the rate in its name: what `auto` remembers, it remembers of hosts' names."""
+    """Measure one rate, and return its row. The name of the cluster holds the rate, because `auto` remembers its choice
+    by the names of the hosts.
+    """
     cluster, run_dir = f"s{rate}"[:7], folder / f"at-{rate}"
     words = ["--nodes", str(asked.hosts), "--cores-per-node", str(asked.cores), "--net", f"{rate}mbit"]
     cpuft(folder, "provision", "local", "--name", cluster, *words)
@@ -75,7 +77,7 @@ def measure(folder: Path, asked: argparse.Namespace, rate: str) -> list[str]:
 
 
 def format_row(rate: str, run: dict[str, Any], record: Record) -> list[str]:
-    """Cells: the mean of all rounds, parts in percent of a step; the first one's backend, compression and bytes."""
+    """Return the cells of a row: means of all rounds, with the shares of the missing time in percent of a step."""
     ideal, off = run["ideal"], run["intervals"].get("ideal", 0.0)
     parts = [f"{ideal['parts'].get(name, 0.0) / ideal['step_seconds']:.1%}" for name in COLUMNS[4:8]]
     share = f"{ideal['efficiency']:.1%}" + (f" ±{off:.1%}" if off else "")
@@ -86,7 +88,7 @@ def format_row(rate: str, run: dict[str, Any], record: Record) -> list[str]:
 
 
 def main() -> None:
-    """All rates, then one table; exit code 1 when a rate could not be measured."""
+    """Measure all rates and print one table. Returns 1 if a rate could not be measured."""
     asked, rows, begun = parse(), [], time.monotonic()
     rates = asked.rates.split(",")
     with tempfile.TemporaryDirectory() as name:

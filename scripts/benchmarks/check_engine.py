@@ -22,21 +22,21 @@ from cpuft.record import Record, read_record
 FORMAT = {"format": "cpuft-check-engine", "version": 1}
 LEAST_ACCURACY = 0.76
 WHERE = "1:gloo 2:gloo 2:mpi 2:ccl"
-"""Ranks and backends."""
+"""Numbers of ranks and backends that are compared."""
 NEEDED = {"ort": ("--precision", "fp32")}
-"""Options without which an engine does not train; ours gets them, too."""
+"""Options that an engine needs; cpuft's own engine gets them, too."""
 OURS = {"deepspeed": ("--shard", "optimizer")}
-"""Options of our engine with which it does the same as another."""
+"""Options with which cpuft's own engine does the same as another one."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What both engines train, and with which Python each does."""
+    """What both engines train, and the Python of each."""
 
     pythons: dict[str, str]
     words: tuple[str, ...]
     ours: tuple[str, ...]
-    """Of our engine alone."""
+    """Options of cpuft's own engine only."""
 
     def train(self, engine: str, np: int, backend: str, *words: str) -> Record:
         """One run of cpuft launch; its record. What it says on stderr is shown when it fails."""
@@ -51,7 +51,7 @@ class Job:
 
 
 def take_turns(job: Job, np: int, backend: str, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
-    """A line for each run: ours, theirs, ours, theirs ..."""
+    """Yield a line per run, cpuft's engine and the other one in turn."""
     for number in range(rounds):
         for engine in job.pythons:
             record = job.train(engine, np, backend, "--max-steps", str(steps))
@@ -74,7 +74,7 @@ def take_turns(job: Job, np: int, backend: str, rounds: int, steps: int) -> Iter
 
 
 def summarise(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of both engines, and the median, least and most of the ratio in each round."""
+    """Return the medians of both engines, and the median, smallest and largest ratio of the rounds."""
     rates = {
         engine: [turn["samples_per_second"] for turn in turns if turn["engine"] == engine]
         for engine in dict.fromkeys(turn["engine"] for turn in turns)
@@ -100,7 +100,7 @@ def write(engine: str, line: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Exit 1 when the other engine's metric on MRPC is too low."""
+    """Exit with 1 if the metric of the other engine on MRPC is too low."""
     engine, python, *rest = sys.argv[1:]
     data, words = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("", rest)
     task = ("--task", "mrpc", "--data-dir", data) if data else ("--task", "demo")
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def steps() -> int:
-    """Updates a turn."""
+    """Updates per turn."""
     return int(os.environ.get("STEPS", "40"))
 
 

@@ -1,4 +1,4 @@
-"""Run by scripts/check-estimate: what `cpuft estimate` foretells from one host and a link, and what hosts then do."""
+"""Run by scripts/check-estimate: compare `cpuft estimate` with measurements on simulated hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMNS = ("link", "hosts", "measured", "foretold", "from", "to", "off by")
 
 
 def run(cluster: Simulated, *words: str) -> str:
-    """Output of a command. Exit 2 when it failed."""
+    """Return the output of a command. Exits with 2 if the command failed."""
     done = cluster.cpuft(*words)
     if done.returncode:
         sys.exit(f"check-estimate: cpuft {' '.join(words)}:\n{done.stderr}")
@@ -25,7 +25,7 @@ def run(cluster: Simulated, *words: str) -> str:
 
 
 def check_rate(folder: Path, rate: str, hosts: list[str], options: argparse.Namespace) -> list[list[str]]:
-    """A row for each number of hosts: samples/s as measured and as foretold."""
+    """Return a row per number of hosts: samples per second as measured and as estimated."""
     folder.mkdir()
     nodes = ("--nodes", hosts[-1], "--cores-per-node", options.cores, "--net", rate)
     with simulate(folder, *nodes) as cluster:
@@ -49,15 +49,15 @@ def check_rate(folder: Path, rate: str, hosts: list[str], options: argparse.Name
 
 
 def main() -> None:
-    """Exit 1 when a figure is off by more than `MOST_WRONG`."""
+    """Exit with 1 if an estimate is wrong by more than `MOST_WRONG`."""
     parser = argparse.ArgumentParser(prog="check-estimate", description=__doc__)
-    parser.add_argument("--rates", default="1gbit,100mbit,20mbit", help="of the links, commas between")
+    parser.add_argument("--rates", default="1gbit,100mbit,20mbit", help="rates of the links, separated by commas")
     parser.add_argument("--hosts", default="1,2,4,8", help="numbers of hosts")
-    parser.add_argument("--cores", default="0.25", help="of each host")
+    parser.add_argument("--cores", default="0.25", help="cores of each host")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--glue", default="", help="folder of a GLUE download: MRPC instead of the demo")
-    parser.add_argument("--compression", default="bf16", help="what gradients travel as")
+    parser.add_argument("--compression", default="bf16", help="compression level of the gradients")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds one way between simulated hosts")
     options = parser.parse_args()

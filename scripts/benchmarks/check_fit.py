@@ -1,4 +1,4 @@
-"""Run by scripts/check-fit: what memory `cpuft launch` foretells for trainings of all sizes, and what ranks took."""
+"""Run by scripts/check-fit: compare the memory that `cpuft launch` estimates with what ranks use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEXT = "the river runs by a house of stone and under old trees " * 50
 
 @dataclass(frozen=True)
 class Case:
-    """A training whose rows all have the full length."""
+    """A training whose examples all have the full length."""
 
     model: str
     batch: int
@@ -54,24 +54,24 @@ CASES = (
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Options; what this does not know goes to `cpuft launch`."""
+    """Return the options, and the remaining arguments, which are for `cpuft launch`."""
     parser = argparse.ArgumentParser(prog="scripts/check-fit", description=__doc__, epilog="Others: cpuft launch's.")
     parser.add_argument("--steps", type=int, default=4, help="updates of each training [4]")
-    parser.add_argument("--only", default="", help="numbers of cases, from 1, commas between [all]")
+    parser.add_argument("--only", default="", help="numbers of cases, from 1, separated by commas [all]")
     known, others = parser.parse_known_args(words)
     known.options = others
     return known
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Rows that are longer than any length asked for."""
+    """Write examples that are longer than any maximum length."""
     lines = [f"{_TEXT},{number % 2}" for number in range(count)]
     path.write_text("\n".join(["text,label", *lines, ""]), encoding="utf-8")
     path.with_suffix(".txt").write_text("\n".join([_TEXT] * count), encoding="utf-8")
 
 
 def make_base(folder: Path) -> None:
-    """A BERT-base-sized model of random weights, with MiniLM's tokenizer."""
+    """Save a model of the size of BERT-base with random weights and MiniLM's tokenizer."""
     from transformers import BertConfig, BertForSequenceClassification
 
     for path in Path(find_model("minilm")).glob("*token*"):
@@ -81,7 +81,7 @@ def make_base(folder: Path) -> None:
 
 
 def plan_launch(case: Case, folder: Path, asked: argparse.Namespace, run_dir: Path) -> list[str]:
-    """Words of a case's `cpuft launch`."""
+    """Return the arguments of `cpuft launch` for a case."""
     model = str(folder / "base") if case.model == "bert-base" else case.model
     kind = {"files": "csv", "text": "txt"}[case.task]
     rows = ["--task", case.task, "--train-file", str(folder / f"train.{kind}")]
@@ -92,7 +92,7 @@ def plan_launch(case: Case, folder: Path, asked: argparse.Namespace, run_dir: Pa
 
 
 def estimate(case: Case, record: Record) -> dict[str, int]:
-    """What the preparation of a run told of its first rank, by part."""
+    """Return the memory estimate of the first rank by part, as the preparation of a run reports it."""
     config = load(TrainConfig, record.header.options)
     prepared = read_prepared(str(prepare(config)))
     return estimate_rank(
@@ -101,7 +101,7 @@ def estimate(case: Case, record: Record) -> dict[str, int]:
 
 
 def format_row(case: Case, record: Record, foretold: int) -> list[str]:
-    """Cells of a case."""
+    """Return the cells of a case."""
     assert record.footer, "the run broke off"
     measured = record.footer.peak_memory_bytes
     seconds = statistics.median(line.step_seconds for line in drop_warm_up(record.steps)[1:])
@@ -112,12 +112,12 @@ def format_row(case: Case, record: Record, foretold: int) -> list[str]:
 
 
 def is_wrong(row: list[str]) -> bool:
-    """Whether a case is off by more than it may."""
+    """Return whether the estimate of a case is too wrong."""
     return abs(float(row[-1].rstrip("%"))) > 100 * MOST_WRONG
 
 
 def main() -> None:
-    """Exit 1 when a figure is off by more than `MOST_WRONG`."""
+    """Exit with 1 if an estimate is wrong by more than `MOST_WRONG`."""
     asked, rows = parse(), []
     numbers = [int(number) for number in asked.only.split(",") if number] or range(1, len(CASES) + 1)
     with tempfile.TemporaryDirectory(prefix="check-fit-") as name:

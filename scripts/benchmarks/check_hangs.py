@@ -1,4 +1,4 @@
-"""Run by scripts/check-hangs: hangs of every kind are planted, and the rank that others wait for must be named."""
+"""Run by scripts/check-hangs: let one rank hang in every way; cpuft must name the rank that others wait for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.launch import hanging
 
 COLUMNS = ("groups", "hang", "rank", "named while it hangs", "s", "named at its end", "s after")
 MOST_SECONDS = 5.0
-"""What the stacks of all ranks may take."""
+"""Most seconds that the stacks of all ranks may take."""
 DEADLINE_SECONDS = 30.0
 KINDS = ("torch", "gloo", "mpi", "ccl")
 HOWS = ("loop", "asleep", "elsewhere", "stopped", "gil")
@@ -25,7 +25,7 @@ HOWS = ("loop", "asleep", "elsewhere", "stopped", "gil")
 
 @dataclass(frozen=True)
 class Hang:
-    """One that is planted."""
+    """One way in which a rank hangs."""
 
     kind: str
     how: str
@@ -33,18 +33,18 @@ class Hang:
 
 
 def plan_hangs(number: int, ranks: int) -> list[Hang]:
-    """Hangs of all kinds in turn, of another rank each time."""
+    """Return hangs of all kinds in turn, each of another rank."""
     return [Hang(KINDS[index % len(KINDS)], HOWS[index % len(HOWS)], index % ranks) for index in range(number)]
 
 
 def find_named(text: str) -> int:
-    """The rank that is said to hold up the others; -1 where none is, or it has no line although it is not stopped."""
+    """Return the rank that a text names as the one that others wait for; -1 if there is none."""
     found = re.search(r"^cpuft: rank (\d+) on \S+ blocks the others .*: it (.*)$", text, re.MULTILINE)
     return int(found[1]) if found and (".py:" in found[2] or "stopped (T)" in found[2]) else -1
 
 
 def plant(hang: Hang, ranks: int, deadline: float, folder: Path) -> tuple[list[str], bool]:
-    """A row of the table, and whether all was as it should be."""
+    """Return a row of the table, and whether the rank was named."""
     hostfile, run = folder / "hosts", folder / f"{hang.kind}-{hang.how}-{hang.rank}"
     hostfile.write_text(f"localhost slots={ranks}\n", encoding="utf-8")
     words = ["launch", "--np", str(ranks), "--hostfile", str(hostfile), "--no-check", "--run-dir", str(run), "--"]
@@ -70,13 +70,13 @@ def plant(hang: Hang, ranks: int, deadline: float, folder: Path) -> tuple[list[s
 
 
 def _read_begin(said: Path) -> float:
-    """When a rank said that it hangs, in seconds since 1970; 0 before that."""
+    """Return when a rank said that it hangs, in seconds since 1970; 0 before that."""
     found = re.search(r"^hangs (\S+)\n", said.read_text(encoding="utf-8") if said.exists() else "", re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
 def main() -> None:
-    """Exit 1 when a culprit was not named, or stacks took too long."""
+    """Exit with 1 if a rank was not named, or if stacks took too long."""
     parser = argparse.ArgumentParser(prog="check-hangs", description=__doc__)
     parser.add_argument("--hangs", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=3)

@@ -21,7 +21,7 @@ STEPS = 60
 
 
 def train(folder: Path, name: str, *words: str, save: bool = False) -> Record:
-    """One run of cpuft launch; its record."""
+    """Run `cpuft launch` once, and return its record."""
     run_dir = folder / name
     command = [sys.executable, "-m", "cpuft", "launch", "--run-dir", str(run_dir), *words]
     command += [] if save else ["--no-save-model"]
@@ -30,7 +30,7 @@ def train(folder: Path, name: str, *words: str, save: bool = False) -> Record:
 
 
 def run_peer(script: str, data: str, *words: str) -> dict[str, float]:
-    """What the Trainer's script says of its run, bf16 and dynamic padding, on the cores and settings of one rank."""
+    """Run the script of the Trainer (bf16, dynamic padding) on the cores and with the settings of one rank."""
     command = [sys.executable, script, "--data", data, "--model", find_model("minilm"), "--bf16", "--dynamic"]
     done = subprocess.run(
         [*command, *words],
@@ -45,7 +45,7 @@ def run_peer(script: str, data: str, *words: str) -> dict[str, float]:
 
 
 def check_metric(folder: Path, data: str) -> bool:
-    """Three epochs at 1e-4 with one rank and with two."""
+    """Train three epochs at 1e-4 with one rank and with two."""
     job = ("--task", "mrpc", "--data-dir", data, "--learning-rate", "1e-4")
     found = {np: train(folder, f"np-{np}", "--np", str(np), *job).metrics for np in (1, 2)}
     print(json.dumps({"metrics": found, "least": LEAST}))
@@ -54,7 +54,7 @@ def check_metric(folder: Path, data: str) -> bool:
 
 
 def check_speed(folder: Path, data: str, script: str) -> bool:
-    """Ours and the peer's in turn; the median of the ratios must be 1 at least."""
+    """Train with cpuft and with the peer in turn. The median of the ratios must be at least 1."""
     job = ("--task", "mrpc", "--data-dir", data, "--max-steps", str(STEPS))
     rounds = []
     for number in range(ROUNDS):
@@ -68,7 +68,7 @@ def check_speed(folder: Path, data: str, script: str) -> bool:
 
 
 def check_wall(folder: Path, data: str, script: str) -> bool:
-    """Three epochs at 1e-4 from the command to the saved model, tokenising and evaluation included, and the peer's."""
+    """Time three epochs at 1e-4 from the command to the saved model, with cpuft and with the peer."""
     start = time.perf_counter()
     words = ("--task", "mrpc", "--data-dir", data, "--learning-rate", "1e-4")
     record = train(folder, "wall", *words, save=True)
@@ -87,7 +87,7 @@ def check_wall(folder: Path, data: str, script: str) -> bool:
 
 
 def main() -> None:
-    """Exit 1 when a bar is missed."""
+    """Exit with 1 if a bar is missed."""
     data, *script = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         parts = os.environ.get("PARTS", "speed wall metric" if script else "metric").split()

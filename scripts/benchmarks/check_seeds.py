@@ -45,7 +45,8 @@ MOST_WORSE = 0.005
 
 
 def hold_out(glue: Path, records: Path, task: str, count: int) -> Path:
-    """A GLUE folder whose task has its last `count` training rows in the development set: a metric of less noise."""
+    """Make a GLUE folder whose last `count` training examples are in the development set, for a metric with less
+    noise."""
     made = records / f"glue-held-out-{count}"
     own, folder = glue / tasks.TASKS[task].folder, made / tasks.TASKS[task].folder
     if not folder.exists():
@@ -58,7 +59,7 @@ def hold_out(glue: Path, records: Path, task: str, count: int) -> Path:
 
 
 def has_ended(run_dir: Path) -> bool:
-    """Whether a run came to its end; one that was killed early has no record yet."""
+    """Return whether a run is complete; one that was killed early has no record."""
     try:
         return read_record(str(run_dir)).footer is not None
     except CpuftError:
@@ -66,7 +67,7 @@ def has_ended(run_dir: Path) -> bool:
 
 
 def metric_of(glue: Path, records: Path, task: str, path: str, seed: int, where: tuple[str, ...]) -> float:
-    """The metric of one run; trains only if its record is not there or has no end."""
+    """Return the metric of one run, and train it first if its record is missing or not complete."""
     options, metric = TASKS[task]
     run_dir = records / f"{task}-{path}-{seed}"
     if run_dir.exists() and not has_ended(run_dir):
@@ -79,7 +80,7 @@ def metric_of(glue: Path, records: Path, task: str, path: str, seed: int, where:
 
 
 def ranks_here(records: Path, ranks: int) -> tuple[str, ...]:
-    """The options of so many ranks on this machine, however few cores it has."""
+    """Return the options of a number of ranks on this machine, even if it has fewer cores."""
     if ranks == 1:
         return ()
     hostfile = records / f"hosts-{ranks}"
@@ -88,7 +89,7 @@ def ranks_here(records: Path, ranks: int) -> tuple[str, ...]:
 
 
 def summarise(task: str, path: str, found: list[float], base: str, of_base: list[float]) -> dict[str, object]:
-    """Means, their difference (the path minus its base) and its standard error from the pairs."""
+    """Return both means, their difference (path minus base) and its standard error over the pairs."""
     differences = [a - b for a, b in zip(found, of_base, strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
     spread = {"difference": statistics.mean(differences), "standard_error": error}
@@ -98,18 +99,18 @@ def summarise(task: str, path: str, found: list[float], base: str, of_base: list
 
 
 def main() -> None:
-    """Exit 1 when a path's mean is lower than the first's by more than `--most-worse`."""
+    """Exit with 1 if the mean of a path is lower than that of the first path by more than `--most-worse`."""
     parser = argparse.ArgumentParser(prog="check-seeds", description=__doc__)
     parser.add_argument("glue", type=Path, help="folder of a GLUE download, with MRPC and SST-2")
     parser.add_argument("records", type=Path, help="folder for the runs' records; those there are not made again")
-    parser.add_argument("--seeds", default="1,2,3,4,5", help="comma between")
+    parser.add_argument("--seeds", default="1,2,3,4,5", help="separated by commas")
     parser.add_argument(
         "--held-out",
         type=int,
         default=0,
         help="training rows to evaluate on, too; their records need a folder of their own",
     )
-    parser.add_argument("--tasks", default=",".join(TASKS), help="comma between")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="separated by commas")
     parser.add_argument("--paths", default="plain,fast", help=f"the base first: {', '.join(PATHS)}")
     parser.add_argument("--np", type=int, default=1, help="ranks on this machine")
     parser.add_argument(

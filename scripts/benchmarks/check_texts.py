@@ -1,4 +1,4 @@
-"""Run by scripts/check-texts: perplexity before and after adapting to texts, and samples/s in turn with the Trainer."""
+"""Run by scripts/check-texts: perplexity before and after adapting to texts, and speed compared with the Trainer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from scripts.benchmarks.check_mrpc import train
 ROUNDS = 3
 STEPS = 40
 LEAST = 1.5
-"""Times the speed of the Trainer's faster way."""
+"""How many times as fast as the faster variant of the Trainer cpuft must be."""
 ATTENTIONS = ("sdpa", "eager")
 
 
 def run_peer(data: Path, attention: str) -> float:
-    """Samples/s of the Trainer on the rows of a run of ours, on the cores and settings of one rank."""
+    """Return the samples/s of the Trainer on the examples of a run of cpuft, with the cores and settings of one
+    rank."""
     words = [str(data), "--steps", str(STEPS), "--bf16", "--attention", attention]
     settings = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     command = [sys.executable, "-m", "tests.train.masked_trainer", *words]
@@ -30,7 +31,7 @@ def run_peer(data: Path, attention: str) -> float:
 
 
 def check_speed(folder: Path, texts: str) -> bool:
-    """Ours, and the Trainer's two ways, in turn: the median of the ratios to the faster one."""
+    """Train with cpuft and with both variants of the Trainer in turn; return the median ratio to the faster one."""
     rounds = []
     for number in range(ROUNDS):
         footer = train(
@@ -46,7 +47,7 @@ def check_speed(folder: Path, texts: str) -> bool:
 
 
 def check_perplexity(folder: Path, texts: str) -> bool:
-    """Before anything is learned, and after three epochs with one rank and with two."""
+    """Measure perplexity before training, and after three epochs with one rank and with two."""
     job = ("--task", "text", "--train-file", texts, "--learning-rate", "2e-4")
     found = {"before": train(folder, "before", *job, "--epochs", "0").metrics}
     for ranks in ("1", "2"):
@@ -58,7 +59,7 @@ def check_perplexity(folder: Path, texts: str) -> bool:
 
 
 def main() -> None:
-    """Exit 1 when a bar is missed."""
+    """Exit with 1 if a bar is missed."""
     (texts,) = sys.argv[1:]
     checks = {"speed": check_speed, "perplexity": check_perplexity}
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ def read_rows(path: Path, tokenizer: Any, count: int = 0) -> list[Row]:
 
 
 def make_tokens(rows: list[Row]) -> Tokens:
-    """The same rows as our own objectives take them."""
+    """Return the same examples in the form that objectives of cpuft take."""
     lengths = [len(row["input_ids"]) for row in rows]
     return Tokens(
         np.concatenate([np.asarray(row["input_ids"], np.int32) for row in rows]),
@@ -61,7 +61,10 @@ def make_tokens(rows: list[Row]) -> Tokens:
 
 
 def collate(rows: list[Row], length: int = 0) -> dict[str, Tensor]:
-    """Rows padded to `length`, or to the longest of them: `input_ids`, `token_type_ids`, `attention_mask`, `labels`."""
+    """Return a batch padded to `length` or to its longest example:
+
+    input ids, token types, attention mask and labels.
+    """
     longest = length or max(len(row["input_ids"]) for row in rows)
     ids, types, mask = torch.zeros(3, len(rows), longest, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -74,12 +77,12 @@ def collate(rows: list[Row], length: int = 0) -> dict[str, Tensor]:
 
 
 def collate_to_the_recipe_s_length(rows: list[Row]) -> dict[str, Tensor]:
-    """Rows padded to 128, as the well-known recipe does."""
+    """Return a batch padded to 128 tokens, as in the well-known recipe."""
     return collate(rows, MAX_LENGTH)
 
 
 def length_grouped(rows: list[Row], seed: int) -> list[list[Row]]:
-    """Batches of rows of like length, in random order."""
+    """Return batches of examples of similar length, in random order."""
     generator = torch.Generator().manual_seed(seed)
     order = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
     order.sort(key=lambda row: len(row["input_ids"]))
@@ -91,14 +94,14 @@ def length_grouped(rows: list[Row], seed: int) -> list[list[Row]]:
 
 
 LEARNING_RATE = 1e-4
-"""At a turn's start; it falls to 0 in the turn's course, as the Trainer has it."""
+"""Learning rate at the start of a turn; it falls to 0 during the turn, as the Trainer does it."""
 # A padded row costs the same as any other, so the slowest contestant may see fewer.
 PADDED_SHARE = 4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: MiniLM from `model`, or a random BERT-base with MiniLM's tokenizer; `rows` rows a turn."""
+    """What is trained: MiniLM from `model`, or a BERT-base with random weights; `rows` examples per turn."""
 
     data: Path
     model: str
@@ -108,11 +111,11 @@ class Workload:
 
 
 Turn = Callable[[], tuple[int, float]]
-"""Trains once on the contestant's rows: how many they are, and seconds."""
+"""Trains once on the contestant's examples, and returns their number and the seconds."""
 
 
 def load(workload: Workload) -> tuple[Any, list[Row]]:
-    """The model, fp32, and the rows."""
+    """Return the model in fp32 and the examples."""
     from transformers import (
         AutoModelForSequenceClassification,
         AutoTokenizer,
@@ -132,7 +135,7 @@ def load(workload: Workload) -> tuple[Any, list[Row]]:
 
 
 def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Row]], None]:
-    """One update as our loop makes it, and a careful person: forward, backward, clip to 1, step."""
+    """Return a function that makes one update: forward, backward, clip to norm 1, optimizer step."""
 
     def step(rows: list[Row]) -> None:
         model(**collate(rows)).loss.backward()
@@ -144,7 +147,7 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Ro
 
 
 def accelerated(model: Any, precision: str = "auto") -> tuple[Any, torch.optim.Optimizer]:
-    """The model with its AdamW, both accelerated."""
+    """Return the model and its AdamW on the fast path."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     return accelerate(model, optimizer, precision=precision)
 
@@ -170,7 +173,7 @@ def _bare_loop(workload: Workload, *, compiled: bool = False, own: str = "auto")
 
 
 def _compiled(model: Any) -> torch.optim.Optimizer:
-    """What --compile trains: the model's own layers as a graph, bf16 by autocast, torch's fused AdamW."""
+    """Return what --compile trains: the model's own layers compiled, bf16 by autocast, and torch's fused AdamW."""
     model.compile(dynamic=True)
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
@@ -193,7 +196,7 @@ def _trainer(workload: Workload, *, bf16: bool, dynamic: bool, fast: bool) -> tu
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """Starts with the first step: what the Trainer does before it, it does once a training, not once a turn."""
+        """Start the time at the first step, because the Trainer prepares once per training and not once per turn."""
 
         start = 0.0
 
@@ -226,7 +229,7 @@ def _trainer(workload: Workload, *, bf16: bool, dynamic: bool, fast: bool) -> tu
 
 
 def _predictor(workload: Workload) -> tuple[Any, Turn]:
-    """What `cpuft predict` does with rows once they are tokenised."""
+    """Predict as `cpuft predict` does with tokenised examples."""
     from cpuft.train.evaluate import compute_outputs
     from cpuft.train.objective.labels import Classification
 
@@ -245,7 +248,7 @@ def _predictor(workload: Workload) -> tuple[Any, Turn]:
 
 
 def _trainer_predictor(workload: Workload) -> tuple[Any, Turn]:
-    """The Trainer's predict, made as fast as it gets: bf16 weights, rows by length, padded to a batch's longest."""
+    """Predict with the Trainer in its fastest form: bf16 weights, examples sorted by length, dynamic padding."""
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
 
@@ -287,7 +290,7 @@ def usual(bf16: bool) -> tuple[str, ...]:
 
 
 class Contestant:
-    """One contestant in its process. `turn` lets it train its rows once."""
+    """One contestant in its own process. `turn` lets it train once on its examples."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         context = multiprocessing.get_context("spawn")
@@ -297,13 +300,13 @@ class Contestant:
         self._pipe.recv()
 
     def turn(self) -> tuple[float, int]:
-        """Samples per second of one pass over the rows, and peak resident memory so far in MB."""
+        """Train once on the examples; return samples per second and the peak memory so far in MB."""
         self._pipe.send("turn")
         rows, seconds, megabytes = self._pipe.recv()
         return rows / seconds, megabytes
 
     def finish(self) -> float:
-        """Accuracy on MRPC's development set after all turns; ends the process."""
+        """End the process, and return the accuracy on MRPC's development set after all turns."""
         self._pipe.send("evaluate")
         accuracy = float(self._pipe.recv())
         self._pipe.close()

@@ -1,4 +1,4 @@
-"""What a class of CPU came to, kept as a file of its own; and the table that README makes of all of them."""
+"""The results of each class of CPU, in one file each, and the tables that README and the guide make from them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from cpuft.hardware import CLASSES
 
 BASE = "cpuft"
 OWN = (BASE, "trainer-accelerated")
-"""Contestants that train on the fast path."""
+"""Contestants that use the fast path."""
 MODELS = {"minilm": "MiniLM (22 M)", "bert-base": "BERT-base-sized (110 M)"}
 LEAST_ROUNDS = 3
-"""Of a run whose figures are kept."""
+"""Contestants of a run whose results are kept."""
 PATTERN = "bench-train-{}.json"
 
 
 def read_figures(folder: Path) -> dict[str, dict[str, Any]]:
-    """For each class that has a file in `folder`, by model: `header`, `summary` and `breakdown` of its last run."""
+    """Return the results of each class of CPU in `folder`, by model: `header`, `summary` and `breakdown`."""
     paths = {name: folder / PATTERN.format(name) for name in CLASSES}
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
 
@@ -41,7 +41,7 @@ def _is_limited(found: dict[str, Any]) -> bool:
 
 
 def format_figures(kept: dict[str, dict[str, Any]]) -> str:
-    """Class by class: samples/s of ours and of the fastest Trainer, and how much faster ours is."""
+    """Return the table of README: cpuft and the fastest Trainer on each class of CPU, and the ratio."""
     rows = [
         [label, *(_format_cell(kept.get(name, {}).get(model)) for model in MODELS)] for name, label in CLASSES.items()
     ]
@@ -50,7 +50,7 @@ def format_figures(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def format_contestants(kept: dict[str, dict[str, Any]]) -> str:
-    """Everybody's samples/s, how much faster ours is, and peak memory; and what part of our step products are."""
+    """Return the table of all contestants: samples/s, ratio, peak memory, and the share of matrix products."""
     head = [
         "CPU with",
         "model",

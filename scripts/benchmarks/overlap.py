@@ -33,7 +33,7 @@ ROWS, TOKENS = 16, 56
 
 
 class Turns:
-    """Seconds and busy cores of each kind of turn, the slowest rank's."""
+    """Return the seconds and busy cores of the slowest rank for each kind of turn."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[float, float]]] = {}
@@ -54,7 +54,7 @@ class Turns:
 
 
 def make_model(name: str) -> torch.nn.Module:
-    """The pretrained encoder, or one of BERT-base's size, whose embeddings are a fifth of its parameters."""
+    """Return the pretrained encoder, or a model of BERT-base's size, whose embeddings are a fifth of it."""
     made: torch.nn.Module = BertForSequenceClassification(BertConfig(num_labels=2))
     if name == "minilm":
         made = BertForSequenceClassification.from_pretrained(find_model(name), num_labels=2)
@@ -62,7 +62,7 @@ def make_model(name: str) -> torch.nn.Module:
 
 
 class Step:
-    """One rank's backward and what it sends, together and apart."""
+    """Times the backward pass of one rank and its communication, together and one after the other."""
 
     def __init__(self, model: torch.nn.Module, bucket_mb: float) -> None:
         assert dist.group.WORLD is not None
@@ -97,7 +97,7 @@ class Step:
 
 
 def take_turns(step: Step) -> tuple[Turns, int]:
-    """The turns, and the bytes that one's communication sends."""
+    """Run the turns, and return their times and the bytes that one exchange sends."""
     turns, sent = Turns(), 0
     for _ in range(ROUNDS):
         turns.take("together", functools.partial(step.together, step.loss()))
