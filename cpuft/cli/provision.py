@@ -103,7 +103,7 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
         _make(load_provider("aws")(pick(AwsConfig, values), os.environ), dry_run)
 
 
-def _make_verb(kind: str) -> Verb:
+def make_verb(kind: str) -> Verb:
     """Return the verb that makes clusters of a kind, from the kind's options."""
     options = load_options(kind)
 
@@ -115,7 +115,7 @@ def _make_verb(kind: str) -> Verb:
 
 for _kind, _place in PROVIDERS.items():
     if _place.options and _kind not in provision.commands:
-        provision.add_command(_make_verb(_kind))
+        provision.add_command(make_verb(_kind))
 
 _region = click.option(
     "--region", default="", help="Region of a rented cluster that was made on another machine, such as us-east-1"

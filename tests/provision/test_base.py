@@ -1,15 +1,26 @@
+"""The contract of providers, the table of kinds of clusters, and the loop that gathers, plans and executes."""
+
+from __future__ import annotations
+
 import os
 import re
 import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
 from cpuft import execute
+from cpuft.cli.provision import make_verb, provision
+from cpuft.config import option
 from cpuft.errors import CpuftError
+from cpuft.hosts.registry import Entry, format_entry
 from cpuft.plan import Plan, Step
-from cpuft.provision.base import lock, reconcile, run_stages
-from cpuft.provision.cluster_files import plan_file
+from cpuft.provision.base import PROVIDERS, Kind, Provider, lock, reconcile, run_stages
+from cpuft.provision.cluster_files import plan_file, plan_removal
 
 STEP = Step("make it", ("true",))
 
@@ -114,3 +125,59 @@ def test_a_task_of_many_steps_is_told_once_and_how_far_it_is_now_and_then(monkey
         "push 66 files to 1 host, 900 MB in all: 1 of 66 done",
         "push 66 files to 1 host, 900 MB in all: 2 of 66 done",
     ]
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """Make a cluster of toys."""
+
+    name: str = option("toys", "Name of the cluster")
+    toys: int = option(2, "Number of toys")
+
+
+class Toys(Provider[ToyConfig, bool]):
+    """A cluster that is one file."""
+
+    kind = "toy"
+    options = ToyConfig
+
+    def __init__(self, config: ToyConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
+        super().__init__(config, environ, entry)
+        self.summary = f"{config.toys} toys"
+
+    def gather(self) -> bool:
+        return (self.directory / "cluster.json").exists()
+
+    def plan(self, facts: bool) -> Plan:
+        options = {"name": self.name, "toys": str(self.config.toys)}
+        text = format_entry(Entry(self.name, self.kind, self.hostfile, options=options))
+        step = plan_file(str(self.directory / "cluster.json"), text, "register the toys")
+        return Plan() if facts else Plan(((step,),))
+
+    def plan_down(self, facts: bool) -> Plan:
+        return Plan((plan_removal({}, str(self.directory), self.hostfile),)) if facts else Plan()
+
+    def describe_hosts(self) -> list[str]:
+        return ["a toy"] * self.config.toys
+
+
+def test_a_new_kind_of_cluster_needs_its_module_and_one_line_of_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = click.Group(commands={**provision.commands})
+
+    def run(*argv: str) -> str:
+        done = CliRunner(env={"CPUFT_STATE": str(tmp_path / "state")}).invoke(group, argv, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    monkeypatch.setitem(PROVIDERS, "toy", Kind(f"{__name__}:Toys", f"{__name__}:ToyConfig"))
+    monkeypatch.chdir(tmp_path)
+    group.add_command(make_verb("toy"))
+    assert "Make a cluster of toys." in run("toy", "--help")
+    assert "register the toys" in run("toy", "--dry-run")
+    assert run("toy", "--toys", "3").startswith("cluster toys: 3 toys")
+    assert run("status", "toys").count("  a toy\n") == 3
+    assert run("diff", "toys") == "cluster toys is as it was asked for\n"
+    assert run("down", "toys") == "cluster toys was removed\n"
+    assert run("status").startswith("There is no cluster")

@@ -24,7 +24,7 @@ class AwsConfig:
     )
     lease_limit: str = option(
         "",
-        "A running job extends the lease, but not beyond this time from now (default: twice --lease)",
+        "How far running jobs may extend the lease, counted from now: 8h or 2d (default: twice --lease)",
         takes="TIME",
     )
     image: str = option(
