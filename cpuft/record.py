@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import json
 import statistics
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -277,6 +278,11 @@ class Record:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last evaluation; empty if there was none."""
         return self.evaluations[-1].metrics if self.evaluations else {}
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Return metrics as one line for people and programs."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:

@@ -18,7 +18,7 @@ from cpuft.config import PredictConfig, TrainConfig, option_names, parse_argumen
 from cpuft.errors import CpuftError, counted, describe_disk, find_full_disk
 from cpuft.files import refuse_special, written_beside
 from cpuft.hardware import choose_precision
-from cpuft.record import read_record
+from cpuft.record import format_metrics, read_record
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import TASKS, Task
 from cpuft.terminal import keep_streams
@@ -35,71 +35,74 @@ from cpuft.train.data.sources import (
     read_splits,
 )
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
-from cpuft.train.reporter import format_metrics
 from cpuft.train.startup import pause_garbage_collection, resume_garbage_collection
 
 Outputs = NDArray[np.float32]
-"""A head's, of all rows: shape (rows, classes), of tags (rows, longest row, classes)."""
+"""A head's outputs for all examples: shape (examples, classes); for tags (examples, longest example, classes)."""
 Cells = tuple[object, ...]
+"""A row of a table."""
 
-_FORMULAS = ("=", "+", "-", "@", "\t", "\r")
-_MOST_SCORE = 5.0
-"""GLUE's only scores, STS-B's, are from 0 to this."""
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+_MAX_SCORE = 5.0
+"""The scores of STS-B, GLUE's only regression task, are from 0 to this."""
 
 
-def format_classes(task: Task, rows: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """A row's likeliest class, and the probability of each."""
+def format_classes(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+    """Yield a table with the most likely class of each example, and the probability of each class."""
     yield ("index", "label", *_name_classes(task))
-    for index, chances in enumerate(_softmax(outputs)):
-        yield (index, guard_formula(task.labels[int(chances.argmax())]), *_format(chances))
+    for index, probabilities in enumerate(_softmax(outputs)):
+        yield (index, guard_formula(task.labels[int(probabilities.argmax())]), *_format(probabilities))
 
 
-def format_scores(task: Task, rows: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """A row's score."""
+def format_scores(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+    """Yield a table with the score of each example."""
     yield ("index", "score")
     for index, (score,) in enumerate(outputs.tolist()):
         yield (index, f"{score:.6g}")
 
 
-def format_several(task: Task, rows: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """A row's classes that are likelier than not, and the probability of each by itself."""
+def format_multi_label(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+    """Yield a table with the classes of each example above a probability of 0.5, and the probability of each class."""
     yield ("index", "labels", *_name_classes(task))
-    for index, chances in enumerate(1 / (1 + np.exp(-outputs.astype(np.float64)))):
-        likely = (label for label, chance in zip(task.labels, chances) if chance > 0.5)
-        yield (index, guard_formula(LABEL_SEPARATOR.join(likely)), *_format(chances))
+    for index, probabilities in enumerate(1 / (1 + np.exp(-outputs.astype(np.float64)))):
+        likely = (label for label, probability in zip(task.labels, probabilities) if probability > 0.5)
+        yield (index, guard_formula(LABEL_SEPARATOR.join(likely)), *_format(probabilities))
 
 
-def format_tags(task: Task, rows: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """A line a word: its likeliest tag, and the probability of each; nothing of words that the model did not see.
+def format_tags(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+    """Yield a table with a row for each word: its most likely tag, and the probability of each tag.
 
-    `tokens` has words' numbers for labels.
+    Words that were cut off, or that the tokenizer drops, have no tag. `tokens` has the numbers of words as labels, by
+    `number_words`.
     """
     yield ("index", "token", "tag", *_name_classes(task))
-    for index, words in enumerate(rows.texts):
+    for index, words in enumerate(examples.texts):
         numbers = tokens.labels[tokens.offsets[index] : tokens.offsets[index + 1]]
         places = np.flatnonzero(numbers != UNTAGGED)
         seen = zip(numbers[places].tolist(), _softmax(outputs[index, places]))
         labels = [guard_formula(label) for label in task.labels]
-        told = {number: (labels[chances.argmax()], *_format(chances)) for number, chances in seen}
+        predicted = {
+            number: (labels[probabilities.argmax()], *_format(probabilities)) for number, probabilities in seen
+        }
         for number, word in enumerate(words):
-            yield (index, guard_formula(word), *told.get(number, [""] * (1 + len(task.labels))))
+            yield (index, guard_formula(word), *predicted.get(number, [""] * (1 + len(task.labels))))
 
 
 TABLES: dict[str, Callable[[Task, Examples, Outputs, Tokens], Iterator[Cells]]] = {
     "class": format_classes,
     "score": format_scores,
-    "labels": format_several,
+    "labels": format_multi_label,
     "tags": format_tags,
 }
-"""By the task's kind."""
+"""Functions that make the table of predictions, by the kind of the task."""
 
 
 def guard_formula(text: str) -> str:
-    """The text, with an apostrophe in front where a spreadsheet would run it as a formula.
+    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula.
 
     That is a text of two characters or more that begins with =, +, -, @, a tab or a carriage return, and is no number.
     """
-    if len(text) < 2 or not text.startswith(_FORMULAS):
+    if len(text) < 2 or not text.startswith(_FORMULA_STARTS):
         return text
     try:
         float(text)
@@ -108,24 +111,27 @@ def guard_formula(text: str) -> str:
     return text
 
 
-def add_input(rows: Examples, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
-    """The table with each row's texts behind its index, under `names`; input_NAME where a column has the name."""
+def add_input(examples: Examples, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
+    """Yield a table with the texts of each example after its index.
+
+    Their columns have these names, or input_NAME if the table has a column of that name.
+    """
     header = next(table)
     yield (header[0], *(guard_formula(f"input_{name}" if name in header else name) for name in names), *header[1:])
-    for texts, cells in zip(rows.texts, table, strict=True):
+    for texts, cells in zip(examples.texts, table, strict=True):
         yield (cells[0], *map(guard_formula, texts), *cells[1:])
 
 
 def format_submission(task: Task, outputs: Outputs) -> Iterator[Cells]:
-    """What the GLUE benchmark takes: each row's label as its files have it, or its score."""
+    """Yield the table that the GLUE benchmark takes: the label of each example as in its files, or the score."""
     yield ("index", "prediction")
-    for index, row in enumerate(outputs):
-        answer = task.labels[int(row.argmax())] if task.labels else f"{min(max(float(row[0]), 0.0), _MOST_SCORE):.3f}"
-        yield (index, answer)
+    for index, output in enumerate(outputs):
+        score = f"{min(max(float(output[0]), 0.0), _MAX_SCORE):.3f}"
+        yield (index, task.labels[int(output.argmax())] if task.labels else score)
 
 
 def name_submission(task: Task, suffix: str) -> str:
-    """The file's name among those that GLUE takes, of a split by what is appended to its metrics' names."""
+    """Return the name of a split's file in a GLUE submission; `suffix` is that of the names of its metrics."""
     part = {"": "-m", "_mismatched": "-mm"}[suffix] if len(task.validation) > 1 else ""
     return f"{task.folder}{part}.tsv"
 
@@ -135,22 +141,22 @@ def _name_classes(task: Task) -> tuple[str, ...]:
 
 
 def _softmax(outputs: Outputs) -> NDArray[np.float64]:
-    """Over the last axis."""
     powers = np.exp(outputs - outputs.max(-1, keepdims=True), dtype=np.float64)
-    shares: NDArray[np.float64] = powers / powers.sum(-1, keepdims=True)
-    return shares
+    probabilities: NDArray[np.float64] = powers / powers.sum(-1, keepdims=True)
+    return probabilities
 
 
-def _format(chances: NDArray[np.float64]) -> list[str]:
-    return [f"{chance:.6f}" for chance in chances]
+def _format(probabilities: NDArray[np.float64]) -> list[str]:
+    return [f"{probability:.6f}" for probability in probabilities]
 
 
 def check_output(path: Path, overwrite: bool = False) -> None:
-    """Do nothing when predictions may be written to `path`.
+    """Check that predictions may be written to `path`.
 
     Raises
     ------
-    CpuftError: something is there; with `overwrite` only if it is something else than predictions.
+    CpuftError
+        The file exists; with `overwrite`, only if it is not a file of predictions.
     """
     refuse_special(path)
     try:
@@ -161,40 +167,46 @@ def check_output(path: Path, overwrite: bool = False) -> None:
     except OSError as error:
         raise CpuftError(f"{path} cannot be written ({error.strerror}): name another --output") from None
     if begin not in ("index,", "index\t", ""):
-        raise CpuftError(f"{path} is there already, and holds no predictions: name another --output")
+        raise CpuftError(f"{path} exists and holds no predictions: name another --output")
     if begin and not overwrite:
         raise CpuftError(f"{path} holds predictions already: add --overwrite to replace them, or name another --output")
 
 
 def write_table(path: Path, rows: Iterator[Cells]) -> None:
-    """Write a table whole or not at all: CSV, or with tabs between where the name ends in .tsv."""
+    """Write a table completely or not at all: as CSV, or with tabs if the name ends in .tsv."""
     with written_beside(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, "excel-tab" if path.suffix == ".tsv" else "excel", lineterminator="\n").writerows(rows)
 
 
-_KINDS = {
+_TASK_KINDS = {
     "single_label_classification": "class",
     "regression": "score",
     "multi_label_classification": "labels",
 }
-"""By the head's `problem_type`."""
+"""The kind of the task by `problem_type` in the model's configuration."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A run that has a model."""
+class FinishedRun:
+    """A run that has saved a model."""
 
     model: Path
     train: TrainConfig
     precision: str
     ranks: int
-    """Of its evaluation."""
+    """Number of ranks that have evaluated the model."""
     task: Task
-    """With the labels that the model knows."""
+    """The task, with the labels that the model knows."""
 
 
-def read_trained(run: str) -> Trained:
-    """A run and its model. Raises CpuftError: there is none, or it answers no question of rows."""
+def read_finished_run(run: str) -> FinishedRun:
+    """Read the record and the model's configuration from the folder of a run.
+
+    Raises
+    ------
+    CpuftError
+        The folder holds no trained model, or the model predicts no labels of examples.
+    """
     record = read_record(run)
     header, model = record.header, Path(run, MODEL_DIR)
     try:
@@ -203,137 +215,157 @@ def read_trained(run: str) -> Trained:
         settings = load(dict[str, Any], parse_json((model / "config.json").read_text(encoding="utf-8")))
         named = load(dict[str, str], settings.get("id2label", {}))
         labels = tuple(named[str(number)] for number in range(len(named)))
-        (made_as,) = load(list[str], settings.get("architectures"))
+        (architecture,) = load(list[str], settings.get("architectures"))
     except (OSError, ValueError, KeyError) as error:
         raise CpuftError(f"{run} holds no model that was trained here ({error}): name a finished run") from None
-    kind = "tags" if made_as.endswith("ForTokenClassification") else _KINDS.get(str(settings.get("problem_type")), "")
+    kind = (
+        "tags"
+        if architecture.endswith("ForTokenClassification")
+        else _TASK_KINDS.get(str(settings.get("problem_type")), "")
+    )
     if not kind or header.task not in TASKS:
-        raise CpuftError(f"{run} trained a {made_as} on --task {header.task}, which gives rows no labels: name another")
+        raise CpuftError(
+            f"{run} trained a {architecture} on --task {header.task}, which predicts no labels: name another run"
+        )
     task = TASKS[header.task]
     if not task.folder:
         labels = () if kind == "score" else labels
         task = replace(task, labels=labels, kind=kind, metrics=choose_metrics(kind, labels))
     last = record.resumptions[-1] if record.resumptions else header
-    return Trained(model, train, last.precision, last.world_size, task)
+    return FinishedRun(model, train, last.precision, last.world_size, task)
 
 
-def read_rows(asked: PredictConfig, run: Trained) -> tuple[Task, dict[str, Examples]]:
-    """The rows that are asked for, by what is appended to metrics' names, and the task with their columns.
+def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[str, Examples]]:
+    """Read the examples to predict.
 
-    Raises CpuftError: they are not there, or not as the task's are.
+    Returns
+    -------
+    The task with the columns of the examples, and the examples of each split, by the suffix of its metrics' names.
+
+    Raises
+    ------
+    CpuftError
+        The examples cannot be found or read, or are not of the task's form.
     """
-    like_glue = read_glue_file(run.task, Path(asked.file)) if asked.file and not asked.text_columns else None
-    if like_glue:
-        return run.task, {"": like_glue}
-    if asked.file or run.task.name == "files":
-        task, rows = read_file_to_predict(run.task, asked, run.train)
-        return task, {"": rows}
-    train = replace(run.train, data_dir=asked.data_dir or run.train.data_dir)
-    splits = list_test_splits(run.task) if asked.split == "test" else run.task.validation
+    glue_examples = read_glue_file(run.task, Path(request.file)) if request.file and not request.text_columns else None
+    if glue_examples:
+        return run.task, {"": glue_examples}
+    if request.file or run.task.name == "files":
+        task, examples = read_file_to_predict(run.task, request, run.train)
+        return task, {"": examples}
+    train = replace(run.train, data_dir=request.data_dir or run.train.data_dir)
+    splits = list_test_splits(run.task) if request.split == "test" else run.task.validation
     return run.task, read_splits(run.task, train, splits)
 
 
-def name_outputs(asked: PredictConfig, run: Trained, suffixes: list[str]) -> dict[str, Path]:
-    """The file of each split's answers. Raises CpuftError: it holds something else."""
-    wanted, paths = Path(asked.output), dict[str, Path]()
+def name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str]) -> dict[str, Path]:
+    """Return the file for the predictions of each split. Raises CpuftError if one must not be overwritten."""
+    output, paths = Path(request.output), dict[str, Path]()
     for suffix in suffixes:
-        if asked.output:
-            paths[suffix] = wanted.parent / f"{wanted.stem}{suffix}{wanted.suffix}"
+        if request.output:
+            paths[suffix] = output.parent / f"{output.stem}{suffix}{output.suffix}"
         else:
-            test = asked.split == "test"
-            paths[suffix] = Path(asked.run, name_submission(run.task, suffix) if test else f"predictions{suffix}.csv")
-        check_output(paths[suffix], asked.overwrite)
+            is_test = request.split == "test"
+            name = name_submission(run.task, suffix) if is_test else f"predictions{suffix}.csv"
+            paths[suffix] = Path(request.run, name)
+        check_output(paths[suffix], request.overwrite)
     return paths
 
 
-def predict(asked: PredictConfig) -> None:
-    """Answer all rows, write that, and print metrics where rows have labels. Raises CpuftError for bad input."""
-    run = read_trained(asked.run)
-    task, splits = read_rows(asked, run)
-    paths = name_outputs(asked, run, list(splits))
+def predict(request: PredictConfig) -> None:
+    """Predict all examples, write the predictions, and print metrics if the examples have labels.
+
+    Raises
+    ------
+    CpuftError
+        The run, the examples or the output file do not allow it.
+    """
+    run = read_finished_run(request.run)
+    task, splits = read_examples(request, run)
+    paths = name_outputs(request, run, list(splits))
     tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
-    splits_seen = {suffix: number_words(rows) if task.kind == "tags" else rows for suffix, rows in splits.items()}
-    tokens = {suffix: tokenize(rows, tokenizer, run.train.max_length, task) for suffix, rows in splits_seen.items()}
+    numbered = {suffix: number_words(split) if task.kind == "tags" else split for suffix, split in splits.items()}
+    tokens = {suffix: tokenize(split, tokenizer, run.train.max_length, task) for suffix, split in numbered.items()}
     pad_id = choose_pad_id(replace(run.train, model=str(run.model), from_config=""), tokenizer)
     prepared = Prepared(task.labels, task.metrics, "", pad_id, tokens[""], tokens, task.kind)
-    outputs, found = answer(asked, run, prepared, splits)
-    for suffix, rows in splits.items():
-        test = asked.split == "test"
-        table = TABLES[task.kind](task, rows, outputs[suffix], tokens[suffix])
-        # The words that tags are for stand in the table anyway.
-        if asked.with_input and task.kind != "tags":
-            table = add_input(rows, task.texts, table)
-        write_table(paths[suffix], format_submission(task, outputs[suffix]) if test else table)
-    if found:
-        print(format_metrics(found))
+    outputs, metrics = compute_predictions(request, run, prepared, splits)
+    for suffix, examples in splits.items():
+        table = TABLES[task.kind](task, examples, outputs[suffix], tokens[suffix])
+        # A table of tags contains the words anyway.
+        if request.with_input and task.kind != "tags":
+            table = add_input(examples, task.texts, table)
+        write_table(paths[suffix], format_submission(task, outputs[suffix]) if request.split == "test" else table)
+    if metrics:
+        print(format_metrics(metrics))
     print(f"predictions: {', '.join(map(str, paths.values()))}")
 
 
-def answer(
-    asked: PredictConfig, run: Trained, prepared: Prepared, splits: dict[str, Examples]
+def compute_predictions(
+    request: PredictConfig, run: FinishedRun, prepared: Prepared, splits: dict[str, Examples]
 ) -> tuple[dict[str, Outputs], dict[str, float]]:
-    """The head's outputs of each split, and the metrics of those that have labels."""
-    # They bring torch, which bad input need not wait for.
+    """Return the head's outputs for each split, and the metrics of the splits that have labels."""
+    # Imported here because they import torch, for which an error about bad input should not wait.
     from cpuft.train.evaluate import compute_outputs
     from cpuft.train.fast.acceleration import patch_model
     from cpuft.train.objective.table import make_objective
     from cpuft.train.precision import read_cpu
 
-    wanted = run.precision if asked.precision == "auto" else asked.precision
-    # 8 bits are for training only.
+    wanted = run.precision if request.precision == "auto" else request.precision
+    # int8 is for training only.
     precision = choose_precision("fp32" if wanted == "int8" else wanted, True, read_cpu().flags)
     objective, train = make_objective(run.train, prepared), run.train
     model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)).eval()
     if train.fast_path and not train.compile and train.engine == "torch":
         patch_model(model, precision.name)
     resume_garbage_collection()
-    start, outputs, found = time.perf_counter(), dict[str, Outputs](), dict[str, float]()
+    start, outputs, metrics = time.perf_counter(), dict[str, Outputs](), dict[str, float]()
     for suffix, tokens in prepared.validation.items():
-        size = asked.batch_size or train.eval_batch_size
+        size = request.batch_size or train.eval_batch_size
         outputs[suffix] = compute_outputs(model, objective, tokens, size, run.ranks, precision.name)
         if splits[suffix].has_labels:
             labelled = tag_tokens(tokens, splits[suffix]) if prepared.kind == "tags" else tokens
-            metrics = objective.compute_metrics(objective.reduce_outputs(outputs[suffix]), labelled)
-            found |= {name + suffix: value for name, value in metrics.items()}
+            found = objective.compute_metrics(objective.reduce_outputs(outputs[suffix]), labelled)
+            metrics |= {name + suffix: value for name, value in found.items()}
     count, seconds = sum(map(len, prepared.validation.values())), time.perf_counter() - start
-    why = f": {precision.reason}" * (precision.name == "bf16")
-    print(
-        f"{counted(count, 'row')}, {count / seconds:.1f} rows/s in {precision.name}{why}", file=sys.stderr, flush=True
-    )
-    return outputs, found
+    reason = f": {precision.reason}" * (precision.name == "bf16")
+    speed = f"{counted(count, 'example')}, {count / seconds:.1f} examples/s in {precision.name}{reason}"
+    print(speed, file=sys.stderr, flush=True)
+    return outputs, metrics
 
 
-def number_words(rows: Examples) -> Examples:
-    """With words' numbers in the place of tags: of a word that the tokenizer leaves out, or cuts off, none is seen."""
-    return replace(rows, labels=[tuple(range(len(words))) for words in rows.texts])
+def number_words(examples: Examples) -> Examples:
+    """Return the examples with the numbers of words as labels, which shows the words that the tokenizer keeps."""
+    return replace(examples, labels=[tuple(range(len(words))) for words in examples.texts])
 
 
-def tag_tokens(tokens: Tokens, rows: Examples) -> Tokens:
-    """With the words' tags in the place of their numbers."""
-    tags = np.concatenate([np.asarray(tags, np.int32) for tags in rows.labels])
-    starts = np.cumsum([0, *map(len, rows.texts)])[:-1]
+def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
+    """Return the tokens of `number_words` with the words' tags as labels."""
+    tags = np.concatenate([np.asarray(tags, np.int32) for tags in examples.labels])
+    starts = np.cumsum([0, *map(len, examples.texts)])[:-1]
     places = tokens.labels + np.repeat(starts, tokens.lengths)
     return replace(tokens, labels=np.where(tokens.labels == UNTAGGED, UNTAGGED, tags[np.maximum(places, 0)]))
 
 
 def main() -> None:
-    """Predict; exit 2 with one line for bad input, 74 for a full disk."""
+    """Predict. Exit with 2 after bad input, with 74 after a full disk, each with one line that says what to do."""
     exit_code = 2
     keep_streams()
     pause_garbage_collection()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that nothing half-written stays
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # an exception, so that half-written files are removed
     try:
         predict(parse_arguments(PredictConfig, sys.argv[1:]))
     except CpuftError as error:
-        said, exit_code = str(error), error.exit_code
+        problem, exit_code = str(error), error.exit_code
     except OSError as error:
         full = find_full_disk(error)
-        said, exit_code = (str(full), full.exit_code) if full else (describe_disk(error), 2)
-        if not said:
+        problem, exit_code = (str(full), full.exit_code) if full else (describe_disk(error), 2)
+        if not problem:
             raise
     else:
         return
-    print(f"cpuft: error: {said}", file=sys.stderr, flush=True)
+    print(f"cpuft: error: {problem}", file=sys.stderr, flush=True)
     sys.exit(exit_code)
 
 

@@ -9,7 +9,6 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -29,6 +28,7 @@ from cpuft.record import (
     StepLine,
     Writer,
     drop_warm_up,
+    format_metrics,
 )
 from cpuft.train.checkpoint.policy import CheckpointWriter
 from cpuft.train.engines import name_packages
@@ -45,11 +45,6 @@ _WINDOW_STEPS = 20
 """The speed that is shown is the mean of so many latest steps."""
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions are recorded."""
-
-
-def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return metrics as one line for people and programs."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 class Progress:
@@ -136,7 +131,7 @@ class Progress:
     def show_evaluation_start(self, examples: int) -> None:
         """Show that the evaluation begins, which may take a while."""
         self._close_bar()
-        self.show(f"evaluating on {counted(examples, 'row')}")
+        self.show(f"evaluating on {counted(examples, 'example')}")
 
     def show_metrics(self, line: EvaluationLine) -> None:
         """Print metrics on standard output."""

@@ -63,7 +63,7 @@ from cpuft.tasks import TASKS
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
-from cpuft.train.predict import read_trained
+from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
 from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
@@ -136,7 +136,7 @@ def _read_asked(path: Path) -> object:
 def _read_trained(path: Path) -> object:
     """The text as the configuration of a run's model."""
     path.parents[1].joinpath("record.jsonl").write_text(format_line(make_record(2).header) + "\n")
-    return read_trained(str(path.parents[1]))
+    return read_finished_run(str(path.parents[1]))
 
 
 def _read_texts(path: Path) -> object:
@@ -315,7 +315,7 @@ PARSERS: dict[str, Parser] = {
     "parse_label": Parser(partial(parse_label, task=TASKS["stsb"], where="x"), values.damaged(["0.5", "1"])),
     "read_table": Parser(_from_file("rows.csv", read_table), _ROWS),
     "read_table of JSON": Parser(_from_file("rows.jsonl", read_table), _ROWS),
-    "read_trained": Parser(_from_file("trained/model/config.json", _read_trained), values.damaged_json(_MODEL)),
+    "read_finished_run": Parser(_from_file("trained/model/config.json", _read_trained), values.damaged_json(_MODEL)),
     "read_file_to_predict": Parser(_from_file("rows.csv", _read_asked), _ROWS),
     "read_file_to_predict of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),
     "scan_texts": Parser(_from_file("texts.txt", _read_texts), _ROWS),

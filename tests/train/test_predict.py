@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import PredictConfig
 from cpuft.errors import CpuftError
+from cpuft.record import format_metrics
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import UNTAGGED
 from cpuft.train.data.sources import Examples
@@ -37,7 +38,6 @@ from cpuft.train.predict import (
     tag_tokens,
     write_table,
 )
-from cpuft.train.reporter import format_metrics
 from tests.train.tiny import MAKERS, learn, make_config
 from tests.train.tokens import make_tokens
 
@@ -126,9 +126,7 @@ def test_only_predictions_are_written_over(tmp_path: Path) -> None:
     check_output(path)
     for text in ("text,label\n", "indexes\n"):
         path.write_text(text)
-        with pytest.raises(
-            CpuftError, match=r"x\.csv is there already, and holds no predictions: name another --output"
-        ):
+        with pytest.raises(CpuftError, match=r"x\.csv exists and holds no predictions: name another --output"):
             check_output(path, overwrite=True)
     with pytest.raises(CpuftError, match="is a folder, and only a regular file can be written: name another file"):
         check_output(tmp_path)
@@ -294,7 +292,7 @@ def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
         ),
         ("x.csv", "text\na\n", {"label_column": "colour"}, "x.csv has no column 'colour'"),
         ("x.csv", "text\na\n", {"text_columns": "txt"}, "x.csv has no column 'txt': name the columns of the texts"),
-        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv is there already, and holds no predictions: name another"),
+        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv exists and holds no predictions: name another"),
         ("x.jsonl", '{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' must be one text, as in the other lines"),
     ],
 )
