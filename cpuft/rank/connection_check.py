@@ -1,4 +1,4 @@
-"""Makes sure that the ranks of a user's script train one model together, and not each a copy of its own.
+"""Make sure that the ranks of a user's script train one model together, and not each a copy of its own.
 
 Libraries that look for GPUs first take a rank on a CPU for the only one, although they find RANK and WORLD_SIZE.
 Several such ranks would train unconnected copies, write the same files, and end with exit code 0. Three things prevent
@@ -41,7 +41,7 @@ _REMEDY = (
 
 
 class RefusedScriptError(CpuftError, RuntimeError):
-    """What a script does cannot work on CPU ranks. A RuntimeError as well, because torch's own error would be one."""
+    """A script does what cannot work on CPU ranks. It is a RuntimeError, too, because torch's own error would be one."""
 
 
 class ConnectionCheck:
@@ -93,7 +93,7 @@ class ConnectionCheck:
         return self.group_size == self.size or count_mpi_ranks() == self.size
 
     def _is_unused(self) -> bool:
-        """Whether all ranks are in one process group that has exchanged no data."""
+        """Return whether this rank has exchanged no data with the others."""
         return not self.exchanged and count_mpi_ranks() != self.size
 
     def _note_exchange(self) -> None:
@@ -117,7 +117,7 @@ class ConnectionCheck:
 
 
 def list_operations() -> set[str] | None:
-    """Names of the collective operations that this process has started; None where torch cannot tell."""
+    """Return the names of the collective operations that this process has started, or None if torch cannot tell."""
     own = read_operations()
     names = {str(name) for name in own.get("names", ())} | {name for _, name in own.get("progress", {}).values()}
     module = sys.modules.get("torch._C._distributed_c10d")
@@ -132,7 +132,7 @@ def list_operations() -> set[str] | None:
 
 
 def count_mpi_ranks() -> int:
-    """Number of ranks in MPI_COMM_WORLD if this process uses mpi4py, else 0."""
+    """Return the number of ranks in MPI_COMM_WORLD if this process uses mpi4py, else 0."""
     mpi = sys.modules.get("mpi4py.MPI")
     return int(mpi.COMM_WORLD.Get_size()) if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 0
 
@@ -159,7 +159,7 @@ def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
 
 
 def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
-    """Return what to change in each module when it is imported, by the module's name."""
+    """Return module name -> function that patches the module when it is imported."""
     lightning = functools.partial(_use_all_ranks, size=check.size)
     return {
         "torch.optim.optimizer": functools.partial(_hook_optimizers, check=check),

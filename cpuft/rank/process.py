@@ -135,11 +135,11 @@ def remove_shared_memory(process: int) -> None:
 
 
 def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> None:
-    """Remove such shared memory of this user's ended processes, whose parents were killed before they could do it.
+    """Remove shared memory of libfabric that ended processes of this user have left, because their parents were killed.
 
     Parameters
     ----------
-    min_age: seconds. Processes of another PID namespace seem to have ended, too, and need theirs only at their start.
+    min_age: seconds. Processes in another PID namespace seem to have ended, too, but need these segments only while they start.
     """
     for path in glob.glob(f"{folder}/*:*:*"):
         process = os.path.basename(path).partition(":")[0]
