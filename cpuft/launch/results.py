@@ -436,10 +436,7 @@ def _merge(part: Path, target: Path) -> None:
 
 def _is_folder(path: Path) -> bool:
     """Whether `path` is a folder, and not a link to one."""
-    try:
-        return stat.S_ISDIR(path.lstat().st_mode)
-    except OSError:
-        return False
+    return path.is_dir() and not path.is_symlink()
 
 
 def _free_name(path: Path, mark: str) -> Path:
