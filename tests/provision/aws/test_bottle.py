@@ -136,7 +136,7 @@ def test_all_instances_terminate_with_their_lease_when_the_laptop_is_off(bottle:
     check(bottle.rent(100 - 600, "--name", "lab", "--nodes", "3", "--lease", "10m"))
     assert len(bottle.live()) == 3
     wait(bottle, 40, lambda: all("in 1 min" in bottle.ask("console", one["id"]) for one in bottle.live()))
-    # The lease ends 100 s after the laptop looked at its clock, which was when it began or later.
+    # The lease ends 100 s after the laptop read its clock, which was at the beginning or later.
     time.sleep(max(0.0, begun + 50 - time.time()))
     assert len(bottle.live()) == 3
     wait(bottle, begun + 110 - time.time(), lambda: not bottle.live())
@@ -149,7 +149,7 @@ def test_a_training_on_rented_hosts_whose_lease_is_extended(bottle: Bottle) -> N
     check(bottle.cpuft(*LAB, "--nodes", "2"))
     check(bottle.cpuft("provision", "extend", "lab", "--lease", "6h"))
     said = [re.findall("shutdown in (.*) min", bottle.ask("console", one["id"])) for one in bottle.live()]
-    # Whoever logs in before user data's commands have run arms the end, and they do so once more.
+    # A login before user data's commands have run schedules the shutdown, and the commands do so again.
     armed = [list(dict.fromkeys(minutes)) for minutes in said]
     assert armed == [["239", "359"]] * 2
     check(bottle.cpuft("launch", "--cluster", "lab", "--np", "2", "--epochs", "2", *JOB, *QUIET, "--run-dir", "run"))
@@ -230,7 +230,7 @@ def test_no_process_of_the_simulated_region_outlives_its_owner(tmp_path: Path) -
         all_of_it = [pid, *descendants(pid)]
         keeper.send_signal(signal.SIGKILL)
     assert code == 0
-    # The server, and of two instances at least their first process and what waits for that.
+    # The server, and for each of two instances at least its first process and the process that waits for it.
     assert len(all_of_it) > 5
     end = time.monotonic() + 20
     while [one for one in all_of_it if is_there(one)]:

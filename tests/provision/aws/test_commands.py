@@ -144,7 +144,7 @@ def test_the_policy_s_dry_run_is_a_script_that_prints_it(capsys: pytest.CaptureF
 def become(user: str, monkeypatch: pytest.MonkeyPatch, *without: str) -> None:
     """Use the credentials of a user who has the printed policy without some permissions. moto then refuses other calls.
 
-    It knows neither resources nor conditions: what is proven is that these actions suffice.
+    moto ignores resources and conditions, so this proves only that these actions suffice.
     """
     from moto import settings
     from moto.core.authorization import ActionAuthenticatorMixin

@@ -123,13 +123,13 @@ def test_a_host_can_be_verified_at_every_moment_of_a_rotation(born: Born) -> Non
     born.remember()
     born.check()
     born.step()
-    # A launcher that is killed here knows the given key alone.
+    # A process that is killed here knows the shared key only.
     born.check()
     born.remember()
     born.check()
     assert born.known.read_text().count("\n") == 2
     born.step()
-    # One that is killed here knows both.
+    # A process that is killed here knows both keys.
     born.check()
     born.remember()
     born.check()
@@ -139,7 +139,7 @@ def test_a_host_can_be_verified_at_every_moment_of_a_rotation(born: Born) -> Non
         "ssh_host_ed25519_key.pub",
     ]
     assert plan_rotation([(MEMBER, born.look())], born.given) == ()
-    # What was in user data opens nothing any more.
+    # The key in user data is of no use any more.
     name = f"[host]:{born.port}"
     born.known.write_text(f"{name} {born.given} i-1\n")
     with pytest.raises(CpuftError, match="its key has changed"):

@@ -56,7 +56,7 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
     with open_region() as region:
         region.addresses = addresses
         options = {"nodes": 2, "prefix": "/mnt/cpuft", "wheels": str(cluster.folder / "wheels"), "uses_ssh": True}
-        # Somebody else answers at these addresses.
+        # Other machines answer at these addresses.
         lab = make_aws(region, tmp_path, **options)
         plant(cluster, lab, state / "id_ed25519")
         with pytest.raises(

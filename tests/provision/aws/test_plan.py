@@ -89,7 +89,7 @@ def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
         find_call(NOW, other)["ClientToken"],
         find_call(NOW, {}, generation=NOW - 59)["ClientToken"],
         find_call(NOW, {}, id="sg-2")["ClientToken"],
-        # Nobody waits for that answer any more: what it started may have ended, and is asked for anew.
+        # That response is not awaited any more: its instances may have ended, so they are requested again.
         find_call(NOW + 3000, {})["ClientToken"],
     }
     assert len(tokens) == 5

@@ -55,7 +55,7 @@ def test_a_dry_run_changes_nothing(region: Region, tmp_path: Path) -> None:
     assert "$6.45 per hour, $25.80" in plan.notes[0]
     tried = {name: parameters for name, parameters in region.calls if parameters.get("DryRun")}
     assert {*tried} == {"create_placement_group", "create_security_group", "run_instances"}
-    # The printed policy allows only what carries the cluster's tag from the start.
+    # The printed policy allows creating only what gets the cluster's tag at once.
     assert [name for name, one in tried.items() for kind in one["TagSpecifications"] if TAG not in str(kind)] == []
 
 
@@ -256,7 +256,7 @@ def test_all_clusters_of_a_region_are_described(region: Region, tmp_path: Path) 
         "cluster lab (aws), 4 nodes",
         "cluster other (aws), 1 node",
     ]
-    # Half an hour of four, but for the seconds in which they were started.
+    # Half an hour of four instances, less the seconds in which they were started.
     assert 2.5 < float(said[1].partition("about $")[2].split()[0]) < 3.24
     assert "in 3 h " in said[1]
 
@@ -266,7 +266,7 @@ def test_reclaimed_spot_instances_are_replaced(region: Region, tmp_path: Path) -
     client().terminate_instances(InstanceIds=[one["InstanceId"] for one in live()][:2])
     make(region, tmp_path, spot=True)
     assert [one["InstanceLifecycle"] for one in live()] == ["spot"] * 4
-    # The role of the account is made once.
+    # The role is created once for the account.
     assert region.mutating.count("create_service_linked_role") == 1
 
 
@@ -344,7 +344,7 @@ def test_every_call_of_the_table_is_made(region: Region, tmp_path: Path) -> None
     AmiBuilder(config, {"CPUFT_STATE": str(tmp_path / "state")}, region.services()).make(say, refuse)
     delete_image(list_images(REGION, region.services()).split()[0], REGION, False, say, region.services())
     assert left(region) == NOTHING
-    # Who calls is asked once, and the clients of all tests are the same.
+    # The caller is queried once per client, and all tests share a client.
     assert {name for name, _ in region.calls} | {"get_caller_identity"} == set(ACTIONS)
     assert {*region.mutating} == {name for name, action in ACTIONS.items() if action.kind != READ}
 

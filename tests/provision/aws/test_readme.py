@@ -63,7 +63,7 @@ def test_commands_that_need_an_existing_cluster(
 ) -> None:
     lab = make_aws(region, tmp_path, nodes=4)
     lab.make(say, refuse)
-    # What a login would have left here.
+    # A login would have written this file.
     (lab.directory / "ssh_config").write_text("# Made by cpuft provision\n")
     (extend,) = {line for line in AFTER if "extend" in line}
     assert run(capsys, extend, "--dry-run").count(f"{UNTIL_FILE} /usr/local/sbin/cpuft-lease") == 4

@@ -1,1 +1,1 @@
-"""A region in a bottle: AWS's endpoint, metadata and instances on this machine, real but for their owner."""
+"""A simulated AWS region with real instances: endpoint, metadata service and instances run on this machine."""

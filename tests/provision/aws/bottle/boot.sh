@@ -1,17 +1,17 @@
 #!/bin/sh
-# An instance's first process, in namespaces of its own: its cable, its disk, its first boot; sshd takes its place.
+# First process of an instance, in its own namespaces: sets up network and disk, runs the first boot, then becomes sshd.
 #
 #   boot.sh <NETWORK
 #
 # NETWORK, standard input, is the region's network namespace. The rest comes from the environment:
-#   DISK LOWER             folder of its disk, and the layers below it, a colon between
-#   NAME ADDRESS PUBLIC    its hostname and addresses; no public one may be given
-#   LINK BRIDGE GATEWAY    the region's end of its cable, what that is plugged into, and the way out
-#   PYTHON FIRST_BOOT      what reads user data, and with which Python
-#   BROKEN                 what fails there: `final`, user data's own commands, or `shutdown`; empty for nothing
+#   DISK LOWER             folder of its disk, and the layers below it, separated by colons
+#   NAME ADDRESS PUBLIC    its hostname and addresses; PUBLIC may be empty
+#   LINK BRIDGE GATEWAY    its link in the region, the bridge of that link, and its gateway
+#   PYTHON FIRST_BOOT      the program that reads user data, and its Python
+#   BROKEN                 what fails: `final` (user data's commands) or `shutdown`; empty for nothing
 set -eu
 hostname "$NAME"
-# The same card for an address at all times: neighbours remember which one it was at.
+# An address always has the same MAC address, because neighbours cache it.
 card=02:00$(printf ':%02x' $(echo "$ADDRESS" | tr . ' '))
 plug='ip link add dev "$1" type veth peer name eth0 address "$2" netns 1
 ip link set dev "$1" master "$3" up
@@ -42,7 +42,7 @@ done
 cd "$root"
 mkdir -p .machine
 pivot_root . .machine
-# As systemd has it: the host key is there before sshd is, and user data's own commands run beside that.
+# As with systemd: host keys exist before sshd starts, and user data's commands run beside it.
 exec chroot . sh -c '
 umount -l /.machine
 rmdir /.machine

@@ -1,4 +1,4 @@
-"""A region in a bottle, from a test's side: what is typed on a laptop there, and what is seen of it from outside."""
+"""The interface of tests to the simulated region: commands of a user's laptop, and a view from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.provision.simulated import write_wheel, write_wheels
 
 _PLACE = ("--region", REGION, "--ssh-from", GATEWAY)
 WORDS = (*_PLACE, "--yes")
-"""What `cpuft provision aws` must be told there."""
+"""Options that `cpuft provision aws` needs in the simulated region."""
 NOTHING_LEFT: dict[str, list[str]] = NOTHING | {"images": [], "snapshots": []}
 _ROOT = str(Path(tests.__file__).parents[1])
 _START_SECONDS = 90.0
@@ -31,17 +31,17 @@ _NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child",
 
 @dataclass(frozen=True)
 class Bottle:
-    """A region that is open."""
+    """An open region."""
 
     folder: Path
-    """Working folder of what is typed on the laptop; its clusters are remembered in `state` below it."""
+    """Working folder of the laptop's commands. Its clusters are recorded in the folder `state` below."""
     url: str
-    """Of AWS."""
+    """URL of the AWS endpoint."""
     pid: int = 0
-    """A process in the namespaces of the region; 0 where it has none."""
+    """A process in the namespaces of the region; 0 for a region without namespaces."""
 
     def ask(self, name: str, *words: Any) -> Any:
-        """A method of `server.Desk`."""
+        """Call a method of `server.Desk`, and return its result."""
         with Client(str(self.folder / "desk"), "AF_UNIX") as connection:
             connection.send((name, *words))
             assert connection.poll(_END_SECONDS), name
@@ -52,7 +52,7 @@ class Bottle:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What the laptop's commands find: AWS, with credentials of no worth."""
+        """Environment variables of the laptop's commands, with the endpoint and invalid credentials."""
         own = {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "nobody",
@@ -65,14 +65,14 @@ class Bottle:
         return {name: value for name, value in os.environ.items() if not name.startswith("AWS_")} | own
 
     def start(self, command: Sequence[str], **settings: str) -> subprocess.Popen[str]:
-        """A command of the laptop that goes on meanwhile."""
+        """Start a command on the laptop, and do not wait for it."""
         pipe = subprocess.PIPE
         enter = ["nsenter", f"--net=/proc/{self.pid}/ns/net"] if self.pid else []
         words, environ = [*enter, *command], self.environ | settings
         return subprocess.Popen(words, cwd=self.folder, env=environ, stdout=pipe, stderr=pipe, text=True)
 
     def laptop(self, *command: str, seconds: float = 200.0, **settings: str) -> subprocess.CompletedProcess[str]:
-        """A command of the laptop, to its end."""
+        """Run a command on the laptop until it ends."""
         with self.start(command, **settings) as process:
             try:
                 output, errors = process.communicate(timeout=seconds)
@@ -82,38 +82,38 @@ class Bottle:
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     def cpuft(self, *words: str, seconds: float = 200.0, **settings: str) -> subprocess.CompletedProcess[str]:
-        """A cpuft command, as a user types it."""
+        """Run a cpuft command, as a user types it."""
         return self.laptop(sys.executable, "-m", "cpuft", *words, seconds=seconds, **settings)
 
     def rent(self, ahead: float, *words: str) -> subprocess.CompletedProcess[str]:
-        """Rent and do not log in, on a laptop whose clock is so many seconds ahead."""
+        """Rent without logging in, on a laptop whose clock is ahead by some seconds."""
         module = "tests.provision.aws.bottle.laptop"
         return self.laptop(sys.executable, "-m", module, str(ahead), *_PLACE, "--yes=True", *words, PYTHONPATH=_ROOT)
 
     def empty(self, name: str) -> None:
-        """Take a cluster down, if a test has left anything of it."""
+        """Remove a cluster, if a test has left anything of it."""
         if self.ask("left") != NOTHING_LEFT or (self.folder / "state" / name).exists():
             gone = self.cpuft("provision", "down", name, "--region", REGION)
             assert gone.returncode == 0, gone.stderr
 
     def live(self) -> list[dict[str, Any]]:
-        """Instances that cost money."""
+        """Return the instances that cost money."""
         return [one for one in self.ask("instances") if one["state"] != "terminated"]
 
     def disk(self, name: str) -> Path:
-        """What an instance wrote onto its disk, seen from here."""
+        """Return the folder in which an instance's changes to its disk are."""
         return Path(f"/proc/{self.pid}/root{self.folder}/disk/{name}/upper")
 
 
 @contextmanager
 def open_bottle(folder: Path, hosts: bool = True) -> Iterator[Bottle]:
-    """A region in `folder`, a new one. Without `hosts` (which want root) its instances are words only.
+    """Open a new region in `folder`. Without `hosts` (which need root) its instances exist in moto only.
 
-    Nothing of it outlives this process, however that ends: its server ends with the pipe that it reads.
+    Its processes end with this process, however that ends, because the server reads from a pipe of this process.
     """
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "tests.provision.aws.bottle.server", str(folder), *(["hosts"] if hosts else [])]
-    # It outlives a test, so it is not one of a test's own processes.
+    # This process outlives tests, so it must not count as a process of a test.
     kept = {name: value for name, value in os.environ.items() if name != "TEST_OF" and not name.startswith("AWS_")}
     environ = kept | {"PYTHONPATH": _ROOT, "PATH": f"{kept.get('PATH', '')}:/usr/sbin:/sbin"}
     pipe = subprocess.PIPE
@@ -138,9 +138,9 @@ def open_bottle(folder: Path, hosts: bool = True) -> Iterator[Bottle]:
 
 
 def write_machine_wheels(folder: Path) -> None:
-    """Wheels by which instances train within seconds and without a network: names, and the way to this environment.
+    """Write wheels that let instances train without installing anything: they point to this machine's environment.
 
-    They see this machine's files below their own.
+    Instances see this machine's files below their own.
     """
     write_wheels(folder)
     here = sysconfig.get_path("scripts")

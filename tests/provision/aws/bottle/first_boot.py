@@ -1,9 +1,9 @@
-"""What cloud-init does on an instance with user data like ours: `first_boot.py init|final`.
+"""Does what cloud-init does on an instance with our user data: `first_boot.py init|final`.
 
-Debian's images bring cloud-init itself; the machines that these tests run on have none, and instances have no network
-to fetch it by. This does the same with as much of a cloud-config as we send: `ssh_deletekeys`, `ssh_keys`,
-`disable_root`, `write_files`, `bootcmd` and `runcmd`, in cloud-init's order, at the first boot of an instance (but for
-`bootcmd`, each time), which it knows by the metadata service's instance-id. All else in user data is an error.
+Debian's images contain cloud-init, but the machines that run these tests may not, and instances have no network to
+download it. This program does the same with the parts of a cloud-config that we use: `ssh_deletekeys`, `ssh_keys`,
+`disable_root`, `write_files`, `bootcmd` and `runcmd`, in cloud-init's order. `bootcmd` runs at every boot, the others at
+the first boot, which is recognized by the instance-id of the metadata service. Anything else in user data is an error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NO_ROOT = (
     'no-port-forwarding,no-agent-forwarding,no-X11-forwarding,command="echo \'Please login as the user \\"debian\\" '
     'rather than the user \\"root\\".\';echo;sleep 10;exit 142" '
 )
-"""What cloud-init puts before a key of root's unless it is told not to."""
+"""Prefix that cloud-init writes before root's authorized key, unless user data forbids it."""
 
 
 def ask(path: str) -> str:
-    """An answer of the metadata service; empty where there is none."""
+    """Return a response of the metadata service; empty without one."""
     token = urllib.request.Request(f"{_SERVICE}/api/token", headers={_TTL: "60"}, method="PUT")
     with urllib.request.urlopen(token, timeout=10) as answer:
         headers = {"X-aws-ec2-metadata-token": answer.read().decode()}
@@ -43,7 +43,7 @@ def ask(path: str) -> str:
 
 
 def read_config() -> dict[str, Any]:
-    """User data's cloud-config."""
+    """Return the cloud-config of the user data."""
     text = ask("user-data")
     if not text.startswith("#cloud-config\n"):
         return {}
@@ -54,7 +54,7 @@ def read_config() -> dict[str, Any]:
 
 
 def write(path: str, text: str, mode: int) -> None:
-    """A file with its folders."""
+    """Write a file and make its folders."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
         file.write(text)
@@ -62,7 +62,7 @@ def write(path: str, text: str, mode: int) -> None:
 
 
 def make_host_keys(config: dict[str, Any]) -> None:
-    """Those of user data; without, new ones where there are none."""
+    """Write the host keys of the user data; without any, make those that are missing."""
     if config.get("ssh_deletekeys", True):
         for path in Path("/etc/ssh").glob("ssh_host_*key*"):
             path.unlink()
@@ -76,7 +76,7 @@ def make_host_keys(config: dict[str, Any]) -> None:
 
 
 def let_in(config: dict[str, Any]) -> None:
-    """Whoever has the key that the instance was started with."""
+    """Authorize the key that the instance was started with."""
     key, file = ask("meta-data/public-keys/0/openssh-key").strip(), Path("/root/.ssh/authorized_keys")
     had = file.read_text(encoding="utf-8") if file.exists() else ""
     line = f"{_NO_ROOT if config.get('disable_root', True) else ''}{key}\n" if key else ""
@@ -85,7 +85,7 @@ def let_in(config: dict[str, Any]) -> None:
 
 
 def name_host() -> None:
-    """As Debian's images do: the host's own name is an address of loopback."""
+    """Map the host's own name to a loopback address, as Debian's images do."""
     whole = ask("meta-data/local-hostname")
     name = whole.partition(".")[0]
     write("/etc/hostname", f"{name}\n", 0o644)
@@ -93,14 +93,14 @@ def name_host() -> None:
 
 
 def run(commands: list[Any]) -> None:
-    """Each by itself, whatever became of the one before."""
+    """Run each command of the user data, even after one has failed."""
     for one in commands:
         done = subprocess.run(one if isinstance(one, list) else ["sh", "-c", one], check=False)
         print(f"user data: {json.dumps(one)} -> {done.returncode}", file=sys.stderr)
 
 
 def main(stage: str) -> None:
-    """One stage of a boot."""
+    """Run one stage of a boot."""
     config, instance = read_config(), Path("/var/lib/cloud/instances", ask("meta-data/instance-id"))
     instance.mkdir(parents=True, exist_ok=True)
     is_first = not (instance / stage).exists()

@@ -1,4 +1,4 @@
-"""What moto tells of instances and images becomes true: instances are machines, and images are their disks."""
+"""Makes moto's instances and images real: instances are processes with namespaces, and images are their disks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.provision.aws.bottle.machines import Machine
 from tests.provision.aws.region import ACCOUNT, REGION
 
 _RUNNING_SECONDS = 0.5
-"""From a launch to the word that an instance runs; its sshd answers later."""
+"""Seconds from the launch to the state "running"; sshd answers later."""
 _BY_ITSELF = "Client.InstanceInitiatedShutdown"
 _TAKEN_BACK = "Server.SpotInstanceTermination"
 
@@ -19,27 +19,27 @@ _TAKEN_BACK = "Server.SpotInstanceTermination"
 class Hosts:
     """The machines of a region, by the ids of their instances.
 
-    All that touches moto holds `lock`, as its requests do.
+    Code that changes moto's state must hold `lock`, as requests do.
     """
 
     def __init__(self, disk: Path, base: str, lock: RLock) -> None:
         self.disk, self.base, self.lock = disk, base, lock
         self.machines: dict[str, Machine] = {}
         self.layers: dict[str, str] = {}
-        """Of images that were made of instances."""
+        """Layers of AMIs that were made of instances."""
         self.impostors = False
-        """Whether what is started from now on shows host keys of its own."""
+        """Whether instances that are started from now on have other host keys than user data says."""
         self.broken = ""
-        """What fails on instances that are started from now on, as in boot.sh."""
+        """What fails on instances that are started from now on: BROKEN of boot.sh."""
 
     def backend(self) -> Any:
-        """moto's, of the region."""
+        """Return moto's backend of the region."""
         from moto.backends import get_backend
 
         return get_backend("ec2")[ACCOUNT][REGION]
 
     def start(self, instance: Any) -> None:
-        """Boot what moto has just made an instance."""
+        """Boot a machine for an instance that moto has just made."""
         lower = self.layers.get(instance.image_id, self.base)
         one = Machine(self.disk / instance.id, instance, lower, lambda: self._power_off(instance))
         self.machines[instance.id] = one
@@ -55,7 +55,7 @@ class Hosts:
                 _set_state(instance, "running", 16)
 
     def _power_off(self, instance: Any) -> None:
-        """It was shut down from inside: what becomes of it was said at its launch."""
+        """Handle a shutdown from inside: the launch request said whether that terminates the instance."""
         with self.lock:
             if instance.state in ("pending", "running"):
                 ends = instance.instance_initiated_shutdown_behavior == "terminate"
@@ -63,7 +63,7 @@ class Hosts:
                 _give_reason(instance, _BY_ITSELF)
 
     def interrupt(self, name: str, seconds: float, when: str) -> None:
-        """Tell a spot instance that it is taken back, and do so after so many seconds; `when`: as it is told."""
+        """Announce to a spot instance that it is reclaimed at `when`, and reclaim it after `seconds`."""
         self.machines[name].notice = {"action": "terminate", "time": when}
         later = Timer(seconds, lambda: self._take_back(name))
         later.daemon = True
@@ -77,7 +77,7 @@ class Hosts:
                 _give_reason(instance, _TAKEN_BACK)
 
     def find(self, address: str) -> tuple[Any, Mapping[str, str]] | None:
-        """The instance that has an address now, and its notice."""
+        """Return the instance that has an address now, and its interruption notice."""
         with self.lock:
             for one in self.backend().all_instances():
                 if one.private_ip == address and one.state in ("pending", "running"):
@@ -95,7 +95,7 @@ def _give_reason(instance: Any, code: str) -> None:
 
 
 def host(hosts: Hosts) -> None:
-    """Have moto start and end machines, for as long as this process lives."""
+    """Let moto start and end machines, as long as this process runs."""
     from moto.ec2.models.amis import AmiBackend
     from moto.ec2.models.instances import Instance, InstanceBackend
     from moto.ec2.models.security_groups import SecurityGroupBackend

@@ -1,4 +1,4 @@
-"""A laptop that rents a cluster and is gone: `python -m ... SECONDS OPTION...`, its clock so many seconds ahead."""
+"""A laptop that rents a cluster and is switched off: `python -m ... SECONDS OPTION...` with a clock SECONDS ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.provision.aws.region import refuse
 
 
 def main(ahead: float, words: list[str]) -> None:
-    """Rent; log in nowhere."""
+    """Rent without logging in."""
     services = Services(now=lambda: time.time() + ahead, uses_ssh=False)
     Aws(parse_arguments(AwsConfig, words), os.environ, services=services).make(print, refuse)
 

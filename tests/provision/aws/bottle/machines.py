@@ -1,4 +1,4 @@
-"""Instances that are there: each is a process with namespaces, a disk, an address and a console of its own."""
+"""Machines: each is a process with namespaces, a disk, an address and a console of its own."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from threading import Thread
 from typing import Any
 
 GATEWAY = "172.31.0.1"
-"""The region's own address, and so that of laptops."""
+"""Address of the region itself, and of laptops in it."""
 METADATA = "169.254.169.254"
 HERE = Path(__file__).parent
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _BRIDGE = "aws0"
 _END_SECONDS = 30.0
 _HIDDEN = ("opt/cpuft", "var/lib/cpuft", "var/lib/cloud", "etc/systemd/system/cpuft-lease.service")
-"""What this machine may have, and Debian's image has not."""
+"""Files that this machine may have and Debian's image has not."""
 _SSHD = """KbdInteractiveAuthentication no
 PasswordAuthentication no
-# Else PAM asks for what only systemd's logins have.
+# Otherwise PAM needs a login session of systemd.
 UsePAM no
 UseDNS no
 AcceptEnv LANG LC_*
@@ -33,7 +33,7 @@ Subsystem sftp internal-sftp
 
 
 def wire() -> None:
-    """The region's network, in this process's own namespace."""
+    """Set up the region's network in the namespace of this process."""
     made = [
         "link set dev lo up",
         f"link add dev {_BRIDGE} type bridge",
@@ -46,9 +46,9 @@ def wire() -> None:
 
 
 def make_base(layer: Path) -> str:
-    """Debian's image: this machine's root filesystem, and above it a layer by which it has no keys and no cluster.
+    """Make Debian's image: this machine's root filesystem under a layer that hides keys and clusters.
 
-    What stands in for systemd lies there, too, and `python3` is this Python. Both layers, as an overlay has them.
+    The layer also has the replacements of systemd, and `python3` is this Python. Returns both layers for an overlay.
     """
     hidden = [*_HIDDEN, *(f"etc/ssh/{path.name}" for path in Path("/etc/ssh").glob("ssh_host_*"))]
     for path in (layer / name for name in hidden):
@@ -75,15 +75,15 @@ def make_base(layer: Path) -> str:
 
 
 class Machine:
-    """One of them, from its first boot to its end; `powered_off` is told when it ends by itself.
+    """A machine from its first boot to its end. `powered_off` is called when it shuts down by itself.
 
-    `lower` are the layers below its disk, a colon between. All that it writes lies in `folder`.
+    `lower` has the layers below its disk, separated by colons. Everything that it writes is in `folder`.
     """
 
     def __init__(self, folder: Path, instance: Any, lower: str, powered_off: Callable[[], None]) -> None:
         self.folder, self.lower = folder, lower
         self.notice: dict[str, str] = {}
-        """Of its interruption, as the metadata service tells it."""
+        """Interruption notice, as the metadata service returns it."""
         self._powered_off = powered_off
         self._images = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,11 +105,11 @@ class Machine:
 
     @property
     def console(self) -> Path:
-        """What it said."""
+        """Return the text on its console."""
         return self.folder / "console"
 
     def start(self, impostor: bool = False, broken: str = "") -> None:
-        """Boot it. An `impostor` has a host key of its own, whatever it was told; `broken` is as in boot.sh."""
+        """Boot it. An `impostor` has another host key than user data says; `broken` is BROKEN of boot.sh."""
         words = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         environ = self._environ | {"LOWER": self.lower, "IMPOSTOR": "yes" * impostor, "BROKEN": broken}
         with open("/proc/self/ns/net", "rb") as network, self.console.open("ab") as console:
@@ -125,17 +125,17 @@ class Machine:
             self._powered_off()
 
     def end(self) -> None:
-        """Cut its power: nothing of it runs when this returns."""
+        """Cut its power. None of its processes runs when this returns."""
         process, self._process = self._process, None
         if process and process.poll() is None:
             with suppress(OSError):
-                # Its own first process: unshare ends once all others have ended with that.
+                # Kill its first process; unshare ends when all other processes have ended with it.
                 first = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
                 os.kill(int(first[0]) if first else process.pid, signal.SIGKILL)
             process.wait(_END_SECONDS)
 
     def freeze(self) -> str:
-        """Make what is on its disk a layer that never changes, and go on above that; the layers of an image of it."""
+        """Freeze its disk as a layer, continue on a new layer above, and return the layers of an image of it."""
         was_on = self._process is not None
         self.end()
         self._images += 1

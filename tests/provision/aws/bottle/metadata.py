@@ -1,4 +1,4 @@
-"""The metadata service of a region's instances: version 2, which knows who asks by the address that asks."""
+"""The metadata service of instances, version 2. It recognizes instances by their addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKENS: set[str] = set()
 
 
 def describe(instance: Any, notice: Mapping[str, str]) -> dict[str, str]:
-    """All that an instance of moto's is told of itself, by path; its interruption only once there is one to come."""
+    """Return the metadata of an instance of moto, by path; the interruption notice only if there is one."""
     told = {
         "ami-id": instance.image_id,
         "hostname": instance.private_dns_name,
@@ -40,14 +40,14 @@ def describe(instance: Any, notice: Mapping[str, str]) -> dict[str, str]:
 
 
 def find(paths: Mapping[str, str], path: str) -> str | None:
-    """The text at a path, or the names below it."""
+    """Return the text at a path, or the names below it."""
     folder = f"{path.rstrip('/')}/" if path else ""
     below = [one.removeprefix(folder).partition("/") for one in paths if one.startswith(folder)]
     return paths.get(path, "\n".join(sorted({name + slash for name, slash, _ in below})) or None)
 
 
 class Service(ThreadingHTTPServer):
-    """Serves what `look` finds of whoever has an address: its instance and its notice, or nothing."""
+    """Serves the metadata of the instance that `look` finds for the address of a request."""
 
     daemon_threads = True
 
@@ -88,4 +88,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
+        """Discard log lines."""

@@ -1,9 +1,9 @@
-"""The process of a bottle: an endpoint as AWS has it, before moto; and a desk where tests ask and interfere.
+"""The process of the simulated region: an AWS endpoint in front of moto, and a socket for requests of tests.
 
     python -m tests.provision.aws.bottle.server FOLDER [hosts]
 
-It says its address, and ends with its standard input: whoever holds the other end, and dies, takes all of it along.
-With `hosts`, its instances are real, and it wants a network, mounts and processes of its own, which end with it.
+It prints its address and ends with its standard input, so it ends when the process that started it dies.
+With `hosts` its instances are real. It then needs its own network, mount and process namespaces, which end with it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.provision.aws.bottle.metadata import Service
 from tests.provision.aws.region import ACCOUNT, NAME, REGION, Region, client, left, open_region
 
 LOCK = RLock()
-"""Whoever has it may touch moto."""
+"""Lock of moto's state."""
 
 
 class Endpoint(ThreadingHTTPServer):
-    """AWS, as far as moto has it. No connection is kept: a client that is killed leaves no half of one to another."""
+    """The AWS endpoint. Connections are not kept alive, so that a killed client leaves no half request behind."""
 
     daemon_threads = True
 
@@ -41,10 +41,10 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.stubber = BotocoreStubber()
         self.calls: list[str] = []
-        """Names of those that changed something, or would have."""
+        """Names of the calls that changed something, or would have."""
 
     def answer(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], Any]:
-        """Status, headers and text of moto's answer to a signed request."""
+        """Return status, headers and text of moto's response to a signed request."""
         from botocore.awsrequest import AWSPreparedRequest
 
         _, _, region, service, *_ = headers["Authorization"].split("/")
@@ -73,11 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(said)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """What was asked is counted instead."""
+        """Log nothing; calls are counted instead."""
 
 
 class Desk:
-    """What tests ask for, by the name of a method and its arguments."""
+    """Requests of tests: the name of a method and its arguments."""
 
     def __init__(self, region: Region, endpoint: Endpoint, hosts: Hosts | None) -> None:
         self._region, self._endpoint, self._hosts = region, endpoint, hosts
@@ -89,21 +89,21 @@ class Desk:
         return images, {one["SnapshotId"] for one in ec2.describe_snapshots(OwnerIds=["self"])["Snapshots"]}
 
     def left(self) -> dict[str, Any]:
-        """All that is there and was not there at first."""
+        """Return all resources that did not exist at first."""
         images, snapshots = (now - first for now, first in zip(self._list_images(), self._first))
         return left(self._region) | {"images": sorted(images), "snapshots": sorted(snapshots)}
 
     def calls(self) -> list[str]:
-        """Names of calls that changed something, since this was asked last."""
+        """Return the names of changing calls since the last request for them."""
         told, self._endpoint.calls = self._endpoint.calls, []
         return told
 
     def change(self, name: str, value: Any) -> None:
-        """A field of the region: its faults, its quota."""
+        """Set a field of the region, such as its faults or its quota."""
         setattr(self._region, name, value)
 
     def instances(self) -> list[dict[str, Any]]:
-        """All of them, the terminated ones too, in the order of their launch."""
+        """Return all instances in the order of their launch, including terminated ones."""
         found = client().describe_instances()["Reservations"]
         return [
             {
@@ -119,11 +119,11 @@ class Desk:
         ]
 
     def terminate(self, name: str) -> None:
-        """As somebody else does."""
+        """Terminate an instance, as another user would."""
         client().terminate_instances(InstanceIds=[name])
 
     def litter(self) -> None:
-        """A disk of the cluster's that no instance has any more, and a rule of its group that lets in the world."""
+        """Add an unattached disk of the cluster, and a rule of its group that allows everybody."""
         ec2, tags = client(), [{"Key": TAG, "Value": NAME}]
         zone, specifications = f"{REGION}a", [{"ResourceType": "volume", "Tags": tags}]
         ec2.create_volume(AvailabilityZone=zone, Size=8, TagSpecifications=specifications)
@@ -132,7 +132,7 @@ class Desk:
         ec2.authorize_security_group_ingress(GroupId=group["GroupId"], IpPermissions=[world])
 
     def forget(self) -> None:
-        """No longer tell of instances that are terminated, as AWS does after an hour."""
+        """Stop listing terminated instances, as AWS does after an hour."""
         from moto.backends import get_backend
 
         reservations = get_backend("ec2")[ACCOUNT][REGION].reservations
@@ -140,29 +140,29 @@ class Desk:
             del reservations[name]
 
     def console(self, name: str) -> str:
-        """What an instance said."""
+        """Return the text on an instance's console."""
         assert self._hosts
         return self._hosts.machines[name].console.read_text(encoding="utf-8", errors="replace")
 
     def interrupt(self, name: str, seconds: float) -> None:
-        """A notice for a spot instance: so many seconds are left to it."""
+        """Announce to a spot instance that it will be reclaimed after some seconds."""
         assert self._hosts
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
         self._hosts.interrupt(name, seconds, when)
 
     def send_impostors(self, really: bool) -> None:
-        """Whether somebody else is at the addresses of what is started from now on."""
+        """Choose whether other machines answer at the addresses of instances that are started from now on."""
         assert self._hosts
         self._hosts.impostors = really
 
     def send_broken(self, what: str) -> None:
-        """What fails on instances that are started from now on, as in boot.sh."""
+        """What fails on instances that are started from now on: BROKEN of boot.sh."""
         assert self._hosts
         self._hosts.broken = what
 
 
 def serve_desk(listener: Listener, desk: Desk) -> None:
-    """Answer tests, one after the other."""
+    """Answer requests of tests, one after another."""
     while True:
         with suppress(EOFError, OSError), listener.accept() as connection:
             name, *words = connection.recv()
@@ -175,7 +175,7 @@ def serve_desk(listener: Listener, desk: Desk) -> None:
 
 
 def make_hosts(folder: Path) -> Hosts:
-    """The world of real instances. Their disks are in memory, and seen by nobody else."""
+    """Prepare for real instances. Their disks are in memory and visible in this namespace only."""
     disk = folder / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60%", "tmpfs", str(disk)], check=True)
@@ -186,7 +186,7 @@ def make_hosts(folder: Path) -> Hosts:
 
 
 def main(folder: Path, hosts: Hosts | None) -> None:
-    """Until standard input ends."""
+    """Run until standard input ends."""
     with open_region() as region, Listener(str(folder / "desk"), "AF_UNIX") as listener:
         endpoint = Endpoint()
         desk = Desk(region, endpoint, hosts)

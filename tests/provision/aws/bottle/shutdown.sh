@@ -1,5 +1,5 @@
 #!/bin/sh
-# An instance's shutdown: now, in some minutes, or not after all. Its power is off when its first process ends.
+# `shutdown` of an instance: now, in some minutes, or cancelled. The power is off when the first process ends.
 pending=/run/shutdown.pid
 [ ! -e "$pending" ] || kill "$(cat "$pending")" 2>/dev/null
 rm -f "$pending" /run/systemd/shutdown/scheduled
@@ -12,7 +12,7 @@ for word; do
     +*) minutes=${word#+} ;;
     esac
 done
-# As systemd's logind does.
+# As logind of systemd does.
 mkdir -p /run/systemd/shutdown
 printf 'USEC=%s000000\nWARN_WALL=1\nMODE=poweroff\n' "$(($(date +%s) + minutes * 60))" >/run/systemd/shutdown/scheduled
 echo "shutdown in $minutes min" >>/proc/1/fd/2

@@ -1,5 +1,5 @@
 #!/bin/sh
-# An instance's systemctl, as far as user data needs one: enabled units are started, once, and at every boot.
+# `systemctl` of an instance, as far as user data needs it: enabled units are started once, and at every boot.
 wanted=/etc/systemd/system/multi-user.target.wants
 start() { sh -c "$(sed -n 's/^ExecStart=//p' "/etc/systemd/system/$1")"; }
 verb=$1
