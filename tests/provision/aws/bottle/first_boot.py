@@ -2,8 +2,8 @@
 
 Debian's images contain cloud-init, but the machines that run these tests may not, and instances have no network to
 download it. This program does the same with the parts of a cloud-config that we use: `ssh_deletekeys`, `ssh_keys`,
-`disable_root`, `write_files`, `bootcmd` and `runcmd`, in cloud-init's order. `bootcmd` runs at every boot, the others at
-the first boot, which is recognized by the instance-id of the metadata service. Anything else in user data is an error.
+`disable_root`, `write_files`, `bootcmd` and `runcmd`, in cloud-init's order. `bootcmd` runs at every boot, the
+others at the first boot, recognized by the instance-id of the metadata service. Anything else is an error.
 """
 
 from __future__ import annotations
