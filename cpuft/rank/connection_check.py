@@ -41,7 +41,7 @@ _REMEDY = (
 
 
 class RefusedScriptError(CpuftError, RuntimeError):
-    """A script does what cannot work on CPU ranks. It is a RuntimeError, too, because torch's own error would be one."""
+    """A script does what cannot work on CPU ranks. It is a RuntimeError, too, as torch's own error would be."""
 
 
 class ConnectionCheck:

@@ -139,7 +139,8 @@ def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> 
 
     Parameters
     ----------
-    min_age: seconds. Processes in another PID namespace seem to have ended, too, but need these segments only while they start.
+    min_age: seconds. Processes in another PID namespace seem to have ended, too, but need these segments only while
+        they start.
     """
     for path in glob.glob(f"{folder}/*:*:*"):
         process = os.path.basename(path).partition(":")[0]

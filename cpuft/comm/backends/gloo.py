@@ -287,21 +287,30 @@ _OPERATIONS = {
 
 
 def _make_watched_method(method: str, name: str, contribution: int) -> Callable[..., dist.Work]:
-    def call(self: WatchedGlooGroup, *arguments: Any, **options: Any) -> dist.Work:
-        if name == "reduce_scatter":
-            return self._reduce_scatter(method, *arguments, **options)
-        if method in ("all_gather_single", "_allgather_base") and self._can_gather_in_pairs(*arguments[:2]):
-            return self._gather_in_pairs(*arguments[:2])
-        if (
-            method in _UNSAFE_IF_STRIDED
-            and isinstance(arguments[0], list)
-            and not all(map(torch.Tensor.is_contiguous, arguments[0]))
-        ):
-            return self._run_on_copies(method, name, arguments, options)
+    """Return a method of WatchedGlooGroup, see _OPERATIONS."""
+
+    def watch(self: WatchedGlooGroup, *arguments: Any, **options: Any) -> dist.Work:
         nbytes = _count_bytes(arguments[contribution]) if contribution >= 0 else 0
         return self._watch(name, lambda: getattr(self._gloo, method)(*arguments, **options), nbytes)
 
-    return call
+    def reduce_scatter(self: WatchedGlooGroup, *arguments: Any, **options: Any) -> dist.Work:
+        return self._reduce_scatter(method, *arguments, **options)
+
+    def gather(self: WatchedGlooGroup, output: Any, source: Any, *rest: Any, **options: Any) -> dist.Work:
+        if self._can_gather_in_pairs(output, source):
+            return self._gather_in_pairs(output, source)
+        return watch(self, output, source, *rest, **options)
+
+    def copy_strided(self: WatchedGlooGroup, tensors: Any, *rest: Any, **options: Any) -> dist.Work:
+        if isinstance(tensors, list) and not all(map(torch.Tensor.is_contiguous, tensors)):
+            return self._run_on_copies(method, name, (tensors, *rest), options)
+        return watch(self, tensors, *rest, **options)
+
+    if name == "reduce_scatter":
+        return reduce_scatter
+    if method in ("all_gather_single", "_allgather_base"):
+        return gather
+    return copy_strided if method in _UNSAFE_IF_STRIDED else watch
 
 
 for _method, (_name, _contribution) in _OPERATIONS.items():
