@@ -106,9 +106,9 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
     requests, unfinished = Requests(), list[_Step]()
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
         is_last = update == setup.updates
-        # Requests that ranks obey after this update. With --sync-every a checkpoint waits for the next average; a
+        # Requests that are carried out after this update. With --sync-every a checkpoint waits for the next average; a
         # stop makes the ranks' parameters equal after this update.
-        obeyed = requests if requests.stop or update % config.sync_every == 0 else Requests()
+        due = requests if requests.stop or update % config.sync_every == 0 else Requests()
 
         # This rank's examples. One that has none of its own takes part with others' at weight 0.
         clock = Clock()
@@ -136,7 +136,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         setup.optimizer.step()
         exchange.clear_gradients()
         clock.lap("update")
-        exchange.synchronize_parameters(update, wait=obeyed.any or is_last)
+        exchange.synchronize_parameters(update, wait=due.any or is_last)
 
         # Sums over ranks for the record, with the requests of all ranks.
         own = UpdateSums(
@@ -149,26 +149,26 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         )
         sums = own.without_seconds if setup.independent else own.add_up(world)
         if not late_sums:
-            requests = obeyed = sums().requests
+            requests = due = sums().requests
         if is_last:
-            obeyed = Requests()
+            due = Requests()
         clock.lap("communication")
         sent, seconds = take_traffic().nbytes, time.perf_counter() - clock.start
         unfinished.append(_Step(update, rate, clock, waited, sent, seconds, sums))
 
         # Record.
-        finished = unfinished[:-1] if late_sums and not obeyed.any else unfinished
+        finished = unfinished[:-1] if late_sums and not due.any else unfinished
         for step in finished:
             requests = step.sums().requests
             yield step.make_line()
         unfinished = unfinished[len(finished) :]
 
         # Checkpoint and stop, on all ranks after the same update.
-        if obeyed.stop:
+        if due.stop:
             checkpoints.write_and_stop(update, setup.updates)
-        elif obeyed.checkpoint:
+        elif due.checkpoint:
             checkpoints.write(update)
-        if obeyed.any:
+        if due.any:
             requests = Requests()
     for step in unfinished:
         yield step.make_line()

@@ -51,7 +51,7 @@ def join_process_group(
     store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
     choice = Choice(backend, "as you asked")
     if backend == "auto":
-        choice = Choice("gloo", "one rank")
+        choice = Choice("gloo", "a single rank does not communicate")
         if size > 1:
             # Only rank 0 caches the choice, so that other hosts need no home folder.
             cache = Path() if rank else cache_folder(os.environ)
@@ -120,7 +120,7 @@ def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], in
     """
     for number, count in Counter(rank.rank for rank, _, _ in found).items():
         if count > 1:
-            return f"rank {number} is there {count} times: start the run with one mpirun, and unset RANK in your shell"
+            return f"rank {number} exists {count} times: start the run with one mpirun, and unset RANK in your shell"
     for (host, process), count in Counter((rank.host, pid) for rank, _, pid in found).items():
         if count > 1:
             return f"process {process} on {host} holds {count} ranks: start the run with cpuft launch"
@@ -131,8 +131,8 @@ def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], in
             return f"rank {rank.rank} is on {rank.host}, planned on {planned['host']}: check the hostfile's names"
         if planned["cpus"] != rank.cpus:
             return (
-                f"rank {rank.rank} on {rank.host} sits on hardware threads {rank.cpus}, planned {planned['cpus']}: "
-                f"let one owner pin: unset I_MPI_PIN* and do not start under taskset or numactl"
+                f"rank {rank.rank} on {rank.host} runs on hardware threads {rank.cpus}, planned {planned['cpus']}: "
+                f"let only cpuft pin ranks: unset I_MPI_PIN* and do not start under taskset or numactl"
             )
     return ""
 

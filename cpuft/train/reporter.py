@@ -68,7 +68,7 @@ class Progress:
         ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
         self.show(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
         if header.independent and header.world_size > 1:
-            self.show("each rank trains for itself, all at the same time: the ideal")
+            self.show("each rank trains independently at the same time: the ideal")
         elif header.world_size > 1:
             self.show(f"gradients over {header.backend}: {backend_reason}")
 
@@ -81,8 +81,8 @@ class Progress:
         """Show where a run of so many updates is resumed, and what no checkpoint has kept."""
         self._first_step = line.step
         resumed = f"resumed after update {line.step} of {updates} on {counted(line.world_size, 'rank')}"
-        repeated = f", {counted(line.repeated, 'update')} made again" if line.repeated else ""
-        self.show(f"{resumed}{repeated}{f'; begins anew: {line.reset}' if line.reset else ''}")
+        repeated = f", {counted(line.repeated, 'update')} repeated" if line.repeated else ""
+        self.show(f"{resumed}{repeated}{f'; not in the checkpoint: {line.reset}' if line.reset else ''}")
 
     def show_step(self, line: StepLine, updates: int) -> None:
         """Show a finished step of a run of so many updates, if it is time for a line."""
@@ -228,9 +228,9 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
     """Return the line which records that a run is resumed after `done` updates."""
     reset = ""
     if header.options["sync_every"] > 1:
-        reset = "the outer momentum, and moments of all ranks but the one that kept its own"
+        reset = "the outer momentum, and the moments of all ranks but the one that wrote the checkpoint"
     elif (header.gradients or header.options["grad_compression"]) in COMPRESSIONS_WITH_FEEDBACK:
-        reset = "what was left to be sent (error feedback)"
+        reset = "the parts of gradients that were not sent yet (error feedback)"
     return ResumedLine(
         step=done,
         repeated=max(0, worker.resume - done),

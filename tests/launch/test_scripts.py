@@ -256,5 +256,5 @@ with join_process_group(world, "gloo", 30):
 def test_a_rank_on_other_cores_than_planned_stops_the_run() -> None:
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(MOVED))
     assert done.returncode == 1
-    assert "sits on hardware threads [0, 1], planned [1]" in done.stderr
+    assert "runs on hardware threads [0, 1], planned [1]" in done.stderr
     assert "CpuftError: rank 1 on " in done.stderr

@@ -199,8 +199,8 @@ def test_steps_tell_what_each_rank_computed() -> None:
         assert 0 < seconds <= line.step_seconds
 
 
-class Asking(Checkpoints):
-    """Requests what a test says after each update, and notes what the loop does about it."""
+class ScriptedCheckpoints(Checkpoints):
+    """Makes the requests of a test after each update, and records what the loop does about them."""
 
     def __init__(self, loop: TrainingSetup, requests: dict[int, Requests]) -> None:
         super().__init__(loop.exchange)
@@ -228,11 +228,11 @@ class Asking(Checkpoints):
         (2, {5: Requests(stop=True)}, []),
     ],
 )
-def test_the_loop_obeys_requests_between_updates_and_not_after_the_last(
+def test_the_loop_carries_out_requests_between_updates_and_not_after_the_last(
     sync_every: int, requests: dict[int, Requests], done: list[str]
 ) -> None:
     loop = make_loop(replace(CONFIG, sync_every=sync_every))
-    checkpoints = Asking(loop, requests)
+    checkpoints = ScriptedCheckpoints(loop, requests)
     assert len(list(train(loop, checkpoints))) == 6
     assert checkpoints.done == done
 

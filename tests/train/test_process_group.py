@@ -25,7 +25,7 @@ def rank(number: int, host: str = "a", cpus: tuple[int, ...] = (0,), pid: int = 
     "found, problem",
     [
         ([rank(0), rank(1, cpus=(1,))], ""),
-        ([rank(0), rank(0, pid=7)], "rank 0 is there 2 times: start the run with one mpirun"),
+        ([rank(0), rank(0, pid=7)], "rank 0 exists 2 times: start the run with one mpirun"),
         ([rank(0, pid=7), rank(1, pid=7)], "process 7 on a holds 2 ranks: start the run with cpuft launch"),
         ([rank(0), rank(1, size="4")], "rank 1 was planned for 4 ranks and finds 2: check mpirun's -n"),
     ],
@@ -40,7 +40,7 @@ def test_wrong_host_and_cores_name_the_rank() -> None:
     wrong_cores = (rank_1, {"size": "2", "host": "c", "cpus": [2]}, 5)
     assert find_misplaced(2, [rank(0), wrong_host]).startswith("rank 1 is on c, planned on b")
     assert find_misplaced(2, [rank(0), wrong_cores]).startswith(
-        "rank 1 on c sits on hardware threads [0, 1], planned [2]"
+        "rank 1 on c runs on hardware threads [0, 1], planned [2]"
     )
 
 

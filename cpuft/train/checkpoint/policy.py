@@ -355,7 +355,7 @@ def find_difference(record: Record, same_tensors: bool, options: Mapping[str, An
             flag = "--" + name.replace("_", "-")
             return f"is of another job, with {flag} {then[name]}, and this is {value}: start a new run without --resume"
     if record.header.data != data:
-        return "was trained on other rows: bring them back as they were, or start a new run without --resume"
+        return "was trained on other examples: restore the data as it was, or start a new run without --resume"
     if not same_tensors:
         return "is of another model: see whether it was copied from another run, or start a new run without --resume"
     return ""

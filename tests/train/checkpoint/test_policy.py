@@ -236,7 +236,7 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path: Path) -> None:
         ({"backend": "mpi", "model": "/elsewhere", "checkpoint_every": 7.0}, HEADER.data, True, ""),
         ({"seed": 7}, HEADER.data, True, "is of another job, with --seed 42, and this is 7: start a new run"),
         ({"warmup_ratio": 0.0}, HEADER.data, True, "is of another job, with --warmup-ratio 0.3, and this is 0.0"),
-        ({}, "feed", True, "was trained on other rows: bring them back as they were"),
+        ({}, "feed", True, "was trained on other examples: restore the data as it was"),
         ({}, HEADER.data, False, "is of another model: see whether it was copied from another run"),
     ],
 )
