@@ -1,6 +1,6 @@
-"""The C++ compiler, and the kernels of `cpuft/train/fast`: compiled here, or elsewhere and installed as a wheel.
+"""Compile the C++ kernels of `cpuft/train/fast`, or find kernels that were compiled elsewhere and installed as a wheel.
 
-No torch is needed here: `cpuft provision` compiles kernels on a head node for hosts that have no compiler.
+This module does not import torch, because `cpuft provision` also compiles kernels for hosts without a compiler.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ SOURCES = tuple(
     for name in ("kernels.cpp", "attention.h", "products.h", "vectors.h")
 )
 
-# -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. Not -ffast-math: linking
-# with it makes every thread of the process flush denormals, torch's too.
+# -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. -ffast-math is not used, because
+# linking with it makes all threads of the process flush denormals, also torch's.
 FLAGS = (
     *("-O3", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"),
     *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
 )
 PACKAGE = "cpuft_kernels"
-"""The wheel that holds compiled kernels, and its folder beside the package cpuft."""
+"""Name of the wheel with compiled kernels, and of its folder beside the package cpuft."""
 _COMPILE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of CPU that kernels are compiled for in advance."""
+    """A class of CPUs for which kernels are compiled in advance."""
 
     name: str
     options: tuple[str, ...]
-    """What the compiler is told."""
+    """Options for the compiler."""
     needs: frozenset[str]
-    """Flags of /proc/cpuinfo that a CPU must have to run the result."""
+    """Flags in /proc/cpuinfo that a CPU needs to run the result."""
 
 
 _AVX2 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"))
@@ -63,7 +63,7 @@ def find_compiler(environ: Mapping[str, str]) -> str | None:
 
 
 def hash_sources(*more: str) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of the kernels' sources, of the compiler's flags and of `more`."""
+    """Return 16 hexadecimal digits of the SHA-256 of the kernels' sources, the compiler's flags and `more`."""
     texts = [*(source.read_text(encoding="utf-8") for source in SOURCES), *FLAGS, *more]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
@@ -77,20 +77,20 @@ def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> Non
     try:
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise CpuftError(f"{compiler} could not build the kernels: {str(said).strip().splitlines()[-1:]}") from None
+        output = getattr(error, "stderr", None) or str(error)
+        raise CpuftError(f"{compiler} could not build the kernels: {str(output).strip().splitlines()[-1:]}") from None
 
 
 def name_library(target: Target) -> str:
-    """Return the file name of kernels that are compiled in advance from these very sources."""
+    """Return the file name of kernels that were compiled in advance from exactly these sources."""
     return f"kernels-{hash_sources(*target.options)}-{target.name}.so"
 
 
 def find_installed(cpu_flags: Collection[str], folder: Path = Path(cpuft.__file__).parents[1] / PACKAGE) -> Path | None:
-    """Return the fastest installed library that a CPU with these flags can run.
+    """Return the path of the fastest installed library that a CPU with these flags can run, or None.
 
-    Only libraries made from these very sources count. They are looked for beside the package cpuft and nowhere else:
-    whoever can write there can change cpuft itself.
+    Only libraries made from exactly these sources are used, and only from the folder beside the package cpuft: who can
+    write there can change cpuft itself.
     """
     if platform.machine() != "x86_64":
         return None

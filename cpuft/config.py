@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar, get_type_hints
 
 from cpuft.compressions import COMPRESSIONS, REMOVED_COMPRESSIONS, SHARDED_COMPRESSIONS
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, suggest_names
 from cpuft.hardware import PRECISIONS
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import TASKS
@@ -521,7 +521,7 @@ def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
         flag, equals, text = argument.partition("=")
         name = find_new_name(flag[2:].replace("-", "_"), fields)[0]
         if flag[:2] != "--" or name not in fields:
-            raise CpuftError(f"{flag[:80]!r} is no option here: {near_names(flag, map(format_flag, fields))}")
+            raise CpuftError(f"{flag[:80]!r} is no option here: {suggest_names(flag, map(format_flag, fields))}")
         value = text if equals else next(rest, None)
         if value is None:
             raise CpuftError(f"{flag} has no value: write {flag}=VALUE")
@@ -590,7 +590,7 @@ def describe_unknown_value(option: str, value: str, choices: Collection[str]) ->
         return f"{option} {value} {known}: choose one of {', '.join(choices)}"
     if known and {"bf16", "fp32"} <= set(choices):
         return f"{option} {value} {known}"
-    return f"{value!r} is not a value of {option}: {near_names(value, choices)}"
+    return f"{value!r} is not a value of {option}: {suggest_names(value, choices)}"
 
 
 _LAYERS = "it trains with its own layers"

@@ -1,4 +1,4 @@
-"""The one error a user is meant to see: what went wrong, and the next move."""
+"""Errors for users: one line that says what happened and what to do next."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from pathlib import Path
 
 import cpuft
 
-AGAIN = 75
-"""Exit code EX_TEMPFAIL of sysexits.h: not the job's own fault, and `cpuft launch --resume` goes on with it."""
+RESUMABLE = 75
+"""Exit code of an interrupted run that `cpuft launch --resume` can continue (EX_TEMPFAIL of sysexits.h)."""
 
-NOT_STORED = FULL = 74
-"""Exit code EX_IOERR of sysexits.h: this machine could not store the results that hosts sent, or a disk became full
-while a run went on; nothing is wrong with the run's options."""
+IO_ERROR = 74
+"""Exit code for a disk that became full, and for results that this machine could not store (EX_IOERR of sysexits.h).
+The options of the run are right."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Where PyTorch's builds without CUDA are: PyPI's for x86 bring several GB of CUDA libraries."""
+"""Package index with PyTorch for CPUs; PyPI's x86 packages install several GB of CUDA libraries."""
 
 
 class CpuftError(Exception):
-    """Bad input or a bad situation, said in one line that ends with the next move.
+    """An error that the user can do something about: one line that ends with the next step.
 
-    The command line prints it without a traceback and exits with `exit_code`. Any other exception is our bug and keeps
-    its traceback.
+    The command line prints it without a traceback and exits with `exit_code`. Any other exception is a bug in cpuft and
+    keeps its traceback.
     """
 
-    passes = False
-    """Whether only the way to a host failed: asked again, it may work."""
+    is_transient = False
+    """Whether only the connection to a host failed, so that another attempt may succeed."""
     exit_code = 2
     """Exit code of the command line for this error."""
 
     def __str__(self) -> str:
-        # Nothing that ends a line, moves a terminal's cursor or cannot be printed.
+        # One line, without characters that move a terminal's cursor.
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
 
 
 class DiskFullError(CpuftError):
-    """A disk became full while a run went on."""
+    """A disk became full during a run."""
 
-    exit_code = FULL
+    exit_code = IO_ERROR
 
     def __init__(self, path: str, advice: str = "") -> None:
         """`path`: the file or folder that could not be written on this host; `advice`: the next step."""
         host = socket.gethostname()
-        resume = "cpuft launch --resume goes on with a run from its last checkpoint"
+        resume = "cpuft launch --resume continues the run from its last checkpoint"
         advice = advice or f"make room there, then try again ({resume})"
         super().__init__(f"no space is left on the disk of {path} on host {host}: {advice}")
 
 
 class Interrupted(Exception):
-    """The run was stopped by a signal to this process."""
+    """A signal to this process stopped the run."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -64,15 +64,15 @@ class Interrupted(Exception):
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 host`, `2 hosts`."""
+    """Return a number with its noun: `1 host`, `2 hosts`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def install_command(*extras: str) -> str:
-    """Return the shell command that adds these extras of setup.cfg to the Python that runs this process.
+    """Return the shell command that installs extras of setup.cfg into the Python that runs this process.
 
-    A checkout is named by its folder; a cpuft installed from a wheel is named by its version, so that pip keeps it.
-    The command has the exact versions (constraints.txt) and, for torch, the index of builds without CUDA.
+    The command names a checkout by its folder, and a cpuft that was installed from a wheel by its version, so that pip
+    does not replace it. It installs exact versions (constraints.txt), and torch from the index of builds without CUDA.
     """
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
@@ -83,14 +83,16 @@ def install_command(*extras: str) -> str:
 
 
 def find_full_disk(error: OSError) -> DiskFullError | None:
-    """The error to report for an OSError that says that a disk or a user's quota is full; None for any other one."""
+    """Return the error to report if a disk or the user's quota is full; None for any other OSError."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return DiskFullError(str(error.filename2 or error.filename or "a file")) if full else None
 
 
-def describe_disk(error: OSError) -> str:
-    """What to say of a path too long for the file system, a disk that is full or read-only, a folder that is closed to
-    this user; nothing of all else."""
+def describe_path_error(error: OSError) -> str:
+    """Return the message for an OSError about a path: too long, no permission, or a disk that is full or read-only.
+
+    Empty for any other OSError.
+    """
     if error.errno == errno.ENAMETOOLONG:
         return f"the path {reprlib.repr(str(error.filename))} is longer than the file system takes: give a shorter one"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
@@ -99,8 +101,8 @@ def describe_disk(error: OSError) -> str:
     return f"{path} cannot be used ({error.strerror}): see to its disk and its mode, or name another place"
 
 
-def near_names(name: str, known: Iterable[str]) -> str:
-    """The names most like `name`, best first; all of them when none is close. Text for the end of an error."""
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message: the names most similar to `name`, or all if none is similar."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(names)}"

@@ -169,12 +169,12 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             report_pending = partial(_report_pending, stage, say)
             answers = run_stage([plan.as_local(step) for step in stage], environ, seconds, report_pending)
             failures = [_describe(step, answer.text) for step, answer in zip(stage, answers) if answer.exit_code]
-            passes = {answer.exit_code for answer in answers if answer.exit_code} == {SSH_FAILED}
+            is_transient = {answer.exit_code for answer in answers if answer.exit_code} == {SSH_FAILED}
         except (FileNotFoundError, TimeoutError) as error:
-            failures, passes = [_describe(stage[0], str(error))], False
+            failures, is_transient = [_describe(stage[0], str(error))], False
         if failures:
             failure = CpuftError(f"{'; '.join(failures)}: {advice}")
-            failure.passes = passes
+            failure.is_transient = is_transient
             raise failure
 
 

@@ -1,4 +1,4 @@
-"""Files written whole; folders that are this user's alone; trees taken away: here and, as shell text, on hosts."""
+"""Write files atomically, make private folders and remove trees, on this machine and as shell text on hosts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
-SENT = "CPUFT_SENT"
-"""Says how the paths begin of files from which processes of a host take variables that nobody else may see."""
+SECRETS_PREFIX = "CPUFT_SENT"
+"""Environment variable with the path prefix of the files that pass secret variables to this host's processes."""
 
 _SPECIAL = {
     stat.S_IFDIR: "folder",
@@ -27,27 +27,30 @@ _SPECIAL = {
 }
 _HERE = Path(__file__)
 PRIVATE = _HERE.with_name("private.sh").read_text(encoding="utf-8")
-"""`private FOLDER`: makes a folder for this user alone, in one step with its mode. What is there and could be another
-user's work, or others may look into, fails; 41c0 is a directory of mode 700, and stat follows no link."""
+"""Shell function `private FOLDER`: make a folder that only this user can open, or accept one that is there.
+
+It fails if something else is there, such as a link, or a folder that another user owns or can open. 41c0 is the mode of
+a folder with permissions 700; stat does not follow links."""
 REMOVE = _HERE.with_name("remove.sh").read_text(encoding="utf-8")
-"""`remove ROOT PATH...`: takes away what lies below ROOT on one disk. What resolves to anything else, to / or to what
-holds this user's home fails."""
+"""Shell function `remove ROOT PATH...`: remove paths below ROOT, on ROOT's disk only.
+
+It fails for a path that resolves to a place outside ROOT, to / or to a folder that contains the user's home."""
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """An empty file to write to, beside `path`; it is renamed to `path` when the block ends well, and removed else.
+def write_atomically(path: Path) -> Iterator[Path]:
+    """Give an empty file to write to. It replaces `path` if the block raises nothing, and is removed otherwise.
 
-    The folder of `path` is made. A link at `path` is replaced by the file, and what it points to stays as it is.
+    The file lies in the same folder, which is made if necessary. A link at `path` is replaced, not its target.
 
     Raises
     ------
-    CpuftError: at `path` is a folder, device, named pipe or socket, or a link to one: these are never replaced.
+    CpuftError: a folder, device, named pipe or socket is at `path`, or a link to one; these are never replaced.
     """
     refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    # A name that nobody could foresee, and O_EXCL: no link that somebody planted there is followed.
+    # The random name and O_EXCL make sure that no link which somebody else put there is followed.
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
     try:
         yield beside
@@ -57,50 +60,45 @@ def written_beside(path: Path) -> Iterator[Path]:
 
 
 def refuse_special(path: Path) -> None:
-    """Do nothing when a file may be written at `path`.
-
-    Raises
-    ------
-    CpuftError: a folder, device, named pipe or socket is there, or a link to one.
-    """
-    with suppress(OSError):  # nothing is there, or what goes wrong goes wrong again when it is written
+    """Raise CpuftError if a folder, device, named pipe or socket is at `path`, or a link to one."""
+    with suppress(OSError):  # nothing is there, or the same error will come when the file is written
         kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
         if kind:
             raise CpuftError(f"{path} is a {kind}, and only a regular file can be written: name another file")
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of the regular file at `path`. A named pipe would make a plain open wait for its other end.
+    """Open the regular file at `path` and return its descriptor; unlike a plain open, this never waits at a named pipe.
 
     Raises
     ------
-    OSError: it cannot be opened, or is no regular file.
+    OSError: the file cannot be opened, or is not a regular file.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return descriptor
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, making its folder."""
-    with written_beside(path) as beside:
+    """Write a file atomically, and make its folder if necessary."""
+    with write_atomically(path) as beside:
         beside.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def split_paths(text: str) -> list[str]:
-    """The paths in a text with commas between, or the text where it is the path of something by itself."""
+    """Return the paths in a text that separates them by commas; a text that is itself an existing path is one path."""
     return [text] if os.path.exists(text) else [word.strip() for word in text.split(",")]
 
 
 def hash_text(text: str, digits: int = 64) -> str:
-    """SHA-256 of a text, the first hexadecimal `digits` of it."""
+    """Return the first hexadecimal `digits` of the SHA-256 of a text."""
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Return the hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -109,20 +107,24 @@ def hash_file(path: Path) -> str:
 
 
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:
-    """A command that takes away `paths`, each of which must lie below `root`."""
+    """Return a command that removes `paths`, which must all lie below `root`; see REMOVE."""
     return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
 
 
-def take_sent(environ: Mapping[str, str], process: str) -> dict[str, str]:
-    """Variables that were sent to this process of a host alone, by a file that is gone then.
+def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
+    """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
 
-    None where there is no such file, as for a printed plan that is run by hand, or where it is another user's.
+    Empty if there is no such file, as for a printed plan that is run by hand, or if another user owns it.
+
+    Parameters
+    ----------
+    process: name of the process, the end of the file's name.
 
     Raises
     ------
     CpuftError: the file is damaged.
     """
-    path = f"{environ.get(SENT) or '/nowhere'}-{process}"
+    path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
     try:
         with os.fdopen(open_regular(Path(path), os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_uid == os.geteuid():
@@ -131,57 +133,58 @@ def take_sent(environ: Mapping[str, str], process: str) -> dict[str, str]:
     except OSError:
         pass
     except ValueError as error:
-        # Not what it holds: these are secrets.
-        said = f"is no JSON object of texts ({type(error).__name__})"
+        # The message does not quote the file, which holds secrets.
+        problem = f"is not a JSON object of texts ({type(error).__name__})"
         raise CpuftError(
-            f"{path}, which brings this process its secret variables, {said}: start the run again"
+            f"{path}, which passes secret variables to this process, {problem}: start the run again"
         ) from None
     return {}
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """$XDG_CACHE_HOME/cpuft or ~/.cache/cpuft. Raises CpuftError for a relative one."""
+    """Return $XDG_CACHE_HOME/cpuft or ~/.cache/cpuft. Raises CpuftError: the path is relative."""
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
     if not os.path.isabs(home):
-        raise CpuftError(f"{home} is no place for what runs share, because it is relative: {_ELSEWHERE}")
+        raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
     return Path(home, "cpuft")
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """The folder at `cache_path`, made now where it is not there.
+    """Return the folder at `cache_path`, and make it if necessary.
 
-    Raises CpuftError: it cannot be made, or others could have written there.
+    Raises CpuftError: it cannot be made, or other users could have written to it.
     """
-    return make_private(cache_path(environ), _ELSEWHERE)
+    return make_private_folder(cache_path(environ), _ELSEWHERE)
 
 
-def make_private(folder: Path, advice: str) -> Path:
-    """Make a folder for this user alone; one of ours that others could only read is closed to them.
+def make_private_folder(folder: Path, advice: str) -> Path:
+    """Make a folder that only this user can open and return it. If it is there, other users lose the right to read it.
 
-    Raises CpuftError: it cannot be made, or is a link, another user's, or open to others' writing; ends with `advice`.
+    Raises CpuftError: it cannot be made, is a link, belongs to another user, or other users can write to it; the
+    message ends with `advice`.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        check_private(folder, advice)
+        check_private_folder(folder, advice)
         folder.chmod(0o700)
     except OSError as error:
         raise CpuftError(f"folder {folder} cannot be made ({error.strerror}): {advice}") from None
     return folder
 
 
-def check_private(folder: Path, advice: str = _ELSEWHERE) -> None:
-    """Raises CpuftError when what is in a folder may be another user's work; ends with `advice`."""
-    if trouble := _describe_doubt(folder):
+def check_private_folder(folder: Path, advice: str = _ELSEWHERE) -> None:
+    """Raise CpuftError if another user may have written to a folder; the message ends with `advice`."""
+    if trouble := _describe_risk(folder):
         raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")
 
 
-def _describe_doubt(folder: Path) -> str:
-    """Why what is in a folder may be another user's work; empty where only this user can have written there."""
+def _describe_risk(folder: Path) -> str:
+    """Return why another user may have written to a folder; empty if only this user can have."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "is a link or a file"
     if found.st_uid != os.geteuid():
-        return f"is user {found.st_uid}'s, and you are {os.geteuid()}"
-    return f"is open to others' writing (mode {found.st_mode & 0o777:o})" if found.st_mode & 0o022 else ""
+        return f"belongs to user {found.st_uid}, and you are user {os.geteuid()}"
+    return f"can be written to by other users (mode {found.st_mode & 0o777:o})" if found.st_mode & 0o022 else ""

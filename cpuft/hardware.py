@@ -1,4 +1,4 @@
-"""What a CPU is and what it multiplies fast: pure functions of what the kernel says of it."""
+"""CPU models, CPU flags and the precision that they are fast in; pure functions."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cpuft.errors import CpuftError
 
 PRECISIONS = ("auto", "bf16", "fp32", "int8")
 DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-"""CPU flags that decide how fast a product is."""
+"""CPU flags that decide how fast matrix products are."""
 CLASSES = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX512_BF16, no AMX",
     "avx512_vnni": "AVX-512 with VNNI, no bf16",
     "avx2": "AVX2 only",
 }
-"""CPUs by the fastest products that training can use: the flag that tells, and what people say."""
+"""Classes of CPUs, the fastest first: the flag that marks the class, and its description."""
 _OLD = ("amx_", "avx512")
 _HIDDEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI"), _OLD),
@@ -24,7 +24,7 @@ _HIDDEN: dict[str, tuple[str, ...]] = {
     "AVX512_CORE_VNNI": ("amx_", "avx512_bf16"),
     "AVX512_CORE_BF16": ("amx_",),
 }
-"""What flags begin with that are of no use under a limit of oneDNN's."""
+"""Value of ONEDNN_MAX_CPU_ISA -> prefixes of the CPU flags that oneDNN then does not use."""
 _TARGETS = {
     "AVX2": "haswell",
     "AVX512_CORE": "skylake-avx512",
@@ -35,14 +35,14 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's nam
 
 
 class Cpu(NamedTuple):
-    """A CPU's name, and the kernel's names of what it can do."""
+    """A CPU's model name and its flags in /proc/cpuinfo."""
 
     model: str
     flags: tuple[str, ...]
 
 
 def parse_cpuinfo(text: str, machine: str) -> Cpu:
-    """The first CPU of /proc/cpuinfo; its name is `machine`, as `uname -m` says it, where there is none."""
+    """Return the first CPU of /proc/cpuinfo; without a model name there, it is called `machine` (as in uname -m)."""
     lines = [line.partition(":") for line in text.splitlines()]
     found = {name.strip(): value.strip() for name, _, value in reversed(lines)}
     flags = found.get("flags") or found.get("Features", "")
@@ -50,7 +50,7 @@ def parse_cpuinfo(text: str, machine: str) -> Cpu:
 
 
 def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
-    """CPU flags that oneDNN may use when ONEDNN_MAX_CPU_ISA is `max_isa`: a limit below bf16 hides the bf16 flags.
+    """Return the CPU flags that oneDNN uses if ONEDNN_MAX_CPU_ISA is `max_isa`; a low limit hides the bf16 flags.
 
     Source: oneDNN's documentation, "CPU dispatcher control".
     """
@@ -58,38 +58,44 @@ def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
 
 
 def compiler_target(max_isa: str) -> str:
-    """What a compiler's -march takes, so that its code keeps to ONEDNN_MAX_CPU_ISA, too."""
+    """Return the -march value for a compiler whose code must obey the limit ONEDNN_MAX_CPU_ISA as well."""
     return _TARGETS.get(max_isa.upper(), "native")
 
 
 def cpu_class(flags: tuple[str, ...]) -> str:
-    """The first of CLASSES whose flag is among a CPU's; empty for one that has none of them."""
+    """Return the first key of CLASSES that is among a CPU's flags; empty if there is none."""
     return next((flag for flag in CLASSES if flag in flags), "")
 
 
 def bf16_hardware(flags: tuple[str, ...]) -> str:
-    """The flag by which this CPU multiplies bf16 natively: amx_bf16 before avx512_bf16; empty when it does not."""
+    """Return the flag for native bf16 products, amx_bf16 before avx512_bf16; empty if the CPU has none."""
     return next((flag for flag in _BF16_FLAGS if flag in flags), "")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What products are computed in (bf16, fp32 or int8), and why."""
+    """The number format of matrix products (bf16, fp32 or int8), and the reason for it."""
 
     name: str
     reason: str
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """The precision of a run on a CPU with these (effective) flags; `wanted` is one of PRECISIONS.
+    """Return the precision of a run.
 
-    Raises CpuftError: bf16 asked for where the hardware lacks it, without leave to emulate it.
+    Parameters
+    ----------
+    wanted: one of PRECISIONS.
+    emulate: whether bf16 is allowed on a CPU without bf16 instructions.
+    cpu_flags: the effective flags of the CPU.
+
+    Raises CpuftError: bf16 was asked for, the CPU has no bf16 instructions, and `emulate` is False.
     """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":
         return Precision("fp32", "as you asked")
     if wanted == "int8":
-        return Precision("int8", _judge_int8(flag, cpu_flags))
+        return Precision("int8", _describe_int8(flag, cpu_flags))
     if flag:
         return Precision("bf16", f"this CPU multiplies bf16 ({flag})")
     if wanted == "auto":
@@ -97,13 +103,13 @@ def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> 
     if not emulate:
         raise CpuftError(
             "this CPU has neither AMX nor AVX512_BF16, and bf16 would be slower than fp32: "
-            "use --precision fp32, or insist with --emulate-bf16"
+            "use --precision fp32, or force it with --emulate-bf16"
         )
     return Precision("bf16", "warning: emulated, this CPU has neither AMX nor AVX512_BF16: slower than fp32")
 
 
-def _judge_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
-    """What 8-bit products are worth on such a CPU."""
+def _describe_int8(bf16_flag: str, cpu_flags: tuple[str, ...]) -> str:
+    """Return the reason for int8, with a warning if bf16 would be as fast."""
     if bf16_flag:
         return f"warning: bf16, which this CPU multiplies ({bf16_flag}), is as fast or faster"
     vnni = next((flag for flag in ("avx512_vnni", "avx_vnni") if flag in cpu_flags), "")

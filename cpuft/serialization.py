@@ -1,4 +1,4 @@
-"""JSON and YAML texts -> dataclasses, with every type checked: a file holds whatever its last editor left in it."""
+"""Load dataclasses from JSON and YAML texts, and check every type: users and other programs edit these files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 _hints = cache(get_type_hints)
-_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-_MOST = 10**300  # larger ones fit into no float: arithmetic on them raises
+_TYPE_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+_MAX_NUMBER = 10**300  # larger integers do not fit into a float, so that arithmetic with floats raises
 
 
 def find_control(text: str, allowed: str = "") -> str:
-    """First control character or line separator of `text` that is not among `allowed`; empty when there is none.
+    """Return the first control character or line separator of `text` that is not in `allowed`; empty if there is none.
 
     Values of options, hostfiles, registry entries and recipes become lines of other programs' files (ssh_config,
-    known_hosts, container files): a line break in a value would begin a line of its own there.
+    known_hosts, container files). A line break in a value would begin another line there.
     """
     return next((c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp") and c not in allowed), "")
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text holds. Raises ValueError: it is none, is nested too deep, or has a number of too many digits."""
+    """Return the value of a JSON text. Raises ValueError: not JSON, nested too deep, or a number is too long."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -33,36 +33,36 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text holds: mappings, lists, and scalars as the texts that are written there; only null is None.
+    """Return the value of a YAML text: mappings and lists of texts; null is None.
 
-    Numbers, dates and words like `yes` stay texts: the field that they are for says what they must be.
+    Numbers, dates and words like `yes` stay texts, because the type of the option decides what they mean.
 
-    Raises ValueError: no YAML, nested too deep, a key twice (with the line), or an alias of more than a text.
+    Raises ValueError: not YAML, nested too deep, a key twice (with its line), or an alias of a list or mapping.
     """
     import yaml
 
     seen: set[int] = set()
 
-    def plain(node: yaml.Node) -> Any:
+    def read(node: yaml.Node) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return None if node.tag == "tag:yaml.org,2002:null" else node.value
-        if id(node) in seen:  # a circle, or a few lines that stand for millions of values
+        if id(node) in seen:  # endless, or a few lines that stand for millions of values
             raise ValueError("an alias (*name) stands for a list or mapping: write that out")
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            return [plain(item) for item in node.value]
+            return [read(item) for item in node.value]
         values: dict[Any, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.value in values:
                 raise ValueError(
-                    f"line {key.start_mark.line + 1}: {str(key.value)!r:.60} is there twice, or is no name"
+                    f"line {key.start_mark.line + 1}: {str(key.value)!r:.60} is there twice, or is not a name"
                 )
-            values[key.value] = plain(value)
+            values[key.value] = read(value)
         return values
 
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        return plain(tree) if tree else None
+        return read(tree) if tree else None
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"line {error.problem_mark.line + 1 if error.problem_mark else 1}: {error.problem}") from None
     except yaml.YAMLError as error:
@@ -72,10 +72,14 @@ def parse_yaml(text: str) -> Any:
 
 
 def load(kind: type[T], value: Any, where: str = "it") -> T:
-    """`value`, as JSON and YAML have it, as a `kind`: a dataclass, or a list, tuple or dict of a kind, a type, or Any.
+    """Return a value of JSON or YAML as an instance of a type.
 
-    Raises ValueError: a field is unknown, or missing without a default, or something is of another type, named from
-    `where`.
+    Parameters
+    ----------
+    kind: a dataclass, list[T], tuple[T, ...], dict[str, T], str, int, float, bool or Any.
+    where: what the value is, for messages; a field is called `where.field`.
+
+    Raises ValueError: a field is unknown or missing, or a value has another type.
     """
     made, origin = value, get_origin(kind)
     if dataclasses.is_dataclass(kind):
@@ -102,11 +106,11 @@ def _load_fields(kind: Any, value: Any, where: str) -> Any:
 
 
 def _check(kind: Any, value: Any, where: str) -> Any:
-    """`value` if it is of the plain type `kind`, or a whole number where any number does."""
-    if kind is float and type(value) is int and abs(value) < _MOST:
+    """Return the value if it is of the type `kind`; a whole number is accepted as a float."""
+    if kind is float and type(value) is int and abs(value) < _MAX_NUMBER:
         return float(value)
-    if type(value) is not kind or (kind is int and abs(value) >= _MOST):
-        raise ValueError(f"{where} is {reprlib.repr(value)}, and must be {_WORDS.get(kind, 'an object')}")
+    if type(value) is not kind or (kind is int and abs(value) >= _MAX_NUMBER):
+        raise ValueError(f"{where} is {reprlib.repr(value)}, and must be {_TYPE_NAMES.get(kind, 'an object')}")
     if kind is str and value != value.encode(errors="replace").decode():
-        raise ValueError(f"{where} holds half a character")
+        raise ValueError(f"{where} contains half of a surrogate pair")
     return value

@@ -14,18 +14,18 @@ from typing import Any, TextIO
 from cpuft.errors import CpuftError
 
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
-"""A pipe's reader, a terminal or a socket's other end has gone: nobody misses what they would have read."""
+"""Errors of a write when the reader of a pipe, a terminal or a socket is gone, so that nobody misses the output."""
 
 
-class _Lasting(io.FileIO):
-    """A descriptor that takes everything: once it cannot be written it is /dev/null, for our children too."""
+class _ProtectedFile(io.FileIO):
+    """An output descriptor whose writes never fail: after an error it is /dev/null, also for child processes."""
 
     lost: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
             while (count := super().write(data)) is None:
-                # Whoever shares the pipe (ssh, for one) may have made it non-blocking.
+                # Another process that shares the pipe, such as ssh, may have made it non-blocking.
                 select.select([], [self], [])
         except OSError as error:
             self.lost = error
@@ -35,11 +35,11 @@ class _Lasting(io.FileIO):
         return count
 
 
-def keep_streams() -> None:
-    """Make writing to standard output and error never fail, unless somebody has put a stream of their own there.
+def protect_streams() -> None:
+    """Make writes to standard output and error never fail, unless the streams have been replaced by others.
 
-    To be called before any file is opened: that would get the number of a stream that was closed, and take what is
-    meant for the stream.
+    Call this before any file is opened: if a standard stream is closed, the next file would get its number and its
+    output.
     """
     for number in range(3):
         try:
@@ -47,30 +47,30 @@ def keep_streams() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = _make_lasting(sys.stdout, 1) if sys.stdout is sys.__stdout__ else sys.stdout
-    sys.stderr = _make_lasting(sys.stderr, 2) if sys.stderr is sys.__stderr__ else sys.stderr
+    sys.stdout = _make_protected(sys.stdout, 1) if sys.stdout is sys.__stdout__ else sys.stdout
+    sys.stderr = _make_protected(sys.stderr, 2) if sys.stderr is sys.__stderr__ else sys.stderr
 
 
-def _make_lasting(stream: TextIO | None, number: int) -> io.TextIOWrapper:
-    # Not every character can be written in every locale; what is said must not end a run for that.
+def _make_protected(stream: TextIO | None, number: int) -> io.TextIOWrapper:
+    # A locale may lack a character of a message, which must not end a run.
     return io.TextIOWrapper(
-        io.BufferedWriter(_Lasting(number, "w", closefd=False)),
+        io.BufferedWriter(_ProtectedFile(number, "w", closefd=False)),
         encoding=stream.encoding if stream else "utf-8",
         errors="backslashreplace",
         line_buffering=number == 2 or os.isatty(number) or getattr(stream, "write_through", False),
     )
 
 
-def check_output() -> None:
-    """Raises CpuftError when what was said on standard output was lost, and not because its reader had gone."""
+def check_stdout() -> None:
+    """Raise CpuftError if a write to standard output has failed for another reason than that its reader is gone."""
     sys.stdout.flush()
     lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
     if lost and lost.errno not in _READER_GONE:
-        raise CpuftError(f"standard output could not be written ({lost.strerror}): make room where it goes")
+        raise CpuftError(f"standard output could not be written ({lost.strerror}): make room on the disk it goes to")
 
 
-def notice_silence(connection: socket.socket) -> None:
-    """Have the kernel end it 7 s after the other host was cut off; the last option is for data on its way (tcp(7))."""
+def detect_dead_peer(connection: socket.socket) -> None:
+    """Make the kernel close a connection 7 s after the other host is gone; see tcp(7)."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 7000)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -87,8 +87,14 @@ def format_table(
     left: int = 0,
     width: int = 0,
 ) -> str:
-    """A table, then its notes. The first `left` columns are texts, the others are aligned to the right as numbers."""
-    from rich import box  # imports a good deal, and most commands print no table
+    """Return a table as text, followed by its notes.
+
+    Parameters
+    ----------
+    left: number of columns that are aligned to the left, as texts; the others are numbers.
+    width: width of the table if it needs more than 120 characters.
+    """
+    from rich import box  # imports many modules, and most commands print no table
     from rich.console import Console
     from rich.table import Table
 
@@ -98,13 +104,13 @@ def format_table(
     for row in rows:
         table.add_row(*row)
     file = io.StringIO()
-    # Wide enough for any number of columns: a log has no width, and a terminal wraps by itself. What rich is told to
-    # take for a terminal (FORCE_COLOR), and finds dumb, it gives 80 columns whatever is asked for.
+    # Wide enough for any number of columns: a log has no width, and a terminal wraps by itself. With FORCE_COLOR and
+    # TERM=dumb, rich would use 80 columns whatever the width is.
     width = max(WIDTH, 16 * len(columns), width)
     console = Console(file=file, width=width, color_system=None, legacy_windows=False, force_terminal=False)
     console.print(table, markup=False, highlight=False)
     for note in notes:
         console.print(f"* {note}", markup=False, highlight=False, width=WIDTH)
-    # rich's box begins with an empty line.
+    # The box begins with an empty line.
     lines = ([title] if title else []) + file.getvalue().rstrip().splitlines()[0 if title else 1 :]
     return "\n".join(line.rstrip() for line in lines) + "\n"

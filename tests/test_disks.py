@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.errors import describe_disk, find_full_disk
+from cpuft.errors import describe_path_error, find_full_disk
 from tests.conftest import run_cpuft, run_shell
 from tests.provision.simulated import needs_root
 
@@ -28,8 +28,8 @@ DEMO = "--task=demo --max-train-samples=64 --max-steps=2"
     ],
 )
 def test_what_is_said_of_a_disk(error: OSError, said: str) -> None:
-    assert describe_disk(error).startswith(said)
-    assert bool(describe_disk(error)) == bool(said)
+    assert describe_path_error(error).startswith(said)
+    assert bool(describe_path_error(error)) == bool(said)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

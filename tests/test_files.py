@@ -14,13 +14,13 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.files import (
     PRIVATE,
-    SENT,
+    SECRETS_PREFIX,
     cache_folder,
-    make_private,
+    make_private_folder,
     remove_command,
-    take_sent,
+    take_secrets,
+    write_atomically,
     write_text,
-    written_beside,
 )
 from tests.provision.simulated import needs_root
 
@@ -51,7 +51,7 @@ def private(folder: Path) -> subprocess.CompletedProcess[str]:
 def test_a_folder_is_made_for_one_user(tmp_path: Path) -> None:
     for attempt in ("made", "found"):
         assert private(tmp_path / "shell").returncode == 0, attempt
-        assert make_private(tmp_path / "a" / "python", "") == tmp_path / "a" / "python", attempt
+        assert make_private_folder(tmp_path / "a" / "python", "") == tmp_path / "a" / "python", attempt
     assert mode_of(tmp_path / "shell") == mode_of(tmp_path / "a" / "python") == mode_of(tmp_path / "a") == 0o700
 
 
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert "No such file or directory" in done.stderr
     for folder in (tmp_path / "file" / "cpuft", tmp_path / ("a" * 300)):
         with pytest.raises(CpuftError, match=r"cannot be made \(.*\): do so$"):
-            make_private(folder, "do so")
+            make_private_folder(folder, "do so")
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_a_link_planted_where_a_file_is_written_first_is_not_followed(tmp_path: 
         (tmp_path / name).symlink_to(victim)
     write_text(path, "text")
     assert (victim.read_text(), path.read_text(), path.is_symlink()) == ("mine", "text", False)
-    with written_beside(path) as beside:
+    with write_atomically(path) as beside:
         assert beside.name not in names
         assert beside.stat().st_size == 0
         beside.write_text("other")
@@ -211,14 +211,16 @@ def test_a_file_is_readable_as_the_umask_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"A": 1}', "[" * 100_000, "\xff"])
 def test_damaged_variables_are_refused_without_their_content(text: str, tmp_path: Path) -> None:
     (tmp_path / "sent-0").write_text(text, encoding="latin-1")
-    said = r"sent-0, which brings this process its secret variables, is no JSON object of texts \(\w+\): start the run"
+    said = (
+        r"sent-0, which passes secret variables to this process, is not a JSON object of texts \(\w+\): start the run"
+    )
     with pytest.raises(CpuftError, match=said):
-        take_sent({SENT: str(tmp_path / "sent")}, "0")
+        take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "0")
     assert not (tmp_path / "sent-0").exists()
 
 
 def test_variables_are_not_waited_for_at_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "sent-0")
-    assert take_sent({SENT: str(tmp_path / "sent")}, "0") == {}
+    assert take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "0") == {}
     (tmp_path / "sent-1").write_text('{"A": "b"}')
-    assert take_sent({SENT: str(tmp_path / "sent")}, "1") == {"A": "b"}
+    assert take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "1") == {"A": "b"}

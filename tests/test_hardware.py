@@ -90,6 +90,6 @@ def test_int8_says_what_it_is_worth(flags: tuple[str, ...], reason: str) -> None
 
 
 def test_bf16_without_hardware_is_refused_unless_insisted_on() -> None:
-    with pytest.raises(CpuftError, match="use --precision fp32, or insist with --emulate-bf16"):
+    with pytest.raises(CpuftError, match="use --precision fp32, or force it with --emulate-bf16"):
         choose_precision("bf16", False, ("avx2",))
     assert choose_precision("bf16", True, ("avx2",)).reason.startswith("warning: emulated")

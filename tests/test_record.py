@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.comm.bench import format_record
-from cpuft.errors import CpuftError, describe_disk
+from cpuft.errors import CpuftError, describe_path_error
 from cpuft.record import (
     EvaluationLine,
     Footer,
@@ -114,7 +114,7 @@ def test_a_disk_that_is_full_is_named_by_the_records_path(tmp_path: Path) -> Non
     with largest_file(1 << 10), pytest.raises(OSError, match="File too large") as caught:
         fill(tmp_path)
     said = f"{tmp_path}/record.jsonl cannot be used (File too large): see to its disk and its mode, or name another"
-    assert describe_disk(caught.value).startswith(said)
+    assert describe_path_error(caught.value).startswith(said)
 
 
 def test_a_resumed_record_is_written_through_no_link_and_into_no_pipe(tmp_path: Path) -> None:

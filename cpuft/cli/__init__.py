@@ -11,8 +11,8 @@ from typing import Any, NoReturn, cast
 import click
 
 from cpuft import __version__
-from cpuft.errors import CpuftError, Interrupted, describe_disk, find_full_disk, near_names
-from cpuft.terminal import check_output, keep_streams
+from cpuft.errors import CpuftError, Interrupted, describe_path_error, find_full_disk, suggest_names
+from cpuft.terminal import check_stdout, protect_streams
 
 VERBS = {
     "bench": "Measure the communication between ranks.",
@@ -47,7 +47,7 @@ class _LazyGroup(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Raises click.UsageError: there is no such verb; names the verbs that are most like it."""
         if args[0] not in VERBS and not ctx.resilient_parsing:
-            raise click.UsageError(f"there is no command cpuft {args[0][:60]}: {near_names(args[0], VERBS)}", ctx)
+            raise click.UsageError(f"there is no command cpuft {args[0][:60]}: {suggest_names(args[0], VERBS)}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -66,11 +66,11 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
     Bad input is answered with one line and exit code 2, a full disk with one line and exit code 74.
     """
-    keep_streams()
+    protect_streams()
     exit_code = 2
     try:
         code = _run_verb(args)
-        check_output()
+        check_stdout()
         sys.exit(code)
     except CpuftError as error:
         message, exit_code = str(error), error.exit_code
@@ -83,7 +83,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         sys.exit(stopped.exit_code)
     except OSError as error:
         full = find_full_disk(error)
-        message, exit_code = (str(full), full.exit_code) if full else (describe_disk(error), 2)
+        message, exit_code = (str(full), full.exit_code) if full else (describe_path_error(error), 2)
         if not message:
             raise
     click.echo(f"cpuft: error: {message}", err=True)

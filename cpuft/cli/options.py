@@ -24,7 +24,7 @@ from cpuft.config import (
     parse_value,
     rename_old_options,
 )
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, suggest_names
 from cpuft.serialization import find_control, load, parse_yaml
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
             ((name, value),) = rename_old_options({name: value}, known).items()
             changes.append(f"{format_flag(name)[2:]}{f': {value}' if is_negated else ''} instead of {key}")
         if name not in known:
-            raise CpuftError(f"--config {path}: there is no option {name!r}: {near_names(name, known)}")
+            raise CpuftError(f"--config {path}: there is no option {name!r}: {suggest_names(name, known)}")
         if name in options:
             raise CpuftError(f"--config {path}: {name!r} is there twice: keep one of the lines")
         options[name] = _format_value(value, f"--config {path}: {name!r}")

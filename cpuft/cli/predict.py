@@ -12,7 +12,7 @@ import click
 
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
 from cpuft.config import PredictConfig, format_arguments
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, suggest_names
 from cpuft.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def check_request(asked: PredictConfig, header: Header) -> None:
         both = "both say which rows: give one of them" if asked.file else "which rows? name one"
         raise CpuftError(f"--file and --split: {both}")
     if asked.split and asked.split not in _SPLITS:
-        raise CpuftError(f"{asked.split[:60]!r} is not a value of --split: {near_names(asked.split, _SPLITS)}")
+        raise CpuftError(f"{asked.split[:60]!r} is not a value of --split: {suggest_names(asked.split, _SPLITS)}")
     if asked.split == "test" and (header.task in _NOT_GLUE or header.task not in TASKS):
         raise CpuftError(f"--task {header.task} has no test rows: name a file with --file")
     if asked.split == "test" and asked.with_input:

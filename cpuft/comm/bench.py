@@ -21,7 +21,7 @@ from cpuft.config import BenchConfig, list_bench_cases, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.record import MeasuredHeader, Measurement, format_line
-from cpuft.terminal import keep_streams
+from cpuft.terminal import protect_streams
 
 
 def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    keep_streams()
+    protect_streams()
     try:
         main()
     except CpuftError as error:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.errors import CpuftError
 from cpuft.rank.process import FOREIGN_STORE_ENTRY
-from cpuft.terminal import notice_silence
+from cpuft.terminal import detect_dead_peer
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
 """Environment variable with the run's key, which is the same for all ranks. If the launcher has not set it, the first
@@ -106,7 +106,7 @@ class Hub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection from its hello to its end."""
         address, *_ = writer.get_extra_info("peername") or ("nowhere",)
-        notice_silence(writer.get_extra_info("socket"))
+        detect_dead_peer(writer.get_extra_info("socket"))
         hello = asyncio.create_task(self._verify(reader, writer))
         self._unverified.append(hello)
         if len(self._unverified) > MAX_UNVERIFIED:
@@ -308,7 +308,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
             connection.sendall(name + b" " + make_proof(key, nonce, name) + b"\n")
             if lines.readline(_HELLO_BYTES) == WELCOME:
                 connection.settimeout(None)
-                notice_silence(connection)
+                detect_dead_peer(connection)
                 return connection, lines
             connection.close()
         time.sleep(_RETRY_SECONDS)

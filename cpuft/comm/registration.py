@@ -19,7 +19,7 @@ from cpuft.comm.backends.base import Backend, GroupMembership
 from cpuft.comm.backends.gloo import WatchedGlooGroup
 from cpuft.comm.process_group import CollectiveGroup
 from cpuft.comm.watchdog import choose_timeout, register, start_watchdog
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, suggest_names
 from cpuft.rank.process import remove_shared_memory
 from cpuft.rank.script import flush_and_exit, restrict_stores
 
@@ -134,7 +134,7 @@ def start(
     Raises CpuftError: there is no such backend, or a library that it needs is missing.
     """
     if backend not in BACKENDS:
-        raise CpuftError(f"there is no backend {backend}: {near_names(backend, BACKENDS)}")
+        raise CpuftError(f"there is no backend {backend}: {suggest_names(backend, BACKENDS)}")
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
     dist.init_process_group(
         BACKENDS[backend].torch_name, timeout=timeout, store=store, rank=rank, world_size=world_size

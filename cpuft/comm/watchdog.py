@@ -19,7 +19,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from cpuft.comm.liveness import LivenessConnection
-from cpuft.errors import AGAIN, CpuftError
+from cpuft.errors import RESUMABLE, CpuftError
 from cpuft.rank.diagnostics import start_reporting, wait_for_stack_dump
 from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
 from cpuft.rank.world import parse_world
@@ -323,7 +323,7 @@ def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
     If no rank has ended, so that all ranks hang, the process first waits for the supervisor to dump all stacks.
     """
     # This is cpuft.rank's line, too: mpirun may end cpuft.rank before it can write it.
-    line = format_failure(parse_world(os.environ), socket.gethostname(), AGAIN, missing)
+    line = format_failure(parse_world(os.environ), socket.gethostname(), RESUMABLE, missing)
     with contextlib.suppress(OSError):
         if is_hang:
             wait_for_stack_dump(f"{text}\n{line}\n")
@@ -333,9 +333,9 @@ def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
     threading.Thread(target=sys.stdout.flush, daemon=True).start()
     # mpirun kills all ranks when the first one ends, and the others need a moment to write a line of their own.
     time.sleep(_EXIT_DELAY_SECONDS)
-    abort_job(os.environ, AGAIN)
+    abort_job(os.environ, RESUMABLE)
     remove_shared_memory(os.getpid())
-    os._exit(AGAIN)
+    os._exit(RESUMABLE)
 
 
 register = OperationRegister()

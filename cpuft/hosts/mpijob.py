@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.files import make_private, write_text
+from cpuft.files import make_private_folder, write_text
 from cpuft.hosts import ssh_config
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import KEY_CHANGED, UNREACHABLE, HostError, SshTransport
@@ -87,7 +87,7 @@ def write_ssh_config(keys: Path, folder: Path) -> str:
         raise CpuftError(
             f"this pod has no key of an MPIJob ({error}): set sshAuthMountPath to {keys}, or name --ssh-config"
         ) from None
-    make_private(folder, "restart the pod")
+    make_private_folder(folder, "restart the pod")
     write_text(folder / "known_hosts", f"mpijob {kind} {key}\n")
     text = ssh_config.format_shared_key_config("mpijob", f"{keys}/id_rsa", f"{folder}/known_hosts", PORT)
     write_text(folder / "ssh_config", text)

@@ -65,7 +65,7 @@ class SlurmTransport(Transport):
         if answer.exit_code and not _COMMAND_FAILED.search(answer.errors):
             message = (answer.errors.strip().splitlines() or ["no answer"])[-1]
             error = CpuftError(f"srun cannot use host {host.name} ({message[-200:]}): sinfo shows the host's state")
-            error.passes = True
+            error.is_transient = True
             raise error
         return answer
 

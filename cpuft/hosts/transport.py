@@ -66,7 +66,7 @@ class HostError(CpuftError):
         """`what` happened, and what to do next; without `advice` what usually helps against this kind."""
         super().__init__(f"host {host} cannot be used over ssh ({what}: {advice or _ADVICE[kind]})")
         self.host, self.kind = host, kind
-        self.passes = kind in (UNREACHABLE, TIMED_OUT)
+        self.is_transient = kind in (UNREACHABLE, TIMED_OUT)
 
 
 class _UnknownKeyError(Exception):
@@ -270,7 +270,7 @@ def map_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
     failures = [result for result in results if isinstance(result, CpuftError)]
     if failures:
         error = CpuftError("; ".join(map(str, failures)))
-        error.passes = all(failure.passes for failure in failures)
+        error.is_transient = all(failure.is_transient for failure in failures)
         raise error
     return [result for result in results if not isinstance(result, CpuftError)]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.config import LaunchConfig, ScriptConfig, option_names
-from cpuft.errors import AGAIN, CpuftError
+from cpuft.errors import RESUMABLE, CpuftError
 from cpuft.launch.resume import read_resumed_run
 from cpuft.rank.process import (
     FOREIGN_STORE_ENTRY,
@@ -170,7 +170,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
 def ended_to_be_resumed(failures: list[Failure]) -> bool:
     """Whether the ranks ended by themselves with exit code 75, and not because they had waited in vain."""
     own = [one for one in failures if one.code < 128]
-    return bool(own) and all(one.code == AGAIN and not one.missed and _COMM_ERROR not in one.text for one in own)
+    return bool(own) and all(one.code == RESUMABLE and not one.missed and _COMM_ERROR not in one.text for one in own)
 
 
 def worst_exit_code(failures: list[Failure], fallback: int) -> int:
@@ -235,7 +235,7 @@ def describe_end(
     hosts: the host of each rank.
     script: the user's script and its arguments; empty for cpuft's own training.
     """
-    if code != AGAIN:
+    if code != RESUMABLE:
         return code, "" if code else f"run: {run_dir}"
     try:
         read_resumed_run(run_dir, bool(script))

@@ -18,11 +18,11 @@ from cpuft.errors import CpuftError
 from cpuft.files import (
     PRIVATE,
     REMOVE,
-    SENT,
-    check_private,
+    SECRETS_PREFIX,
+    check_private_folder,
     hash_file,
     hash_text,
-    make_private,
+    make_private_folder,
     split_paths,
     write_text,
 )
@@ -78,7 +78,7 @@ def save_allowed_paths(run_dir: str, paths: Collection[str], environ: Mapping[st
     with suppress(CpuftError, OSError):
         path = _allowed_paths_file(run_dir, environ)
         if paths:
-            make_private(path.parent, "set CPUFT_STATE to a folder of your own")
+            make_private_folder(path.parent, "set CPUFT_STATE to a folder of your own")
             write_text(path, json.dumps(sorted(paths)))
         else:
             path.unlink(missing_ok=True)
@@ -88,7 +88,7 @@ def load_allowed_paths(run_dir: str, environ: Mapping[str, str]) -> set[str]:
     """Return what `save_allowed_paths` noted for a run; nothing for a run that was started elsewhere."""
     with suppress(CpuftError, OSError, ValueError):
         path = _allowed_paths_file(run_dir, environ)
-        check_private(path.parent)
+        check_private_folder(path.parent)
         return set(load(list[str], parse_json(path.read_text(encoding="utf-8"))))
     return set()
 
@@ -295,7 +295,9 @@ def plan_secrets(
     settings = tuple(
         (
             Setting(
-                SENT, cluster.sent_file(run_dir, index), f"each rank reads {sent} from its file and removes the file"
+                SECRETS_PREFIX,
+                cluster.sent_file(run_dir, index),
+                f"each rank reads {sent} from its file and removes the file",
             ),
         )
         for index in range(len(cluster.assignments))
@@ -313,7 +315,9 @@ def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mappin
     Raises CpuftError: naming every host that could not store the files, with its reason.
     """
     text = json.dumps({KEY: secrets.token_hex(32)} | environment.secrets_for_ranks(environ))
-    prepares = any(setting.name == SENT for stage in plan.prepare for step in stage for setting in step.settings)
+    prepares = any(
+        setting.name == SECRETS_PREFIX for stage in plan.prepare for step in stage for setting in step.settings
+    )
     if cluster.inherits:
         yield
         return

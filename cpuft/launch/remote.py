@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.errors import AGAIN, CpuftError, Interrupted
+from cpuft.errors import RESUMABLE, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
@@ -32,7 +32,7 @@ from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.process import end_with_parent
 from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
-from cpuft.terminal import keep_streams
+from cpuft.terminal import protect_streams
 
 _EXIT_CODE = "exit-code"
 """File beside the ranks' logs with the supervisor's exit code, if it came to its end."""
@@ -130,7 +130,7 @@ def run_on_head_host(
     if code == execute.SSH_FAILED:
         cluster.access.transport.find_unresponsive([assignment.host.name for assignment in cluster.assignments])
     fetch_and_clean_up(plan, run_dir, cluster, environ, not code, say)
-    if code not in (0, AGAIN) and stop_request and stop_request.signal_number == signal.SIGINT:
+    if code not in (0, RESUMABLE) and stop_request and stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     # A killed rank also makes the exit code larger than 128, but then the supervisor has written it.
     if code == execute.SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _EXIT_CODE).exists()):
@@ -149,7 +149,7 @@ def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
 
 def main() -> None:
     """Supervise the ranks on the head host. Exits with the exit code of the run, or 2 with a one-line error."""
-    keep_streams()
+    protect_streams()
     end_with_parent(signal.SIGTERM)
     order = load(AttemptOrder, parse_json(sys.stdin.read()))
     with open(f"{order.run_dir}.lock", "w") as file:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cpuft.errors import AGAIN, FULL, CpuftError, counted
+from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
@@ -49,7 +49,7 @@ Say = Callable[[str], None]
 
 DEFAULT_RESTARTS = 3
 """Restarts allowed for a run on several hosts if the user gives no number."""
-_REPEATS = {2: "rejected its options or data", FULL: "found a full disk"}
+_REPEATS = {2: "rejected its options or data", IO_ERROR: "found a full disk"}
 """Exit codes of a process that ended with a one-line error, which would be the same after a restart."""
 _FROM_OUTSIDE = (137, 143)
 """Exit codes for SIGKILL and SIGTERM, which no program sends to itself."""
@@ -162,7 +162,7 @@ class RestartPolicy:
         if not result.failures:
             if result.code in _REPEATS:
                 full = "a disk was full"
-                return RestartDecision(False, full if result.code == FULL else "its options or data were rejected")
+                return RestartDecision(False, full if result.code == IO_ERROR else "its options or data were rejected")
             return self._retry_once(result, "mpirun failed", f"mpirun {result.code}")
         first = result.failures[0]
         rank = f"rank {first.rank} on {first.host}"
@@ -170,7 +170,7 @@ class RestartPolicy:
             hosts_by_rank = dict(enumerate(result.hosts))
             missed = ", ".join(f"rank {one} on {hosts_by_rank.get(one, 'its host')}" for one in sorted(first.missed))
             return self._retry_once(result, f"{missed} did not answer the other ranks", _last_line(first.text))
-        if first.code == AGAIN:
+        if first.code == RESUMABLE:
             # Whoever interrupted the run needs its hosts, or takes them away.
             return RestartDecision(False, f"{rank} was interrupted")
         if first.ran_out_of_memory:
@@ -307,13 +307,13 @@ def _make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) ->
     try:
         code = start()
     except HeadHostLostError as lost:
-        code, error = AGAIN, lost
+        code, error = RESUMABLE, lost
     except NotStoredError:
         raise
     except CpuftError as refusal:
-        if not (len(names) > 1 and transport.find_unresponsive(names)) and not refusal.passes:
+        if not (len(names) > 1 and transport.find_unresponsive(names)) and not refusal.is_transient:
             raise
-        code, error = AGAIN, refusal
+        code, error = RESUMABLE, refusal
     if not code:
         return Attempt(AttemptResult(0), 0.0)
     failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
@@ -325,7 +325,7 @@ def _make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) ->
         update=_count_updates(launch.run_dir),
         connection_lost=isinstance(error, HeadHostLostError),
         leaving=find_leaving_hosts(launch.run_dir, hosts) if ended_to_be_resumed(failures) else frozenset(),
-        connection_error=str(error) if error and error.passes else "",
+        connection_error=str(error) if error and error.is_transient else "",
         hosts=hosts,
     )
     return Attempt(result, _find_last_progress(launch.run_dir, begun), error)
@@ -369,7 +369,7 @@ def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS
         try:
             return plan()
         except CpuftError as error:
-            if not error.passes:
+            if not error.is_transient:
                 raise
         time.sleep(pause)
     return plan()

@@ -25,7 +25,7 @@ from typing import IO, cast
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.errors import NOT_STORED, CpuftError, Interrupted
+from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.resume import CHECKPOINT_HOSTS, read_lost_hosts
@@ -71,7 +71,7 @@ class HeadHostLostError(CpuftError):
 class NotStoredError(CpuftError):
     """The results of a run could not be stored on this machine. The hosts keep their copy."""
 
-    exit_code = NOT_STORED
+    exit_code = IO_ERROR
 
 
 def plan_results(
@@ -182,7 +182,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
         late = f"fetching the results of the run from {cluster.master} took more than {_FETCH_SECONDS:.0f} s"
         raise CpuftError(late) from None
     lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
-    if answer.exit_code == NOT_STORED:
+    if answer.exit_code == IO_ERROR:
         reason = lines[-1] if lines else "no reason was given"
         raise NotStoredError(
             f"the results of the run could not be stored in {run_dir} ({reason}). Host {cluster.master} keeps them: "
@@ -459,7 +459,7 @@ def main() -> None:
         skipped = fetch(Path(run_dir), command, how == MERGE)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
-        sys.exit(NOT_STORED if isinstance(error, NotStoredError) else 1)
+        sys.exit(IO_ERROR if isinstance(error, NotStoredError) else 1)
     except Interrupted as stopped:
         sys.exit(stopped.exit_code)
     if skipped:

@@ -18,7 +18,7 @@ from typing import IO
 
 from cpuft import execute
 from cpuft.config import is_count
-from cpuft.errors import AGAIN, CpuftError, DiskFullError, Interrupted
+from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
 from cpuft.execute import Answer
 from cpuft.files import remove_command
 from cpuft.hosts.hostfile import Host
@@ -441,7 +441,7 @@ def run_on_this_machine(
             for line in (*what, *describe_absent([], hosts, lost)):
                 _print(line)
             write_lost_hosts(Path(run_dir, "logs"), lost)
-            return AGAIN
+            return RESUMABLE
         if not plan.resumed:
             execute.run_command(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
@@ -522,7 +522,7 @@ def _run_ranks(
         )
     failures = read_failures(logs, hosts)
     if not was_stuck and ended_to_be_resumed(failures):
-        return AGAIN
+        return RESUMABLE
     if watchdog.stop_request and watchdog.stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     lost = watchdog.find_lost_hosts()
@@ -537,7 +537,7 @@ def _run_ranks(
     if watchdog.diagnosis and not lost:
         absent = [watchdog.diagnosis.text]
     print(describe_failures(failures, mpirun_output, absent), file=sys.stderr, flush=True)
-    return worst_exit_code(failures, AGAIN if lost else code)
+    return worst_exit_code(failures, RESUMABLE if lost else code)
 
 
 def _start_ranks(

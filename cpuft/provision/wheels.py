@@ -28,7 +28,7 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.compiler import PACKAGE, TARGETS, Target, compile_kernels, find_compiler, hash_sources, name_library
 from cpuft.errors import CPU_INDEX, CpuftError
-from cpuft.files import REMOVE, cache_folder, cache_path, check_private, hash_file, hash_text, written_beside
+from cpuft.files import REMOVE, cache_folder, cache_path, check_private_folder, hash_file, hash_text, write_atomically
 from cpuft.hosts.registry import refuse_untrusted
 from cpuft.plan import Step
 
@@ -164,7 +164,7 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
             command = (*module_command(sys.executable, "cpuft.provision.wheels"), "download", python)
             missing.append(Step(f"download wheels for Python {python} into {folder}", command))
             return Supply(tuple(wheels), tuple(missing), complete=False)
-        check_private(cache_path(environ))
+        check_private_folder(cache_path(environ))
     if folder:
         found = [path for path in Path(folder).glob("*.whl") if not path.name.startswith("cpuft-")]
         if not found:
@@ -328,7 +328,7 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
         raise CpuftError(str(made[0]))
     files = {f"{PACKAGE}/{name}": content for name, content in libraries.items()}
     name, content = _make_wheel(PACKAGE, "py3-none-linux_x86_64", files)
-    with written_beside(folder / name) as beside:
+    with write_atomically(folder / name) as beside:
         beside.write_bytes(content)
     return folder / name
 
@@ -369,7 +369,7 @@ def make_own_wheel() -> tuple[str, bytes]:
 def write_own_wheel(folder: Path) -> Path:
     """Write this cpuft as a wheel into `folder`; return its path."""
     name, content = make_own_wheel()
-    with written_beside(folder / name) as beside:
+    with write_atomically(folder / name) as beside:
         beside.write_bytes(content)
     return folder / name
 

@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 
 from cpuft.argv import unpack_argv
 from cpuft.errors import CpuftError
-from cpuft.files import take_sent
+from cpuft.files import take_secrets
 from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
 
@@ -193,7 +193,7 @@ def main() -> None:
         cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
         if os.environ.get("CPUFT_PIN") == "rank" and cores:
             os.sched_setaffinity(0, cores)
-        environ = dict(os.environ) | take_sent(os.environ, str(world.local_rank)) | world_variables(world)
+        environ = dict(os.environ) | take_secrets(os.environ, str(world.local_rank)) | world_variables(world)
         environ["CPUFT_CORES"] = ",".join(map(str, cores))
         code = run_worker(unpack_argv(sys.argv[1:]), environ, world)
     except CpuftError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, SHARDED_COMPRESSIONS
-from cpuft.errors import CpuftError, counted, near_names
+from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.record import Link, Measurement, Record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
@@ -77,7 +77,7 @@ def find_instance(name: str, path: str = "") -> Instance:
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"--instances {path} cannot be read ({error}): give a CSV file like {TABLE}") from None
     if name not in found:
-        raise CpuftError(f"--instance {name:.60} is not a known type of instance: {near_names(name, tuple(found))}")
+        raise CpuftError(f"--instance {name:.60} is not a known type of instance: {suggest_names(name, tuple(found))}")
     return found[name]
 
 

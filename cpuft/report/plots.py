@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, install_command
-from cpuft.files import written_beside
+from cpuft.files import write_atomically
 from cpuft.record import Measurement, parse_measurements
 
 COLOURS = 8
@@ -159,7 +159,7 @@ def write_plot(record: str) -> Path:
     rate_axes.set(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
     time_axes.legend(fontsize="small")
     path = Path(record).with_suffix(".svg")
-    with written_beside(path) as beside:
+    with write_atomically(path) as beside:
         figure.savefig(beside, format="svg")
     return path
 

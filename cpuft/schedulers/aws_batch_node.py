@@ -28,12 +28,12 @@ from paramiko import common
 
 from cpuft import execute
 from cpuft.config import is_count
-from cpuft.errors import AGAIN, CpuftError
+from cpuft.errors import RESUMABLE, CpuftError
 from cpuft.files import hash_text, write_text
 from cpuft.hosts import facts
 from cpuft.hosts.cluster import JOB
 from cpuft.hosts.ssh_config import Member, format_inside
-from cpuft.terminal import notice_silence
+from cpuft.terminal import detect_dead_peer
 
 TOKEN = "CPUFT_BATCH_TOKEN"
 """The job's secret, which Batch fetches from Secrets Manager."""
@@ -91,7 +91,7 @@ def _is_address(text: str) -> bool:
 def passing(text: str) -> CpuftError:
     """An error for which no input is to blame: another attempt may do."""
     error = CpuftError(text)
-    error.passes = True
+    error.is_transient = True
     return error
 
 
@@ -227,7 +227,7 @@ class Server:
         transport = None
         with closing(connection), suppress(OSError, EOFError, paramiko.SSHException):
             try:
-                notice_silence(connection)
+                detect_dead_peer(connection)
                 connection.settimeout(min(_GREETING_SECONDS, self._seconds))
                 if connection.recv(1, socket.MSG_PEEK):
                     bounded: Any = _Bounded(connection, lambda: _is_known(transport))
@@ -434,7 +434,7 @@ def lead(node: Node, port: int, command: Sequence[str], environ: Mapping[str, st
     Raises CpuftError: not all have come, or there is no such command.
     """
     address = node.address or choose_address(facts.read_interfaces(), facts.read_route(_ELSEWHERE))
-    keys, code = Keys(node), AGAIN
+    keys, code = Keys(node), RESUMABLE
     mark = Path(keys.mark).absolute()
     try:
         mark.touch()
@@ -497,7 +497,7 @@ def run_command_here(
         time.sleep(_POLL_SECONDS)
     execute.stop_processes([process])
     code = execute.exit_code_of(process)
-    return AGAIN if code and gone else code
+    return RESUMABLE if code and gone else code
 
 
 PORT = 7077
@@ -522,7 +522,7 @@ def run_node(words: Sequence[str], environ: Mapping[str, str], port: int = PORT)
         return lead(node, port, words[1:], rest, _say) if node.index == node.main else _follow(node, rest, port)
     except CpuftError as error:
         _say(f"cpuft: error: {error}")
-        return AGAIN if error.passes else 2
+        return RESUMABLE if error.is_transient else 2
 
 
 def _say(text: str) -> None:
@@ -573,7 +573,7 @@ def _dial(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Tr
     while True:
         try:
             connection = socket.create_connection((node.address, port), timeout=PROOF_SECONDS)
-            notice_silence(connection)
+            detect_dead_peer(connection)
             transport = paramiko.Transport(connection)
             transport.start_client(timeout=PROOF_SECONDS)
             if transport.get_remote_server_key() != keys.server:

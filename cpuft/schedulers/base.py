@@ -120,7 +120,7 @@ class Scheduler(ABC, Generic[Options]):
     and the transport that reaches them: from the variables of Slurm (`cpuft.hosts.slurm`), from the hostfile of an
     MPIJob (`cpuft.hosts.mpijob`), or from the cluster entry that a job's node wrote (`cpuft.hosts.cluster.JOB`).
 
-    A job that ends with exit code 75 (`cpuft.errors.AGAIN`) was interrupted: the scheduler starts it again, at most
+    A job that ends with exit code 75 (`cpuft.errors.RESUMABLE`) was interrupted: the scheduler starts it again, at most
     `retries` times, and its run resumes from the last checkpoint.
 
     Parameters

@@ -8,16 +8,16 @@ import traceback
 from typing import NoReturn
 
 from cpuft.config import TrainConfig, WorkerConfig, option_names, parse_arguments
-from cpuft.errors import AGAIN, CpuftError, describe_disk, find_full_disk
+from cpuft.errors import RESUMABLE, CpuftError, describe_path_error, find_full_disk
 from cpuft.rank.diagnostics import start_reporting
-from cpuft.terminal import keep_streams
+from cpuft.terminal import protect_streams
 from cpuft.train.startup import pause_garbage_collection
 
 
 def main() -> None:
     """Train. Exit with 2 after bad input, with 74 after a full disk, each with one line that says what to do."""
     started = time.perf_counter()
-    keep_streams()
+    protect_streams()
     start_reporting()
     pause_garbage_collection()
     try:
@@ -29,13 +29,13 @@ def main() -> None:
             run(train, worker, started)
             _leave(0)
         except Interrupted:
-            _leave(AGAIN)
+            _leave(RESUMABLE)
     except CpuftError as error:
         _refuse(str(error), error.exit_code)
     except OSError as error:
         if full := find_full_disk(error):
             _refuse(str(full), full.exit_code)
-        if problem := describe_disk(error):
+        if problem := describe_path_error(error):
             _refuse(problem)
         _fail()
     except Exception:

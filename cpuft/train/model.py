@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.config import TrainConfig
-from cpuft.errors import CpuftError, install_command, near_names
+from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
 from cpuft.train.lora import add_adapters, merge_adapters
@@ -264,7 +264,7 @@ def describe_load_failure(name: str, error: Exception) -> str:
             f"the proxy settings, name a folder with --model, or use --model {_OFFLINE}, which needs no hub"
         )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    hint = near_names(name, [_OFFLINE]) if "/" not in name else f"or use --model {_OFFLINE}"
+    hint = suggest_names(name, [_OFFLINE]) if "/" not in name else f"or use --model {_OFFLINE}"
     return f"model {name} cannot be loaded ({reason}): name a folder or a hub model that you can reach; {hint}"
 
 

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.config import PredictConfig, TrainConfig, option_names, parse_arguments
-from cpuft.errors import CpuftError, counted, describe_disk, find_full_disk
-from cpuft.files import refuse_special, written_beside
+from cpuft.errors import CpuftError, counted, describe_path_error, find_full_disk
+from cpuft.files import refuse_special, write_atomically
 from cpuft.hardware import choose_precision
 from cpuft.record import format_metrics, read_record
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import TASKS, Task
-from cpuft.terminal import keep_streams
+from cpuft.terminal import protect_streams
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.prepare import tokenize
@@ -174,7 +174,7 @@ def check_output(path: Path, overwrite: bool = False) -> None:
 
 def write_table(path: Path, rows: Iterator[Cells]) -> None:
     """Write a table completely or not at all: as CSV, or with tabs if the name ends in .tsv."""
-    with written_beside(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
+    with write_atomically(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, "excel-tab" if path.suffix == ".tsv" else "excel", lineterminator="\n").writerows(rows)
 
 
@@ -349,7 +349,7 @@ def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
 def main() -> None:
     """Predict. Exit with 2 after bad input, with 74 after a full disk, each with one line that says what to do."""
     exit_code = 2
-    keep_streams()
+    protect_streams()
     pause_garbage_collection()
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
@@ -360,7 +360,7 @@ def main() -> None:
         problem, exit_code = str(error), error.exit_code
     except OSError as error:
         full = find_full_disk(error)
-        problem, exit_code = (str(full), full.exit_code) if full else (describe_disk(error), 2)
+        problem, exit_code = (str(full), full.exit_code) if full else (describe_path_error(error), 2)
         if not problem:
             raise
     else:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cpuft.errors import CpuftError, install_command, near_names
+from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.hardware import cpu_class
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.kernels import kernel_status
@@ -311,7 +311,7 @@ def run(options: argparse.Namespace) -> None:
     models = options.models.split(",")
     for name, known in [*((name, list(CONTESTANTS)) for name in names), *((name, list(MODELS)) for name in models)]:
         if name not in known:
-            raise CpuftError(f"{name!r} is unknown: {near_names(name, known)}")
+            raise CpuftError(f"{name!r} is unknown: {suggest_names(name, known)}")
     model = options.model or offline_model()
     with options.record.open("a") as record:
 

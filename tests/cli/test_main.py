@@ -127,7 +127,7 @@ def test_bf16_without_hardware() -> None:
     limit = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = run_cpuft("launch", "--precision", "bf16", "--dry-run", settings=limit)
     assert done.returncode == 2
-    assert "use --precision fp32, or insist with --emulate-bf16" in done.stderr
+    assert "use --precision fp32, or force it with --emulate-bf16" in done.stderr
     assert run_cpuft("launch", "--precision", "bf16", "--emulate-bf16", "--dry-run", settings=limit).returncode == 0
 
 

@@ -104,7 +104,7 @@ def test_a_file_says_what_a_flag_says(text: str, value: object, tmp_path: Path) 
         ("run_dir: [[a]]", "'run_dir'[0] is ['a'], and must be a text: write what its flag takes"),
         ("run_dir: {a: b}", "'run_dir'[0] is {'a': 'b'}, and must be a text: write what its flag takes"),
         ('run_dir: "a\\0b"', "'run_dir' contains the control character '\\x00': write what its flag takes"),
-        ('run_dir: "\\ud800"', "'run_dir'[0] holds half a character"),
+        ('run_dir: "\\ud800"', "'run_dir'[0] contains half of a surrogate pair"),
         (
             "run_dir: " + "[" * 5000 + "]" * 5000,
             "is not YAML (it is nested too deep): write lines of the form `option: value`",

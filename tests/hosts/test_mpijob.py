@@ -128,7 +128,7 @@ def test_only_this_user_writes_what_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "id_rsa.pub").write_text("ecdsa-sha2-nistp521 AAAA\n")
     (tmp_path / "trust").mkdir()
     (tmp_path / "trust").chmod(0o777)
-    with pytest.raises(CpuftError, match=r"is open to others' writing .* restart the pod$"):
+    with pytest.raises(CpuftError, match=r"can be written to by other users .* restart the pod$"):
         write_ssh_config(tmp_path, tmp_path / "trust")
 
 

@@ -241,7 +241,7 @@ def test_every_host_that_fails_is_named() -> None:
 
     with pytest.raises(CpuftError, match="a is off; b is off") as error:
         map_hosts(fail, ("a", "b"))
-    assert not error.value.passes
+    assert not error.value.is_transient
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_way_that_fails_may_work_in_a_moment_and_a_door_that_is_shut_may_not(
 
     with pytest.raises(CpuftError) as error:
         map_hosts(fail, kinds)
-    assert error.value.passes == passes
+    assert error.value.is_transient == passes
 
 
 def test_for_a_while_a_host_is_logged_in_to_once(config: Path) -> None:

@@ -87,7 +87,7 @@ def not_stored(log: Path) -> int:
 
 def unreached(log: Path) -> int:
     error = CpuftError("host b cannot be used over ssh (Connection reset by peer: look at it)")
-    error.passes = True
+    error.is_transient = True
     raise error
 
 
@@ -130,7 +130,7 @@ def test_planning_a_restart_is_retried_after_a_failed_connection(
         if len(asked) > fails:
             return 7
         error = CpuftError("no way: look")
-        error.passes = passes
+        error.is_transient = passes
         raise error
 
     with suppress(CpuftError):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.errors import NOT_STORED, CpuftError
+from cpuft.errors import IO_ERROR, CpuftError
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch import results
 from cpuft.launch.results import NotStoredError, fetch_results, plan_results
@@ -188,7 +188,7 @@ def test_results_that_cannot_be_stored_stay_on_the_host(tmp_path: Path, run: Pat
     run.parent.write_text("a file where the folder is to be")
     with pytest.raises(NotStoredError) as raised:
         fetch_results(plan, str(run), cluster, os.environ, lambda line: None)
-    assert raised.value.exit_code == NOT_STORED == 74
+    assert raised.value.exit_code == IO_ERROR == 74
     assert str(raised.value).startswith(
         f"the results of the run could not be stored in {run} ({run.parent}: File exists)"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.files import take_sent
+from cpuft.files import take_secrets
 from cpuft.rank.process import (
     FAILED_MARK,
     abort_job,
@@ -39,19 +39,19 @@ def test_shared_memory_of_ended_processes_is_removed_and_all_other_is_not(tmp_pa
 def test_secret_variables_are_read_once_and_their_file_is_removed(tmp_path: Path) -> None:
     (tmp_path / "0-1").write_text('{"HF_TOKEN": "a\\nb"}')
     environ = {"CPUFT_SENT": f"{tmp_path}/0"}
-    assert take_sent(environ, "1") == {"HF_TOKEN": "a\nb"}
+    assert take_secrets(environ, "1") == {"HF_TOKEN": "a\nb"}
     assert list(tmp_path.iterdir()) == []
-    assert take_sent(environ, "1") == {}
+    assert take_secrets(environ, "1") == {}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_secret_variables_are_not_read_without_a_path_or_from_a_file_of_another_user(tmp_path: Path) -> None:
     Path("-0").write_text('{"LD_PRELOAD": "x"}')
-    assert take_sent({}, "0") == {}
+    assert take_secrets({}, "0") == {}
     theirs = tmp_path / "0-0"
     theirs.write_text('{"LD_PRELOAD": "x"}')
     os.chown(theirs, 65534, 65534)
-    assert take_sent({"CPUFT_SENT": f"{tmp_path}/0"}, "0") == {}
+    assert take_secrets({"CPUFT_SENT": f"{tmp_path}/0"}, "0") == {}
     assert theirs.exists()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from cpuft.comm.compression.int8 import BackgroundMean
 from cpuft.comm.process_group import ProgressThread
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, suggest_names
 
 WIRE_TYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 """Compression -> type in which changes of parameters are sent."""
@@ -48,7 +48,7 @@ class LocalSGD:
     ) -> None:
         if compression not in WIRE_TYPES:
             raise CpuftError(
-                f"changes of parameters cannot be sent as {compression}: {near_names(compression, WIRE_TYPES)}"
+                f"changes of parameters cannot be sent as {compression}: {suggest_names(compression, WIRE_TYPES)}"
             )
         self._dense = [p for p in parameters if p.requires_grad and p is not embedding]
         self._embedding, self._type, self._momentum = embedding, WIRE_TYPES[compression], momentum

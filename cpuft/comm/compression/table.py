@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft.comm.compression import int8, powersgd
 from cpuft.comm.compression.levels import CompressionLevel
 from cpuft.compressions import COMPRESSIONS, REMOVED_COMPRESSIONS
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, suggest_names
 
 Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
 """Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks."""
@@ -117,7 +117,9 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     if compression in REMOVED_COMPRESSIONS:
         raise CpuftError(REMOVED_COMPRESSIONS[compression])
     if compression not in TABLE:
-        raise CpuftError(f"there is no gradient compression {compression}: {near_names(compression, COMPRESSIONS[1:])}")
+        raise CpuftError(
+            f"there is no gradient compression {compression}: {suggest_names(compression, COMPRESSIONS[1:])}"
+        )
     return TABLE[compression].make_reduce(group)
 
 

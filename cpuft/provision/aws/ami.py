@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, suggest_names
 from cpuft.files import REMOVE
 from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import Host
@@ -86,7 +86,7 @@ def plan_deletion(found: OwnImages, wanted: str, region: str) -> Plan:
         known = {one.name for one in found.images} | {one.name for one in found.orphans}
         raise CpuftError(
             f"cpuft has made no AMI {wanted!r:.80} in {region}: "
-            f"{near_names(wanted, known) if known else 'there is nothing to delete'}"
+            f"{suggest_names(wanted, known) if known else 'there is nothing to delete'}"
         )
     stages = (
         tuple(plan_call("deregister_image", f"delete AMI {one.name}", region, {"ImageId": one.id}) for one in images),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, install_command, near_names
+from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.plan import Step
 
 TAG = "cpuft:cluster"
@@ -285,7 +285,7 @@ class AwsClient:
         if not self.region:
             raise CpuftError("no AWS region is given: add --region, such as --region us-east-1")
         if self.region not in known:
-            raise CpuftError(f"AWS has no region {self.region!r:.60}: {near_names(self.region, known)}")
+            raise CpuftError(f"AWS has no region {self.region!r:.60}: {suggest_names(self.region, known)}")
         self._clients: dict[tuple[str, bool], Any] = {}
         self._hook, self._sleep = hook, sleep
 

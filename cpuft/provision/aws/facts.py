@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from cpuft.config import is_count
-from cpuft.errors import CpuftError, near_names
+from cpuft.errors import CpuftError, suggest_names
 from cpuft.provision.aws.client import (
     GENERATION,
     GROUP,
@@ -445,7 +445,7 @@ def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
         return dict(client.query("describe_instance_types", InstanceTypes=[instance_type])["InstanceTypes"][0])
     except CallRefusedError as error:
         if error.code == "InvalidInstanceType":
-            names = near_names(instance_type, read_table())
+            names = suggest_names(instance_type, read_table())
             raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}") from None
         raise
 

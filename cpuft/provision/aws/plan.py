@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError, counted, near_names
+from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
 from cpuft.hosts.ssh_config import KEYGEN
@@ -117,7 +117,9 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
     if config.threads_per_core == 1 and offer.threads and 1 not in offer.threads:
         raise CpuftError(f"{config.type} does not support --threads-per-core 1: leave the option out")
     if config.zone and config.zone not in offer.all_zones:
-        raise CpuftError(f"region {region} has no zone {config.zone!r:.60}: {near_names(config.zone, offer.all_zones)}")
+        raise CpuftError(
+            f"region {region} has no zone {config.zone!r:.60}: {suggest_names(config.zone, offer.all_zones)}"
+        )
     if not offer.zones:
         raise CpuftError(
             f"no zone of {region} with a default subnet offers {config.type}: try another --type or --region"

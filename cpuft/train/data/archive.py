@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
-from cpuft.files import written_beside
+from cpuft.files import write_atomically
 from cpuft.serialization import load, parse_json
 
 EMPTY: NDArray[Any] = np.zeros(0, np.int8)
@@ -92,7 +92,7 @@ def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], 
     for key, tokens in splits.items():
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
     try:
-        with written_beside(path) as beside, beside.open("wb") as file:
+        with write_atomically(path) as beside, beside.open("wb") as file:
             np.savez(file, **arrays)
     except OSError as error:
         raise CpuftError(

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig, parse_arguments, split_run_memory
-from cpuft.errors import CpuftError, counted, describe_disk
-from cpuft.files import cache_folder, take_sent, written_beside
+from cpuft.errors import CpuftError, counted, describe_path_error
+from cpuft.files import cache_folder, take_secrets, write_atomically
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import EMPTY, UNKNOWN, UNTAGGED, Prepared, Tokens, read_prepared, write_prepared
 from cpuft.train.data.sources import Examples, TaskData, first_examples, read_data
@@ -300,7 +300,7 @@ def main() -> None:
     try:
         memory, arguments = split_run_memory(sys.argv[2:])
         output, config = sys.argv[1], parse_arguments(TrainConfig, arguments)
-        os.environ.update(take_sent(os.environ, "prepare"))
+        os.environ.update(take_secrets(os.environ, "prepare"))
         check_engine(config)
         check_lora(config)
         if not config.from_config:
@@ -308,13 +308,13 @@ def main() -> None:
         path = prepare(config)
         if memory:
             check_fit(config, read_prepared(str(path)), memory)
-        with written_beside(Path(output)) as beside:
+        with write_atomically(Path(output)) as beside:
             shutil.copyfile(path, beside)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        reason = describe_disk(error) or f"{error}: name another place with --run-dir"
+        reason = describe_path_error(error) or f"{error}: name another place with --run-dir"
         print(f"cpuft: error: {reason}", file=sys.stderr)
         sys.exit(2)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.config import PredictConfig, TrainConfig
-from cpuft.errors import CpuftError, counted, near_names
+from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import TASKS, Task
 from cpuft.train.startup import find_hub_problem
@@ -383,7 +383,7 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
     `advice` says which option names the column; without it, the message lists the most similar names.
     """
     if name not in columns:
-        listed = f"{advice} (the file has {', '.join(columns)})" if advice else near_names(name, columns)
+        listed = f"{advice} (the file has {', '.join(columns)})" if advice else suggest_names(name, columns)
         raise CpuftError(f"{source} has no column {name!r}: {listed}")
     return columns.index(name)
 

@@ -182,7 +182,7 @@ def test_a_named_pipe_in_a_checkpoint_is_damage_and_nobody_waits_for_it(name: st
     os.mkfifo(path)
     update, _, damaged = read_newest(tmp_path)
     assert update == 1
-    assert damaged == [f"checkpoint {path.parent} is left out: {path} cannot be read (it is no regular file)"]
+    assert damaged == [f"checkpoint {path.parent} is left out: {path} cannot be read (it is not a regular file)"]
 
 
 def test_how_far_a_rank_is_goes_into_no_pipe_and_through_no_link(tmp_path: Path) -> None:

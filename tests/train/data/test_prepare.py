@@ -21,7 +21,7 @@ def test_rows_that_others_could_have_written_are_not_read(own_cache: None) -> No
     path = prepare(TrainConfig(max_train_samples=8))
     assert prepare(TrainConfig(max_train_samples=8)) == path
     path.parent.chmod(0o777)
-    with pytest.raises(CpuftError, match=r"is open to others' writing \(mode 777\)"):
+    with pytest.raises(CpuftError, match=r"can be written to by other users \(mode 777\)"):
         prepare(TrainConfig(max_train_samples=8))
 
 

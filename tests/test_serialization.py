@@ -76,7 +76,7 @@ def test_anything_else_is_refused_with_a_line(value: Any) -> None:
         ({"leaves": [{"name": "a", "count": 1.0}]}, "tree.leaves[0].count is 1.0, and must be a whole number"),
         ({"leaves": [{"name": "a", "share": 10**400}]}, "0000, and must be a number"),
         ({"leaves": [{"name": "a", "wanted": 1}]}, "tree.leaves[0].wanted is 1, and must be true or false"),
-        ({"leaves": [{"name": "\ud800"}]}, "tree.leaves[0].name holds half a character"),
+        ({"leaves": [{"name": "\ud800"}]}, "tree.leaves[0].name contains half of a surrogate pair"),
         ({"leaves": [], "by_name": {"x": None}}, "tree.by_name['x'] is None, and must be a number"),
     ],
 )
@@ -108,7 +108,7 @@ def test_yaml_scalars_are_as_they_are_written(text: str) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a: 1\nb: 2\na: 3\n", "line 3: 'a' is there twice, or is no name"),
+        ("a: 1\nb: 2\na: 3\n", "line 3: 'a' is there twice, or is not a name"),
         ("? [x]\n: 1\n", "line 1: "),
         ("a: &x [*x]\n", "an alias (*name) stands for a list or mapping: write that out"),
         ("a: &x [1]\nb: [*x, *x]\n", "an alias (*name) stands for a list or mapping: write that out"),

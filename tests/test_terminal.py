@@ -16,8 +16,8 @@ from tests.records import make_record
 
 WRITES = """
 import os, sys
-from cpuft.terminal import check_output, keep_streams
-keep_streams()
+from cpuft.terminal import check_stdout, protect_streams
+protect_streams()
 with open("file", "w") as file:
     print(file.fileno() > 2, file=file)
     for _ in range(3):
@@ -26,7 +26,7 @@ with open("file", "w") as file:
         sys.stdout.flush()
     os.system("echo child; echo child >&2; cat")
     print("whole" + str(sys.stdin.read()), file=file)
-check_output()
+check_stdout()
 """
 
 
@@ -57,7 +57,8 @@ def test_no_verb_complains_of_a_reader_that_has_gone(verb: str, streams: str, tm
 
 @pytest.mark.parametrize("verb", ["doctor --list", "launch --dry-run"])
 def test_what_did_not_fit_is_said(verb: str) -> None:
-    said = "cpuft: error: standard output could not be written (No space left on device): make room where it goes\n"
+    said = "cpuft: error: standard output could not be written (No space left on device): "
+    said += "make room on the disk it goes to\n"
     done = run_shell(f"cpuft {verb} >/dev/full")
     assert (done.stdout, done.stderr, done.returncode) == ("", said, 2)
 
