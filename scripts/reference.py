@@ -44,7 +44,7 @@ def format_command(path: str, command: click.Command) -> list[str]:
     usage = " ".join(command.collect_usage_pieces(context))
     lines = [f"## {path}", "", f"`{path} {usage}`", "", " ".join((command.help or "").split()), ""]
     options = [one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden]
-    rows = [record for one in options if one.name != "help" and (record := one.get_help_record(context))]
+    rows = [record for one in options if "--help" not in one.opts and (record := one.get_help_record(context))]
     if rows:
         lines += ["| option | meaning |", "| --- | --- |"]
         lines += [

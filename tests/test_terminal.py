@@ -1,4 +1,4 @@
-"""Standard streams that are closed, that nobody reads, or whose disk is full."""
+"""Standard streams that are closed, that nobody reads, or whose disk is full; and tables as text."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from cpuft.execute import run_step
 from cpuft.plan import Step
 from cpuft.record import Writer, read_record
+from cpuft.terminal import format_table
 from tests.conftest import run_shell
 from tests.records import make_record
 
@@ -100,3 +101,13 @@ def test_a_worker_by_itself_that_nobody_listens_to_goes_on(streams: str) -> None
     done = run_shell(f"python -m cpuft.train --run-dir=run {words} {streams}")
     assert done.returncode == 0
     assert read_record("run").footer is not None
+
+
+def test_a_terminal_that_rich_takes_for_small_cuts_nothing() -> None:
+    columns, row = [f"column {number}" for number in range(9)], ["a longer text"] * 9
+    before = format_table(columns, [row])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "40"}.items():
+            patch.setenv(name, value)
+        assert format_table(columns, [row]) == before
+    assert before.count("a longer text") == 9

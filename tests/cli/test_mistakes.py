@@ -64,7 +64,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --np 2 --hostfile hosts",
         {"hosts": "localhost\n127.0.0.9 port=9\n"},
-        "host 127.0.0.9 cannot be used over ssh (Connection refused on port 9: check its name, its port and that sshd runs there and lets this machine in)",
+        "host 127.0.0.9 cannot be used over ssh (Connection refused on port 9: check its name and its port, and that sshd runs there and accepts connections from this machine)",
     ),
     (
         "launch --cluster lab",
