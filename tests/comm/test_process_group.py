@@ -9,7 +9,7 @@ import pytest
 
 from tests.comm.ranks import mpirun
 
-MIN_CASES = {"ccl": 460, "mpi": 460, "gloo": 320}
+MIN_CASES = {"ccl": 460, "mpi": 460, "gloo": 250}
 
 
 @pytest.mark.parametrize(
