@@ -160,7 +160,7 @@ def test_padding_that_a_model_does_not_know_is_refused(
     [
         (
             (),
-            "holds no whole tokenizer (no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt (BPE) ",
+            "holds no complete tokenizer (no tokenizer.json, vocab.txt (WordPiece), vocab.json with merges.txt ",
         ),
         (("tokenizer_config.json",), "holds no complete tokenizer (no tokenizer.json, vocab.txt (WordPiece), "),
         (("vocab.json",), "holds no complete tokenizer (vocab.json without merges.txt, and no tokenizer.json): save "),

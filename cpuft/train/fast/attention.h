@@ -1,6 +1,5 @@
-// Softmax attention with dropout on the probabilities, a head at a time, with all that lies between its products: what
-// is read are rows of queries, keys and values, what is written are rows, and scores never leave the cache. Backward
-// computes them again.
+// Softmax attention with dropout on the probabilities, one head at a time, with both products. The kernel reads rows of
+// queries, keys and values and writes rows of the context; scores never leave the cache. Backward recomputes them.
 
 #pragma once
 
@@ -14,11 +13,11 @@
 
 namespace {
 
-// Queries at a time.
+// Number of queries that are processed at a time.
 constexpr int64_t TALL = 32;
 
-// One head's part of the tokens' rows. Token t of a row of the batch has row number places[t], none if negative; null:
-// they are in order from `first`.
+// The part of the tokens' rows that belongs to one head. Token t of an example is in row places[t], or absent if that
+// is negative. If `places` is null, the tokens are in consecutive rows from `first` on.
 template <class T> struct Rows {
     T *at;
     int64_t stride;
@@ -48,7 +47,7 @@ struct Heads {
     const float *bias_of(int64_t n, int64_t h, int64_t q) const {
         return bias ? bias + n * bias_batch + h * bias_head + q * bias_query : nullptr;
     }
-    // How many tokens there are to the last that has a row.
+    // The number of tokens of an example up to the last one that has a row.
     static int64_t count(const int64_t *places, int64_t n, int64_t length) {
         int64_t last = length;
         while (places && last > 0 && places[n * length + last - 1] < 0) last--;
@@ -56,16 +55,16 @@ struct Heads {
     }
 };
 
-// Of tokens, and of a head's numbers: vectors of pairs of them.
+// A number of tokens, and the size of a head, padded for the products.
 template <class T> int64_t length_of(int64_t tokens) { return filled_up(tokens, COLS<T>); }
 template <class T> int64_t width_of(int64_t size) { return filled_up(size, std::max(COLS<T>, W * IN_WORD<T>)); }
 
-// What one thread computes in: blocks that begin with a line of the cache, and stay in it.
+// The working memory of one thread: blocks that are aligned to cache lines and stay in the cache.
 template <class T> struct Desk {
     struct alignas(64) Line {
         uint8_t bytes[64];
     };
-    int64_t length, width;  // the most of both, filled up
+    int64_t length, width;  // the largest padded number of tokens, and the padded head size
     Lanes lanes;
     std::vector<Line> lines;
     T *rows, *queries, *grads, *dropped, *slopes;
@@ -76,7 +75,7 @@ template <class T> struct Desk {
     Desk(int64_t most, int64_t size) : length(length_of<T>(most)), width(width_of<T>(size)), lanes(most) {
         int64_t tall = TALL * width, block = TALL * length, whole = length * width;
         int64_t taken = 0;
-        for (int64_t pass = 0; pass < 2; pass++) {  // how much it is, then where
+        for (int64_t pass = 0; pass < 2; pass++) {  // first adds up the sizes, then assigns the addresses
             uint8_t *from = lines.empty() ? nullptr : lines.data()->bytes;
             taken = 0;
             auto take = [&](auto *&array, int64_t count) {
@@ -96,7 +95,7 @@ template <class T> inline void copy(T *to, const T *from) { std::memcpy(to, from
 
 template <class T> const word *words(const T *x) { return reinterpret_cast<const word *>(x); }
 
-// `count` rows from `first` on, then zeros to `high` rows; each filled up to `width`.
+// Copies `count` rows from `first` on, then zeros up to `high` rows; each row is padded to `width`.
 template <class T>
 void collect(Rows<const T> from, int64_t first, int64_t count, int64_t high, int64_t size, int64_t width, T *to) {
     for (int64_t t = 0; t < high; t++, to += width) {
@@ -104,7 +103,7 @@ void collect(Rows<const T> from, int64_t first, int64_t count, int64_t high, int
         int64_t found = row ? size : 0, j = 0;
         for (; j + W <= found; j += W) {
             copy(to + j, row + j);
-            __builtin_prefetch(row + size + j);  // the next head's
+            __builtin_prefetch(row + size + j);  // the same row of the next head
         }
         for (; j < width; j += W) put(to + j, j < found ? get(row + j, lanes_of(j, found)) : vec{}, W);
     }
@@ -117,8 +116,8 @@ void deliver(const float *from, int64_t width, Rows<T> to, int64_t first, int64_
             for (int64_t j = 0; j < size; j += W) put(row + j, get(from + j, lanes_of(j, size)), lanes_of(j, size));
 }
 
-// A row's exponentials, in place; zeros follow them to the end of the last vector. Returns what makes them its softmax
-// when they are multiplied by it.
+// Replaces n scores in s by their exponentials, and fills the last vector with zeros. Returns the factor that makes
+// them the softmax.
 inline float exponentials(float *s, const float *bias, int64_t n, float factor) {
     vec tops = all(-INFINITY), totals{};
     for (int64_t j = 0; j < n; j += W) {
@@ -130,7 +129,7 @@ inline float exponentials(float *s, const float *bias, int64_t n, float factor) 
         tops = v > tops ? v : tops;
     }
     float top = most_of(tops);
-    // exp_of stops at exp(-87), 1e-38: what a mask shuts out has to be exactly nothing.
+    // exp_of returns at least exp(-87), which is 1e-38, but the probability of a masked key must be exactly 0.
     for (int64_t j = 0; j < n; j += W) {
         vec v = read<vec>(s + j) - top;
         v = v < -87.0f ? vec{} : exp_of(v);
@@ -140,7 +139,7 @@ inline float exponentials(float *s, const float *bias, int64_t n, float factor) 
     return 1.0f / sum_of(totals);
 }
 
-// A block's probabilities in `scores`, and in `dropped` what dropout leaves of them, filled up with zeros.
+// Computes the probabilities of a block of queries in `scores`, and after dropout in `dropped`; both padded with zeros.
 template <class T>
 void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, int64_t first, int64_t count, int64_t used) {
     int64_t length = length_of<T>(used), width = width_of<T>(g.size), high = filled_up(count, ROWS<T>);
@@ -160,7 +159,7 @@ void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, int64_t first, in
     }
 }
 
-// q, k, v: the first rows' numbers of the first head; those of context have its own stride.
+// q, k and v point to the first row of the first head. Rows of the context have the stride heads * size.
 template <class T>
 void attention_forward(const T *q, const T *k, const T *v, T *context, const float *bias, const int64_t *query_places,
                        const int64_t *key_places, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
@@ -193,8 +192,8 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
     }
 }
 
-// From the gradient of the dropped probabilities, in `wanted`, that of the unscaled scores, in `slopes`.
-// sum(probs * dprobs) = sum(dropped * ddropped), and where `dropped` is zero the probability was dropped or is zero.
+// Computes the gradient of the unscaled scores, in `slopes`, from that of the probabilities after dropout, in `wanted`.
+// sum(probs * dprobs) = sum(dropped * ddropped), and where `dropped` is zero, the probability was dropped or is zero.
 template <class T> void slope(const Heads &g, Desk<T> &desk, int64_t length, int64_t high) {
     for (int64_t t = 0; t < high; t++) {
         const float *p = desk.scores + t * length, *w = desk.wanted + t * length;
@@ -210,7 +209,7 @@ template <class T> void slope(const Heads &g, Desk<T> &desk, int64_t length, int
     }
 }
 
-// sums (width, length) += the product of a block's `left`, columns of it, and its `right`, both `high`.
+// sums (width, length) += left^T (width, high) right (high, length).
 template <class T>
 void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_t width, int64_t length,
                int64_t high) {
@@ -220,7 +219,7 @@ void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_
     multiply<T>(desk.turned, tall, pairs, length, sums, length, width, length, high, true);
 }
 
-// Gradients stand as what they are of does, that of the context as the context.
+// dq, dk and dv have the layout of q, k and v; `grad`, the gradient of the context, has that of the context.
 template <class T>
 void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq, T *dk, T *dv, const float *bias,
                         const int64_t *query_places, const int64_t *key_places, int64_t batch, int64_t heads,

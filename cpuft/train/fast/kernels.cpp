@@ -1,10 +1,10 @@
-// The passes over activations that eager torch makes one operator at a time, each made once: memory traffic, not
-// arithmetic, is what they cost. No torch headers: plain functions on plain pointers, loaded through ctypes, so that
-// any compiler with OpenMP builds them in seconds and they fit every torch. Each has a plain torch twin beside its
-// Python caller, and a test holds the two equal.
+// Kernels that make in one pass over memory what eager torch makes in one pass for each operator: these operations cost
+// memory traffic, not arithmetic. The file uses no torch headers: kernels are functions on pointers, loaded through
+// ctypes, so that any compiler with OpenMP builds them in seconds and they work with every version of torch. The Python
+// caller of each kernel has the same computation in plain torch, and tests compare both.
 //
-// Loops go over a vector's numbers at a time. The few last of a row are a masked load, not so many scalar steps:
-// attention's rows are as short as a sentence, and half of their time went there.
+// Loops process one vector of numbers at a time. The last numbers of a row are loaded with a mask and not one by one:
+// attention's rows are as short as a sentence, and a scalar loop took half of their time.
 
 #include "attention.h"
 #include "vectors.h"
@@ -33,7 +33,7 @@ void dropout(const T *x, T *y, int64_t n, uint64_t seed, uint32_t threshold, flo
     }
 }
 
-// y = norm(sum) of sum = residual + dropout(x + shift).
+// y = layer_norm(sum), where sum = residual + dropout(x + shift).
 template <class T>
 void norm_forward(const T *x, const T *shift, const T *residual, const float *weight, const float *bias, T *sum, T *y,
                   float *mean, float *rstd, int64_t rows, int64_t cols, uint64_t seed, uint32_t threshold, float scale,
@@ -52,7 +52,7 @@ void norm_forward(const T *x, const T *shift, const T *residual, const float *we
                 vec v = get(xi + j, m) + get(shift + j, m);
                 if (bits) v = keep(v * scale, bits + j, threshold);
                 put(si + j, get(ri + j, m) + v, m);
-                total += get(si + j, m);  // as backward will read it
+                total += get(si + j, m);  // rounded to T, as backward reads it
             }
             float mu = sum_of(total) / float(cols);
             for (int64_t j = 0; j < cols; j += W) {
@@ -71,7 +71,7 @@ void norm_forward(const T *x, const T *shift, const T *residual, const float *we
     }
 }
 
-// Gradients of the norm's weight and bias and of the shift are added to what `dweight`, `dbias` and `dshift` hold.
+// The gradients of the norm's weight and bias, and of the shift, are added to `dweight`, `dbias` and `dshift`.
 template <class T>
 void norm_backward(const T *dy, const T *sum, const float *mean, const float *rstd, const float *weight, T *dx,
                    T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows, int64_t cols, uint64_t seed,
@@ -90,7 +90,7 @@ void norm_backward(const T *dy, const T *sum, const float *mean, const float *rs
             vec ones{}, hats{};
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
-                vec d = get(dyi + j, m), z = (get(si + j, m) - mu) * r;  // where d is masked, products are 0
+                vec d = get(dyi + j, m), z = (get(si + j, m) - mu) * r;  // where d is masked, it and its products are 0
                 put(dw + j, get(dw + j, m) + d * z, m);
                 put(db + j, get(db + j, m) + d, m);
                 vec g = d * get(weight + j, m);
@@ -119,8 +119,8 @@ void norm_backward(const T *dy, const T *sum, const float *mean, const float *rs
     }
 }
 
-// The normal distribution's cdf, by Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7), and sqrt(2 pi) times its
-// density: one exponential for both.
+// The standard normal distribution's cdf, by Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7), and its density
+// times sqrt(2 pi). Both need the same exponential.
 struct Normal {
     vec cdf, bell;
 };
@@ -137,7 +137,7 @@ inline Normal normal(vec v) {
     return {v < 0.0f ? tail : 1.0f - tail, bell};
 }
 
-// y = gelu(x + bias), which is v cdf(v) of the sum v, and its slope there, cdf(v) + v pdf(v) (null: not wanted).
+// y = gelu(v) = v cdf(v), where v = x + bias, and its slope cdf(v) + v pdf(v), unless `slope` is null.
 template <class T>
 void gelu_forward(const T *x, const T *bias, T *y, T *slope, int64_t rows, int64_t cols, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -151,7 +151,7 @@ void gelu_forward(const T *x, const T *bias, T *y, T *slope, int64_t rows, int64
         }
 }
 
-// dx = dy * slope; the bias's gradient, dx's column sums, is added to what `dbias` holds.
+// dx = dy * slope. The bias's gradient, which is the column sums of dx, is added to `dbias`.
 template <class T>
 void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t rows, int64_t cols, int threads) {
 #pragma omp parallel num_threads(threads)
@@ -171,7 +171,7 @@ void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t row
     }
 }
 
-// sums += the sum of all rows of x: a linear layer's bias gets that of its output's gradient.
+// sums += the sum of all rows of x. The gradient of a linear layer's bias is this sum of its output's gradient.
 template <class T> void column_sums(const T *x, float *sums, int64_t rows, int64_t cols, int threads) {
 #pragma omp parallel num_threads(threads)
     {
@@ -188,8 +188,9 @@ template <class T> void column_sums(const T *x, float *sums, int64_t rows, int64
     }
 }
 
-// Rows of x as whole numbers from -127 to 127 times a scale for each row, every column counting `factors` times first
-// (null: once). Magnitudes are compared as bits, by which a NaN is the largest: its row's scale says so.
+// Quantise rows of x, after multiplying each column by its number of `factors` (null: by 1), to whole numbers from -127
+// to 127 and one scale for each row. Magnitudes are compared by their bits, so that a NaN is the largest and becomes
+// the scale of its row.
 template <class T>
 void quantise_rows(const T *x, const float *__restrict factors, int8_t *y, float *scales, int64_t rows, int64_t cols,
                    int threads) {
@@ -205,13 +206,13 @@ void quantise_rows(const T *x, const float *__restrict factors, int8_t *y, float
         }
         float most = as_float(uint32_t(top)), inverse = most > 0.0f ? 127.0f / most : 0.0f;
         scales[i] = most / 127.0f;
-        // As in exp_of; GCC narrows plain loops to bytes well, and vectors lane by lane.
+        // Rounds as exp_of does. GCC narrows a plain loop to bytes well, but vectors lane by lane.
         for (int64_t j = 0; j < cols; j++) yi[j] = int8_t(as_bits(value(j) * inverse + 12582912.0f));
     }
 }
 
-// A product of rows of 8-bit numbers, times the scales of its rows and of its columns, plus the columns' bias (null:
-// no scales, no bias). y may be where the product is.
+// y = product of 8-bit matrices, times the scales of its rows and of its columns, plus the bias of its columns.
+// `columns` and `bias` may be null. y may have the same memory as the product.
 template <class T>
 void dequantise(const int32_t *product, const float *scales, const float *columns, const float *bias, T *y,
                 int64_t rows, int64_t cols, int threads) {
@@ -228,7 +229,7 @@ void dequantise(const int32_t *product, const float *scales, const float *column
     }
 }
 
-// *sum += the squares of the numbers of all `count` gradients.
+// *sum += the sum of the squares of all numbers of `count` gradients.
 template <class G>
 void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_t count, int threads) {
     double all_squares = 0;
@@ -281,11 +282,11 @@ template <class G> bool is_still(const G *grad, const float *first, const float 
     return sum_of(any != 0.0f ? all(1.0f) : vec{}) == 0.0f;
 }
 
-// AdamW (Loshchilov, Hutter 2019), or Adam with decay added to the gradient, on fp32 masters, in one pass with the
-// rounding to the compute weights (null: there are none), for `count` parameters. Gradients count `gain` times. A
-// block whose gradient and moments are all zero is left alone when there is no decay: that is most of an embedding
-// table, and the result is the same. Where it is known of rows of `widths` numbers (awake: zero for those; null: it is
-// not known), nobody reads them to find out.
+// AdamW (Loshchilov, Hutter 2019), or Adam with decay added to the gradient, on the fp32 masters of `count` parameters,
+// in one pass with the rounding to the compute weights (null: there are none). Gradients are multiplied by `gain`.
+// Without decay, a block whose gradient and moments are all zero is skipped, which does not change the result: that is
+// most of an embedding. For a parameter with rows of `widths` numbers, `awake` is zero for rows that are known to be
+// such blocks, so that they need not be read to find out; null where this is unknown.
 template <class G>
 void adamw(float *const *master, bf16 *const *compute, const G *const *grad, float *const *first,
            float *const *second, const uint8_t *const *awake, const int64_t *sizes, const int64_t *widths,
@@ -311,7 +312,7 @@ void adamw(float *const *master, bf16 *const *compute, const G *const *grad, flo
 
 } // namespace
 
-// Each kernel by its name and element type, as an address: the arguments are those of the template.
+// Exports the address of each kernel for each element type. The arguments are those of the template.
 #define EXPORT(name)                                                                                                  \
     extern "C" {                                                                                                      \
     void *name##_fp32 = reinterpret_cast<void *>(&name<float>);                                                 \

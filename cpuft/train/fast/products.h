@@ -1,7 +1,8 @@
-// Products of matrices that are in the cache, small enough that a library's call for each would cost more than they do.
+// Products of small matrices that are in the cache. A call of a library for each would cost more than the product.
 //
-// They are counted in words of 32 bits along what is summed over: one float, or two bf16 that stand side by side. Of
-// the left factor a row's words are consecutive, of the right one those that the same word of a row meets.
+// Along the dimension that is summed over, sizes are counted in words of 32 bits: one float, or two adjacent bf16. In
+// the left factor, the words of a row are contiguous; in the right factor, the words of all columns for the same index
+// are.
 
 #pragma once
 
@@ -13,13 +14,13 @@
 
 namespace {
 
-// Floats and pairs of bf16 are read as these.
+// Floats and pairs of bf16 are read as words.
 typedef uint32_t word __attribute__((may_alias));
 
 template <class T> constexpr int64_t IN_WORD = 4 / int64_t(sizeof(T));
-// So many rows of sums, each of two vectors, fit into registers.
+// Number of rows of sums, each of two vectors, that fit into registers.
 constexpr int64_t HIGH = W / 2;
-// Rows and columns of factors are filled up with zeros to multiples of these: more with AMX, for two tiles each way.
+// Rows and columns of factors are padded with zeros to multiples of these; with AMX to two tiles in each direction.
 #ifdef __AMX_BF16__
 template <class T> constexpr int64_t ROWS = sizeof(T) == 2 ? 32 : HIGH;
 template <class T> constexpr int64_t COLS = sizeof(T) == 2 ? 32 : W;
@@ -29,7 +30,7 @@ template <class T> constexpr int64_t COLS = W;
 #endif
 inline int64_t filled_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// sums + left * right, of word pairs of T.
+// sums + left * right, where left is one word and right a vector of words.
 template <class T> inline vec add_product(vec sums, uint32_t left, uvec right);
 template <> inline vec add_product<float>(vec sums, uint32_t left, uvec right) {
     return sums + as_float(left) * (vec)right;
@@ -43,7 +44,7 @@ template <> inline vec add_product<bf16>(vec sums, uint32_t left, uvec right) {
 #endif
 }
 
-// c (HIGH, N vectors) = a times b, or adds it.
+// c (HIGH rows of N vectors) = a b, or c += a b if `adds`.
 template <class T, int64_t N>
 inline void multiply_block(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c,
                            int64_t c_stride, int64_t words, bool adds) {
@@ -83,16 +84,18 @@ void multiply_vectors(const word *a, int64_t a_stride, const word *b, int64_t b_
 }
 
 #ifdef __AMX_BF16__
-// Whether Linux lets this process use tiles: it has to ask. Numbers of Documentation/arch/x86/xstate.rst.
+// Whether Linux lets this process use tiles, which it must request: ARCH_REQ_XCOMP_PERM for XTILEDATA, with the numbers
+// in Documentation/arch/x86/xstate.rst.
 const bool HAS_TILES = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
-// Palette 1; at byte 16 each of eight tiles' bytes a row, at 48 its rows. A constant: GCC 12 takes of what ldtilecfg
-// reads the first eight bytes only for used.
+// The configuration for ldtilecfg: palette 1; from byte 16 on, the bytes of a row of each of eight tiles (16 bits
+// each); from byte 48 on, their numbers of rows. It is a constant because GCC 12 believes that ldtilecfg reads only 8
+// bytes.
 alignas(64) const uint8_t SHAPES[64] = {1,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 64, 0, 64, 0, 64, 0,
                                         64, 0, 64, 0, 64, 0, 64, 0, 64, 0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0, 0,  0,
                                         0,  0, 0,  0, 16, 16, 16, 16, 16, 16, 16, 16};
 
-// The tiles' shapes while this lives; then they are as another library left them.
+// Configures the tiles while it exists, and then restores the configuration of another library, such as oneDNN.
 template <class T> struct Tiles {
     Tiles() {}
 };
@@ -108,7 +111,7 @@ template <> struct Tiles<bf16> {
     }
 };
 
-// Rows are multiples of 32 as well, words of 16.
+// `rows` and `cols` are multiples of 32, `words` of 16.
 inline void multiply_tiles(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c,
                            int64_t c_stride, int64_t rows, int64_t cols, int64_t words, bool adds) {
     for (int64_t j = 0; j < cols; j += 32)
@@ -147,8 +150,8 @@ template <class T> struct Tiles {
 };
 #endif
 
-// c (rows, cols) = a (rows, inner) times b, or adds it: `inner` numbers are summed over. Strides are in words. What is
-// there of a and c goes on to a multiple of ROWS<T>, of b and c to one of COLS<T>.
+// c (rows, cols) = a (rows, inner) b (inner, cols), or c += a b if `adds`. Strides are in words. The memory of a and c
+// must extend to a multiple of ROWS<T> rows, that of b and c to a multiple of COLS<T> columns.
 template <class T>
 void multiply(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c, int64_t c_stride,
               int64_t rows, int64_t cols, int64_t inner, bool adds = false) {
@@ -160,8 +163,8 @@ void multiply(const word *a, int64_t a_stride, const word *b, int64_t b_stride, 
     multiply_vectors<T>(a, a_stride, b, b_stride, c, c_stride, rows, cols, words, adds);
 }
 
-// The words of x (rows, cols), both multiples of W, with rows and columns exchanged. As often as W has halves, row i is
-// zipped with the one half of W below it: then each is a column.
+// y = x transposed, in words; rows and cols are multiples of W. A block of W rows is transposed by interleaving row i
+// with row i + W / 2, log2(W) times.
 inline void exchange(const word *x, int64_t x_stride, word *y, int64_t y_stride, int64_t rows, int64_t cols) {
     for (int64_t r = 0; r < rows; r += W)
         for (int64_t c = 0; c < cols; c += W) {
@@ -183,7 +186,7 @@ inline void exchange(const word *x, int64_t x_stride, word *y, int64_t y_stride,
         }
 }
 
-// Rows of T as words down the columns: a right factor, if rows are what is summed over. Floats are that as they are.
+// x as a right factor whose rows are summed over: words of two rows each for bf16, in `room`; floats as they are.
 inline const word *pair_rows(const float *x, word *, int64_t, int64_t) { return reinterpret_cast<const word *>(x); }
 inline const word *pair_rows(const bf16 *__restrict x, word *__restrict room, int64_t rows, int64_t cols) {
     word *y = room;

@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the processor's, how numbers come into them and leave, and the random bits of dropout.
+// Vectors of floats with the processor's width, loads and stores of them, exp, and the random bits of dropout.
 
 #pragma once
 
@@ -40,9 +40,9 @@ inline void store(bf16 &to, float value) {
     to.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
 
-// A vector of floats, as wide as the processor's. Operators and ?: work lane by lane on GCC's and Clang's vector types,
-// whatever the hardware, and become its instructions where it has that width: wider ones are taken apart, number by
-// number where they are compared.
+// A vector of floats with the processor's width. On the vector types of GCC and Clang, operators and ?: work lane by
+// lane on any hardware, and become single instructions where the hardware has that width. The compiler splits wider
+// vectors, and comparisons of these number by number.
 #ifdef __AVX512BW__
 constexpr int64_t W = 16;
 #else
@@ -55,7 +55,7 @@ typedef uint16_t half __attribute__((vector_size(2 * W)));
 
 inline vec all(float x) { return vec{} + x; }
 
-// What stands at p, which need not be aligned.
+// Reads a V from p, which need not be aligned.
 template <class V> inline V read(const void *p) {
     V x;
     std::memcpy(&x, p, sizeof x);
@@ -67,7 +67,7 @@ const ivec LANE = read<ivec>(NUMBERS);
 
 inline vec widen(half x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
 
-// As store() rounds.
+// Rounds as store() does.
 inline half narrow(vec x) {
     uvec bits = (uvec)x, up = bits + 0x7fffu + ((bits >> 16) & 1u);
     up = x != x ? bits | 0x400000u : up;
@@ -77,11 +77,11 @@ inline half narrow(vec x) {
 #ifdef __AVX512BW__
 inline __mmask16 first_of(int64_t n) { return __mmask16((1u << n) - 1u); }
 inline vec get(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(first_of(n), p); }
-inline vec get(const bf16 *p, int64_t n) {  // GCC makes more of this than of widen()
+inline vec get(const bf16 *p, int64_t n) {  // GCC compiles this to faster code than widen()
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_of(n), p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
-// A whole vector's store has no mask: AMD's Zen 4 cannot read what a masked one wrote until that is in the cache.
+// A full vector is stored without a mask: AMD's Zen 4 cannot read what a masked store wrote until it is in the cache.
 inline void put(float *p, vec x, int64_t n) {
     if (n == W)
         _mm512_storeu_ps(p, x);
@@ -90,7 +90,7 @@ inline void put(float *p, vec x, int64_t n) {
 }
 inline void put(bf16 *p, vec x, int64_t n) {
 #ifdef __AVX512BF16__
-    // Unlike torch's rounding, this takes numbers below 1e-38 for zero.
+    // Unlike torch's rounding, this instruction rounds numbers below 1e-38 to zero.
     __m256i y = (__m256i)_mm512_cvtneps_pbh(x);
 #else
     __m256i y = (__m256i)narrow(x);
@@ -104,7 +104,7 @@ inline vec keep(vec x, const uint16_t *bits, uint32_t threshold) {
     __m256i limit = _mm256_set1_epi16(int16_t(threshold));
     return _mm512_maskz_mov_ps(_mm256_cmpge_epu16_mask(read<__m256i>(bits), limit), x);
 }
-// Numbers of two vectors by turns: of their first halves, of their second halves.
+// Interleave the numbers of two vectors: those of their first halves, and those of their second halves.
 inline ivec zip_first(ivec x, ivec y) {
     const __m512i order = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return (ivec)_mm512_permutex2var_epi32((__m512i)x, order, (__m512i)y);
@@ -113,7 +113,8 @@ inline ivec zip_second(ivec x, ivec y) {
     const __m512i order = _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
     return (ivec)_mm512_permutex2var_epi32((__m512i)x, order, (__m512i)y);
 }
-// 1 / x to a unit of its last place, in a sixth of a division's time: an estimate to 14 bits, and a step of Newton's.
+// 1 / x, accurate to one unit in the last place, in a sixth of a division's time: a 14-bit estimate and one Newton
+// step.
 inline vec inverse(vec x) {
     vec r = _mm512_rcp14_ps(x);
     return r * (2.0f - x * r);
@@ -122,7 +123,7 @@ inline float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
 inline float most_of(vec x) { return _mm512_reduce_max_ps(x); }
 #else
 inline vec inverse(vec x) { return 1.0f / x; }
-// The few last of a row: AVX2 masks numbers of 32 bits only, others go through a vector of their own.
+// Loads and stores of the last numbers of a row. AVX2 can mask 32-bit numbers only; others are copied to a vector.
 template <class V, class T> inline V read_part(const T *p, int64_t n) {
     V x{};
     std::memcpy(&x, p, size_t(n) * sizeof(T));
@@ -178,8 +179,8 @@ inline float most_of(vec x) {
 
 inline int64_t lanes_of(int64_t j, int64_t cols) { return cols - j < W ? cols - j : W; }
 
-// exp by Cephes' expf: 2^n times a polynomial of degree 5, relative error 2e-7. Adding 1.5 * 2^23 rounds to a whole
-// number and leaves it in the low bits.
+// exp as in expf of the Cephes library: 2^n times a polynomial of degree 5, relative error 2e-7. Adding 1.5 * 2^23
+// rounds to a whole number and leaves it in the low bits.
 inline vec exp_of(vec x) {
     x = x < -87.0f ? all(-87.0f) : (x > 88.0f ? all(88.0f) : x);
     vec shifted = x * 1.44269504088896341f + 12582912.0f;
@@ -195,7 +196,7 @@ inline vec exp_of(vec x) {
 }
 
 // Word i of the stream of `seed`: SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-// generators"). Being a function of its index, it needs no state between threads, and backward makes the same mask
+// generators"). As a function of the index, it needs no state that threads share, and backward computes the same mask
 // again instead of reading it from memory.
 inline uint64_t random_word(uint64_t seed, uint64_t index) {
     uint64_t z = seed + (index + 1) * 0x9e3779b97f4a7c15ull;
@@ -204,7 +205,7 @@ inline uint64_t random_word(uint64_t seed, uint64_t index) {
     return z ^ (z >> 31);
 }
 
-// 16 random bits an element, four elements a word. Whole vectors are filled, so up to 16 elements too many.
+// 16 random bits for each element, four elements in a word. It fills whole vectors, up to 16 elements too many.
 struct Lanes {
     std::vector<uint64_t> words;
     explicit Lanes(int64_t longest) : words(size_t(longest / 4 + 24)) {}

@@ -28,7 +28,7 @@ def make_adapted(kind: str) -> Any:
     for name, parameter in model.named_parameters():
         if name == "pre_classifier.bias":
             torch.nn.init.constant_(parameter, 3.0)
-    return with_weights(add_adapters(model, rank=4, source="", fresh=()))
+    return with_weights(add_adapters(model, rank=4, source="", new=()))
 
 
 def with_weights(model: Any) -> Any:
