@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report"},
     "__main__": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "cli"},
 }
-"""What each room may reach, through whatever it imports."""
+"""What each folder or module may import, also indirectly."""
 
 TYPE_IGNORES = 36
 """Most `type: ignore` comments that the whole tree may hold."""
@@ -84,7 +84,7 @@ def with_packages(name: str) -> set[str]:
 
 @functools.cache
 def imports_of(name: str) -> set[str]:
-    """The modules of cpuft that a module imports, wherever in it the import stands."""
+    """Return the modules of cpuft that a module imports anywhere in its text."""
     found = with_packages(name) - {name}
     for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -95,8 +95,8 @@ def imports_of(name: str) -> set[str]:
     return found
 
 
-def reached_from(name: str) -> set[str]:
-    """All modules that importing and using this one may import."""
+def find_all_imports(name: str) -> set[str]:
+    """Return all modules that importing and using this one may import."""
     found, waiting = {name}, [name]
     for module in waiting:
         new = imports_of(module) - found
@@ -105,17 +105,17 @@ def reached_from(name: str) -> set[str]:
     return found - {name}
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     return module.split(".")[1]
 
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"cpuft"}))
-def test_a_module_reaches_only_what_its_room_may(name: str) -> None:
-    room = room_of(name)
-    assert sorted(module for module in reached_from(name) if room_of(module) not in ALLOWED[room] | {room}) == []
+def test_a_module_imports_only_what_its_folder_may(name: str) -> None:
+    folder = folder_of(name)
+    assert sorted(module for module in find_all_imports(name) if folder_of(module) not in ALLOWED[folder] | {folder}) == []
 
 
-def test_the_package_itself_holds_nothing_but_its_face() -> None:
+def test_the_package_itself_imports_only_its_public_api() -> None:
     face = {
         "cpuft.train",
         "cpuft.train.fast",
@@ -148,3 +148,67 @@ def test_every_file_is_installed_with_its_package() -> None:
         for path in found
         if not any(path.match(pattern) for pattern in patterns.get(".".join(path.relative_to(ROOT).parent.parts), []))
     ] == []
+
+
+TESTED_ELSEWHERE = {
+    "cli/bench.py": "comm/test_bench.py",
+    "cli/common.py": "cli/test_main.py",
+    "cli/compare.py": "launch/test_comparison.py",
+    "cli/doctor.py": "doctor/test_doctor.py",
+    "cli/env.py": "launch/test_plan.py",
+    "cli/launch.py": "launch/test_runs.py",
+    "cli/provision.py": "provision/test_base.py",
+    "cli/report.py": "report/test_comparison.py",
+    "cli/stacks.py": "launch/test_stack_dumps.py",
+    "cli/submit.py": "schedulers/test_submit.py",
+    "comm/backends/base.py": "comm/test_process_group.py",
+    "comm/backends/gloo.py": "comm/test_process_group.py",
+    "comm/compression/powersgd.py": "comm/compression/test_error_feedback.py",
+    "comm/tensors.py": "comm/test_process_group.py",
+    "compressions.py": "comm/compression/test_table.py",
+    "doctor/finding.py": "doctor/test_checks.py",
+    "execute.py": "launch/test_supervise.py",
+    "hosts/mpi_implementations.py": "launch/test_mpirun.py",
+    "provision/aws/options.py": "provision/aws/test_plan.py",
+    "provision/options.py": "provision/test_simulated.py",
+    "rank/dump_stacks.py": "rank/test_diagnostics.py",
+    "report/plots.py": "report/test_page.py",
+    "report/tables.py": "report/test_comparison.py",
+    "schedulers/base.py": "schedulers/test_submit.py",
+    "tasks.py": "train/data/test_sources.py",
+    "train/engines/deepspeed.py": "train/test_engines.py",
+    "train/engines/ipex.py": "train/test_engines.py",
+    "train/engines/ort.py": "train/test_engines.py",
+    "train/evaluate.py": "train/test_loop.py",
+    "train/exchange/base.py": "train/exchange/test_exchange.py",
+    "train/exchange/data_parallel.py": "train/exchange/test_exchange.py",
+    "train/exchange/local_sgd.py": "train/exchange/test_exchange.py",
+    "train/exchange/table.py": "train/exchange/test_exchange.py",
+    "train/fast/architectures.py": "train/test_architectures.py",
+    "train/fast/attention.py": "train/fast/test_pieces.py",
+    "train/fast/elementwise.py": "train/fast/test_pieces.py",
+    "train/fast/encoder.py": "train/fast/test_coverage.py",
+    "train/fast/gradient_checkpointing.py": "train/test_gradient_checkpointing.py",
+    "train/fast/projection.py": "train/fast/test_pieces.py",
+    "train/model.py": "train/test_architectures.py",
+    "train/objective/base.py": "train/objective/test_labels.py",
+    "train/objective/table.py": "train/test_run.py",
+    "train/setup.py": "train/test_loop.py",
+}
+"""Modules without a test file of their own name, and the file that tests them. All others are tested in the file of
+the same path: `cpuft/launch/plan.py` in `tests/launch/test_plan.py`."""
+
+
+def test_the_tests_of_every_module_are_found_from_its_path() -> None:
+    modules = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in MODULES.values()
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+
+    def mirror(module: str) -> Path:
+        path = Path(module)
+        return ROOT / "tests" / path.parent / f"test_{path.name}"
+
+    assert {module for module in modules if not mirror(module).exists()} == set(TESTED_ELSEWHERE)
+    assert [test for test in TESTED_ELSEWHERE.values() if not (ROOT / "tests" / test).exists()] == []
