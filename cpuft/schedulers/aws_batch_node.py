@@ -1,4 +1,15 @@
-"""What every node of an AWS Batch job runs: all meet, the main node runs the launch, and all end as it does."""
+"""What every node of an AWS Batch job runs: all meet, the main node runs the launch, and all end as it does.
+
+Batch tells the nodes nothing about each other but the address of the main node. So every other node starts an sshd, for
+the main node to use, and registers it with the main node over ssh. When all have registered, the main node writes the
+ssh files of a cluster and starts the command, in which `cpuft launch` finds that cluster. The sessions stay open to the
+end: they show which nodes are alive, and bring each node the exit code.
+
+All keys are made of the job's secret, so no host key is accepted unseen. The main node runs nothing for other nodes but
+the registration (`register`), whatever they ask for.
+
+Source of the variables: the user guide of AWS Batch, "Multi-node parallel job environment variables".
+"""
 
 from __future__ import annotations
 
@@ -6,78 +17,113 @@ import hmac
 import io
 import logging
 import os
+import pwd
 import re
+import select
+import shlex
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import paramiko
-from paramiko import common
 
 from cpuft import execute
+from cpuft.argv import module_command
 from cpuft.config import is_count
 from cpuft.errors import RESUMABLE, CpuftError
 from cpuft.files import hash_text, write_text
-from cpuft.hosts import facts
+from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
-from cpuft.hosts.ssh_config import Member, format_inside
 from cpuft.terminal import detect_dead_peer
 
+Say = Callable[[str], object]
 TOKEN = "CPUFT_BATCH_TOKEN"
-"""The job's secret, which Batch fetches from Secrets Manager."""
+"""Environment variable with the job's secret, which Batch gets from Secrets Manager."""
 SECONDS = "CPUFT_MEET_SECONDS"
-"""Within which all nodes must have met: an image of some GB may still be on its way to the last one."""
-_MEET_SECONDS, _DAY = "600", 86400
+"""Environment variable with the seconds in which all nodes must have registered: an image of some GB may still be on
+its way to the last node."""
+_MODULE = "cpuft.schedulers.aws_batch_node"
+PORT = 7077
+"""Port of the main node; the other nodes use any free port."""
+_DEFAULT_SECONDS, _MOST_SECONDS = "600", 86400
 _NUMBERS = ("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES")
 _ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 _JOB = "AWS_BATCH_JOB_ID"
-_LEAST_LETTERS = 32
+_SHORTEST_SECRET = 32
+_REGISTRATION = re.compile(r"([0-9.]{7,15}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
+_LEAVING = "leaving"
+"""What a node sends to the main node when Batch has sent it SIGTERM."""
+_UNUSED_ADDRESS = "192.0.2.1"
+"""An address that no host has (RFC 5737): the route to it is the route to other networks."""
+_CONNECT_SECONDS, _RETRY_SECONDS, _POLL_SECONDS = 10.0, 0.5, 0.05
+_INTERRUPT_SECONDS, _LEAVE_SECONDS = 30.0, 5.0
+"""Time limits for a launch to end after Ctrl-C, and for the other nodes to end after the launch."""
+_SERVER = {
+    "AuthenticationMethods": "publickey",
+    # A connection that does not log in is dropped after 10 s, and 500 of them do not keep a node out.
+    "LoginGraceTime": "10",
+    "MaxStartups": "500:30:1000",
+    # The folder of the keys is below /tmp, where others may write, and belongs to this user alone.
+    "StrictModes": "no",
+    # Without the limit others could fill the job's log.
+    "LogLevel": "FATAL",
+}
+_SESSION = '[ "$SSH_ORIGINAL_COMMAND" ] || exit 1\nexec setpriv --pdeathsig TERM sh -c "$SSH_ORIGINAL_COMMAND"\n'
+"""What a node's ssh server runs for the main node: its command, which ends when its session does."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node's place in its job."""
+    """A node's place in its job, as Batch's variables have it."""
 
     job: str
     index: int
     main: int
+    """Index of the main node."""
     count: int
+    """Number of nodes."""
     address: str
-    """Of the main node, which Batch does not tell itself."""
+    """Address of the main node; empty on the main node itself, to which Batch does not tell it."""
     seconds: int
+    """Within which all nodes must have registered."""
     token: str = field(repr=False)
+    """The job's secret."""
 
 
 def parse_node(environ: Mapping[str, str]) -> Node:
-    """A node's place. Raises CpuftError: variables are missing or contradict each other, or there is no token."""
-    said = ", ".join(f"{name}={environ.get(name, '')[:40]!r}" for name in _NUMBERS)
-    # A node's own name is the job's with its index behind.
+    """Return this node's place.
+
+    Raises CpuftError: variables are missing or contradict each other, or the secret is missing or too short.
+    """
+    shown = ", ".join(f"{name}={environ.get(name, '')[:40]!r}" for name in _NUMBERS)
+    # A node's own identifier is that of its job, followed by # and its index.
     job, texts = environ.get(_JOB, "").partition("#")[0], [environ.get(name, "") for name in _NUMBERS]
     if not job or not all(is_count(text, 0, 99_999) for text in texts):
-        raise CpuftError(f"this is no node of a multi-node job of AWS Batch ({said}): start it by cpuft submit batch")
+        raise CpuftError(
+            f"this is not a node of a multi-node job of AWS Batch ({shown}): start it by cpuft submit batch"
+        )
     index, main, count = map(int, texts)
     if max(index, main) >= count:
-        raise CpuftError(f"Batch's variables contradict each other ({said}): see which of them the job sets itself")
-    address, token, seconds = environ.get(_ADDRESS, ""), environ.get(TOKEN, ""), environ.get(SECONDS, _MEET_SECONDS)
+        raise CpuftError(f"AWS Batch's variables contradict each other ({shown}): check which of them the job sets")
+    address, token, seconds = environ.get(_ADDRESS, ""), environ.get(TOKEN, ""), environ.get(SECONDS, _DEFAULT_SECONDS)
     if not _is_address(address) if address else index != main:
-        raise CpuftError(f"{_ADDRESS}={address[:40]!r} is no address of a main node: leave it to Batch")
-    if count > 1 and len(token) < _LEAST_LETTERS:
-        what = "is too short a secret" if token else "is not set"
-        raise CpuftError(f"{TOKEN} {what}: give cpuft submit batch --secret one of {_LEAST_LETTERS} characters or more")
-    if not is_count(seconds, most=_DAY):
-        raise CpuftError(f"{SECONDS}={seconds[:40]!r}: give whole seconds, {_DAY} at most")
+        raise CpuftError(f"{_ADDRESS}={address[:40]!r} is not the address of a main node: leave it to AWS Batch")
+    if count > 1 and len(token) < _SHORTEST_SECRET:
+        what = "is too short" if token else "is not set"
+        raise CpuftError(
+            f"{TOKEN} {what}: give cpuft submit batch --secret a secret of {_SHORTEST_SECRET} characters or more"
+        )
+    if not is_count(seconds, most=_MOST_SECONDS):
+        raise CpuftError(f"{SECONDS}={seconds[:40]!r}: give a whole number of seconds, at most {_MOST_SECONDS}")
     return Node(job, index, main, count, address, int(seconds), token)
 
 
@@ -88,387 +134,290 @@ def _is_address(text: str) -> bool:
         return False
 
 
-def passing(text: str) -> CpuftError:
-    """An error for which no input is to blame: another attempt may do."""
+def choose_address(interfaces: Mapping[str, str], routed: str) -> str:
+    """Return the address on which the main node listens, of the addresses of its interfaces.
+
+    It is the only one, or of several the one by which the node reaches other networks, `routed`. Loopback does not
+    count, nor 169.254.0.0/16, by which containers ask for their role.
+
+    Raises CpuftError: there is none, or the choice is not clear.
+    """
+    own = [one for one in interfaces.values() if not (IPv4Address(one).is_loopback or IPv4Address(one).is_link_local)]
+    if routed in own or len(own) == 1:
+        return routed if routed in own else own[0]
+    shown = ", ".join(f"{name} {address}" for name, address in sorted(interfaces.items()))
+    raise CpuftError(f"the main node cannot choose its address among {shown}: give the job the network mode awsvpc")
+
+
+class Keys:
+    """The job's keys (ed25519): the same on all nodes of a job, different for other jobs and other secrets."""
+
+    def __init__(self, node: Node) -> None:
+        self.host_file, self.login_file, mark = (_make_key(node, role) for role in ("server", "client", "mark"))
+        """The private keys in OpenSSH's form: the host key of all nodes, and the key to log in with."""
+        self.host, self.login, mark_key = (
+            paramiko.Ed25519Key(file_obj=io.StringIO(text)) for text in (self.host_file, self.login_file, mark)
+        )
+        self.host_line, self.login_line = (f"{key.get_name()} {key.get_base64()}" for key in (self.host, self.login))
+        """The public keys."""
+        self.mark = f".cpuft-{hash_text(mark_key.get_base64(), 16)}"
+        """Name of a file of the main node: a node that sees it works in the same folder."""
+
+
+def _make_key(node: Node, role: str) -> str:
+    """Return a private key in OpenSSH's form that depends on the secret, the job and the key's role only."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    message = f"cpuft {role} {node.job}".encode(errors="surrogateescape")
+    seed = hmac.digest(node.token.encode(errors="surrogateescape"), message, "sha256")
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+    return Ed25519PrivateKey.from_private_bytes(seed).private_bytes(*form).decode()
+
+
+def serve(
+    keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str, str], script: str
+) -> subprocess.Popen[bytes]:
+    """Start an ssh server that listens on one address and port, and return it once it listens.
+
+    Whoever has the job's key may log in, but gets neither a terminal nor forwarding. Whatever the command is, `script`
+    (POSIX shell) runs, with the variables `environ`. The server's files are in `folder`, a folder of this user alone.
+
+    Raises CpuftError: there is no sshd, the port is in use, or sshd does not start.
+    """
+    ssh_config.prepare_sshd()
+    try:
+        socket.create_server(place).close()
+    except OSError as error:
+        raise CpuftError(
+            f"sshd cannot use {place[0]} port {place[1]} ({os.strerror(error.errno or 0)}): check what uses it"
+        ) from None
+    variables = {name: value for name, value in environ.items() if re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name)}
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+    (folder / "session.sh").write_bytes(f"{exports}{script}".encode(errors="surrogateescape"))
+    write_text(folder / "authorized_keys", f'restrict,command="/bin/sh {folder}/session.sh" {keys.login_line}\n')
+    write_text(folder / "host_key", keys.host_file)
+    os.chmod(folder / "host_key", 0o600)
+    files = {"AuthorizedKeysFile": f"{folder}/authorized_keys", "ListenAddress": f"{place[0]}:{place[1]}"}
+    command = ssh_config.sshd_command(f"{folder}/host_key", place[1], "-f", "/dev/null", **_SERVER, **files)
+    server = execute.start_process(command, environ)
+    end = time.monotonic() + _CONNECT_SECONDS
+    while server.poll() is None and time.monotonic() < end:
+        with suppress(OSError), socket.create_connection(place, timeout=_CONNECT_SECONDS):
+            return server
+        time.sleep(_POLL_SECONDS)
+    execute.stop_processes([server])
+    raise _transient_error(f"sshd does not start on {place[0]} port {place[1]}: see its message above")
+
+
+def _transient_error(text: str) -> CpuftError:
+    """Return an error that no input is to blame for: another attempt may succeed."""
     error = CpuftError(text)
     error.is_transient = True
     return error
 
 
-def choose_address(interfaces: Mapping[str, str], routed: str) -> str:
-    """Where the main node listens: its one address of a network of its own; of several `routed`, by which it reaches
-    others. Containers have one of 169.254.0.0/16 beside it, by which they ask for their role.
+def parse_registration(text: str) -> tuple[str, int, int, bool]:
+    """Return a node's (address, index, port of its ssh server, whether it sees the main node's folder).
 
-    Raises CpuftError: there is none.
+    Raises CpuftError: `text` is not what `register` sends.
     """
-    own = [one for one in interfaces.values() if not (IPv4Address(one).is_loopback or IPv4Address(one).is_link_local)]
-    if routed in own or len(own) == 1:
-        return routed if routed in own else own[0]
-    said = ", ".join(f"{name} {address}" for name, address in sorted(interfaces.items()))
-    raise CpuftError(f"the main node cannot tell its address among {said}: give the job a network mode of awsvpc")
+    found = _REGISTRATION.fullmatch(text)
+    if not found or int(found[3]) > 65_535 or not _is_address(found[1]):
+        raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")
+    return found[1], int(found[2]), int(found[3]), found[4] == "yes"
 
 
-class Keys:
-    """A server's key and its clients' (ed25519): the same on all nodes of a job, and others in other jobs."""
+def register(path: str, environ: Mapping[str, str]) -> int:
+    """Register a node with the main node; runs there, for the session of that node, and ends with the session.
 
-    def __init__(self, node: Node) -> None:
-        import paramiko
-
-        made = [_make_key(node, role) for role in ("server", "client", "mark")]
-        self.server, self.client, mark = (paramiko.Ed25519Key(file_obj=io.StringIO(text)) for text in made)
-        self.client_file = made[1]
-        """The client's private key, for ssh."""
-        self.server_line = f"{self.server.get_name()} {self.server.get_base64()}"
-        """The server's public key."""
-        self.mark = f".cpuft-{hash_text(mark.get_base64(), 16)}"
-        """A file of the main node's: who sees it works in the same folder."""
-
-
-def _make_key(node: Node, role: str) -> str:
-    """A private key in OpenSSH's form."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-    words = f"cpuft {role} {node.job}".encode(errors="surrogateescape")
-    seed = hmac.digest(node.token.encode(errors="surrogateescape"), words, "sha256")
-    form = (serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
-    return Ed25519PrivateKey.from_private_bytes(seed).private_bytes(*form).decode()
-
-
-Answer = Callable[[paramiko.Channel, str], None]
-"""What is done about a command, in a thread of its own."""
-Say = Callable[[str], object]
-PROOF_SECONDS, _STRANGERS, _STRANGERS_BYTES = 10.0, 256, 1 << 16
-"""Connections that have not proved yet to hold the key: how long that may take, how many of them there may be at a
-time, and how many bytes each may send."""
-_GREETING_SECONDS = 3.0
-"""Within which a connection must have sent its first byte: ssh clients send their version at once."""
-_TOLD = 5
-_SOON, _END_SECONDS = 0.01, 8.0
-_SERVER_POLL_SECONDS = 0.02
-_BLOCK = 1 << 16
-
-
-class Server:
-    """Serves until it is closed; sessions stay.
-
-    Parameters
-    ----------
-    place: address and port, the only ones that it listens on; port 0 for any.
-    keys: its own key, and that of whoever may log in.
-    say: told of the first refused connections.
-    seconds: within which a connection has to prove to hold the key.
-
-    Each connection has a thread. Of more than `_STRANGERS` unproved ones the oldest of the busiest address is dropped:
-    connections that stay silent cannot keep a node out, which needs less than a second for its proof.
+    It passes the node's messages on to the socket at `path`, and returns the exit code that comes from there; 255 when
+    either end has gone.
     """
-
-    def __init__(
-        self, place: tuple[str, int], keys: Keys, answer: Answer, say: Say, seconds: float = PROOF_SECONDS
-    ) -> None:
-        logging.getLogger("paramiko").setLevel(logging.CRITICAL)
-        self._keys, self._answer, self._say, self._seconds = keys, answer, say, seconds
-        self._listener = socket.create_server(place, backlog=1024)
-        self.port: int = self._listener.getsockname()[1]
-        self._closed, self._refused = False, 0
-        self._strangers: dict[socket.socket, str] = {}
-        """Connections without a proof yet, the oldest first, each with its address."""
-        self._lock = threading.Lock()
-        """Held by whoever reads or changes `_strangers`."""
-        self._transports: list[paramiko.Transport] = []
-        self._answers: list[threading.Thread] = []
-        threading.Thread(target=self._accept, name="cpuft-batch", daemon=True).start()
-
-    def close(self) -> None:
-        """Let nobody else in."""
-        self._closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def end(self) -> None:
-        """End all sessions, and what was started in them."""
-        self.close()
-        end = time.monotonic() + _END_SECONDS
-        for transport in self._transports:
-            transport.close()
-        for answer in self._answers:
-            answer.join(max(0.0, end - time.monotonic()))
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, (address, _) = self._listener.accept()
-            except OSError:  # closed, or no descriptor is left for now
-                time.sleep(_SERVER_POLL_SECONDS)
-                continue
-            self._admit(connection, address)
-            threading.Thread(target=self._serve, args=(connection, address), daemon=True).start()
-
-    def _admit(self, connection: socket.socket, address: str) -> None:
-        """Count a new connection among the unproved ones, and drop the one that gives way to it."""
-        with self._lock:
-            self._strangers[connection] = address
-            if len(self._strangers) <= _STRANGERS:
-                return
-            busiest, _ = Counter(self._strangers.values()).most_common(1)[0]
-            oldest = next(one for one, whose in self._strangers.items() if whose == busiest)
-            del self._strangers[oldest]
-        with suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)  # its own thread closes it
-
-    def _forget(self, connection: socket.socket) -> None:
-        """No longer count a connection among the unproved ones."""
-        with self._lock:
-            self._strangers.pop(connection, None)
-
-    def _serve(self, connection: socket.socket, address: str) -> None:
-        """A connection, from its first byte to its last."""
-        transport = None
-        with closing(connection), suppress(OSError, EOFError, paramiko.SSHException):
-            try:
-                detect_dead_peer(connection)
-                connection.settimeout(min(_GREETING_SECONDS, self._seconds))
-                if connection.recv(1, socket.MSG_PEEK):
-                    bounded: Any = _Bounded(connection, lambda: _is_known(transport))
-                    transport = paramiko.Transport(bounded)
-                    self._wait_for_proof(transport, lambda: self._forget(connection))
-            finally:
-                self._forget(connection)
-            if transport and _is_known(transport):
-                transport.join()
-                return
-        if transport:
-            transport.close()
-        self._refused += 1
-        if self._refused <= _TOLD and not self._closed:
-            self._say(f"cpuft: dropped a connection from {address}: it did not prove to know the job's secret")
-
-    def _begin(self, channel: paramiko.Channel, line: str) -> None:
-        # Not at once: only when this has returned the client hears that its request is granted.
-        timer = threading.Timer(_SOON, self._answer, (channel, line))
-        timer.daemon = True
-        timer.start()
-        self._answers.append(timer)
-
-    def _wait_for_proof(self, transport: paramiko.Transport, proved: Callable[[], object]) -> None:
-        transport.add_server_key(self._keys.server)
-        self._transports.append(transport)
-        transport.start_server(threading.Event(), _Interface(self._keys.client, self._begin, proved))
-        end = time.monotonic() + self._seconds
-        while transport.is_alive() and not _is_known(transport) and time.monotonic() < end:
-            transport.join(_SERVER_POLL_SECONDS)
+    with socket.socket(socket.AF_UNIX) as main:
+        main.connect(path)
+        asked = " ".join(environ.get("SSH_ORIGINAL_COMMAND", "").split())
+        main.sendall(f"{environ.get('SSH_CONNECTION', '').partition(' ')[0]} {asked}\n".encode(errors="replace"))
+        answer = b""
+        while True:
+            ready, _, _ = select.select([sys.stdin, main], [], [])
+            if sys.stdin in ready:
+                data = os.read(sys.stdin.fileno(), 4096)
+                if not data:
+                    return 255
+                main.sendall(data)
+            if main in ready:
+                data = main.recv(4096)
+                answer += data
+                if answer.endswith(b"\n"):
+                    return int(answer)
+                if not data:
+                    return 255
 
 
-def _is_known(transport: paramiko.Transport | None) -> bool:
-    """Whether its other end has proved to hold the key; also when it is over."""
-    return bool(transport and transport.auth_handler and transport.auth_handler.is_authenticated())
+@dataclass
+class OtherNode:
+    """Another node, as the main node knows it by the connection of its `register`."""
 
-
-class _Bounded:
-    """A socket that takes no more than a little from strangers: paramiko believes any length that they announce."""
-
-    def __init__(self, connection: socket.socket, known: Callable[[], bool]) -> None:
-        self._connection, self._known, self._bytes = connection, known, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    def recv(self, size: int) -> bytes:
-        data = self._connection.recv(size)
-        self._bytes += len(data)
-        if self._bytes > _STRANGERS_BYTES and not self._known():
-            raise EOFError
-        return data
-
-
-class _Interface(paramiko.ServerInterface):
-    """Commands for whoever holds the key, and nothing else: no shell, terminal or forwarding."""
-
-    def __init__(self, client: paramiko.PKey, answer: Answer, proved: Callable[[], object]) -> None:
-        self._client, self._answer, self._proved = client, answer, proved
-
-    def get_allowed_auths(self, username: str) -> str:
-        return "publickey"
-
-    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
-        if key != self._client:
-            return int(common.AUTH_FAILED)
-        self._proved()  # before the client hears of it: from then on it must not be dropped
-        return int(common.AUTH_SUCCESSFUL)
-
-    def check_channel_request(self, kind: str, chanid: int) -> int:
-        refused = common.OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
-        return int(common.OPEN_SUCCEEDED if kind == "session" else refused)
-
-    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
-        self._answer(channel, command.decode(errors="surrogateescape"))
-        return True
-
-
-def run_command(environ: Mapping[str, str], channel: paramiko.Channel, line: str) -> None:
-    """Run a shell line as sshd does; when its channel ends before it, so does all that it started."""
-    with closing(channel), suppress(OSError, EOFError, paramiko.SSHException):
-        process = execute.start_process(("sh", "-c", line), environ, execute.PIPE)
-        pairs = ((process.stdout, channel.sendall), (process.stderr, channel.sendall_stderr))
-        copies = [threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs]
-        for thread in (threading.Thread(target=_feed, args=(channel, process.stdin), daemon=True), *copies):
-            thread.start()
-        while not channel.closed and (process.poll() is None or any(copy.is_alive() for copy in copies)):
-            time.sleep(_SERVER_POLL_SECONDS)
-        if process.poll() is None:
-            execute.stop_processes([process])
-        channel.send_exit_status(execute.exit_code_of(process))
-
-
-def _copy(file: Any, send: Callable[[bytes], object]) -> None:
-    with suppress(OSError), file:
-        while data := os.read(file.fileno(), _BLOCK):
-            send(data)
-
-
-def _feed(channel: paramiko.Channel, file: Any) -> None:
-    with suppress(OSError), file:
-        for data in iter(partial(channel.recv, _BLOCK), b""):
-            file.write(data)
-            file.flush()
-
-
-_MEET = re.compile(r"meet (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
-_POLL_SECONDS = 0.05
-_INTERRUPT_SECONDS = 30.0
-"""Within which a launch ends after Ctrl-C."""
-_LEAVE_SECONDS = 5.0
-_ELSEWHERE = "192.0.2.1"
-"""An address that is nobody's (RFC 5737): the way there is the way out."""
-
-
-@dataclass(frozen=True)
-class Guest:
-    """Another node, once it has come."""
-
-    address: str
-    port: int
-    """Of its server."""
-    shares: bool
+    connection: socket.socket
+    index: int = -1
+    """-1 until it has registered."""
+    address: str = ""
+    port: int = 0
+    """Port of its ssh server."""
+    shares_folder: bool = False
     """Whether it sees the main node's folder."""
-    channel: paramiko.Channel
-    """Open while it lives; the other end's is closed when it has been told to go."""
+    is_leaving: bool = False
+    """Whether Batch has sent it SIGTERM."""
+    is_gone: bool = False
+    _received: bytes = b""
 
-
-def parse_meet(line: str) -> tuple[int, int, bool]:
-    """What a node says when it comes: its index, its server's port, and whether it sees the main node's folder.
-
-    Raises CpuftError: it says something else.
-    """
-    found = _MEET.fullmatch(line)
-    if not found or int(found[2]) > 65_535:
-        raise CpuftError(f"{line[:80]!r} is nothing that a node of this job says: start one image on all nodes")
-    return int(found[1]), int(found[2]), found[3] == "yes"
-
-
-class Meeting:
-    """Who has come, who is gone, and who has been told to go. Raises OSError where it cannot listen."""
-
-    def __init__(self, node: Node, keys: Keys, place: tuple[str, int], say: Say) -> None:
-        self._node, self._say = node, say
-        self.guests: dict[int, Guest] = {}
-        self.asked: set[int] = set()
-        """Those that were told to go, and are still there."""
-        self._server = Server(place, keys, self._greet, say)
-        self.port = self._server.port
-
-    def _greet(self, channel: paramiko.Channel, line: str) -> None:
+    def receive(self) -> list[str]:
+        """Return the lines that have arrived since the last call; notes when the connection has ended."""
         try:
-            index, port, shares = parse_meet(line)
-            if index in self.guests or index == self._node.main or index >= self._node.count:
-                raise CpuftError(f"node {index} is here already, or none of this job's {self._node.count}")
-            self.guests[index] = Guest(channel.getpeername()[0], port, shares, channel)
+            while data := self.connection.recv(4096):
+                self._received += data
+            self.is_gone = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_gone = True
+        *lines, self._received = self._received.split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def dismiss(self, code: int) -> None:
+        """Let the node end with an exit code."""
+        with suppress(OSError):
+            self.connection.sendall(f"{code}\n".encode())
+
+
+class Registry:
+    """The other nodes that have registered with the main node through the socket at `path`."""
+
+    def __init__(self, node: Node, path: str, say: Say) -> None:
+        self._node, self._say = node, say
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(node.count)
+        self._listener.setblocking(False)
+        self._connections: list[OtherNode] = []
+        self.nodes: dict[int, OtherNode] = {}
+        """By index."""
+
+    def update(self) -> None:
+        """Take in what has arrived. Never waits."""
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._connections.append(OtherNode(connection))
+        for other in self._connections:
+            for line in other.receive():
+                if other.index < 0:
+                    self._add(other, line)
+                elif line == _LEAVING:
+                    other.is_leaving = True
+            if other.is_gone:
+                other.connection.close()
+        self._connections = [other for other in self._connections if not other.is_gone]
+
+    def _add(self, other: OtherNode, line: str) -> None:
+        try:
+            address, index, port, shares_folder = parse_registration(line)
+            if index in self.nodes or index == self._node.main or index >= self._node.count:
+                raise CpuftError(f"node {index} has registered already, or is not one of {self._node.count} nodes")
         except CpuftError as error:
             self._say(f"cpuft: refused a node: {error}")
-            _dismiss(channel, 2)
+            other.dismiss(2)
+            return
+        other.index, other.address, other.port, other.shares_folder = index, address, port, shares_folder
+        self.nodes[index] = other
 
-    def look(self) -> list[int]:
-        """Who is gone."""
-        self.asked = {index for index, guest in self.guests.items() if guest.channel.eof_received}
-        return [index for index, guest in sorted(self.guests.items()) if guest.channel.closed]
+    def find_gone(self) -> list[int]:
+        """Return the indexes of the nodes whose sessions have ended."""
+        return sorted(index for index, other in self.nodes.items() if other.is_gone)
+
+    def find_leaving(self) -> list[int]:
+        """Return the indexes of the nodes that Batch has sent SIGTERM."""
+        return sorted(index for index, other in self.nodes.items() if other.is_leaving)
 
     def wait(self) -> None:
-        """Until all have come; then the meeting is closed. Raises CpuftError that names those who did not."""
+        """Wait until all nodes have registered.
+
+        Raises CpuftError that names the nodes which have not in time, or have gone before. Another attempt may succeed.
+        """
         end = time.monotonic() + self._node.seconds
-        while missing := sorted(set(range(self._node.count)) - {self._node.main, *self.guests}):
-            if gone := self.look():
-                raise passing(f"{_name_nodes(gone)} went before all had come: see the log there")
+        while True:
+            self.update()
+            missing = sorted(set(range(self._node.count)) - {self._node.main, *self.nodes})
+            if not missing:
+                return
+            if gone := self.find_gone():
+                raise _transient_error(f"{_name_nodes(gone)} ended before all nodes had registered: see the log there")
             if time.monotonic() > end:
-                raise passing(
-                    f"{_name_nodes(missing)} did not come within {self._node.seconds} s: see the log there, "
+                raise _transient_error(
+                    f"{_name_nodes(missing)} did not register within {self._node.seconds} s: see the log there, "
                     f"or set {SECONDS} in the job's definition to more"
                 )
             time.sleep(_POLL_SECONDS)
-        self._server.close()
 
-    def end(self, code: int) -> None:
-        """Tell all the exit code, and wait a little for them to go."""
-        transports = [guest.channel.get_transport() for guest in self.guests.values()]
-        for guest in self.guests.values():
-            _dismiss(guest.channel, code)
+    def dismiss(self, code: int) -> None:
+        """Let all nodes end with an exit code, and wait up to 5 s until they have ended."""
+        for other in self.nodes.values():
+            other.dismiss(code)
         end = time.monotonic() + _LEAVE_SECONDS
-        while any(transport.is_active() for transport in transports) and time.monotonic() < end:
+        while len(self.find_gone()) < len(self.nodes) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-        self._server.end()
-
-
-def _dismiss(channel: paramiko.Channel, code: int) -> None:
-    with suppress(OSError, EOFError, paramiko.SSHException):
-        channel.send_exit_status(code)
-        channel.close()
+            self.update()
+        self._listener.close()
 
 
 def _name_nodes(indexes: Sequence[int]) -> str:
     return f"node{'s' * (len(indexes) > 1)} {', '.join(map(str, indexes))}"
 
 
-def lead(node: Node, port: int, command: Sequence[str], environ: Mapping[str, str], say: Say) -> int:
-    """The main node's part: wait for the others, run the command, tell all its exit code.
+def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mapping[str, str], say: Say) -> int:
+    """Wait for the other nodes, run the command, and give its exit code to all nodes; return the exit code.
 
-    Raises CpuftError: not all have come, or there is no such command.
+    Raises CpuftError: not all nodes have registered, or the command does not exist.
     """
-    address = node.address or choose_address(facts.read_interfaces(), facts.read_route(_ELSEWHERE))
+    address = node.address or choose_address(facts.read_interfaces(), facts.read_route(_UNUSED_ADDRESS))
     keys, code = Keys(node), RESUMABLE
     mark = Path(keys.mark).absolute()
-    try:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cpuft-"))
+        registry = Registry(node, f"{folder}/socket", say)
+        registering = shlex.join([*module_command(sys.executable, _MODULE), "--register", f"{folder}/socket"])
         mark.touch()
-        meeting = Meeting(node, keys, (address, port), say)
-    except OSError as error:
-        raise CpuftError(f"nodes cannot meet at {address} port {port} ({error.strerror}): see what is there") from None
-    try:
-        meeting.wait()
-        with tempfile.TemporaryDirectory(prefix="cpuft-") as root:
-            write_cluster(keys, address, meeting.guests, f"{root}/job")
-            code = run_command_here(command, {**environ, JOB: f"{root}/job"}, say, meeting)
-        return code
-    finally:
-        meeting.end(code)
-        mark.unlink(missing_ok=True)
+        stack.callback(mark.unlink, missing_ok=True)
+        server = serve(keys, Path(folder), (address, port), environ, f"exec {registering}\n")
+        stack.callback(lambda: execute.stop_processes([server]))
+        stack.callback(lambda: registry.dismiss(code))
+        registry.wait()
+        execute.stop_processes([server])  # nobody else may register; the sessions stay open
+        write_cluster(keys, address, registry.nodes, f"{folder}/job")
+        code = run_command(command, {**environ, JOB: f"{folder}/job"}, say, registry)
+    return code
 
 
-def write_cluster(keys: Keys, address: str, guests: Mapping[int, Guest], folder: str) -> None:
-    """The nodes as a cluster that this one is the master of: what `cpuft.hosts.registry` reads, and ssh."""
-    members = [Member(address, address, "", key=keys.server_line)]
-    members += [Member(one.address, one.address, "", one.port, keys.server_line) for _, one in sorted(guests.items())]
-    shares = all(guest.shares for guest in guests.values())
-    files = format_inside(members, folder, sys.executable, shares_files=shares)
-    for name, text in (files | {"id_ed25519": keys.client_file}).items():
+def write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], folder: str) -> None:
+    """Write the nodes as a cluster, with this node as its head host: its registry entry, hostfile and ssh files."""
+    members = [ssh_config.Member(address, address, "", key=keys.host_line)]
+    for _, one in sorted(nodes.items()):
+        members.append(ssh_config.Member(one.address, one.address, "", one.port, keys.host_line))
+    shares = all(one.shares_folder for one in nodes.values())
+    files = ssh_config.format_inside(members, folder, sys.executable, shares_files=shares)
+    for name, text in (files | {"id_ed25519": keys.login_file}).items():
         write_text(Path(folder, name), text)
     os.chmod(f"{folder}/id_ed25519", 0o600)
 
 
-def run_command_here(
-    command: Sequence[str], environ: Mapping[str, str], say: Say, meeting: Meeting | None = None
-) -> int:
-    """Run the command to its end; its exit code. Signals go on to it, as Ctrl-C does when a node is gone.
+def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, registry: Registry | None = None) -> int:
+    """Run the job's command and return its exit code; 75 where it failed because a node has gone.
 
-    Raises CpuftError: there is no such command.
+    Signals are passed on to it. When another node has gone it gets SIGINT, and SIGTERM when another node is leaving.
+
+    Raises CpuftError: the command does not exist.
     """
     try:
         process = execute.start_process(command, environ)
@@ -477,7 +426,7 @@ def run_command_here(
     sent: set[int] = set()
 
     def send(number: int, frame: FrameType | None = None) -> None:
-        """Once: Batch tells all nodes at the same time, and a second SIGTERM would leave no time for a checkpoint."""
+        """Send a signal once: Batch signals all nodes, and a second SIGTERM would leave no time for a checkpoint."""
         if number not in sent:
             sent.add(number)
             process.send_signal(number)
@@ -486,111 +435,120 @@ def run_command_here(
         signal.signal(number, send)
     end, gone = 0.0, list[int]()
     while process.poll() is None and not (end and time.monotonic() > end):
-        gone = meeting.look() if meeting else []
-        if gone and not end:
-            say(f"cpuft: {_name_nodes(gone)} of the job is gone, and with it the job: another attempt goes on")
-            send(signal.SIGINT)
-            end = time.monotonic() + _INTERRUPT_SECONDS
-        elif meeting and meeting.asked and signal.SIGTERM not in sent:
-            say(f"cpuft: {_name_nodes(sorted(meeting.asked))} of the job was told to go")
-            send(signal.SIGTERM)
+        if registry:
+            registry.update()
+            gone = registry.find_gone()
+            if gone and not end:
+                say(
+                    f"cpuft: {_name_nodes(gone)} of the job has gone: the job ends, and another attempt resumes the run"
+                )
+                send(signal.SIGINT)
+                end = time.monotonic() + _INTERRUPT_SECONDS
+            elif (leaving := registry.find_leaving()) and signal.SIGTERM not in sent:
+                say(f"cpuft: {_name_nodes(leaving)} of the job received an interruption notice")
+                send(signal.SIGTERM)
         time.sleep(_POLL_SECONDS)
     execute.stop_processes([process])
     code = execute.exit_code_of(process)
     return RESUMABLE if code and gone else code
 
 
-PORT = 7077
-"""Of the main node; the others take any."""
-_NODE_POLL_SECONDS, _AGAIN_SECONDS = 0.05, 0.5
+def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
+    """Serve the main node's commands until it ends this node; return the exit code that it gives.
+
+    Raises CpuftError: this node cannot reach the main node, or loses it.
+    """
+    keys = Keys(node)
+    signals: list[int] = []
+    connection, session = dial_main_node(node, port, keys)
+    code = -1
+    with ExitStack() as stack:
+        stack.enter_context(session)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cpuft-")))
+        own_port = facts.find_free_port()
+        server = serve(keys, folder, (connection.getsockname()[0], own_port), environ, _SESSION)
+        stack.callback(lambda: execute.stop_processes([server]))
+        with suppress(OSError, EOFError, paramiko.SSHException):  # the main node has gone
+            channel = session.open_session(timeout=_CONNECT_SECONDS)
+            channel.exec_command(f"{node.index} {own_port} {'yes' if os.path.exists(keys.mark) else 'no'}")
+            signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+            has_told = False
+            while not channel.exit_status_ready():
+                if signals and not has_told:
+                    channel.sendall(f"{_LEAVING}\n".encode())
+                    has_told = True
+                time.sleep(_POLL_SECONDS)
+            code = channel.exit_status
+    if code in (-1, 255):
+        raise _transient_error(f"node {node.index} has lost the main node {node.address}: see the log there")
+    return code
 
 
-def run_node(words: Sequence[str], environ: Mapping[str, str], port: int = PORT) -> int:
-    """A node's part in a job, from its start to its end; the exit code, which is the command's on all nodes.
+def dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Transport]:
+    """Log in to the main node, which may start later than this one; return (connection, session).
 
-    `words`: the folder to work in, which is made; and the command that the main node runs.
+    Raises CpuftError: the main node cannot be reached in time (another attempt may succeed), or has another secret.
+    """
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # its threads log tracebacks of errors handled here
+    end = time.monotonic() + node.seconds
+    differs = CpuftError(f"node {node.index} and the main node have different secrets: give all nodes the same {TOKEN}")
+    while True:
+        try:
+            connection = socket.create_connection((node.address, port), timeout=_CONNECT_SECONDS)
+            detect_dead_peer(connection)
+            session = paramiko.Transport(connection)
+            session.start_client(timeout=_CONNECT_SECONDS)
+            if session.get_remote_server_key() != keys.host:
+                session.close()
+                raise differs
+            session.auth_publickey(pwd.getpwuid(os.geteuid()).pw_name, keys.login)
+            return connection, session
+        except paramiko.AuthenticationException:
+            raise differs from None
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            if time.monotonic() > end:
+                raise _transient_error(
+                    f"node {node.index} did not reach the main node {node.address} port {port} within {node.seconds} s "
+                    f"({error}): see the log there, and let the job's security group reach itself"
+                ) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) -> int:
+    """Do a node's part in a job from its start to its end; return the exit code, which is the command's on all nodes.
+
+    `argv` is the folder to work in, which is made, and the command that the main node runs.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        if len(words) < 2:
-            raise CpuftError("name a folder and a command: python -m cpuft.schedulers.aws_batch_node FOLDER COMMAND...")
+        if len(argv) < 2:
+            raise CpuftError(f"name a folder and a command: python -m {_MODULE} FOLDER COMMAND...")
         node = parse_node(environ)
-        _enter(words[0])
+        _enter_folder(argv[0])
         rest = {name: value for name, value in environ.items() if name != TOKEN}
         if node.count == 1:
-            return run_command_here(words[1:], rest, _say)
-        return lead(node, port, words[1:], rest, _say) if node.index == node.main else _follow(node, rest, port)
+            return run_command(argv[1:], rest, _print)
+        if node.index == node.main:
+            return run_main_node(node, port, argv[1:], rest, _print)
+        return run_other_node(node, rest, port)
     except CpuftError as error:
-        _say(f"cpuft: error: {error}")
+        _print(f"cpuft: error: {error}")
         return RESUMABLE if error.is_transient else 2
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _enter(folder: str) -> None:
+def _enter_folder(folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         os.chdir(folder)
     except OSError as error:
-        raise CpuftError(f"{folder} cannot be worked in ({error.strerror}): name another folder") from None
-
-
-def _follow(node: Node, environ: Mapping[str, str], port: int) -> int:
-    """Any other node's part. Raises CpuftError: it does not find the main node, or loses it."""
-    keys = Keys(node)
-    told: list[int] = []
-    connection, transport = _dial(node, port, keys)
-    with transport:
-        server = Server((connection.getsockname()[0], 0), keys, partial(run_command, environ), _say)
-        try:
-            channel = transport.open_session(timeout=PROOF_SECONDS)
-            sees = "yes" if os.path.exists(keys.mark) else "no"
-            channel.exec_command(f"meet {node.index} {server.port} {sees}")
-            signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-            while not channel.exit_status_ready():
-                if told and not channel.eof_sent:
-                    channel.shutdown_write()
-                time.sleep(_NODE_POLL_SECONDS)
-        except (OSError, EOFError, paramiko.SSHException):
-            pass  # the main node is gone
-        finally:
-            code = channel.exit_status
-            transport.close()
-            server.end()
-    if code < 0:
-        raise passing(f"node {node.index} has lost the main node {node.address}: see the log there")
-    return code
-
-
-def _dial(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Transport]:
-    """A session with the main node, which may start later than this one.
-
-    Raises CpuftError: it is not there in time, or has another secret.
-    """
-    end, other = time.monotonic() + node.seconds, f"node {node.index} and the main node have different secrets"
-    while True:
-        try:
-            connection = socket.create_connection((node.address, port), timeout=PROOF_SECONDS)
-            detect_dead_peer(connection)
-            transport = paramiko.Transport(connection)
-            transport.start_client(timeout=PROOF_SECONDS)
-            if transport.get_remote_server_key() != keys.server:
-                transport.close()
-                raise CpuftError(f"{other}: give all nodes the same {TOKEN}")
-            transport.auth_publickey("cpuft", keys.client)
-            return connection, transport
-        except paramiko.AuthenticationException:
-            raise CpuftError(f"{other}: give all nodes the same {TOKEN}") from None
-        except (OSError, EOFError, paramiko.SSHException) as error:
-            if time.monotonic() > end:
-                raise passing(
-                    f"node {node.index} did not reach the main node {node.address} port {port} within {node.seconds} s "
-                    f"({error}): see the log there, and let the job's security group reach itself"
-                ) from None
-        time.sleep(_AGAIN_SECONDS)
+        raise CpuftError(f"{folder} cannot be used ({error.strerror}): name another folder") from None
 
 
 if __name__ == "__main__":
-    sys.exit(run_node(sys.argv[1:], os.environ))
+    sys.exit(
+        register(sys.argv[2], os.environ) if sys.argv[1:2] == ["--register"] else run_node(sys.argv[1:], os.environ)
+    )

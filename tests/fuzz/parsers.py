@@ -58,7 +58,7 @@ from cpuft.record import (
 from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instances
 from cpuft.report.page import read_estimates
 from cpuft.schedulers import parse_job
-from cpuft.schedulers.aws_batch_node import parse_meet, parse_node
+from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict, read_table
@@ -239,7 +239,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_arguments": Parser(lambda text: parse_arguments(TrainConfig, text.split("\n")), _WORDS),
     "parse_job": Parser(parse_job, values.damaged(["slurm:12", "kubernetes:a-b/c-d", "batch:us-east-1/0a-1b"])),
-    "parse_meet": Parser(parse_meet, values.damaged(["meet 2 4711 yes"])),
+    "parse_registration": Parser(parse_registration, values.damaged(["10.0.0.9 2 4711 yes"])),
     "parse_node": Parser(
         lambda text: parse_node(CHILD | dict([text.split("=", 1)])),
         st.tuples(st.sampled_from(sorted(CHILD)), values.damaged(["0", "2", "10.0.0.7", "7f#2", "b" * 32])).map(

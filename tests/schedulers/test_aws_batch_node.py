@@ -14,7 +14,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import find_free_port
-from cpuft.schedulers.aws_batch_node import Keys, Node, choose_address, parse_meet, parse_node
+from cpuft.schedulers.aws_batch_node import Keys, Node, choose_address, parse_node, parse_registration
 from cpuft.schedulers.base import JobLaunch
 from tests.schedulers.batch_job import SECRET, Job, command_of, open_job, shell, wait_until_said
 
@@ -40,23 +40,29 @@ def test_a_nodes_place_is_read() -> None:
 @pytest.mark.parametrize(
     "environ, said",
     [
-        ({}, "this is no node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE_INDEX='', "),
-        (CHILD | {"AWS_BATCH_JOB_ID": ""}, "this is no node of a multi-node job of AWS Batch"),
-        (CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "-1"}, "this is no node of a multi-node job of AWS Batch"),
-        (CHILD | {"AWS_BATCH_JOB_NUM_NODES": "9" * 5000}, "this is no node of a multi-node job of AWS Batch"),
+        ({}, "this is not a node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE_INDEX='', "),
+        (CHILD | {"AWS_BATCH_JOB_ID": ""}, "this is not a node of a multi-node job of AWS Batch"),
+        (CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "-1"}, "this is not a node of a multi-node job of AWS Batch"),
+        (CHILD | {"AWS_BATCH_JOB_NUM_NODES": "9" * 5000}, "this is not a node of a multi-node job of AWS Batch"),
         (
             CHILD | {"AWS_BATCH_JOB_NODE_INDEX": "3"},
-            "Batch's variables contradict each other (AWS_BATCH_JOB_NODE_INDEX",
+            "AWS Batch's variables contradict each other (AWS_BATCH_JOB_NODE_INDEX",
         ),
-        (CHILD | {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "3"}, "Batch's variables contradict each other"),
-        (MAIN | {"AWS_BATCH_JOB_NODE_INDEX": "1"}, "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='' is no address"),
+        (CHILD | {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "3"}, "AWS Batch's variables contradict each other"),
+        (
+            MAIN | {"AWS_BATCH_JOB_NODE_INDEX": "1"},
+            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='' is not the address",
+        ),
         (
             CHILD | {"AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "0.0.0.0"},
-            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='0.0.0.0' is no address of a main node",
+            "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS='0.0.0.0' is not the address of a main node",
         ),
-        (CHILD | {"CPUFT_BATCH_TOKEN": ""}, "CPUFT_BATCH_TOKEN is not set: give cpuft submit batch --secret one of 32"),
-        (CHILD | {"CPUFT_BATCH_TOKEN": "a"}, "CPUFT_BATCH_TOKEN is too short a secret: give cpuft submit batch"),
-        (CHILD | {"CPUFT_MEET_SECONDS": "0"}, "CPUFT_MEET_SECONDS='0': give whole seconds"),
+        (
+            CHILD | {"CPUFT_BATCH_TOKEN": ""},
+            "CPUFT_BATCH_TOKEN is not set: give cpuft submit batch --secret a secret of 32",
+        ),
+        (CHILD | {"CPUFT_BATCH_TOKEN": "a"}, "CPUFT_BATCH_TOKEN is too short: give cpuft submit batch"),
+        (CHILD | {"CPUFT_MEET_SECONDS": "0"}, "CPUFT_MEET_SECONDS='0': give a whole number of seconds"),
     ],
 )
 def test_what_is_no_place(environ: dict[str, str], said: str) -> None:
@@ -75,9 +81,9 @@ def test_keys_are_those_of_the_job_and_its_secret() -> None:
     main, child, job, secret = (
         Keys(node) for node in (parse_node(MAIN), NODE, replace(NODE, job="8"), replace(NODE, token="b" * 32))
     )
-    assert (main.server, main.client, main.mark) == (child.server, child.client, child.mark)
-    assert len({one.server_line for one in (main, job, secret)}) == 3
-    assert main.server != main.client
+    assert (main.host, main.login, main.mark) == (child.host, child.login, child.mark)
+    assert len({one.host_line for one in (main, job, secret)}) == 3
+    assert main.host != main.login
 
 
 @pytest.mark.parametrize(
@@ -94,19 +100,22 @@ def test_the_main_node_finds_its_address(interfaces: dict[str, str], routed: str
 @pytest.mark.parametrize("interfaces", [{"lo": "127.0.0.1"}, {"eth0": "10.0.0.7", "eth1": "10.1.0.7"}])
 def test_or_says_which_there_are(interfaces: dict[str, str]) -> None:
     (name, address), *_ = interfaces.items()
-    said = f"the main node cannot tell its address among {name} {address}"
+    said = f"the main node cannot choose its address among {name} {address}"
     with pytest.raises(CpuftError, match=re.escape(said)):
         choose_address(interfaces, "127.0.0.1")
 
 
-def test_what_a_node_says_when_it_comes() -> None:
-    assert parse_meet("meet 2 4711 yes") == (2, 4711, True)
+def test_a_registration_is_read() -> None:
+    assert parse_registration("10.0.0.9 2 4711 yes") == ("10.0.0.9", 2, 4711, True)
 
 
-@pytest.mark.parametrize("line", ["", "meet 2 4711", "meet -1 1 no", "meet 1 65536 no", "meet 1 1 no\n", "meet ٣ 1 no"])
-def test_what_else_is_refused(line: str) -> None:
-    with pytest.raises(CpuftError, match="nothing that a node of this job says"):
-        parse_meet(line)
+@pytest.mark.parametrize(
+    "line",
+    ["", "10.0.0.9 2 4711", "2 4711 yes", "a 1 1 no", "10.0.0.9 -1 1 no", "10.0.0.9 1 65536 no", "10.0.0.9 ٣ 1 no"],
+)
+def test_what_is_no_registration_is_refused(line: str) -> None:
+    with pytest.raises(CpuftError, match="is not the registration of a node: start the same image on all nodes"):
+        parse_registration(line)
 
 
 PROGRAM = """#!/bin/sh
@@ -147,9 +156,8 @@ def test_who_has_another_secret_is_refused_and_who_is_missing_is_named(tmp_path:
         assert job.end() == [75, 75, 2]
     said = "cpuft: error: node 2 and the main node have different secrets: give all nodes the same CPUFT_BATCH_TOKEN\n"
     assert job.said(2) == said
-    *dropped, last = job.said(0).splitlines()
-    assert dropped == ["cpuft: dropped a connection from 127.0.0.1: it did not prove to know the job's secret"]
-    assert last.startswith("cpuft: error: node 2 did not come within 6 s: see the log there")
+    (last,) = job.said(0).splitlines()
+    assert last.startswith("cpuft: error: node 2 did not register within 6 s: see the log there")
     assert job.said(1) == ""
 
 
@@ -160,7 +168,7 @@ def test_a_node_that_dies_ends_the_job(tmp_path: Path) -> None:
         job.send(2, signal.SIGKILL)
         assert job.end() == [75, 75, -signal.SIGKILL]
     assert job.said(0).splitlines()[1:] == [
-        "cpuft: node 2 of the job is gone, and with it the job: another attempt goes on"
+        "cpuft: node 2 of the job has gone: the job ends, and another attempt resumes the run"
     ]
 
 
@@ -201,7 +209,7 @@ def test_a_node_finds_no_main_node(tmp_path: Path) -> None:
             (),
             "cpuft: error: name a folder and a command: python -m cpuft.schedulers.aws_batch_node FOLDER COMMAND...\n",
         ),
-        (("/proc/x", "true"), "cpuft: error: this is no node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE"),
+        (("/proc/x", "true"), "cpuft: error: this is not a node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE"),
     ],
 )
 def test_what_is_refused_in_one_line(words: tuple[str, ...], said: str) -> None:

@@ -1,62 +1,58 @@
-"""Who is served, and who is not: real sessions, on this machine's own address."""
+"""Whom the ssh server of a node of an AWS Batch job serves: a real sshd on this machine's own address."""
 
 from __future__ import annotations
 
+import getpass
 import socket
-import threading
+import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import paramiko
 import pytest
 
-from cpuft.schedulers.aws_batch_node import Keys, Server, run_command
+from cpuft import execute
+from cpuft.errors import CpuftError
+from cpuft.hosts.facts import find_free_port
+from cpuft.schedulers.aws_batch_node import _SESSION, Keys, serve
 from tests.schedulers.test_aws_batch_node import NODE
 
+pytestmark = pytest.mark.real
 KEYS = Keys(NODE)
 OTHERS = {"job": Keys(replace(NODE, job="8")), "secret": Keys(replace(NODE, token="b" * 32))}
-ENVIRON = {"PATH": "/usr/bin:/bin"}
-BANNER = b"SSH-2.0-x\r\n"
-
-
-class Site:
-    """A server, and what it has told."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.heard = threading.Event()
-        self.lines: list[str] = []
-        self.server = Server(("127.0.0.1", 0), KEYS, self._answer, self._say, seconds=3.0)
-        self.place = ("127.0.0.1", self.server.port)
-
-    def _say(self, text: str) -> None:
-        self.said.append(text)
-        self.heard.set()
-
-    def _answer(self, channel: paramiko.Channel, line: str) -> None:
-        self.lines.append(line)
-        run_command(ENVIRON, channel, line)
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    site = Site()
-    yield site
-    site.server.end()
+ENVIRON = {"PATH": "/usr/bin:/bin", "OWN": "a 'b'\n$c", "BASH_FUNC_f%%": "() { :; }"}
 
 
 @contextmanager
-def session(connection: Any, keys: Keys = KEYS) -> Iterator[paramiko.Transport]:
-    with paramiko.Transport(connection) as transport:
-        transport.start_client(timeout=10)
-        transport.auth_publickey("anyone", keys.client)
-        yield transport
+def open_server(folder: Path, script: str = _SESSION) -> Iterator[tuple[str, int]]:
+    """Where a server listens."""
+    place = ("127.0.0.1", find_free_port())
+    server = serve(KEYS, folder, place, ENVIRON, script)
+    try:
+        yield place
+    finally:
+        execute.stop_processes([server])
 
 
-def ask(transport: paramiko.Transport, line: str, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
-    channel = transport.open_session(timeout=10)
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    with open_server(tmp_path) as place:
+        yield place
+
+
+@contextmanager
+def log_in(place: tuple[str, int], keys: Keys = KEYS) -> Iterator[paramiko.Transport]:
+    with paramiko.Transport(socket.create_connection(place)) as session:
+        session.start_client(timeout=10)
+        session.auth_publickey(getpass.getuser(), keys.login)
+        yield session
+
+
+def ask(session: paramiko.Transport, line: str, stdin: bytes = b"") -> tuple[int, bytes, bytes]:
+    channel = session.open_session(timeout=10)
     channel.settimeout(20)
     channel.exec_command(line)
     channel.sendall(stdin)
@@ -65,130 +61,74 @@ def ask(transport: paramiko.Transport, line: str, stdin: bytes = b"") -> tuple[i
     return channel.recv_exit_status(), output, errors
 
 
-def test_a_command_has_its_streams_and_its_exit_code(site: Site) -> None:
-    with session(socket.create_connection(site.place)) as transport:
-        assert transport.get_remote_server_key() == KEYS.server
+def test_a_command_has_its_streams_its_exit_code_and_the_nodes_variables(place: tuple[str, int]) -> None:
+    with log_in(place) as session:
+        assert session.get_remote_server_key() == KEYS.host
         data = b"x" * 3_000_000
-        assert ask(transport, "cat; echo no >&2; exit 7", data) == (7, data, b"no\n")
-        assert ask(transport, "kill -9 $$")[0] == 137
-    assert site.said == []
+        assert ask(session, "cat; echo no >&2; exit 7", data) == (7, data, b"no\n")
+        assert ask(session, 'printf %s "$OWN"')[1] == ENVIRON["OWN"].encode()
+        assert ask(session, "env | grep -v ^SSH_ | grep -c TOKEN")[1] == b"0\n"
 
 
-def test_a_command_ends_with_its_session(site: Site) -> None:
-    with session(socket.create_connection(site.place)) as transport:
-        channel = transport.open_session(timeout=10)
-        channel.exec_command("(trap 'echo ended >&2; exit' TERM; echo begun; while :; do sleep 0.1; done)")
+def test_a_command_ends_with_its_session(place: tuple[str, int], tmp_path: Path) -> None:
+    with log_in(place) as session:
+        channel = session.open_session(timeout=10)
+        channel.exec_command(f"trap 'touch {tmp_path}/ended; exit' TERM; echo begun; while :; do sleep 0.1; done")
         assert channel.recv(6) == b"begun\n"
-    waiting = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
-    for thread in waiting:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in waiting)
+    end = time.monotonic() + 20
+    while not (tmp_path / "ended").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_who_has_another_key_is_refused(other: str, site: Site) -> None:
-    with pytest.raises(paramiko.AuthenticationException), session(socket.create_connection(site.place), OTHERS[other]):
+def test_who_has_another_key_is_refused(other: str, place: tuple[str, int]) -> None:
+    with pytest.raises(paramiko.AuthenticationException), log_in(place, OTHERS[other]):
         pass
-    assert site.heard.wait(10)
-    assert site.said == ["cpuft: dropped a connection from 127.0.0.1: it did not prove to know the job's secret"]
 
 
-@pytest.mark.parametrize("kind", ["shell", "pty", "forwarding"])
-def test_there_is_nothing_but_commands(kind: str, site: Site) -> None:
+@pytest.mark.parametrize("kind", ["pty", "forwarding"])
+def test_there_is_nothing_but_commands(kind: str, place: tuple[str, int]) -> None:
     ways = {
-        "shell": lambda transport: transport.open_session(timeout=10).invoke_shell(),
-        "pty": lambda transport: transport.open_session(timeout=10).get_pty(),
-        "forwarding": lambda transport: transport.open_channel("direct-tcpip", site.place, site.place, timeout=10),
+        "pty": lambda session: session.open_session(timeout=10).get_pty(),
+        "forwarding": lambda session: session.open_channel("direct-tcpip", place, place, timeout=10),
     }
-    with session(socket.create_connection(site.place)) as transport, pytest.raises(paramiko.SSHException):
-        ways[kind](transport)
+    with log_in(place) as session, pytest.raises(paramiko.SSHException):
+        ways[kind](session)
 
 
-class Tape:
-    """A connection that keeps what is sent by it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self.sent = connection, b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    def send(self, data: bytes) -> int:
-        count = self._connection.send(data)
-        self.sent += data[:count]
-        return count
+def test_the_main_node_runs_nothing_that_a_node_asks_for(tmp_path: Path) -> None:
+    """Whatever it is, the node's registration runs, here a stand-in for it."""
+    with open_server(tmp_path, 'printf "%s" "$SSH_ORIGINAL_COMMAND"\n') as place, log_in(place) as session:
+        line = f"touch {tmp_path}/made; $(touch {tmp_path}/made)"
+        assert ask(session, line)[:2] == (0, line.encode())
+    assert not (tmp_path / "made").exists()
 
 
-def replay(site: Site, data: bytes) -> None:
-    """Send it; the server then ends the connection by itself, or with us."""
-    site.heard.clear()
-    with socket.create_connection(site.place) as connection:
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
-        assert site.heard.wait(20)
-
-
-def test_what_was_sent_before_is_refused_when_it_comes_again(site: Site) -> None:
-    """Whole, and cut anywhere."""
-    tape = Tape(socket.create_connection(site.place))
-    with session(tape) as transport:
-        ask(transport, "true")
-    for length in (len(tape.sent), len(tape.sent) // 2, 40, 1):
-        replay(site, tape.sent[:length])
-    assert site.lines == ["true"]
-    assert len(site.said) == 4
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"x" * 70_000,
-        BANNER,
-        BANNER + b"\xff" * 16,
-        BANNER + b"\x00\x00\x00\x0c" + b"\x00" * 12,
-        BANNER + b"\x7f\xff\xff\xfc" + b"\x14" * (1 << 20),
-    ],
-    ids=("nothing", "a browser", "no end of line", "no more", "a length of 4 GB", "no kind", "a long packet"),
-)
-def test_what_is_no_ssh_is_refused_in_one_line(data: bytes, site: Site) -> None:
-    try:
-        replay(site, data)
-    except (BrokenPipeError, ConnectionResetError):
-        assert site.heard.wait(20)
-    assert [line[:50] for line in site.said] == ["cpuft: dropped a connection from 127.0.0.1: it did"]
-    with session(socket.create_connection(site.place)) as transport:
-        assert ask(transport, "exit 3")[0] == 3
-
-
-def test_who_says_nothing_does_not_stay(site: Site) -> None:
-    with socket.create_connection(site.place) as connection:
-        connection.settimeout(20)
-        while connection.recv(4096):
-            pass
-    assert site.heard.wait(10)
-
-
-@pytest.mark.parametrize("data", [b"", BANNER], ids=("silent", "a greeting and no more"))
-def test_a_crowd_that_proves_nothing_keeps_no_node_out(data: bytes) -> None:
-    """With seconds to go for each of them, and from the node's own address."""
-    served: list[str] = []
-    server = Server(("127.0.0.1", 0), KEYS, lambda channel, line: run_command(ENVIRON, channel, line), served.append)
-    crowd = []
-    try:
-        with session(socket.create_connection(("127.0.0.1", server.port))) as early:
-            for _ in range(300):
-                crowd.append(socket.create_connection(("127.0.0.1", server.port)))
-                crowd[-1].sendall(data)
-            with session(socket.create_connection(("127.0.0.1", server.port))) as late:
-                assert [ask(one, "exit 3")[0] for one in (late, early)] == [3, 3]
-    finally:
+@pytest.mark.parametrize("data", [b"", b"SSH-2.0-x\r\n"], ids=["silent", "a greeting and no more"])
+def test_a_hundred_connections_that_prove_nothing_keep_no_node_out_and_do_not_stay(
+    data: bytes, place: tuple[str, int]
+) -> None:
+    with ExitStack() as stack:
+        early = stack.enter_context(log_in(place))
+        crowd = [stack.enter_context(socket.create_connection(place)) for _ in range(100)]
         for connection in crowd:
-            connection.close()
-        server.end()
+            connection.sendall(data)
+        start = time.monotonic()
+        late = stack.enter_context(log_in(place))
+        assert [ask(session, "exit 3")[0] for session in (late, early)] == [3, 3]
+        assert time.monotonic() - start < 8
+        crowd[0].settimeout(30)
+        while crowd[0].recv(4096):
+            pass
 
 
-def test_a_command_sees_what_it_is_given(site: Site) -> None:
-    with session(socket.create_connection(site.place)) as transport:
-        assert ask(transport, "env | grep -c TOKEN")[1] == b"0\n"
+def test_a_port_in_use_is_named(place: tuple[str, int], tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=rf"sshd cannot use 127\.0\.0\.1 port {place[1]} \(Address already in use\)"):
+        serve(KEYS, tmp_path, place, ENVIRON, _SESSION)
+
+
+def test_the_keys_on_disk_are_for_this_user_alone(place: tuple[str, int], tmp_path: Path) -> None:
+    assert (tmp_path / "host_key").stat().st_mode & 0o077 == 0
+    shown = subprocess.run(["ssh-keygen", "-yf", tmp_path / "host_key"], capture_output=True, text=True, check=True)
+    assert shown.stdout.split()[:2] == KEYS.host_line.split()
