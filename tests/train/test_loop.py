@@ -110,8 +110,8 @@ def test_the_first_timed_step_does_not_pay_for_what_the_first_pass_takes() -> No
         passes = 0
 
         def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-            self.is_transient += 1
-            time.sleep(0.5 if self.is_transient == 1 else 0.0)
+            self.passes += 1
+            time.sleep(0.5 if self.passes == 1 else 0.0)
             return super().losses(model, batch)
 
     loop = make_loop(CONFIG, objective=Compiling)
