@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cpuft.cli.options import Verb, complete_runs, make_options, pick, refuse_options
-from cpuft.config import LaunchConfig, TrainConfig, is_count, option, parse_bit_rate
+from cpuft.config import SECTIONS, LaunchConfig, TrainConfig, is_count, option, parse_bit_rate
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
@@ -23,40 +24,65 @@ if TYPE_CHECKING:
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
 PROBE_SECONDS = 60.0
-"""A probe's steps end by then, whatever they have done; a start-up takes about as long again on a slow disk."""
+"""Time limit of the probe's steps. On a slow disk, starting the ranks takes about as long again."""
+
+
+MOST_HOSTS = 1024
+_host_option = partial(option, section=SECTIONS[0])
 
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """Hosts that are not there yet."""
+    """The hosts for which `cpuft estimate` estimates, and the network between them."""
 
-    hosts: str = option("1,2,4,8,16,32,64", "numbers of hosts, a rank each", takes="N,N")
-    bandwidth: str = option("", "of the link between hosts, e.g. 10gbit or 100mbit", takes="RATE")
-    latency: float = option(
+    hosts: str = _host_option(
+        "1,2,4,8,16,32,64", "Numbers of hosts to estimate, separated by commas; each host has one rank", takes="N,N"
+    )
+    bandwidth: str = _host_option(
+        "", "Bandwidth of the network between the hosts, such as 10gbit or 100mbit", takes="RATE"
+    )
+    latency: float = _host_option(
         100.0,
         "One-way latency between hosts in microseconds; `cpuft doctor --bandwidth` measures it",
         least=0.0,
         most=1e7,
     )
-    link: str = option(
+    link: str = _host_option(
         "",
         "File with a measurement of the network, instead of --bandwidth and --latency: comm.jsonl of `cpuft bench "
         "comm`, or the output of `cpuft doctor --bandwidth --json`",
         takes="FILE",
     )
-    instance: str = option("", "kind of rented host: its cores, link and price", takes="NAME")
-    instances: str = option("", "a table of your own for --instance (default: cpuft's)", takes="FILE")
-    cores: float = option(0.0, "cores of a host (default: the record's)", least=0.0, most=1e6)
-    price: float = option(0.0, "of a host and an hour (default: the instance's)", least=0.0, most=1e6)
-    compression: str = option("auto", "gradients travel as", choices=("auto", "none", "bf16", "fp16", "int8"))
+    instance: str = _host_option(
+        "", "Type of rented host, such as m7i.8xlarge, from which cores, bandwidth and price are known", takes="NAME"
+    )
+    instances: str = _host_option(
+        "", "CSV file with your own table of types for --instance (default: cpuft's own table)", takes="FILE"
+    )
+    cores: float = _host_option(
+        0.0, "Cores per host (default: those of --instance, else those of the recorded host)", least=0.0, most=1e6
+    )
+    price: float = _host_option(
+        0.0, "Price of one host for one hour, in dollars (default: that of --instance)", least=0.0, most=1e6
+    )
+    compression: str = _host_option(
+        "auto",
+        "Format in which gradients are sent, as --grad-compression of cpuft launch",
+        choices=("auto", "none", "bf16", "fp16", "int8"),
+    )
 
 
 def parse_hosts(text: str) -> list[int]:
-    """Numbers of hosts, ascending, each once. Raises CpuftError for anything else."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(is_count(word, most=MOST_HOSTS) for word in words):
-        raise CpuftError(f"--hosts {text[:60]!r} is no list of whole numbers up to {MOST_HOSTS}: write e.g. 1,2,4,8")
-    return sorted(set(map(int, words)))
+    """Return the numbers of hosts in a text such as "1,2,4", ascending and each once.
+
+    Raises CpuftError: the text is something else.
+    """
+    numbers = [number.strip() for number in text.split(",")]
+    if not all(is_count(number, most=MOST_HOSTS) for number in numbers):
+        raise CpuftError(
+            f"--hosts {text[:60]!r} is not a list of whole numbers from 1 to {MOST_HOSTS}: write for example 1,2,4,8"
+        )
+    return sorted(set(map(int, numbers)))
 
 
 @click.command(
@@ -64,7 +90,7 @@ def parse_hosts(text: str) -> list[int]:
     params=[
         *make_options(EstimateConfig),
         *(one for one in make_options(TrainConfig) if one.name in _OF_PROBE),
-        click.Option(["--json", "as_json"], is_flag=True, help="print one JSON object"),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the estimates as one JSON object"),
         click.Argument(["run"], required=False, shell_complete=complete_runs),
     ],
 )
@@ -88,7 +114,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     config = pick(EstimateConfig, values)
     hosts = parse_hosts(config.hosts)
     if run:
-        refuse_options(TrainConfig, "is for a probe, and RUN tells the job: give one or the other")
+        refuse_options(TrainConfig, "is for the short training that is done without RUN: leave out this option, or RUN")
     rented = find_instance(config.instance, config.instances) if config.instance else None
     bits = parse_bit_rate(config.bandwidth, "--bandwidth")
     if not (bits or config.link or rented):
@@ -102,7 +128,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     network = _find_network(config, job, bits, rented)
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
-    notes = describe_job(job, network, run or "a probe of this machine") + _warn(record, rented)
+    notes = describe_job(job, network, run or "a probe of this machine") + _describe_instance(record, rented)
     found = [estimate_hosts(scale_cores(job, cores), network, number, price) for number in hosts]
     title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"
     if as_json:
@@ -112,6 +138,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
 
 
 def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance | None) -> Network:
+    """Return the network of --link, --bandwidth or --instance. Raises CpuftError: the file of --link is not usable."""
     from cpuft.record import parse_measurements
     from cpuft.report.estimate import Network, find_network, read_doctor_links
 
@@ -133,7 +160,8 @@ def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance 
     return Network(rate, config.latency / 1e6)
 
 
-def _warn(record: Record, rented: Instance | None) -> list[str]:
+def _describe_instance(record: Record, rented: Instance | None) -> list[str]:
+    """Return a note about a type of instance, with a warning if its CPU differs from the recorded one."""
     if rented is None:
         return []
     recorded = "amx_bf16" in record.header.cpu_flags
@@ -145,20 +173,20 @@ def _warn(record: Record, rented: Instance | None) -> list[str]:
 
 
 @contextmanager
-def _told_aside() -> Iterator[None]:
-    """What ranks print goes to standard error: standard output is the table's, and programs read it."""
-    kept = os.dup(1)
+def _output_on_stderr() -> Iterator[None]:
+    """Send the output of the ranks to standard error, because programs read the table from standard output."""
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _probe(train: TrainConfig) -> Record:
-    """The record of a short run on this machine; nothing else is left of it."""
-    import tempfile  # half of what --help would import
+    """Train for half a minute on this machine and return the record of this run, whose files are then removed."""
+    import tempfile  # takes half the time of `cpuft estimate --help`
 
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.plan import plan_training
@@ -171,19 +199,18 @@ def _probe(train: TrainConfig) -> Record:
         run_dir = f"{folder}/run"
         probe = replace(train, max_steps=PROBE_STEPS, save_model=False)
         plan = plan_training(cluster, launch, probe, run_dir, "lines", os.environ)
-        click.echo("estimate: a probe of half a minute", err=True)
+        click.echo("estimate: training for half a minute on this machine", err=True)
         try:
-            with _told_aside():
+            with _output_on_stderr():
                 run_on_this_machine(
                     plan, run_dir, cluster.rank_hosts, os.environ, PROBE_SECONDS, cluster.access.transport
                 )
         except CpuftError:
-            # A slow host's is stopped after a minute, and its steps until then tell as much.
+            # On a slow machine the time limit stops the training, and the steps until then are enough.
             if not Path(run_dir, "record.jsonl").exists():
                 raise
         if not Path(run_dir, "record.jsonl").exists():
-            raise CpuftError("the probe ended before its first step: see above, or name a RUN")
+            raise CpuftError(
+                "the short training ended before its first step: see the messages above, or give the folder of a run"
+            )
         return read_record(run_dir)
-
-
-MOST_HOSTS = 1024

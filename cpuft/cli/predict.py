@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from cpuft.record import Header
 
 MODEL = "model"
-"""In a run's directory, what it has learned."""
+"""Folder of the trained model in the folder of a run."""
 _NOT_GLUE = ("demo", "files", "text")
 _SPLITS = ("validation", "test")
 _FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
-"""How names begin of the settings that a rank would have, and one process alone has too."""
+"""Prefixes of the settings for threads and memory, which a single process needs as well as a rank."""
 
 
 @click.command(
@@ -58,35 +58,42 @@ def predict(dry_run: bool, **values: Any) -> None:
 
 
 def check_request(asked: PredictConfig, header: Header) -> None:
-    """Raises CpuftError: rows are asked for in no way or in two, the task has no such split, or RUN no model."""
+    """Check what `cpuft predict` is asked for.
+
+    Raises CpuftError: not exactly one of --file and --split, no such split of the task, or no model in the run.
+    """
     if bool(asked.file) == bool(asked.split):
-        both = "both say which rows: give one of them" if asked.file else "which rows? name one"
-        raise CpuftError(f"--file and --split: {both}")
+        problem = "both are given" if asked.file else "neither is given"
+        raise CpuftError(f"--file and --split: {problem}; give one of them to say which examples to predict")
     if asked.split and asked.split not in _SPLITS:
         raise CpuftError(f"{asked.split[:60]!r} is not a value of --split: {suggest_names(asked.split, _SPLITS)}")
     if asked.split == "test" and (header.task in _NOT_GLUE or header.task not in TASKS):
-        raise CpuftError(f"--task {header.task} has no test rows: name a file with --file")
+        raise CpuftError(f"--task {header.task} has no test examples: give a file with --file")
     if asked.split == "test" and asked.with_input:
-        raise CpuftError("--with-input adds columns, and GLUE takes its test rows without: leave it out, or use --file")
+        raise CpuftError(
+            "--with-input adds columns that GLUE does not accept for its test examples: leave it out, or use --file"
+        )
     if asked.data_dir and (asked.file or header.task in _NOT_GLUE):
-        raise CpuftError("--data-dir holds the splits of a GLUE task: add --split, or leave it out")
+        raise CpuftError(
+            "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split, or leave out --data-dir"
+        )
     if not (Path(asked.run) / MODEL / "config.json").exists():
         raise CpuftError(
-            f"{asked.run} holds no {MODEL}/: it has not come to its end, or had --no-save-model: name a finished run"
+            f"{asked.run} has no folder {MODEL}, because the run is not finished or had --no-save-model: give a finished run"
         )
 
 
 def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...]) -> Step:
-    """The process that predicts."""
+    """Return the step that predicts, in a process of its own."""
     from cpuft.argv import module_command
     from cpuft.plan import Step
 
-    words = (*module_command(sys.executable, "cpuft.train.predict"), *format_arguments(asked))
-    return Step(f"predict with {asked.run}", words, settings)
+    command = (*module_command(sys.executable, "cpuft.train.predict"), *format_arguments(asked))
+    return Step(f"predict with {asked.run}", command, settings)
 
 
 def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """What a rank alone on this machine would have for its threads and its memory."""
+    """Return the settings for threads and memory that a single rank on this machine would have."""
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.hosts.topology import Interface, plan_placement
     from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables

@@ -85,9 +85,9 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["stacks", "."], "no run is active in the folder .: the run has ended, or no cpuft launch of"),
         (["estimate", "none"], "the speed of the network between the hosts is not known: give --bandwidth,"),
         (["estimate", "--bandwidth", "fast"], "--bandwidth 'fast' is not a bit rate: write for example 1gbit"),
-        (["estimate", "--hosts", "1,x"], "--hosts '1,x' is no list of whole numbers up to 1024: write e.g. 1,2,4,8"),
+        (["estimate", "--hosts", "1,x"], "--hosts '1,x' is not a list of whole numbers from 1 to 1024: write for example 1,2,4,8"),
         (["estimate", "--instance", "c7i.huge"], "--instance c7i.huge is not a known type of instance: did you"),
-        (["estimate", "none", "--task", "mrpc"], "--task is for a probe, and RUN tells the job: give one or the other"),
+        (["estimate", "none", "--task", "mrpc"], "--task is for the short training that is done without RUN: leave out this option, or RUN"),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_starts_nothing(words: list[str], message: str, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """`cpuft predict`: what is asked, in one line where that cannot be, and a process of its own that answers."""
+# ruff: noqa: E501 (a message stands on one line, as a terminal shows it)
 
 from __future__ import annotations
 
@@ -33,17 +34,25 @@ def make_run(folder: Path, task: str = "mrpc") -> PredictConfig:
 @pytest.mark.parametrize(
     "task, asked, message",
     [
-        ("mrpc", {}, "--file and --split: which rows? name one"),
-        ("mrpc", {"file": "x", "split": "test"}, "--file and --split: both say which rows: give one of them"),
+        ("mrpc", {}, "--file and --split: neither is given; give one of them to say which examples to predict"),
+        (
+            "mrpc",
+            {"file": "x", "split": "test"},
+            "--file and --split: both are given; give one of them to say which examples to predict",
+        ),
         ("mrpc", {"split": "tset"}, "'tset' is not a value of --split: did you mean test?"),
-        ("demo", {"split": "test"}, "--task demo has no test rows: name a file with --file"),
-        ("files", {"split": "test"}, "--task files has no test rows: name a file with --file"),
+        ("demo", {"split": "test"}, "--task demo has no test examples: give a file with --file"),
+        ("files", {"split": "test"}, "--task files has no test examples: give a file with --file"),
         (
             "files",
             {"split": "validation", "data_dir": "glue"},
-            "--data-dir holds the splits of a GLUE task: add --split",
+            "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split",
         ),
-        ("mrpc", {"file": "x", "data_dir": "glue"}, "--data-dir holds the splits of a GLUE task: add --split"),
+        (
+            "mrpc",
+            {"file": "x", "data_dir": "glue"},
+            "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split",
+        ),
     ],
 )
 def test_requests_that_say_too_little_or_too_much(
@@ -75,7 +84,7 @@ def test_good_requests(tmp_path: Path) -> None:
         ),
         (
             ("bare", "--file", "x.csv"),
-            "bare holds no model/: it has not come to its end, or had --no-save-model: name a finished run",
+            "bare has no folder model, because the run is not finished or had --no-save-model: give a finished run",
         ),
         (
             ("run", "--file", "x.csv"),
