@@ -148,8 +148,9 @@ def _prepare_texts(config: TrainConfig) -> Path:
     if path.exists():
         return _check_cached(config, path)
     pieces = partial(split_texts, corpus, config.validation_split, validation)
-    training_texts = lambda: (text for validates, text, _ in pieces() if not validates)  # noqa: E731
-    tokenizer, trained = choose_tokenizer(config, training_texts, key)
+    tokenizer, trained = choose_tokenizer(
+        config, lambda: (text for validates, text, _ in pieces() if not validates), key
+    )
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
         raise CpuftError(
             f"the tokenizer of {get_tokenizer_name(config)} lacks [CLS], [SEP] or [MASK], which --task text needs: "

@@ -1,4 +1,4 @@
-"""Archives whose arrays are mapped."""
+"""Archives of prepared data: their arrays are memory-mapped, and damaged or foreign ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows each rank sees."""
+"""Which examples each rank sees in each update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTHS = st.lists(st.integers(1, 128), min_size=1, max_size=300)
 
 
 @given(LENGTHS, st.integers(1, 40), st.integers(0, 3), st.integers(0, 3), st.booleans())
-def test_every_row_is_in_exactly_one_update(
+def test_every_example_is_in_exactly_one_update(
     lengths: list[int], batch: int, seed: int, epoch: int, grouped: bool
 ) -> None:
     updates = plan_epoch(np.asarray(lengths), batch, seed, epoch, grouped)
@@ -41,7 +41,7 @@ def test_updates_do_not_depend_on_the_number_of_ranks_but_on_epoch_and_seed() ->
     assert not all(np.array_equal(a, b) for a, b in zip(first, plan_epoch(lengths, 32, 2, 0, True)))
 
 
-def test_rows_of_like_length_are_together_and_ranks_get_equal_work() -> None:
+def test_examples_of_similar_length_are_together_and_ranks_get_equal_work() -> None:
     lengths = np.random.default_rng(0).integers(5, 100, 4000)
     updates = plan_epoch(lengths, 64, 1, 0, True)
     padded = sum(len(rows) * lengths[rows].max() for rows in updates)

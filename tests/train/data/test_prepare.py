@@ -1,4 +1,4 @@
-"""Rows that are prepared once."""
+"""Data that is prepared once: its labels, what is said about it, and the cache folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpuft.train.data.tokenizer import load_tokenizer
 from tests.train.data.test_sources import files, lines
 
 
-def test_rows_that_others_could_have_written_are_not_read(own_cache: None) -> None:
+def test_a_cache_folder_that_others_can_write_to_is_refused(own_cache: None) -> None:
     path = prepare(TrainConfig(max_train_samples=8))
     assert prepare(TrainConfig(max_train_samples=8)) == path
     path.parent.chmod(0o777)
@@ -26,7 +26,7 @@ def test_rows_that_others_could_have_written_are_not_read(own_cache: None) -> No
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"PK\x03\x04-\x00", b"PK\x05\x06" + bytes(18), b"\x93NUMPY\x01\x00"])
-def test_an_archive_that_is_none_of_ours(data: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     path.write_bytes(data)
     with pytest.raises(CpuftError, match=r"data\.npz is not prepared data \(.+\): remove it, and start again"):
@@ -52,14 +52,14 @@ def test_a_word_s_first_token_has_its_tag(own_cache: None, tmp_path: Path) -> No
     assert len(tokens) == 2
 
 
-def test_several_labels_are_marked(own_cache: None, tmp_path: Path) -> None:
+def test_several_labels_become_a_row_of_zeros_and_ones(own_cache: None, tmp_path: Path) -> None:
     rows = ({"text": "x", "label": ["b", "a"]}, {"text": "y", "label": []}, {"text": "z", "label": ["c"]})
     found = prepared(lines(*rows), tmp_path)
     assert (found.kind, found.labels) == ("labels", ("a", "b", "c"))
     assert found.train.labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
 
 
-def test_the_kind_is_part_of_what_is_kept(own_cache: None, tmp_path: Path) -> None:
+def test_the_kind_of_task_is_part_of_the_checksum(own_cache: None, tmp_path: Path) -> None:
     """The same texts, one class each: not the rows of several labels that are kept."""
     several = prepared(lines({"text": "x", "label": ["a"]}, {"text": "y", "label": ["b"]}), tmp_path)
     single = prepared(lines({"text": "x", "label": "a"}, {"text": "y", "label": "b"}), tmp_path)
@@ -110,7 +110,7 @@ def test_the_kind_is_part_of_what_is_kept(own_cache: None, tmp_path: Path) -> No
         ),
     ],
 )
-def test_what_was_understood_of_the_data_is_said(
+def test_the_data_is_described_in_one_line(
     rows: list[dict[str, Any]], options: dict[str, Any], told: str, own_cache: None, tmp_path: Path
 ) -> None:
     if "sentence1" in rows[0]:
@@ -120,7 +120,7 @@ def test_what_was_understood_of_the_data_is_said(
         assert describe_data(read_prepared(str(prepare(config))), config) == told
 
 
-def test_the_same_rows_in_other_columns_are_named_by_these(own_cache: None, tmp_path: Path) -> None:
+def test_the_same_examples_in_other_columns_have_their_own_description(own_cache: None, tmp_path: Path) -> None:
     for name in ("text", "sentence"):
         rows = lines({name: "x", "label": "a"}, {name: "y", "label": "b"})
         config = files(tmp_path, rows, rows, "jsonl")

@@ -57,7 +57,7 @@ def test_every_text_reads_back_quotation_marks_and_all(rows: list[tuple[str, str
         (GOOD + "2\t7\t8\ta\tb\n", "x, line 4: label '2' is not one of 0, 1: correct that line"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(text: str, message: str) -> None:
+def test_a_mistake_in_a_glue_file_is_reported_with_its_line(text: str, message: str) -> None:
     with pytest.raises(CpuftError) as error:
         parse_glue_tsv(text, TASKS["mrpc"], "x")
     assert str(error.value).startswith(message)
@@ -477,7 +477,9 @@ def test_several_labels_read_back_from_lists_and_from_cells(rows: list[list[str]
         ("class", ("a", "b", "c"), ("accuracy",)),
     ],
 )
-def test_what_rows_are_measured_by(kind: str, labels: tuple[str, ...], metrics: tuple[str, ...]) -> None:
+def test_metrics_depend_on_the_kind_and_the_labels(
+    kind: str, labels: tuple[str, ...], metrics: tuple[str, ...]
+) -> None:
     assert choose_metrics(kind, labels) == metrics
 
 
@@ -535,13 +537,13 @@ def test_words_and_tags_that_do_not_fit(row: dict[str, Any], message: str) -> No
         ),
     ],
 )
-def test_labels_that_teach_nothing_or_do_not_fit(train: str, validation: str, message: str) -> None:
+def test_labels_that_are_all_the_same_or_unknown_are_refused(train: str, validation: str, message: str) -> None:
     with pytest.raises(CpuftError) as error:
         read(train, validation)
     assert message in str(error.value)
 
 
-def test_words_stand_in_one_column(tmp_path: Path) -> None:
+def test_words_need_exactly_one_column(tmp_path: Path) -> None:
     row = lines({"a": ["x"], "b": ["y"], "tags": ["O"]})
     config = replace(files(tmp_path, row, row, "jsonl"), text_columns="a,b", label_column="tags")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Tokenizers that are made, and what their words are to who masks them."""
+"""Tokenizers that are trained on texts, and tokenizers that do not fit the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def list_none() -> Iterator[str]:
     raise AssertionError("one is there already")
 
 
-def test_a_tokenizer_of_texts_is_as_berts() -> None:
+def test_a_tokenizer_that_is_trained_on_texts_works_like_berts() -> None:
     made = train_tokenizer(list_texts, 60)
     assert {train_tokenizer(list_texts, 60) for _ in range(20)} == {made}
     tokenizer = make_tokenizer(made)
@@ -41,7 +41,7 @@ def test_a_tokenizer_of_texts_is_as_berts() -> None:
     assert (tokenizer.pad_token_id, tokenizer.mask_token) == (0, "[MASK]")
 
 
-def test_it_is_saved_and_read_as_any_models(tmp_path: Path) -> None:
+def test_a_trained_tokenizer_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, BertConfig
 
     tokenizer = make_tokenizer(train_tokenizer(list_texts, 60))
@@ -52,7 +52,7 @@ def test_it_is_saved_and_read_as_any_models(tmp_path: Path) -> None:
     assert (again.mask_token_id, again.pad_token_id) == (tokenizer.mask_token_id, tokenizer.pad_token_id)
 
 
-def test_one_is_made_once_for_the_same_texts(own_cache: None) -> None:
+def test_a_tokenizer_is_trained_once_for_the_same_texts(own_cache: None) -> None:
     config = TrainConfig(from_config="bert-base", vocab_size=60)
     _, made = choose_tokenizer(config, list_texts, "texts")
     assert choose_tokenizer(config, list_none, "texts")[1] == made
@@ -60,7 +60,7 @@ def test_one_is_made_once_for_the_same_texts(own_cache: None) -> None:
     assert other != made
 
 
-def test_one_that_is_named_is_not_made(own_cache: None) -> None:
+def test_a_tokenizer_that_is_named_is_loaded(own_cache: None) -> None:
     tokenizer, made = choose_tokenizer(TrainConfig(from_config="bert-base", tokenizer="minilm"), list_none, "")
     assert (get_vocab_size(tokenizer), made) == (30522, "")
 
@@ -80,7 +80,9 @@ def test_one_that_is_named_is_not_made(own_cache: None) -> None:
         ({"hidden_size": "x"}, "no model can be made of small.json ("),
     ],
 )
-def test_one_that_does_not_belong_to_the_model(settings: dict[str, object], message: str, own_cache: None) -> None:
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(
+    settings: dict[str, object], message: str, own_cache: None
+) -> None:
     Path("small.json").write_text(json.dumps({"vocab_size": 30522, **settings}))
     config = TrainConfig(from_config="small.json", tokenizer="minilm")
 
