@@ -112,7 +112,9 @@ def folder_of(module: str) -> str:
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"cpuft"}))
 def test_a_module_imports_only_what_its_folder_may(name: str) -> None:
     folder = folder_of(name)
-    assert sorted(module for module in find_all_imports(name) if folder_of(module) not in ALLOWED[folder] | {folder}) == []
+    assert (
+        sorted(module for module in find_all_imports(name) if folder_of(module) not in ALLOWED[folder] | {folder}) == []
+    )
 
 
 def test_the_package_itself_imports_only_its_public_api() -> None:

@@ -1,1 +1,1 @@
-"""What machines there are, and how they are reached."""
+"""Which machines a run uses, what they are like, and how they are reached."""

@@ -1,8 +1,8 @@
-"""What a host says of itself, as one JSON object on standard output.
+"""A program that reports the facts of the host on which it runs, as one JSON object on standard output.
 
-This file is also sent as it is to the Python of a host that has no cpuft yet, so it imports only the standard
-library. Its arguments are addresses of other hosts of the cluster; the answer tells by which interface each is
-reached. Nothing is sent to them: connecting a UDP socket only asks the kernel for the route.
+The launcher sends this file to the Python of hosts that may not have cpuft, so it imports only the standard library.
+Its arguments are addresses of other hosts; the facts contain the local address from which each is reached. Nothing is
+sent to them: connecting a UDP socket only asks the kernel for the route.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
 
 
 def read_interfaces() -> dict[str, str]:
-    """IPv4 address of each network interface that has one."""
+    """Return the IPv4 address of each network interface that has one, by name."""
     import fcntl
 
     addresses = {}
@@ -37,7 +37,7 @@ def read_interfaces() -> dict[str, str]:
 
 
 def read_route(target: str) -> str:
-    """The local address from which `target` is reached, empty when it is not."""
+    """Return the local address from which `target` is reached; empty when there is no route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
@@ -55,7 +55,7 @@ def _read_text(path: str) -> str:
 
 
 def _find_library(name: str) -> str:
-    """Path of a shared library, of this Python's own environment before the system's; empty when there is none."""
+    """Return the path of a shared library, in this Python's environment or else the system's; empty for none."""
     found = sorted(glob.glob(os.path.join(sys.prefix, "lib", f"lib{name}.so*")))
     for folder in ("/usr/lib64", f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/local/lib", "/usr/lib"):
         found += sorted(glob.glob(os.path.join(folder, f"lib{name}.so*")))
@@ -63,7 +63,7 @@ def _find_library(name: str) -> str:
 
 
 def has_efa(devices: str, library: str) -> bool:
-    """Whether the kernel drives an adapter for fast fabrics of AWS, and libfabric finds the library for it."""
+    """Return whether the kernel has a driver for an Elastic Fabric Adapter, and `library`, libefa, is installed."""
     drivers = [os.path.basename(os.path.realpath(path)) for path in glob.glob(f"{devices}/*/device/driver")]
     return "efa" in drivers and bool(library)
 
@@ -79,7 +79,7 @@ def _lscpu() -> str:
 
 
 def _cpu_quota() -> float:
-    """Cores that the control group allows (v2, then v1); 0 for no limit."""
+    """Return the number of cores that the control group allows (v2, then v1); 0 for no limit."""
     quota, _, period = _read_text("/sys/fs/cgroup/cpu.max").partition(" ")
     if not quota:
         quota = _read_text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -88,44 +88,47 @@ def _cpu_quota() -> float:
 
 
 def read_free_memory(root: str = "") -> int:
-    """Bytes that processes of this machine can still get, with swap; 0: the kernel does not say. `root`: for tests."""
+    """Return the bytes that processes of this machine can still get, with swap; 0: not known. `root` is for tests."""
     memory = _read_numbers(f"{root}/proc/meminfo")
     return memory.get("MemAvailable", 0) + memory.get("SwapFree", 0) << 10
 
 
 def read_memory_left(root: str = "") -> int:
-    """Bytes that control groups around this process (v1, v2) leave of their limits, files' cache too; -1: no limit."""
+    """Return the bytes that the limits of control groups (v1, v2) leave this process; -1: no limit.
+
+    The cache of files counts as free. `root` is for tests.
+    """
     found = []
     for line in _read_text(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        # In a container the path may be the host's, and what is mounted the container's own.
+        # In a container the path may be the host's while the mounted file system is the container's own.
         folder = f"{root}/sys/fs/cgroup{'/memory' if controllers else ''}"
         for part in ("", *path.strip("/").split("/")) if not controllers or "memory" in controllers.split(",") else ():
             folder += f"/{part}"
             limit = _read_text(f"{folder}/memory.max") or _read_text(f"{folder}/memory.limit_in_bytes")
             used = _read_text(f"{folder}/memory.current") or _read_text(f"{folder}/memory.usage_in_bytes")
-            told = _read_numbers(f"{folder}/memory.stat")
-            # Of v1, only what begins with total_ has the groups below in it, as the usage has.
-            cache = sum(told.get(f"total_{name}", told.get(name, 0)) for name in ("active_file", "inactive_file"))
+            values = _read_numbers(f"{folder}/memory.stat")
+            # In v1 only the values that begin with total_ include the groups below, as the usage does.
+            cache = sum(values.get(f"total_{name}", values.get(name, 0)) for name in ("active_file", "inactive_file"))
             found += [int(limit) - int(used) + cache] if limit.isdecimal() and used.isdecimal() else []
     return max(0, min(found)) if found else -1
 
 
 def _read_numbers(path: str) -> dict[str, int]:
-    """Lines of a name and a whole number."""
+    """Return the whole numbers in a file of lines `NAME NUMBER`, by name."""
     lines = [line.split() for line in _read_text(path).splitlines()]
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 def find_free_port() -> int:
-    """A TCP port that nothing listens on now, from the range the kernel gives to clients."""
+    """Return a TCP port of the ephemeral range on which nothing listens now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def gather(targets: list[str]) -> dict[str, object]:
-    """All facts of this host, from which `cpuft.hosts.topology.parse_facts` makes its `HostFacts`."""
+    """Return all facts of this host; `cpuft.hosts.topology.parse_facts` makes `HostFacts` of them."""
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),

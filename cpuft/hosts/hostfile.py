@@ -1,4 +1,4 @@
-"""Hostfile text <-> hosts: the forms that people have, Intel MPI's and Open MPI's among them."""
+"""Hostfiles, in the forms of Intel MPI, Open MPI and cpuft: text to hosts and back."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cpuft.errors import CpuftError
 from cpuft.serialization import find_control
 
 NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
-"""A host's name or address. Of labels that are empty or longer than 63 letters, sockets raise."""
+"""A host's name or address. Sockets raise errors for labels that are empty or longer than 63 letters."""
 _KEYS = {"slots": "slots", "max_slots": "slots", "max-slots": "slots", "port": "port", "user": "user"}
 
-_OF_JOBS = ("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE", "OMPI_MCA_orte_default_hostfile")
-"""Where an MPIJob's launcher has it, by what its operator tells Intel MPI, MPICH and Open MPI."""
+_MPIJOB_VARIABLES = ("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE", "OMPI_MCA_orte_default_hostfile")
+"""Environment variables in which Kubeflow's operator tells an MPIJob's launcher the path of its hostfile."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Host:
     name: str
     """A name or an address, as the user wrote it."""
     slots: int = 0
-    """Ranks it may hold; 0 when the line does not say."""
+    """Most ranks on it; 0 when the line does not say."""
     user: str = ""
-    """Who to log in as; empty for ssh's own default."""
+    """User to log in as; empty for ssh's own default."""
     port: int = 0
-    """Port of its ssh; 0 for ssh's own default."""
+    """Port of its ssh server; 0 for ssh's own default."""
 
 
 def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
-    """Hosts in the order of the text, the first is the master.
+    """Return the hosts in the order of the text; the first is the head host.
 
     Each line is `[user@]host[:slots] [slots=N] [user=U] [port=P]`; `#` begins a comment.
 
@@ -50,13 +50,13 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
         host = _parse_words(words, f"{source}, line {number}")
         if host.name in lines_of:
             raise CpuftError(
-                f"{source}, line {number}: host {host.name} stands on line {lines_of[host.name]} already: "
+                f"{source}, line {number}: host {host.name} is on line {lines_of[host.name]} already: "
                 f"remove one, and write slots=N for several ranks"
             )
         lines_of[host.name] = number
         hosts.append(host)
     if not hosts:
-        raise CpuftError(f"{source} names no host: write one name or address a line, the master first")
+        raise CpuftError(f"{source} names no host: write one name or address on each line, the head host first")
     return tuple(hosts)
 
 
@@ -65,7 +65,7 @@ def _parse_words(words: list[str], where: str) -> Host:
     name, colon, count = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
     numbers = {"slots": _number(count, "slots", where) if colon else 0, "port": 0}
     if not NAME.fullmatch(name):
-        raise CpuftError(f"{where}: {words[0]!r} is no host name or address: write e.g. node1, node1:4 or 10.0.0.1")
+        raise CpuftError(f"{where}: {words[0]!r} is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1")
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
@@ -89,7 +89,7 @@ def _number(text: str, what: str, where: str) -> int:
 
 
 def format_hostfile(hosts: tuple[Host, ...]) -> str:
-    """Text that `parse_hostfile` reads back as the same hosts."""
+    """Return text that `parse_hostfile` reads back as the same hosts."""
     return "".join(_format_host(host) + "\n" for host in hosts)
 
 
@@ -102,7 +102,7 @@ def _format_host(host: Host) -> str:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """Hosts of the file at `path`. Raises CpuftError also where there is no such file."""
+    """Return the hosts of a hostfile. Raises CpuftError: as `parse_hostfile`, or the file cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -113,7 +113,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def find_job_hostfile(environ: Mapping[str, str]) -> str:
-    """The hostfile that Kubeflow's operator gives to an MPIJob's launcher; empty for any other process."""
+    """Return the path of the hostfile of an MPIJob, in its launcher; empty in any other process."""
     if environ.get("K_MPI_JOB_ROLE") != "launcher":
         return ""
-    return next((environ[name] for name in _OF_JOBS if environ.get(name)), "/etc/mpi/hostfile")
+    return next((environ[name] for name in _MPIJOB_VARIABLES if environ.get(name)), "/etc/mpi/hostfile")

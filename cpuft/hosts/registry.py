@@ -1,4 +1,4 @@
-"""What cpuft remembers of each cluster it made: a directory a cluster, with its keys and ssh configuration."""
+"""The registry of clusters: a directory for each one that cpuft made, with its entry, keys and ssh configuration."""
 
 from __future__ import annotations
 
@@ -22,53 +22,55 @@ from cpuft.serialization import find_control, load, parse_json
 
 FILE_NAME = "cluster.json"
 HOSTFILES = "hostfiles"
-"""Folder of the hostfiles that `cpuft provision` writes, in its working directory; each is called as its cluster."""
+"""Folder of the hostfiles that `cpuft provision` writes, in its working directory; each has its cluster's name."""
 _NAME = re.compile(r"[a-z][a-z0-9]{0,62}")
 _MARK = "made by cpuft provision"
 INSIDE = "inside"
-"""Kind of a record that a host has of its own cluster."""
+"""Kind of the entry that a host has about its own cluster."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cluster, as `cluster.json` in its directory."""
+    """One cluster, as stored in `cluster.json` in its directory. The field names are keys of that file."""
 
     name: str
-    """That of its directory."""
+    """Also the name of its directory."""
     kind: str
     """One of `cpuft.provision.base.PROVIDERS`, or `INSIDE`."""
     hostfile: str
     """Absolute path."""
     ssh_config: str = ""
-    """How ssh and mpirun reach its hosts; empty for the user's own configuration."""
+    """Path of ssh's client configuration for its hosts; empty for the user's own."""
     python: str = ""
-    """Python of the training environment, the same path on every host; empty for this one's."""
+    """Python of the training environment, the same path on every host; empty for this process's Python."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Environment variables that cpuft's own commands need there."""
+    """Environment variables that cpuft's own commands need on the hosts."""
     options: dict[str, str] = field(default_factory=dict)
-    """What it was asked to be, for `status` and `diff`."""
+    """The options it was made with, for `status` and `diff`."""
     ssh_config_there: str = ""
-    """How the master reaches the hosts, on its own disk; empty where it sees `ssh_config`."""
+    """ssh's client configuration on the head host's own disk; empty where the head host sees `ssh_config`."""
     shares_files: bool = False
     """Whether the hosts see this machine's files under the same paths."""
     notice: str = ""
-    """Where a host learns that it is about to go: what --interruption-notice of a launch is by itself."""
+    """File or URL that announces a host's interruption: the default of --interruption-notice for launches."""
     renewal: str = ""
-    """A command by which a host's lease goes on while a run does."""
+    """Command that a running launch executes on each host to extend the host's lease; empty for none."""
     until: int = 0
-    """When the lease of its hosts ends, in seconds of the epoch, as provisioning knew it last; 0 for no lease."""
+    """End of the hosts' lease in seconds since 1970, as provisioning knew it last; 0 for no lease."""
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """Where clusters are remembered: $CPUFT_STATE, or cpuft/clusters in the XDG state directory.
+    """Return the folder of the registry: $CPUFT_STATE, or cpuft/clusters in the XDG state directory.
 
-    Raises CpuftError: its path holds white space, which ssh's configuration and mpirun's options cannot carry; or
-    others may write there (`refuse_untrusted`), and so decide what commands on a cluster do.
+    Raises CpuftError: its path contains white space, which ssh's configuration and mpirun's options cannot hold; or
+    other users may write there (`refuse_untrusted`) and so choose the commands that run on a cluster.
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
     if find_control(str(root)) or len(str(root).split()) > 1:
-        raise CpuftError(f"{str(root)!r} holds white space, which mpirun cannot pass to ssh: set CPUFT_STATE elsewhere")
+        raise CpuftError(
+            f"{str(root)!r} contains white space, which mpirun cannot pass to ssh: set CPUFT_STATE elsewhere"
+        )
     if os.path.exists(root):
         refuse_untrusted(root)
     return root
@@ -111,7 +113,7 @@ def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
 
 
 def _has_private_group(found: os.stat_result) -> bool:
-    """Whether the group of a file is its owner's own, as distributions with umask 002 make one for each user."""
+    """Return whether a file's group has its owner as the only member, as on distributions with umask 002."""
     if not found.st_uid:
         return False
     try:
@@ -122,7 +124,7 @@ def _has_private_group(found: os.stat_result) -> bool:
 
 
 def _find_unmapped() -> int:
-    """User id that stands for root, and for all other users, in a user namespace that maps only this user; else -1.
+    """Return the user id that stands for root and all others in a user namespace that maps only this user; else -1.
 
     Containers without root (Apptainer) show / and /home as that user's.
     """
@@ -142,7 +144,7 @@ def _name_user(number: int) -> str:
 
 
 def make_state_root(root: Path) -> None:
-    """Make the folder of clusters, and the folders above it that are missing, for this user alone."""
+    """Make the folder of the registry and the missing folders above it, for this user alone."""
     for folder in [*reversed(root.parents), root]:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -150,23 +152,25 @@ def make_state_root(root: Path) -> None:
 
 
 def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[Path, ...]:
-    """Where a run looks for its cluster: what this user made, then what this very environment is a host of."""
+    """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster."""
     own = state_root(environ)
     return (own, Path(prefix).parent / "clusters") if Path(prefix).name == "env" else (own,)
 
 
 def check_name(name: str) -> str:
-    """`name`, if a cluster can be called so: it becomes part of paths, names of links and of control groups.
+    """Return `name`, which becomes part of paths and of names of network links and control groups.
 
-    Raises CpuftError: it cannot.
+    Raises CpuftError: it is not a valid name of a cluster.
     """
     if not _NAME.fullmatch(name):
-        raise CpuftError(f"{reprlib.repr(name)} is no name of a cluster: use small letters and digits, a letter first")
+        raise CpuftError(
+            f"{reprlib.repr(name)} is not a valid cluster name: use small letters and digits, a letter first"
+        )
     return name
 
 
 def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
-    """The cluster called `name` in the first of `roots` that has it. Raises CpuftError when none does."""
+    """Return the entry of a cluster from the first registry that has it. Raises CpuftError when none does."""
     check_name(name)
     for root in roots:
         if os.path.exists(root / name / FILE_NAME):
@@ -175,16 +179,16 @@ def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
     raise _unknown(name, known, ", or name machines of your own in a file with --hostfile")
 
 
-def recall(root: Path, name: str) -> Entry | None:
-    """The cluster called `name`, None where there is none. Raises CpuftError for what is no name, or damaged."""
+def read_entry_if_exists(root: Path, name: str) -> Entry | None:
+    """Return the entry of a cluster; None where there is none. Raises CpuftError: as `check_name` and `read_entry`."""
     return read_entry(root, name) if os.path.exists(root / check_name(name) / FILE_NAME) else None
 
 
 def read_entry(root: Path, name: str) -> Entry:
-    """The cluster called `name`.
+    """Return the entry of a cluster.
 
-    Raises CpuftError: there is none (with the known names), or what is there was not written by `cpuft provision`, or
-    others may write to it: commands act on what an entry names.
+    Raises CpuftError: there is none (the message lists the known names), the entry was not written by `cpuft
+    provision`, or other users may write to it, because commands act on what an entry names.
     """
     path = root / check_name(name) / FILE_NAME
     for beside in (FILE_NAME, "ssh_config", "known_hosts"):
@@ -192,7 +196,7 @@ def read_entry(root: Path, name: str) -> Entry:
             refuse_untrusted(path.with_name(beside))
     try:
         values = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
-        # Entries of earlier versions do not say so: settings were for hosts that run this machine's own cpuft.
+        # Entries of earlier versions lack this key. They had settings only for hosts that run this machine's own cpuft.
         entry = load(Entry, {"shares_files": bool(values.get("settings"))} | values)
         _check_entry(entry, path.parent)
         return entry
@@ -227,10 +231,10 @@ def _check_entry(entry: Entry, directory: Path) -> None:
 
 
 def refuse_other_kind(root: Path, name: str, kind: str) -> None:
-    """Raises CpuftError when `name` is a cluster of another kind than `kind`, whose hosts would be lost."""
+    """Raise CpuftError when a cluster of this name has another kind, because its hosts would be lost."""
     entry = None
-    with suppress(CpuftError):  # a damaged entry is written anew
-        entry = recall(root, name)
+    with suppress(CpuftError):  # a damaged entry is written again
+        entry = read_entry_if_exists(root, name)
     if entry and entry.kind != kind:
         raise CpuftError(
             f"{name} is a cluster of kind {entry.kind} already: choose another --name, or cpuft provision down {name}"
@@ -238,29 +242,29 @@ def refuse_other_kind(root: Path, name: str, kind: str) -> None:
 
 
 def carries_mark(text: str) -> bool:
-    """Whether a text file is one that `cpuft provision` wrote, and may write over or take away."""
+    """Return whether `cpuft provision` wrote a text file, so that it may overwrite or remove the file."""
     return _MARK in text.partition("\n")[0].lower()
 
 
 def _unknown(name: str, known: list[str], advice: str = "") -> CpuftError:
-    """The error for a name that no cluster has; `advice` is what else the user may do."""
+    """Return the error for a name that no cluster has; `advice` is what else the user may do."""
     others = f"the clusters that exist are {', '.join(known)}" if known else "no cluster exists yet"
     return CpuftError(f"there is no cluster named {name!r} ({others}): make one with cpuft provision{advice}")
 
 
 def list_names(root: Path) -> list[str]:
-    """Names of all clusters."""
+    """Return the names of all clusters of a registry."""
     names = sorted(path.parent.name for path in root.glob(f"*/{FILE_NAME}"))
     return [name for name in names if _NAME.fullmatch(name)]
 
 
 def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:
-    """The cluster whose hostfile this is."""
+    """Return the entry of the cluster that has this hostfile; None for no cluster."""
     wanted = str(Path(hostfile).resolve())
     entries = (read_entry(root, name) for root in roots for name in list_names(root))
     return next((entry for entry in entries if str(Path(entry.hostfile).resolve()) == wanted), None)
 
 
 def format_entry(entry: Entry) -> str:
-    """Text that `read_entry` reads back as the same entry."""
+    """Return text that `read_entry` reads back as the same entry."""
     return json.dumps(dataclasses.asdict(entry), indent=2, sort_keys=True) + "\n"

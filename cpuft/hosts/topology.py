@@ -18,12 +18,12 @@ class Core:
     socket: int
     numa_node: int
     threads: tuple[int, ...]
-    """Its hardware threads, as the kernel numbers them; the first is the one we use."""
+    """The kernel's numbers of its hardware threads; a rank uses only the first."""
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What `cpuft.hosts.facts` found on a host."""
+    """Facts of a host, as `cpuft.hosts.facts` reports them."""
 
     hostname: str
     python: str
@@ -40,55 +40,55 @@ class HostFacts:
     free_port: int
     libraries: dict[str, str]
     uid: int
-    """Of the user that runs commands there."""
+    """Id of the user that runs commands there."""
     efa: bool = False
-    """Whether it has AWS's adapter for fast fabrics, with driver and library."""
+    """Whether it has AWS's Elastic Fabric Adapter, with driver and library."""
     memory_free: int = 0
-    """Bytes that processes of the machine can get now; 0: nobody knows."""
+    """Bytes of memory that processes of the machine can get now; 0: not known."""
     memory_left: int = -1
-    """Bytes that control groups leave of their limits; -1: no limit."""
+    """Bytes of memory that the limits of control groups leave; -1: no limit."""
 
     @property
     def seen_cores(self) -> tuple[Core, ...]:
-        """Cores that this process may run on, in the order of NUMA nodes."""
+        """Cores on which the process that reported may run, in the order of NUMA nodes."""
         return parse_lscpu(self.lscpu, self.allowed_cpus)
 
     @property
     def cores(self) -> tuple[Core, ...]:
-        """The cores to use: no more than the control group's quota feeds.
+        """Cores to use: no more than the CPU quota of the control group allows.
 
-        Threads beyond it would be stopped in turn, each while the others wait for it.
+        With more threads than that the kernel would pause each in turn while the others wait for it.
         """
         return self.seen_cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else self.seen_cores
 
 
 @dataclass(frozen=True)
 class RankCores:
-    """Hardware threads of one rank: `compute` for OpenMP, `comm` for communication workers; they never overlap."""
+    """Hardware threads of one rank: `compute` for OpenMP, `comm` for communication workers, without overlap."""
 
     compute: tuple[int, ...]
     comm: tuple[int, ...] = ()
 
 
 def parse_facts(text: str, host: str) -> HostFacts:
-    """Facts from the JSON that `cpuft.hosts.facts` prints on `host`. Raises CpuftError when it is not that."""
+    """Return the facts that `cpuft.hosts.facts` printed on a host. Raises CpuftError: `text` is not its output."""
     try:
         values = load(dict[str, Any], parse_json(text))
         cpuinfo, machine = (load(str, values.pop(name, None), name) for name in ("cpuinfo", "machine"))
         cpu = parse_cpuinfo(cpuinfo, machine)
-        values["allowed_cpus"] = values.get("allowed_cpus") or None  # where there are none, nothing can run
+        values["allowed_cpus"] = values.get("allowed_cpus") or None  # an empty list is not valid: nothing could run
         return load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})
     except ValueError:
         last = (text.strip().splitlines() or ["nothing"])[-1]
         raise CpuftError(
-            f"host {host} did not report its facts (it said: {last[:200]}): check that python3 runs there over ssh"
+            f"host {host} did not report its facts (its last line: {last[:200]}): check that python3 runs there"
         ) from None
 
 
 def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
-    """Cores from `lscpu -p=CPU,CORE,SOCKET,NODE`, only hardware threads in `allowed`.
+    """Return the cores in the output of `lscpu -p=CPU,CORE,SOCKET,NODE` that have hardware threads in `allowed`.
 
-    Where lscpu said nothing each allowed hardware thread counts as a core.
+    If there are none in `text`, each allowed hardware thread counts as a core.
     """
     threads: dict[tuple[int, int, int], list[int]] = {}
     for line in text.splitlines():
@@ -105,24 +105,24 @@ def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
 
 
 def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[int, str]:
-    """How many cores a rank leaves to communication workers, and the reason.
+    """Return (number of cores that a rank leaves to communication workers, reason).
 
-    One in eight, at most 4: the user's recipe gives oneCCL 4 of 32 cores.
+    It is one core in eight, at most 4: the recipe that cpuft follows gives oneCCL 4 of 32 cores.
     """
     if ranks == 1:
         return 0, "a single rank sends nothing"
     if backend == "gloo":
         return 0, "gloo's threads share the cores of their rank"
     if cores_per_rank < 8:
-        return 0, f"{cores_per_rank} cores a rank are too few to give any away"
+        return 0, f"{cores_per_rank} cores per rank are too few to give any away"
     count = min(4, cores_per_rank // 8)
-    return count, f"{count} of {cores_per_rank} cores a rank carry communication"
+    return count, f"{count} of {cores_per_rank} cores per rank carry communication"
 
 
 def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tuple[RankCores, ...]:
-    """Cores of each of `ranks` ranks on one host: even shares, none across a NUMA node's border if that can be had.
+    """Return the cores of each rank on one host: equal numbers, and if possible all of a rank's on one NUMA node.
 
-    With more ranks than cores (the hostfile's slots said so) neighbours share a core.
+    With more ranks than cores, which slots in a hostfile allow, ranks share cores.
 
     Raises CpuftError: `comm_cores` leave a rank no core to compute on.
     """
@@ -140,7 +140,7 @@ def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tupl
 
 
 def _even_groups(cores: tuple[Core, ...], ranks: int) -> list[list[int]]:
-    """Equal numbers of first hardware threads: inside NUMA nodes where the ranks divide evenly among them."""
+    """Return the first hardware threads of each rank's cores: within NUMA nodes where the ranks divide evenly."""
     nodes: dict[int, list[int]] = {}
     for core in cores:
         nodes.setdefault(core.numa_node, []).append(core.threads[0])
@@ -153,7 +153,7 @@ def _even_groups(cores: tuple[Core, ...], ranks: int) -> list[list[int]]:
 
 
 def format_mask(cpus: tuple[int, ...]) -> str:
-    """The hexadecimal mask of hardware threads, as I_MPI_PIN_DOMAIN takes it: (0, 1) is 0x3."""
+    """Return the mask of hardware threads that I_MPI_PIN_DOMAIN takes: 0x3 for (0, 1)."""
     return hex(sum(1 << cpu for cpu in set(cpus)))
 
 
@@ -170,7 +170,7 @@ class Interface:
 
 
 def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
-    """The interface of a host by which it reaches `target`, another host's address; `wanted` names one instead.
+    """Return the interface by which a host reaches `target`, another host's address, or the interface `wanted`.
 
     Raises CpuftError: no such interface, no route, or one that leads nowhere else (loopback, docker, VPN).
     """

@@ -355,7 +355,7 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 
     Raises CpuftError as `load_cluster`.
     """
-    entry = registry.recall(registry.state_root(environ), name)
+    entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if not entry or (region and entry.options.get("region") != region):
         for kind in PROVIDERS:
             if found := load_provider(kind).find_unrecorded(name, environ, region):

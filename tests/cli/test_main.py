@@ -47,7 +47,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--np", "999"], "999 ranks on localhost, which has"),
         (["launch", "--hostfile", "none"], "there is no hostfile none: name a file"),
         (["launch", "--hostfile", "bad"], "bad, line 2: 'slot=4' is not understood: write slots=N, user=NAME or"),
-        (["launch", "--hostfile", "twice"], "twice, line 2: host localhost stands on line 1 already"),
+        (["launch", "--hostfile", "twice"], "twice, line 2: host localhost is on line 1 already"),
         (["launch", "--hostfile", "same"], "localhost and 127.0.0.1 are the same host: keep one line"),
         (["launch", "--np", "2", "--hostfile", "away"], "host 127.0.0.9 cannot be used over ssh"),
         (["launch", "--mpirun", "/none"], "there is no mpirun at /none"),

@@ -59,7 +59,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --hostfile hosts",
         {"hosts": "localhost\nlocalhost\n"},
-        "hosts, line 2: host localhost stands on line 1 already: remove one, and write slots=N for several ranks",
+        "hosts, line 2: host localhost is on line 1 already: remove one, and write slots=N for several ranks",
     ),
     (
         "launch --np 2 --hostfile hosts",

@@ -25,7 +25,7 @@ set -euo pipefail
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank on this host, in the order of local ranks
 #   OMP_NUM_THREADS=28  one OpenMP thread per core: a rank has 28 cores
 #   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank runs on cores of its own, without those of communication workers
-#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_COUNT=4  4 of 32 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node1 that routes to 10.0.0.2
 #   FI_TCP_IFACE=ens5  the interface of node1 that routes to 10.0.0.2
@@ -39,7 +39,7 @@ set -euo pipefail
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank on this host, in the order of local ranks
 #   OMP_NUM_THREADS=28  one OpenMP thread per core: a rank has 28 cores
 #   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank runs on cores of its own, without those of communication workers
-#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_COUNT=4  4 of 32 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node2 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node2 that routes to 10.0.0.1
@@ -53,7 +53,7 @@ set -euo pipefail
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank on this host, in the order of local ranks
 #   OMP_NUM_THREADS=28  one OpenMP thread per core: a rank has 28 cores
 #   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank runs on cores of its own, without those of communication workers
-#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_COUNT=4  4 of 32 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node3 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node3 that routes to 10.0.0.1
@@ -67,7 +67,7 @@ set -euo pipefail
 #   CPUFT_CORES=4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank on this host, in the order of local ranks
 #   OMP_NUM_THREADS=28  one OpenMP thread per core: a rank has 28 cores
 #   I_MPI_PIN_DOMAIN=[0xfffffff0]  each rank runs on cores of its own, without those of communication workers
-#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_COUNT=4  4 of 32 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node4 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node4 that routes to 10.0.0.1

@@ -26,7 +26,7 @@ set -euo pipefail
 #   OMP_NUM_THREADS=28  one OpenMP thread per core: a rank has 28 cores
 #   I_MPI_PIN=off  mpirun does not pin ranks here, because cpuft.rank does
 #   CPUFT_PIN=rank  cpuft.rank pins each rank to its CPUFT_CORES
-#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_COUNT=4  4 of 32 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node1 that routes to 10.0.0.2
 #   FI_TCP_IFACE=ens5  the interface of node1 that routes to 10.0.0.2
@@ -41,7 +41,7 @@ set -euo pipefail
 #   OMP_NUM_THREADS=28  one OpenMP thread per core: a rank has 28 cores
 #   I_MPI_PIN=off  mpirun does not pin ranks here, because cpuft.rank does
 #   CPUFT_PIN=rank  cpuft.rank pins each rank to its CPUFT_CORES
-#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_COUNT=4  4 of 32 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node2 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node2 that routes to 10.0.0.1
@@ -56,7 +56,7 @@ set -euo pipefail
 #   OMP_NUM_THREADS=28  one OpenMP thread per core: a rank has 28 cores
 #   I_MPI_PIN=off  mpirun does not pin ranks here, because cpuft.rank does
 #   CPUFT_PIN=rank  cpuft.rank pins each rank to its CPUFT_CORES
-#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_COUNT=4  4 of 32 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node3 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node3 that routes to 10.0.0.1
@@ -71,7 +71,7 @@ set -euo pipefail
 #   OMP_NUM_THREADS=28  one OpenMP thread per core: a rank has 28 cores
 #   I_MPI_PIN=off  mpirun does not pin ranks here, because cpuft.rank does
 #   CPUFT_PIN=rank  cpuft.rank pins each rank to its CPUFT_CORES
-#   CCL_WORKER_COUNT=4  4 of 32 cores a rank carry communication
+#   CCL_WORKER_COUNT=4  4 of 32 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,2,3  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=ens5  the interface of node4 that routes to 10.0.0.1
 #   FI_TCP_IFACE=ens5  the interface of node4 that routes to 10.0.0.1

@@ -23,7 +23,7 @@ set -euo pipefail
 #   CPUFT_CORES=2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31  hardware threads of each rank on this host, in the order of local ranks
 #   OMP_NUM_THREADS=14  one OpenMP thread per core: a rank has 14 cores
 #   I_MPI_PIN_DOMAIN=[0xfffc,0xfffc0000]  each rank runs on cores of its own, without those of communication workers
-#   CCL_WORKER_COUNT=2  2 of 16 cores a rank carry communication
+#   CCL_WORKER_COUNT=2  2 of 16 cores per rank carry communication
 #   CCL_WORKER_AFFINITY=0,1,16,17  oneCCL's workers run on cores without compute threads
 #   GLOO_SOCKET_IFNAME=lo  all ranks are on one host
 #   FI_TCP_IFACE=lo  all ranks are on one host

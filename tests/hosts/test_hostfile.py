@@ -48,11 +48,11 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "hf names no host: write one name or address a line, the master first"),
-        ("# only a comment\n", "hf names no host: write one name or address a line, the master first"),
+        ("", "hf names no host: write one name or address on each line, the head host first"),
+        ("# only a comment\n", "hf names no host: write one name or address on each line, the head host first"),
         (
             "a\nb\na slots=2\n",
-            "hf, line 3: host a stands on line 1 already: remove one, and write slots=N for several ranks",
+            "hf, line 3: host a is on line 1 already: remove one, and write slots=N for several ranks",
         ),
         ("a:0", "hf, line 1: slots is '0': give a whole number from 1 to 9999"),
         ("a:10000", "hf, line 1: slots is '10000': give a whole number from 1 to 9999"),
@@ -75,15 +75,15 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         ),
         ("a 4", "hf, line 1: '4' is not understood: write slots=N, user=NAME or port=N"),
         ("a slot=4", "hf, line 1: 'slot=4' is not understood: write slots=N, user=NAME or port=N"),
-        ("-oX", "hf, line 1: '-oX' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
-        ("$HOME", "hf, line 1: '$HOME' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
-        ("a..b", "hf, line 1: 'a..b' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
-        ("a" * 64, "hf, line 1: '" + "a" * 64 + "' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("-oX", "hf, line 1: '-oX' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("$HOME", "hf, line 1: '$HOME' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("a..b", "hf, line 1: 'a..b' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("a" * 64, f"hf, line 1: '{'a' * 64}' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
         (
             "a.b" * 90,
-            f"hf, line 1: '{'a.b' * 90}' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1",
+            f"hf, line 1: '{'a.b' * 90}' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1",
         ),
-        ("a,b", "hf, line 1: 'a,b' is no host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("a,b", "hf, line 1: 'a,b' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
     ],
 )  # fmt: skip
 def test_refusals(text: str, message: str) -> None:

@@ -20,7 +20,7 @@ from cpuft.hosts.registry import (
     list_names,
     make_state_root,
     read_entry,
-    recall,
+    read_entry_if_exists,
     refuse_other_kind,
     search_roots,
     state_root,
@@ -38,17 +38,23 @@ def remember(root: Path, entry: Entry, name: str = "lab") -> None:
 def test_an_entry_is_read_back(tmp_path: Path) -> None:
     entry = replace(ENTRY, ssh_config=f"{tmp_path}/lab/ssh_config")
     remember(tmp_path, entry)
-    assert read_entry(tmp_path, "lab") == recall(tmp_path, "lab") == entry
+    assert read_entry(tmp_path, "lab") == read_entry_if_exists(tmp_path, "lab") == entry
     remember(tmp_path, ENTRY, "Not a name")
     assert list_names(tmp_path) == ["lab"]
-    assert recall(tmp_path, "other") is None
+    assert read_entry_if_exists(tmp_path, "other") is None
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_what_is_no_name_is_refused_before_any_path_is_made_of_it(tmp_path: Path, name: str) -> None:
     remember(tmp_path, ENTRY, "v")
-    for look in (partial(read_entry, tmp_path), partial(recall, tmp_path), partial(find_entry, (tmp_path,))):
-        with pytest.raises(CpuftError, match=r"is no name of a cluster: use small letters and digits, a letter first$"):
+    for look in (
+        partial(read_entry, tmp_path),
+        partial(read_entry_if_exists, tmp_path),
+        partial(find_entry, (tmp_path,)),
+    ):
+        with pytest.raises(
+            CpuftError, match=r"is not a valid cluster name: use small letters and digits, a letter first$"
+        ):
             look(name)
 
 
@@ -72,7 +78,7 @@ def test_what_is_no_name_is_refused_before_any_path_is_made_of_it(tmp_path: Path
 )
 def test_an_entry_that_names_what_is_not_the_clusters_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     remember(tmp_path, replace(ENTRY, **change))
-    for look in (read_entry, recall):
+    for look in (read_entry, read_entry_if_exists):
         with pytest.raises(CpuftError, match=r"is damaged .*: provision lab again$"):
             look(tmp_path, "lab")
 

@@ -71,7 +71,7 @@ def test_every_verb_refuses_what_is_no_name(
 ) -> None:
     before = listing(root.parent)
     line = refused(capsys, *words, name.replace("PWD", os.getcwd()))
-    assert line.endswith("is no name of a cluster: use small letters and digits, a letter first")
+    assert line.endswith("is not a valid cluster name: use small letters and digits, a letter first")
     assert listing(root.parent) == before
 
 

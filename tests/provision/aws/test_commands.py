@@ -74,7 +74,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ),
         (("--region", "us-east-9"), "AWS has no region 'us-east-9': did you mean us-east-2"),
         ((), "no AWS region is given: add --region, such as --region us-east-1"),
-        (("--region", REGION, "--name", "A"), "'A' is no name of a cluster"),
+        (("--region", REGION, "--name", "A"), "'A' is not a valid cluster name"),
         (
             ("--region", REGION, "--no-yes"),
             "nothing was rented: answer yes at a terminal, or add --yes. The price: 2 x m7i",
