@@ -1,5 +1,4 @@
 """`cpuft predict`: what is asked, in one line where that cannot be, and a process of its own that answers."""
-# ruff: noqa: E501 (a message stands on one line, as a terminal shows it)
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def test_good_requests(tmp_path: Path) -> None:
         ),
         (
             ("bare", "--file", "x.csv"),
-            "bare has no folder model, because the run is not finished or had --no-save-model: give a finished run",
+            "bare has no folder model, because the run is not finished or had --no-save-model: name another run",
         ),
         (
             ("run", "--file", "x.csv"),
