@@ -40,15 +40,21 @@ SECTIONS = (
 
 OLD_NAMES = {
     "accumulation": "gradient_accumulation",
+    "apart": "independent",
+    "because": "restart_reason",
     "clip_norm": "max_grad_norm",
+    "cores_allowed": "cpu_quota",
     "grace": "grace_period",
     "held_out": "validation_split",
     "lora": "lora_rank",
     "mask_share": "mlm_probability",
+    "measured": "measurements",
     "notice": "interruption_notice",
     "plain": "no_fast_path",
     "recompute": "gradient_checkpointing",
     "restarts": "max_restarts",
+    "resume": "recorded_updates",
+    "since": "stopped_at",
     "vocabulary": "vocab_size",
     "whole_words": "whole_word_mask",
 }
@@ -306,14 +312,14 @@ class WorkerConfig:
     independent: bool = option(
         False, "Each rank trains independently, to measure the best that the hosts can do together"
     )
-    cores_allowed: float = option(
+    cpu_quota: float = option(
         0.0, "CPU time that the control group of the head host allows, in cores; 0 is no limit", least=0.0
     )
-    resume: int = option(-1, "Resume the run in run_dir, whose record has this many updates", least=-1)
-    since: float = option(0.0, "When the run was interrupted, in seconds since 1970; 0 if that is not known", least=0.0)
-    because: str = option("", "Why the run was restarted")
+    recorded_updates: int = option(-1, "Resume the run in run_dir, whose record has this many updates", least=-1)
+    stopped_at: float = option(0.0, "When the run was interrupted, in seconds since 1970; 0 if not known", least=0.0)
+    restart_reason: str = option("", "Why the run was restarted")
     global_batch: int = option(0, "Examples per update on all ranks (default: --batch-size on each rank)", least=0)
-    measured: str = option("", "What the first start of the run has measured, as JSON (default: measure now)")
+    measurements: str = option("", "What the first start of the run has measured, as JSON (default: measure now)")
     keep_checkpoints: bool = option(
         False, "Keep the checkpoints at the end of the run; the launcher removes them after it has fetched the results"
     )

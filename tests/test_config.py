@@ -19,6 +19,7 @@ from cpuft.config import (
     OLD_NAMES,
     LaunchConfig,
     TrainConfig,
+    WorkerConfig,
     check_engine_for_launch,
     describe_unknown_value,
     format_flag,
@@ -29,20 +30,24 @@ from cpuft.config import (
 )
 from cpuft.errors import CpuftError
 from cpuft.record import format_line, parse_record
+from cpuft.train.__main__ import parse_worker
 from tests.conftest import run_cpuft
 from tests.records import make_record
 
-KNOWN = [*option_names(TrainConfig), *option_names(LaunchConfig)]
+USERS = [*option_names(TrainConfig), *option_names(LaunchConfig)]
+WORKERS = option_names(WorkerConfig)
+OLD_FLAGS = sorted(old for old, new in OLD_NAMES.items() if new.removeprefix("no_") in USERS)
+"""Old options of cpuft launch; the others are those of the ranks, which users do not see."""
 BOOLEANS = {"recompute": True, "whole_words": True, "plain": True}
 """Old options that are switched on or off."""
 
 
 def test_every_new_name_is_an_option_and_no_old_one_is() -> None:
-    assert {new.removeprefix("no_") for new in OLD_NAMES.values()} <= set(KNOWN)
-    assert not set(OLD_NAMES) & set(KNOWN)
+    assert {new.removeprefix("no_") for new in OLD_NAMES.values()} <= {*USERS, *WORKERS}
+    assert not set(OLD_NAMES) & {*USERS, *WORKERS}
 
 
-@pytest.mark.parametrize("old", sorted(OLD_NAMES))
+@pytest.mark.parametrize("old", OLD_FLAGS)
 def test_an_old_flag_is_answered_with_one_line_that_names_the_new_one(
     old: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,12 +117,25 @@ def test_a_yaml_file_must_not_have_both_names(tmp_path: Path, capsys: pytest.Cap
 
 def test_old_names_are_in_no_help() -> None:
     told = run_cpuft("launch", "--help").stdout.split()
-    assert not {format_flag(old) for old in OLD_NAMES} & set(told)
+    assert not {format_flag(old) for old in OLD_FLAGS} & set(told)
 
 
 def test_a_plan_of_an_earlier_version_still_runs() -> None:
     config = parse_arguments(TrainConfig, ["--accumulation=2", "--plain=True", "--recompute=False", "--lora", "8"])
     assert config == TrainConfig(gradient_accumulation=2, fast_path=False, lora_rank=8)
+    old = [
+        "--plain=False",
+        "--apart=True",
+        "--since=5.0",
+        "--because=lost",
+        "--resume=7",
+        "--cores-allowed=0.5",
+        "--measured=",
+    ]
+    assert parse_worker([*old, "--run-dir=r"]) == (
+        TrainConfig(),
+        WorkerConfig("r", independent=True, stopped_at=5.0, restart_reason="lost", recorded_updates=7, cpu_quota=0.5),
+    )
 
 
 def test_a_record_of_an_earlier_version_is_read_with_the_names_of_this_one() -> None:

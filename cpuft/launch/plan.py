@@ -191,10 +191,10 @@ def plan_training(
     # Until the launcher has fetched the results, the checkpoints on a second host are the only other copy.
     worker = replace(worker, keep_checkpoints=cluster.away)
     if resumed:
-        worker = replace(worker, resume=resumed.updates, global_batch=resumed.global_batch)
-        worker = replace(worker, since=resumed.stopped_at, because=resumed.restart_reason)
+        worker = replace(worker, recorded_updates=resumed.updates, global_batch=resumed.global_batch)
+        worker = replace(worker, stopped_at=resumed.stopped_at, restart_reason=resumed.restart_reason)
         if resumed.measured and resumed.hostnames.issuperset(facts.hostname for facts in cluster.facts):
-            worker = replace(worker, measured=json.dumps(asdict(resumed.measured)))
+            worker = replace(worker, measurements=json.dumps(asdict(resumed.measured)))
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     # In an automatic restart, ranks of the last attempt may not be gone yet, and the model is known to fit.
     is_restart = resumed and resumed.restart_reason

@@ -7,7 +7,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from cpuft.config import TrainConfig, WorkerConfig, option_names, parse_arguments
+from cpuft.config import TrainConfig, WorkerConfig, find_new_name, option_names, parse_arguments
 from cpuft.errors import RESUMABLE, CpuftError, describe_path_error, find_full_disk
 from cpuft.rank.diagnostics import start_reporting
 from cpuft.terminal import protect_streams
@@ -44,9 +44,9 @@ def main() -> None:
 
 def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
     """Return both configurations from the worker's command line: each takes its own options."""
-    names = {"--" + name.replace("_", "-") for name in option_names(WorkerConfig)}
-    own = [argument for argument in argv if argument.partition("=")[0] in names]
-    others = [argument for argument in argv if argument.partition("=")[0] not in names]
+    names = option_names(WorkerConfig)
+    is_own = {arg: find_new_name(arg.partition("=")[0][2:].replace("-", "_"), names)[0] in names for arg in argv}
+    own, others = ([arg for arg in argv if is_own[arg] == wanted] for wanted in (True, False))
     return parse_arguments(TrainConfig, others), parse_arguments(WorkerConfig, own)
 
 

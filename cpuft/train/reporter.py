@@ -217,7 +217,7 @@ def make_header(
         independent=setup.independent,
         gradient_sizes=count_sent_numbers(model, setup.objective, config, prepared),
         examples=len(prepared.train),
-        cores_allowed=worker.cores_allowed,
+        cores_allowed=worker.cpu_quota,
         gradients=setup.compression,
         kernels=kernels,
         fast_path=describe_fast_path(model, config),
@@ -233,15 +233,15 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
         reset = "the parts of gradients that were not sent yet (error feedback)"
     return ResumedLine(
         step=done,
-        repeated=max(0, worker.resume - done),
+        repeated=max(0, worker.recorded_updates - done),
         world_size=header.world_size,
         ranks=header.ranks,
         backend=header.backend,
         precision=header.precision,
         reset=reset,
         started=header.started,
-        lost_seconds=round(max(0.0, time.time() - worker.since), 1) if worker.since else 0.0,
-        because=worker.because,
+        lost_seconds=round(max(0.0, time.time() - worker.stopped_at), 1) if worker.stopped_at else 0.0,
+        because=worker.restart_reason,
     )
 
 

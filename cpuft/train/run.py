@@ -60,7 +60,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     check_lora(config)
     world, cpu = parse_world(os.environ), read_cpu()
     precision = choose_precision(config.precision, config.emulate_bf16, cpu.flags)
-    earlier = read_earlier_measurements(worker.measured, world.size)
+    earlier = read_earlier_measurements(worker.measurements, world.size)
     with ExitStack() as stack:
         # Join the other ranks, and check that they form one job.
         wire_type = wire_type_name(resolve_compression(config.grad_compression, precision.name))
@@ -129,7 +129,7 @@ def begin(
     The checkpoints of the run, and the number of updates that are done.
     """
     config, world, exchange = setup.config, setup.world, setup.exchange
-    is_resumed = worker.resume >= 0
+    is_resumed = worker.recorded_updates >= 0
     writes_checkpoints = bool(worker.run_dir) and not worker.independent and config.engine == "torch"
     root, point = Path(worker.run_dir, FOLDER), ResumePoint()
     needs_state = writes_checkpoints or is_resumed
@@ -199,7 +199,7 @@ def describe_kernels(statuses: list[str], hosts: list[str]) -> tuple[str, str]:
 
 def read_earlier_measurements(text: str, ranks: int) -> EarlierMeasurements:
     """Return what was measured when the run began, from the launcher's JSON; nothing measured if `text` is empty."""
-    return load(EarlierMeasurements, parse_json(text), "--measured") if text else EarlierMeasurements(ranks)
+    return load(EarlierMeasurements, parse_json(text), "--measurements") if text else EarlierMeasurements(ranks)
 
 
 def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice | None:

@@ -83,7 +83,7 @@ def test_good_requests(tmp_path: Path) -> None:
         ),
         (
             ("bare", "--file", "x.csv"),
-            "bare has no folder model, because the run is not finished or had --no-save-model: name another run",
+            "bare has no folder model, because the run is unfinished or had --no-save-model: name another run",
         ),
         (
             ("run", "--file", "x.csv"),

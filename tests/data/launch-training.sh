@@ -64,5 +64,5 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     --emulate-bf16=False --eval-batch-size=32 --backend=auto --grad-compression=auto --sync-every=1 \
     --outer-momentum=0.0 --shard=none --comm-timeout=300.0 --save-model=True --lora-merge=False \
     --checkpoint-every=-1.0 --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines \
-    --independent=False --cores-allowed=0.0 --resume=-1 --since=0.0 --because= --global-batch=0 \
-    --measured= --keep-checkpoints=False </dev/null
+    --independent=False --cpu-quota=0.0 --recorded-updates=-1 --stopped-at=0.0 --restart-reason= \
+    --global-batch=0 --measurements= --keep-checkpoints=False </dev/null

@@ -110,7 +110,7 @@ def test_a_resumed_run_uses_its_folder_and_keeps_its_logs(tmp_path: Path) -> Non
     resumed = ResumedRun(str(run), TRAIN, 2, 3, 64)
     plan = plan_training(make_cluster((2,)), LaunchConfig(np=2), TRAIN, str(run), "lines", {}, resumed=resumed)
     ((ranks,),), ((make,),) = plan.ranks, plan.make
-    assert {"--resume=3", "--global-batch=64"} <= set(ranks.command)
+    assert {"--recorded-updates=3", "--global-batch=64"} <= set(ranks.command)
     assert "CPUFT_RESUMED" in ranks.command
     for number in (1, 2):
         (run / "logs" / f"of-start-{number}").touch()
@@ -127,9 +127,9 @@ def test_measurements_are_reused_only_between_the_same_hosts(
     again = ResumedLine(3, 0, 1, [RecordedRank(0, "node2", [0])], "gloo", "fp32", "", "2026")
     resumed = read_resumed_run(str(write_run(tmp_path / "run", HEADER, again)))
     plan = plan_training(make_cluster(ranks), LaunchConfig(np=sum(ranks)), TRAIN, "r", "lines", {}, resumed=resumed)
-    words = {word for stage in plan.ranks for step in stage for word in step.command if "--measured=" in word}
+    words = {word for stage in plan.ranks for step in stage for word in step.command if "--measurements=" in word}
     measured = json.dumps(asdict(read_measurements(HEADER))) if told else ""
-    assert words == set(pack_argv([f"--measured={measured}"]))
+    assert words == set(pack_argv([f"--measurements={measured}"]))
 
 
 def test_rejected_input_leaves_a_resumed_run_unchanged(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_resumed_run_is_planned_on_the_hosts_that_answer() -> None:
     plan = add_transfers(plan, (), {}, cluster, "/runs/one", kept)
     ((make,),), ((ranks,),) = plan.make, plan.ranks
     assert make.host == ranks.host == "node1"
-    assert {"--resume=9", "--global-batch=64", "--checkpoint-every=-1.0"} <= set(ranks.command)
+    assert {"--recorded-updates=9", "--global-batch=64", "--checkpoint-every=-1.0"} <= set(ranks.command)
     assert f"--run-dir={work}" in ranks.command
     (fetch,), clean = plan.results
     assert "merge" in fetch.command
