@@ -87,9 +87,9 @@ class Cluster:
     as_root: bool = False
     """Whether this process runs as root."""
     access: Access = Access()
-    away: bool = False
+    works_remotely: bool = False
     """Whether the ranks work in a folder on the head host's own disk, from which the results are fetched."""
-    outside: bool = False
+    on_login_node: bool = False
     """Whether this machine is a login node with an allocation: not one of the hosts, but it sees the same files."""
     uid: int = 0
     """This user's id on the head host."""
@@ -104,7 +104,7 @@ class Cluster:
     @property
     def bootstrap(self) -> str:
         """How mpirun starts its proxies on other hosts; empty for by ssh, and where there are none."""
-        return self.access.transport.bootstrap if len(self.assignments) > 1 or self.outside else ""
+        return self.access.transport.bootstrap if len(self.assignments) > 1 or self.on_login_node else ""
 
     @property
     def folder(self) -> str:
@@ -118,21 +118,21 @@ class Cluster:
 
     def work_dir(self, run_dir: str) -> str:
         """Return where the ranks of a run work: its directory, or a folder on the head host's own disk."""
-        return f"{self.folder}/{name_work(run_dir)}" if self.away else run_dir
+        return f"{self.folder}/{name_work(run_dir)}" if self.works_remotely else run_dir
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         """Return the command of this machine that runs a command on a host."""
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
     @property
-    def master(self) -> str:
+    def head(self) -> str:
         """Name of the head host, as in the hostfile."""
         return self.assignments[0].host.name
 
     @property
     def has_own_disks(self) -> bool:
         """Whether the files that a run reads must be sent to its hosts."""
-        return self.away and not self.access.shares_files
+        return self.works_remotely and not self.access.shares_files
 
     def sent_file(self, work: str, index: int) -> str:
         """Return the beginning of the paths of the files that were sent to a run's processes on host `index`."""
@@ -142,7 +142,7 @@ class Cluster:
     @property
     def inherits(self) -> bool:
         """Whether all ranks run on this machine and so inherit the user's environment variables."""
-        return not self.away and not self.outside and len(self.assignments) == 1
+        return not self.works_remotely and not self.on_login_node and len(self.assignments) == 1
 
     @property
     def rank_hosts(self) -> tuple[str, ...]:
@@ -279,19 +279,21 @@ def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: A
     assignments = assign_ranks(wanted, config.np, config.ppn, cores)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     head_is_here = access.transport.is_here(hosts[0])
-    outside = bool(access.transport.bootstrap) and not head_is_here
+    on_login_node = bool(access.transport.bootstrap) and not head_is_here
     # Hosts with disks of their own get their inputs in the same way, wherever this machine is among them.
-    away = (bool(access.config_there) and len(used) > 1) or not (head_is_here or outside)
+    works_remotely = (bool(access.config_there) and len(used) > 1) or not (head_is_here or on_login_node)
     return Cluster(
         assignments,
         used,
         mpi=find_mpi(hosts[0], config.mpirun, access.python, access.transport),
         as_root=os.geteuid() == 0,
         access=access,
-        away=away,
-        outside=outside,
+        works_remotely=works_remotely,
+        on_login_node=on_login_node,
         uid=used[0].uid,
-        command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments} if away else {},
+        command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments}
+        if works_remotely
+        else {},
     )
 
 

@@ -261,7 +261,7 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
     )
     send = ("bash", "-o", "pipefail", "-c", script, "copy_data", work, *cluster.access.mpirun_options)
     stage = tuple(
-        Step(f"copy the prepared examples to {name}", (*send, name, receive), host=cluster.master)
+        Step(f"copy the prepared examples to {name}", (*send, name, receive), host=cluster.head)
         for name in (assignment.host.name for assignment in cluster.assignments[1:])
         if name not in have
     )
@@ -302,7 +302,7 @@ def plan_secrets(
         )
         for index in range(len(cluster.assignments))
     )
-    without = () if cluster.away or not names else ("env", *(word for name in names for word in ("-u", name)))
+    without = () if cluster.works_remotely or not names else ("env", *(word for name in names for word in ("-u", name)))
     return settings, without, tuple(notes)
 
 

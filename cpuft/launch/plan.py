@@ -141,14 +141,14 @@ def add_transfers(
     others = {
         copy.host.name: cluster.access.transport.command_prefix(copy.host)
         for copy in host_copies
-        if copy.exists and cluster.away
+        if copy.exists and cluster.works_remotely
     }
     return replace(
         plan,
         inputs=plan_sending(bundles, missing, cluster),
-        prepare=(*(() if cluster.master in prepared_hosts else plan.prepare), *copies),
+        prepare=(*(() if cluster.head in prepared_hosts else plan.prepare), *copies),
         results=plan_results(cluster, work, run_dir, plan.resumed, sorted(others.keys() - used)),
-        partial_cleanup=plan_partial_cleanup(cluster, work) if cluster.away else (),
+        partial_cleanup=plan_partial_cleanup(cluster, work) if cluster.works_remotely else (),
         command_prefixes=others | plan.command_prefixes,
     )
 
@@ -160,8 +160,8 @@ def find_prepared_hosts(resumed: ResumedRun, cluster: Cluster) -> set[str]:
     """
     if not resumed.restart_reason:
         return set()
-    if not cluster.away:
-        return {cluster.master} if Path(resumed.run_dir, PREPARED_DATA).exists() else set()
+    if not cluster.works_remotely:
+        return {cluster.head} if Path(resumed.run_dir, PREPARED_DATA).exists() else set()
     return {copy.host.name for copy in resumed.host_copies if copy.has_data}
 
 
@@ -189,7 +189,7 @@ def plan_training(
     prepared = f"{run_dir}/{PREPARED_DATA}"
     worker = WorkerConfig(run_dir, prepared, progress, independent, cluster.facts[0].cpu_quota)
     # Until the launcher has fetched the results, the checkpoints on a second host are the only other copy.
-    worker = replace(worker, keep_checkpoints=cluster.away)
+    worker = replace(worker, keep_checkpoints=cluster.works_remotely)
     if resumed:
         worker = replace(worker, recorded_updates=resumed.updates, global_batch=resumed.global_batch)
         worker = replace(worker, stopped_at=resumed.stopped_at, restart_reason=resumed.restart_reason)
@@ -202,8 +202,11 @@ def plan_training(
     prepare = Step(
         "check and tokenize the examples once, before any rank starts",
         (*module_command(cluster.python, "cpuft.train.data.prepare"), prepared, *memory, *format_arguments(train)),
-        (*_settings_on_hosts(cluster), *(plan_secrets(cluster, run_dir, environ)[0][0] if cluster.away else ())),
-        cluster.master,
+        (
+            *_settings_on_hosts(cluster),
+            *(plan_secrets(cluster, run_dir, environ)[0][0] if cluster.works_remotely else ()),
+        ),
+        cluster.head,
     )
     plan = plan_launch(cluster, config, run_dir, command, train.backend, environ, resumed)
     return replace(plan, prepare=((prepare,),))
@@ -390,7 +393,7 @@ def plan_launch(
         f"start {config.np} ranks with {cluster.mpi.title}; output of rank N: {logs}/rank-N.out and .err",
         (*without_secrets, *mpirun.MAKE_KEY, *command),
         (*own, *_settings_on_hosts(cluster)),
-        cluster.master,
+        cluster.head,
     )
     if renewal := tuple(shlex.split(cluster.access.renewal)):
         every = f"every {LEASE_RENEWAL_SECONDS:.0f} s"
@@ -419,12 +422,12 @@ def find_notice(place: str) -> str:
 
 
 def _plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None) -> Step:
-    script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.away else ""
-    if resumed and resumed.fetched_from == cluster.master:
+    script = f"{PRIVATE}private {cluster.folder} && umask 077 && " if cluster.works_remotely else ""
+    if resumed and resumed.fetched_from == cluster.head:
         script = f'{REMOVE}{script}remove {cluster.folder} "$1/logs" "$1"/logs-* && '
     script += 'mkdir -p "$0" && ' + (_REUSE_FOLDER if resumed else _MAKE_FOLDER)
     command = ("sh", "-c", script, os.path.dirname(run_dir), run_dir)
-    return Step("make the run folder", command, host=cluster.master)
+    return Step("make the run folder", command, host=cluster.head)
 
 
 def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
@@ -433,7 +436,7 @@ def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
     return tuple(
         Setting(name, value, reasons.get(name, "so that Python finds cpuft on the hosts"))
         for name, value in cluster.access.settings.items()
-        if cluster.away
+        if cluster.works_remotely
     )
 
 

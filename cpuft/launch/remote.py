@@ -76,11 +76,11 @@ def run_attempt(
     """
     work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
     request = (
-        None if grace is None else StopRequest(work, cluster.master, cluster.command_prefixes, grace, ctrl_c_seconds)
+        None if grace is None else StopRequest(work, cluster.head, cluster.command_prefixes, grace, ctrl_c_seconds)
     )
     try:
         with secrets_on_hosts(plan, cluster, work, environ), register_run(run_dir, cluster):
-            if cluster.away:
+            if cluster.works_remotely:
                 return run_on_head_host(plan, run_dir, cluster, environ, time_limit, say, request)
             return run_on_this_machine(plan, run_dir, cluster.rank_hosts, environ, time_limit, transport, request)
     except Interrupted as stopped:
@@ -135,7 +135,7 @@ def run_on_head_host(
     # A killed rank also makes the exit code larger than 128, but then the supervisor has written it.
     if code == execute.SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _EXIT_CODE).exists()):
         raise HeadHostLostError(
-            f"the connection to the head host {cluster.master} was lost: check the host with cpuft doctor"
+            f"the connection to the head host {cluster.head} was lost: check the host with cpuft doctor"
         )
     return code
 
@@ -144,7 +144,7 @@ def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
     """Return the step that starts the supervisor on the head host."""
     settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
     command = module_command(cluster.python, "cpuft.launch.remote")
-    return Step("supervise the ranks", command, settings, cluster.master, json.dumps(dataclasses.asdict(order)))
+    return Step("supervise the ranks", command, settings, cluster.head, json.dumps(dataclasses.asdict(order)))
 
 
 def main() -> None:

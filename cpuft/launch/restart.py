@@ -407,9 +407,9 @@ def plan_next_attempt(
     clean_up_left_out_hosts(launch, plan, last, remaining)
     job = replace(job, config=replace(job.config, np=np))
     cluster = gather_cluster(job.config, remaining, last.access)
-    copies = gather_host_copies(remaining, cluster.access, run_dir)[0] if cluster.away else ()
+    copies = gather_host_copies(remaining, cluster.access, run_dir)[0] if cluster.works_remotely else ()
     updates, fetched_from = (
-        (-1, "") if tried.unfetched_from else (tried.result.update, last.master if last.away else "")
+        (-1, "") if tried.unfetched_from else (tried.result.update, last.head if last.works_remotely else "")
     )
     resumed = ResumedRun(
         run_dir,
@@ -467,7 +467,7 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
     So is a former head host: it would look like the current one, because it has the lock file of the run.
     """
     names = {one.host.name for one in last.assignments}
-    left_out = (names - {host.name for host in remaining}) | ({last.master} - {remaining[0].name})
+    left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
     unreachable = last.access.transport.unresponsive
     if left_out - unreachable:
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, (names - left_out) | unreachable)
@@ -475,8 +475,8 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
 
 def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
     """Fetch the run if it had finished on the head host and only the connection was lost; return whether it had."""
-    head_host = [one.host for one in cluster.assignments if one.host.name == cluster.master]
-    if not cluster.away or cluster.access.transport.find_unresponsive([cluster.master]):
+    head_host = [one.host for one in cluster.assignments if one.host.name == cluster.head]
+    if not cluster.works_remotely or cluster.access.transport.find_unresponsive([cluster.head]):
         return False
     copies, _ = gather_host_copies(head_host, cluster.access, launch.run_dir)
     if not any(copy.is_finished for copy in copies):
@@ -491,7 +491,7 @@ def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say)
 def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, say: Say) -> None:
     """Remove a finished run from the hosts that it lost, if they answer again, and name those that do not."""
     used, transport = {one.host.name for one in last.assignments}, last.access.transport
-    lost = [host for name, host in history.used_hosts.items() if name not in used] if last.away else []
+    lost = [host for name, host in history.used_hosts.items() if name not in used] if last.works_remotely else []
     transport.find_unresponsive([host.name for host in lost], _LOST_HOST_SECONDS)
     reachable = [host for host in lost if host.name not in transport.unresponsive]
     work = last.work_dir(run_dir)

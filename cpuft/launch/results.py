@@ -85,11 +85,11 @@ def plan_results(
     resumed: whether `run_dir` may exist, and is merged with what comes.
     former_hosts: further hosts that have files of the run from earlier attempts.
     """
-    if not cluster.away:
+    if not cluster.works_remotely:
         return ()
-    send = cluster.command_on(cluster.master, ("sh", "-c", _SEND_RUN, "send_run", work))
+    send = cluster.command_on(cluster.head, ("sh", "-c", _SEND_RUN, "send_run", work))
     program = module_command(sys.executable, "cpuft.launch.results")
-    fetch = Step(f"fetch the run from {cluster.master}", (*program, MERGE if resumed else NEW, run_dir, *send))
+    fetch = Step(f"fetch the run from {cluster.head}", (*program, MERGE if resumed else NEW, run_dir, *send))
     remove = remove_command(cluster.folder, os.path.dirname(work))
     names = [*(assignment.host.name for assignment in cluster.assignments), *former_hosts]
     return ((fetch,), tuple(Step(f"remove the run from {name}", remove, host=name) for name in names))
@@ -104,7 +104,7 @@ def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
         tuple(
             Step(
                 f"remove the run from {name}, except its checkpoints",
-                (*command, "head" if name == cluster.master else ""),
+                (*command, "head" if name == cluster.head else ""),
                 host=name,
             )
             for name in names
@@ -131,16 +131,16 @@ def fetch_and_clean_up(
     _, *cleanup = plan.results
     unreachable = cluster.access.transport.unresponsive
     try:
-        if cluster.master in unreachable:
-            raise CpuftError(f"the head host {cluster.master} does not answer: check it with cpuft doctor")
+        if cluster.head in unreachable:
+            raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
         fetch_results(plan, run_dir, cluster, environ, say)
     except NotStoredError:
         raise
     except CpuftError as error:
         if not plan.keep_host_copies:
-            remove_all_but_checkpoints(plan, run_dir, environ, {cluster.master, *unreachable}, say)
-        lost = HeadHostLostError(f"{error}; the run's record is in {cluster.work_dir(run_dir)} on {cluster.master}")
-        lost.unfetched_from = cluster.master
+            remove_all_but_checkpoints(plan, run_dir, environ, {cluster.head, *unreachable}, say)
+        lost = HeadHostLostError(f"{error}; the run's record is in {cluster.work_dir(run_dir)} on {cluster.head}")
+        lost.unfetched_from = cluster.head
         raise lost from None
     if os.path.isdir(run_dir):
         write_plan(plan, run_dir)
@@ -179,18 +179,18 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
             [Plan(command_prefixes=plan.command_prefixes).as_local(step)], environ, _FETCH_SECONDS, say_waiting
         )
     except TimeoutError:
-        late = f"fetching the results of the run from {cluster.master} took more than {_FETCH_SECONDS:.0f} s"
+        late = f"fetching the results of the run from {cluster.head} took more than {_FETCH_SECONDS:.0f} s"
         raise CpuftError(late) from None
     lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
     if answer.exit_code == IO_ERROR:
         reason = lines[-1] if lines else "no reason was given"
         raise NotStoredError(
-            f"the results of the run could not be stored in {run_dir} ({reason}). Host {cluster.master} keeps them: "
+            f"the results of the run could not be stored in {run_dir} ({reason}). Host {cluster.head} keeps them: "
             f"make room here or remove what is in the way, then fetch them with cpuft launch --resume {run_dir}"
         )
     if answer.exit_code:
         output = " | ".join(lines[-_LAST_LINES:]) or "without a message"
-        raise CpuftError(f"the results of the run could not be fetched from {cluster.master} ({output})")
+        raise CpuftError(f"the results of the run could not be fetched from {cluster.head} ({output})")
     for line in lines:
         if line.startswith(_SKIPPED):
             say(f"cpuft: {line}")

@@ -229,7 +229,7 @@ def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, r
 
     Raises CpuftError: only hosts that the cluster leaves out have it.
     """
-    used = {assignment.host.name for assignment in cluster.assignments if cluster.away}
+    used = {assignment.host.name for assignment in cluster.assignments if cluster.works_remotely}
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}
     newest = max(updates.values(), default=-1)
     owners = [name for name, update in updates.items() if update == newest]

@@ -80,7 +80,9 @@ def test_hosts_whose_lease_has_ended_are_said_to_be_gone() -> None:
 
 
 def test_users_have_a_folder_each_on_hosts_with_disks_of_their_own() -> None:
-    first, second = (Cluster((), (), MpiImplementation("mpirun", "intel"), away=True, uid=uid) for uid in (0, 1000))
+    first, second = (
+        Cluster((), (), MpiImplementation("mpirun", "intel"), works_remotely=True, uid=uid) for uid in (0, 1000)
+    )
     assert first.inputs == "/var/tmp/cpuft-0/inputs"
     assert re.fullmatch("/var/tmp/cpuft-1000/[0-9a-f]{12}/run", second.work_dir("/home/me/run"))
 

@@ -49,7 +49,7 @@ AWAY = Cluster(
     (),
     MpiImplementation("mpirun", "intel"),
     access=Access(SshTransport("there.conf"), "/opt/cpuft/env/bin/python", config_there="/opt/config"),
-    away=True,
+    works_remotely=True,
     command_prefixes={name: ("ssh", name) for name in "abc"},
 )
 SHARED = replace(AWAY, access=Access(shares_files=True))
@@ -73,7 +73,7 @@ def names_of(bundle: inputs.Bundle) -> list[str]:
 def test_nothing_is_sent_to_hosts_that_share_files(work: Path) -> None:
     command = (sys.executable, str(work / "code/train.py"), "rows.csv")
     assert pack_script(SHARED, command) == (command, ())
-    assert pack_script(replace(AWAY, away=False), command) == (command, ())
+    assert pack_script(replace(AWAY, works_remotely=False), command) == (command, ())
     train = TrainConfig(model="model")
     assert pack_training(SHARED, train) == (train, ())
 

@@ -156,7 +156,7 @@ def lose(cluster: Simulated, case: Case, process: subprocess.Popen[str]) -> Endi
 
 def work_folder(cluster: Simulated, run: str) -> Path:
     """The run folder on the head host, whose disk is on this machine."""
-    made = Cluster((), (), MpiImplementation("mpirun", "intel"), away=True, uid=os.getuid())
+    made = Cluster((), (), MpiImplementation("mpirun", "intel"), works_remotely=True, uid=os.getuid())
     return Path(made.work_dir(str(cluster.folder / run)))
 
 

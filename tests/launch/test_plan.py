@@ -90,7 +90,7 @@ SECRETS = dict.fromkeys(("HF_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "CCL_KEY", 
 @pytest.mark.parametrize("ranks", [(2,), (1, 1)], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("away", [False, True], ids=["here", "away"])
 def test_plans_show_no_secret_values(mpi: str, ranks: tuple[int, ...], away: bool) -> None:
-    cluster = dataclasses.replace(make_cluster(ranks, mpi), away=away)
+    cluster = dataclasses.replace(make_cluster(ranks, mpi), works_remotely=away)
     plan = plan_training(cluster, LaunchConfig(np=2), TrainConfig(), "/runs/one", "lines", SECRETS)
     assert "hunter2" not in repr(plan)
     assert all(any(name in note for note in plan.notes) for name in SECRETS)

@@ -85,7 +85,9 @@ def test_a_script_runs_on_every_host_and_its_output_comes_back(cluster: Simulate
     assert done.stdout.splitlines()[0] == f"0 {cluster.name}-1 {master}"
     told = sorted(path.read_text() for path in (cluster.folder / "run" / "logs").glob("rank-*.out"))
     assert told == [f"{rank} {cluster.name}-{rank + 1} {master}\n" for rank in range(3)]
-    work = Cluster((), (), MpiImplementation("mpirun", "intel"), away=True).work_dir(str(cluster.folder / "run"))
+    work = Cluster((), (), MpiImplementation("mpirun", "intel"), works_remotely=True).work_dir(
+        str(cluster.folder / "run")
+    )
     assert not Path(work).parent.exists()
 
 

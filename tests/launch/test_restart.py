@@ -166,7 +166,7 @@ def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster
             asked.append((host.name, *argv[-2:]))
             return Answer(0, "", "")
 
-    last = replace(cluster, away=True, uid=7, access=replace(cluster.access, transport=Transport()))
+    last = replace(cluster, works_remotely=True, uid=7, access=replace(cluster.access, transport=Transport()))
     used = {name: Host(name) for name in ("localhost", "b", "c")}
     said = list[str]()
     clean_up_lost_hosts(RestartHistory(last, used_hosts=used), last, "/runs/mrpc", said.append)
@@ -176,7 +176,10 @@ def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster
     assert [line.partition(" did not")[0] for line in said] == ["cpuft: c"]
     asked.clear()
     clean_up_lost_hosts(
-        RestartHistory(last, used_hosts={"b": Host("b")}), replace(last, away=False), "/runs/mrpc", said.append
+        RestartHistory(last, used_hosts={"b": Host("b")}),
+        replace(last, works_remotely=False),
+        "/runs/mrpc",
+        said.append,
     )
     clean_up_lost_hosts(RestartHistory(last), last, "/runs/mrpc", said.append)
     assert (asked, len(said)) == ([], 1)
@@ -194,7 +197,7 @@ def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(
 
     fetched = list[str]()
     monkeypatch.setattr("cpuft.launch.restart.fetch_and_clean_up", lambda plan, run, *rest: fetched.append(run))
-    away = replace(cluster, away=True, access=replace(cluster.access, transport=Transport()))
+    away = replace(cluster, works_remotely=True, access=replace(cluster.access, transport=Transport()))
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
         error = HeadHostLostError("the connection was lost: look at it")

@@ -213,7 +213,7 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("cluster, updates", [(AWAY, (4, 9)), (replace(AWAY, away=False), (9, 4))])
+@pytest.mark.parametrize("cluster, updates", [(AWAY, (4, 9)), (replace(AWAY, works_remotely=False), (9, 4))])
 def test_the_host_with_the_newest_checkpoint_must_be_used(cluster: Cluster, updates: tuple[int, int]) -> None:
     """If the run folder is on this machine, checkpoints on hosts are not used."""
     kept = [HostCopy(Host("a"), checkpoint_update=updates[0]), HostCopy(Host("z"), checkpoint_update=updates[1])]
@@ -291,7 +291,9 @@ def test_remote_paths_in_recorded_options_may_be_replaced() -> None:
 def test_a_resumed_run_is_planned_on_the_hosts_that_answer() -> None:
     """Another host may be the head host, and the files on the old one are removed at the end."""
     cluster = replace(
-        make_cluster((2, 1)), away=True, command_prefixes={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")}
+        make_cluster((2, 1)),
+        works_remotely=True,
+        command_prefixes={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")},
     )
     kept = (HostCopy(Host("node0"), True), HostCopy(Host("node1"), True, checkpoint_update=9), HostCopy(Host("node3")))
     resumed = ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept)
@@ -314,7 +316,7 @@ def test_a_resumed_run_is_planned_on_the_hosts_that_answer() -> None:
 def plan_sequel(work: str, resumed: ResumedRun) -> RunPlan:
     """The plan of a resumed run on three hosts with disks of their own."""
     command_prefixes: dict[str, tuple[str, ...]] = {name: ("ssh", name) for name in ("node1", "node2", "node3")}
-    cluster = replace(make_cluster((1, 1, 1)), away=True, command_prefixes=command_prefixes)
+    cluster = replace(make_cluster((1, 1, 1)), works_remotely=True, command_prefixes=command_prefixes)
     plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
     return add_transfers(
         plan, (), {}, cluster, resumed.run_dir, resumed.host_copies, find_prepared_hosts(resumed, cluster)
