@@ -1,4 +1,4 @@
-"""Which hosts get how many ranks."""
+"""How ranks are distributed over hosts, and what hosts report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def counts(assignments: tuple[Assignment, ...]) -> dict[str, int]:
         ("a:1\n", 1, 0, {"a": 1}),
     ],
 )
-def test_ranks_are_dealt_in_the_hostfiles_order(text: str, np: int, ppn: int, placed: dict[str, int]) -> None:
+def test_ranks_are_distributed_in_the_order_of_the_hostfile(
+    text: str, np: int, ppn: int, placed: dict[str, int]
+) -> None:
     assert counts(assign_ranks(parse_hostfile(text), np, ppn, {})) == placed
 
 
@@ -48,25 +50,25 @@ def test_ranks_are_dealt_in_the_hostfiles_order(text: str, np: int, ppn: int, pl
         ("a:1\nb\n", 4, 2, "2 ranks on a, which has 1 slots: lower --np, or write slots=2 in a hostfile"),
     ],
 )
-def test_more_ranks_than_slots(text: str, np: int, ppn: int, message: str) -> None:
+def test_more_ranks_than_slots_are_refused(text: str, np: int, ppn: int, message: str) -> None:
     with pytest.raises(CpuftError) as error:
         assign_ranks(parse_hostfile(text), np, ppn, {})
     assert str(error.value).startswith(message)
 
 
-def test_cores_bound_the_ranks_of_a_host_without_slots() -> None:
+def test_cores_limit_the_ranks_of_a_host_without_slots() -> None:
     with pytest.raises(CpuftError, match="5 ranks on a, which has 4 cores"):
         assign_ranks((Host("a"),), 5, 0, {"a": 4})
 
 
-def test_this_machine_answers() -> None:
+def test_this_machine_reports_its_facts() -> None:
     (facts,) = gather_facts((LOCAL,), Access())
     assert facts.cores
     assert facts.interfaces["lo"] == "127.0.0.1"
     assert facts.uid == os.geteuid()
 
 
-def test_hosts_whose_lease_has_ended_are_said_to_be_gone() -> None:
+def test_the_message_says_that_the_lease_has_ended() -> None:
     hosts = (Host("127.0.0.2", port=9),)
     ended = Access(cluster="lab", until=1_700_000_000)
     with pytest.raises(CpuftError) as error:
@@ -93,11 +95,11 @@ def test_every_host_that_fails_is_named() -> None:
         gather_facts(hosts, Access())
 
 
-def test_a_name_without_an_address() -> None:
+def test_a_name_without_an_address_is_an_error() -> None:
     with pytest.raises(CpuftError, match=r"host no-such-host\.invalid has no address"):
         gather_facts((Host("no-such-host.invalid"),), Access())
 
 
-def test_no_mpirun() -> None:
+def test_a_missing_mpirun_is_an_error() -> None:
     with pytest.raises(CpuftError, match="there is no mpirun at /nowhere/mpirun"):
         find_mpi(LOCAL, "/nowhere/mpirun", sys.executable, SshTransport())

@@ -1,4 +1,4 @@
-"""What Kubeflow's operator tells a job, and who is of it: a real ssh server with the job's key, and with another."""
+"""The pods of an MPIJob: their hostfile, and real ssh servers with the job's key and with another one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOST = Host("j-worker-0.j.nlp.svc")
         (LAUNCHER | {"OMPI_MCA_orte_default_hostfile": "/c", "HYDRA_HOST_FILE": ""}, "/c"),
     ],
 )
-def test_the_hostfile_of_a_job(environ: dict[str, str], hostfile: str) -> None:
+def test_the_path_of_the_hostfile_comes_from_the_operators_variables(environ: dict[str, str], hostfile: str) -> None:
     assert find_job_hostfile(environ) == hostfile
 
 
@@ -57,12 +57,12 @@ def test_a_launcher_takes_the_hosts_of_its_job(line: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("own", [LaunchConfig(hostfile="mine"), LaunchConfig(ssh_config="mine")])
-def test_who_names_other_hosts_or_ways_has_them(own: LaunchConfig) -> None:
+def test_own_hosts_or_an_own_ssh_configuration_win(own: LaunchConfig) -> None:
     with told():
         assert type(find_access(own).transport) is not MpiJobTransport
 
 
-def test_what_the_operator_tells_mpirun_is_not_the_users() -> None:
+def test_variables_that_the_operator_sets_are_not_the_users() -> None:
     told = {"I_MPI_HYDRA_HOST_FILE": "/a", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-o X=1", "I_MPI_PERHOST": "2"}
     users = {"I_MPI_DEBUG": "5", "OMP_NUM_THREADS": "2"}
     assert user_variables(LAUNCHER | told | users) == LAUNCHER | users
@@ -99,7 +99,7 @@ def test_a_worker_is_known_by_the_jobs_key(tmp_path: Path) -> None:
     assert str(refusal.value) == f"{said}, or name your own --ssh-config"
 
 
-def test_pods_that_start_are_waited_for_and_no_longer(tmp_path: Path) -> None:
+def test_unreachable_pods_are_retried_until_the_deadline(tmp_path: Path) -> None:
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGx0uLAkZ4lSbDxZlUmXo8oWDvKPIDUcBTXIyVK7vAVS"
     (tmp_path / "id_rsa.pub").write_text(key)
     config = write_ssh_config(tmp_path, tmp_path / "trust")
@@ -113,7 +113,7 @@ def test_pods_that_start_are_waited_for_and_no_longer(tmp_path: Path) -> None:
         assert time.monotonic() - start >= least
 
 
-def test_a_pod_is_where_its_name_begins_with_its_own() -> None:
+def test_a_pod_is_recognized_by_the_first_part_of_its_name() -> None:
     own = socket.gethostname()
     assert [
         MpiJobTransport().is_here(Host(name)) for name in (f"{own}.j.nlp.svc", "localhost", f"{own}x.j.nlp.svc")
@@ -124,7 +124,7 @@ def test_a_pod_is_where_its_name_begins_with_its_own() -> None:
     ]
 
 
-def test_only_this_user_writes_what_is_trusted(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "id_rsa.pub").write_text("ecdsa-sha2-nistp521 AAAA\n")
     (tmp_path / "trust").mkdir()
     (tmp_path / "trust").chmod(0o777)
@@ -132,14 +132,14 @@ def test_only_this_user_writes_what_is_trusted(tmp_path: Path) -> None:
         write_ssh_config(tmp_path, tmp_path / "trust")
 
 
-def test_a_worker_without_a_key_says_so(tmp_path: Path) -> None:
+def test_a_worker_without_a_key_is_refused_in_one_line(tmp_path: Path) -> None:
     done = run_shell(f"HOME={tmp_path} exec {sys.executable} -m cpuft.hosts.mpijob")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("cpuft: error: this pod has no key of an MPIJob (")
     assert done.stderr.endswith(f"set sshAuthMountPath to {tmp_path}/.ssh, or name --ssh-config\n")
 
 
-def test_sshd_takes_its_options(tmp_path: Path) -> None:
+def test_sshd_accepts_its_options(tmp_path: Path) -> None:
     """And says which it has then, the first of each name."""
     make_key(tmp_path / "id_rsa")
     if_root = f"mkdir -p /run/sshd; {' '.join(sshd_command(tmp_path))} -T -f /dev/null"

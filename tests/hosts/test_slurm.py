@@ -1,4 +1,4 @@
-"""What Slurm tells a job, read."""
+"""The hosts of a Slurm job, read from the variables that Slurm sets, and what starts ranks there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_counts_of_hosts_are_read(runs: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2,,1", "-1", "2(x3),", "1" * 50])
-def test_what_are_no_counts(text: str) -> None:
+def test_texts_that_are_not_counts_are_empty(text: str) -> None:
     assert parse_slurm_counts(text) == ()
 
 
@@ -44,11 +44,13 @@ def test_what_are_no_counts(text: str) -> None:
     ],
     ids=("no Slurm", "half of it", "a script", "a step of one", "a script of four", "a login node's salloc"),
 )
-def test_where_a_process_runs(environ: dict[str, str], transport: SlurmTransport | None) -> None:
+def test_the_transport_of_a_process_in_or_outside_of_a_job(
+    environ: dict[str, str], transport: SlurmTransport | None
+) -> None:
     assert find_transport(environ) == transport
 
 
-def test_where_it_may_not() -> None:
+def test_a_launch_started_by_srun_several_times_is_refused() -> None:
     with pytest.raises(CpuftError, match="srun starts cpuft launch 4 times"):
         find_transport(JOB | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
 
@@ -80,7 +82,7 @@ HERE, THERE = Host("n2"), Host("n1")
     ],
     ids=("mpirun first", "srun asked for", "no mpirun"),
 )
-def test_what_starts_ranks_on_a_host_of_the_job(
+def test_ranks_are_started_by_mpirun_or_srun_on_a_host_of_the_job(
     removed: tuple[str, ...], wanted: str, found: tuple[str, str], programs: Path
 ) -> None:
     for name in removed:
@@ -89,7 +91,7 @@ def test_what_starts_ranks_on_a_host_of_the_job(
     assert mpi == MpiImplementation(str(programs / found[0]), found[1])
 
 
-def test_what_starts_ranks_from_a_login_node(programs: Path) -> None:
+def test_ranks_are_started_by_srun_from_a_login_node(programs: Path) -> None:
     """The fake srun says its version, whatever it is to start."""
     assert find_mpi(THERE, "", "/nowhere/python", SlurmTransport()) == MpiImplementation("srun", "srun")
     (programs / "srun").write_text(f"#!/bin/sh\necho /opt/mpirun\necho '{INTEL}'\n")
@@ -99,7 +101,7 @@ def test_what_starts_ranks_from_a_login_node(programs: Path) -> None:
         find_mpi(THERE, "mpirun", "/nowhere/python", SlurmTransport())
 
 
-def test_srun_starts_nothing_where_there_is_no_job(programs: Path) -> None:
+def test_srun_is_refused_outside_of_a_job(programs: Path) -> None:
     with pytest.raises(CpuftError, match="srun starts ranks only inside a Slurm job"):
         find_mpi(Host("localhost"), "srun", "/nowhere/python", SshTransport())
 
@@ -127,7 +129,7 @@ def test_hosts_of_a_job_this_one_first(told: dict[str, str], slots: tuple[int, .
     assert read_hosts(JOB | told) == tuple(Host(name, count) for name, count in zip(("n2", "n1", "n3"), slots))
 
 
-def test_slurm_does_not_answer(scontrol: Path) -> None:
+def test_an_error_of_slurm_is_shown(scontrol: Path) -> None:
     scontrol.write_text("#!/bin/sh\necho slurm_load_jobs error: Unable to contact >&2\nexit 1\n")
     with pytest.raises(
         CpuftError, match=r"Slurm does not name the job's hosts \(slurm_load_jobs error: Unable to contact\)"

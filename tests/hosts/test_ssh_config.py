@@ -1,4 +1,4 @@
-"""What ssh's configuration says of a host."""
+"""Reading ssh's client configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_hostfile_wins_over_the_configuration(tmp_path: Path) -> None:
         (b"ProxyJump b:" + b"9" * 5000, "names no host: write [user@]name[:port], separated by commas"),
     ],
 )
-def test_a_configuration_that_is_none_is_said_in_a_line(text: bytes, message: str, tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_answered_in_one_line(text: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config"
     path.write_bytes(text)
     with pytest.raises(CpuftError) as error:
@@ -36,5 +36,5 @@ def test_a_configuration_that_is_none_is_said_in_a_line(text: bytes, message: st
     assert message in str(error.value)
 
 
-def test_jumps() -> None:
+def test_bastions_are_read() -> None:
     assert parse_jumps("u@a:22, b", "h") == (Host("a", port=22, user="u"), Host("b"))

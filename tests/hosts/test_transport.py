@@ -1,4 +1,4 @@
-"""The transport to hosts: real ssh servers on loopback ports, one of them only to be passed through."""
+"""The ssh transport, with real ssh servers on loopback ports, one of them a bastion."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 @contextmanager
 def serve(folder: Path, forwards: bool) -> Iterator[Server]:
-    """A server that lets in whoever has the client's key; with `forwards` it is a bastion, too."""
+    """Start a server that accepts the client's key; with `forwards` it is a bastion."""
     folder.mkdir()
     port, key = free_port(), make_key(folder / "host_key")
     lines = [f"ListenAddress 127.0.0.1:{port}", f"HostKey {folder}/host_key", "PidFile none", "UsePAM no"]
@@ -105,21 +105,21 @@ def change(config: Path, old: str, new: str) -> Transport:
     return SshTransport(str(config))
 
 
-def test_words_arrive_as_they_are(config: Path) -> None:
+def test_arguments_arrive_as_they_are(config: Path) -> None:
     script = 'for word; do printf "%s." "$word"; done; cat; echo "$1" >&2; exit 3'
     answer = SshTransport(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given")
     assert (answer.exit_code, answer.output) == (3, "".join(f"{word}." for word in AWKWARD) + "given")
     assert answer.errors.endswith("a 0\n")  # the login shell may have said something before
 
 
-def test_both_directions_at_once(config: Path) -> None:
+def test_input_and_output_may_flow_at_the_same_time(config: Path) -> None:
     answer = SshTransport(str(config)).run(HOST, ("tee", "/dev/stderr"), "0123456789abcde\n" * 400_000)
     assert (len(answer.output), answer.exit_code) == (6_400_000, 0)
     assert answer.errors.endswith(answer.output)
 
 
 @pytest.mark.parametrize("host", [HOST, Host("localhost")])
-def test_files_are_copied_there_and_back(host: Host, config: Path, tmp_path: Path) -> None:
+def test_files_are_copied_to_a_host_and_back(host: Host, config: Path, tmp_path: Path) -> None:
     transport, data = SshTransport(str(config)), bytes(range(256)) * 1000
     (tmp_path / "here").write_bytes(data)
     transport.put(tmp_path / "here", host, f"{tmp_path}/a 0")
@@ -132,21 +132,21 @@ def test_files_are_copied_there_and_back(host: Host, config: Path, tmp_path: Pat
         transport.put(tmp_path / "here", host, "/proc/none")
 
 
-def test_a_host_that_is_here_needs_no_ssh() -> None:
+def test_this_machine_needs_no_ssh() -> None:
     transport = SshTransport("/nowhere")
     assert transport.run(Host("localhost"), ("cat",), "given") == Answer(0, "given", "")
     assert transport.command_prefix(Host("localhost")) == ()
 
 
 def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path: Path) -> None:
-    """A rented host has another address for this machine: among themselves traffic would leave the private network."""
+    """A rented host has another address for this machine, by which traffic among hosts would leave their network."""
     config = tmp_path / "config"
     config.write_text("Host 10.0.0.5\n  HostName 203.0.113.9\nHost gate\n  HostName 203.0.113.9\n")
     transport = SshTransport(str(config))
     assert [transport.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
 
 
-def test_the_words_of_a_plan_do_the_same(config: Path) -> None:
+def test_the_command_prefix_of_a_plan_reaches_the_host(config: Path) -> None:
     step = Step("say", ("sh", "-c", 'echo "$A" "$1"', "sh", "$HOME"), (Setting("A", "a 0", "so"),), "far")
     words = Plan(command_prefixes={"far": SshTransport(str(config)).command_prefix(HOST)}).as_local(step).command
     done = subprocess.run(words, capture_output=True, text=True, timeout=20)
@@ -188,7 +188,9 @@ def test_errors_have_a_kind(config: Path, old: str, new: str, kind: str) -> None
     assert error.value.kind == kind
 
 
-def test_an_unknown_key_is_shown_with_what_accepts_it(config: Path, servers: tuple[Server, Server, Path]) -> None:
+def test_the_message_about_an_unknown_key_says_how_to_accept_it(
+    config: Path, servers: tuple[Server, Server, Path]
+) -> None:
     with pytest.raises(HostError) as error:
         change(config, "UserKnownHostsFile", "UserKnownHostsFile /dev/null\n  CertificateFile").run(HOST, ("true",))
     key = servers[0].key
@@ -214,7 +216,7 @@ def test_a_user_without_a_key_is_told_how_to_make_one(
     )
 
 
-def test_a_changed_key(config: Path, servers: tuple[Server, Server, Path]) -> None:
+def test_a_changed_key_has_its_kind(config: Path, servers: tuple[Server, Server, Path]) -> None:
     host, bastion, _ = servers
     config.with_name("known_hosts").write_text(f"[127.0.0.1]:{host.port} {bastion.key}\n")
     with pytest.raises(HostError) as error:
@@ -222,13 +224,13 @@ def test_a_changed_key(config: Path, servers: tuple[Server, Server, Path]) -> No
     assert (error.value.kind, error.value.host) == (transport_module.KEY_CHANGED, "far")
 
 
-def test_a_command_that_does_not_end(config: Path) -> None:
+def test_a_command_that_does_not_end_is_given_up(config: Path) -> None:
     with pytest.raises(HostError, match=r"no answer in 1 s") as error:
         SshTransport(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)
     assert error.value.kind == transport_module.TIMED_OUT
 
 
-def test_a_server_that_is_none(config: Path) -> None:
+def test_a_server_that_does_not_speak_ssh_is_an_error(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(HostError):
@@ -253,7 +255,7 @@ def test_every_host_that_fails_is_named() -> None:
         ((transport_module.KEY_UNKNOWN, transport_module.KEY_UNKNOWN), False),
     ],
 )
-def test_a_way_that_fails_may_work_in_a_moment_and_a_door_that_is_shut_may_not(
+def test_an_unreachable_host_may_be_tried_again_and_one_that_refuses_may_not(
     kinds: tuple[str, str], passes: bool
 ) -> None:
     def fail(kind: str) -> str:
@@ -264,8 +266,8 @@ def test_a_way_that_fails_may_work_in_a_moment_and_a_door_that_is_shut_may_not(
     assert error.value.is_transient == passes
 
 
-def test_for_a_while_a_host_is_logged_in_to_once(config: Path) -> None:
-    """And again when that session has come to its end."""
+def test_kept_sessions_log_in_once(config: Path) -> None:
+    """Once more after a session has failed."""
     transport = SshTransport(str(config))
 
     def find_session() -> str:
@@ -301,17 +303,15 @@ def test_jumps_that_are_none() -> None:
         parse_jumps("b:x", "far")
 
 
-def test_the_key_that_a_server_shows(servers: tuple[Server, Server, Path], config: Path) -> None:
+def test_the_host_key_is_read_without_a_login(servers: tuple[Server, Server, Path], config: Path) -> None:
     host, _, _ = servers
     assert transport_module.scan_host_key(HOST, str(config)) == host.key
     listed = subprocess.run(["ssh-keygen", "-lf", "-"], input=host.key, capture_output=True, text=True, timeout=20)
     assert transport_module.fingerprint(host.key) == listed.stdout.split()[1]
 
 
-def test_hosts_that_are_off_or_frozen_are_told_from_those_that_answer(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel of a frozen host accepts; then nothing comes."""
+def test_hosts_that_are_off_or_frozen_are_unresponsive(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of a frozen host accepts connections, and its sshd sends nothing."""
     monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         others = f"Host off\n  Port 9\nHost frozen\n  Port {frozen.getsockname()[1]}\n"
@@ -326,8 +326,8 @@ def test_hosts_that_are_off_or_frozen_are_told_from_those_that_answer(
         assert transport.unresponsive == {"off", "frozen"}
 
 
-def test_a_host_that_is_cut_off_is_not_given_the_time_of_a_busy_one(config: Path) -> None:
-    """A queue that is full drops every further call, as a cut cable does."""
+def test_a_host_that_is_cut_off_is_noticed_before_the_time_limit_for_a_busy_one(config: Path) -> None:
+    """A full queue of connections drops every SYN packet, as a cut cable does."""
     with socket.socket() as full, ExitStack() as callers:
         full.bind(("127.0.0.1", 0))
         full.listen(0)

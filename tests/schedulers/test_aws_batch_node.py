@@ -65,18 +65,18 @@ def test_a_nodes_place_is_read() -> None:
         (CHILD | {"CPUFT_MEET_SECONDS": "0"}, "CPUFT_MEET_SECONDS='0': give a whole number of seconds"),
     ],
 )
-def test_what_is_no_place(environ: dict[str, str], said: str) -> None:
+def test_contradicting_variables_are_refused(environ: dict[str, str], said: str) -> None:
     with pytest.raises(CpuftError) as refusal:
         parse_node(environ)
     assert str(refusal.value).startswith(said)
     assert SECRET not in str(refusal.value)
 
 
-def test_nobody_sees_the_secret_by_chance() -> None:
+def test_the_secret_is_not_shown_with_the_node() -> None:
     assert SECRET not in repr(NODE)
 
 
-def test_keys_are_those_of_the_job_and_its_secret() -> None:
+def test_keys_depend_on_the_job_and_its_secret_only() -> None:
     """Whichever node makes them; and no client is taken for a server."""
     main, child, job, secret = (
         Keys(node) for node in (parse_node(MAIN), NODE, replace(NODE, job="8"), replace(NODE, token="b" * 32))
@@ -98,7 +98,7 @@ def test_the_main_node_finds_its_address(interfaces: dict[str, str], routed: str
 
 
 @pytest.mark.parametrize("interfaces", [{"lo": "127.0.0.1"}, {"eth0": "10.0.0.7", "eth1": "10.1.0.7"}])
-def test_or_says_which_there_are(interfaces: dict[str, str]) -> None:
+def test_an_unclear_address_is_an_error_that_names_all(interfaces: dict[str, str]) -> None:
     (name, address), *_ = interfaces.items()
     said = f"the main node cannot choose its address among {name} {address}"
     with pytest.raises(CpuftError, match=re.escape(said)):
@@ -149,7 +149,7 @@ def test_all_end_as_the_command_of_the_jobs_definition_does(code: int, tmp_path:
     assert "".join(map(job.said, range(3))) == ""
 
 
-def test_who_has_another_secret_is_refused_and_who_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_node_with_another_secret_is_refused_and_missing_nodes_are_named(tmp_path: Path) -> None:
     with open_job(make_job(tmp_path, shell(WAITS, tmp_path), seconds=6), nodes=(0, 1)) as job:
         job.start(2, CPUFT_BATCH_TOKEN="b" * 32)
         assert job.nodes[2].wait(60) == 2
@@ -173,7 +173,7 @@ def test_a_node_that_dies_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_the_others_do_not_outlive_the_main_node(tmp_path: Path) -> None:
+def test_all_nodes_end_when_the_main_node_dies(tmp_path: Path) -> None:
     with open_job(make_job(tmp_path, shell(WAITS, tmp_path))) as job:
         wait_until_said(job, "begun")
         job.send(0, signal.SIGKILL)
@@ -182,7 +182,7 @@ def test_the_others_do_not_outlive_the_main_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_a_node_that_is_told_to_go_tells_the_command(tmp_path: Path) -> None:
+def test_sigterm_of_any_node_reaches_the_command_once(tmp_path: Path) -> None:
     """Which is told once, though Batch tells all nodes, and has its time: all stay until it ends."""
     waits = "trap 'echo told; end=1' TERM; echo begun; while [ ! $end ]; do sleep 0.1; done; sleep 3; exit 75"
     with open_job(make_job(tmp_path, shell(waits, tmp_path))) as job:
@@ -195,7 +195,7 @@ def test_a_node_that_is_told_to_go_tells_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_a_node_finds_no_main_node(tmp_path: Path) -> None:
+def test_a_node_gives_up_without_a_main_node(tmp_path: Path) -> None:
     with open_job(make_job(tmp_path, shell(WAITS, tmp_path), seconds=2), nodes=(1,)) as job:
         assert job.end() == [75]
     assert job.said(1).startswith("cpuft: error: node 1 did not reach the main node 127.0.0.1 port")
@@ -212,7 +212,7 @@ def test_a_node_finds_no_main_node(tmp_path: Path) -> None:
         (("/proc/x", "true"), "cpuft: error: this is not a node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE"),
     ],
 )
-def test_what_is_refused_in_one_line(words: tuple[str, ...], said: str) -> None:
+def test_wrong_calls_are_answered_in_one_line(words: tuple[str, ...], said: str) -> None:
     command = [sys.executable, "-m", "cpuft.schedulers.aws_batch_node", *words]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Whom the ssh server of a node of an AWS Batch job serves: a real sshd on this machine's own address."""
+"""The ssh server of a node of an AWS Batch job: a real sshd on the loopback address."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_a_command_ends_with_its_session(place: tuple[str, int], tmp_path: Path)
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_who_has_another_key_is_refused(other: str, place: tuple[str, int]) -> None:
+def test_another_key_is_refused(other: str, place: tuple[str, int]) -> None:
     with pytest.raises(paramiko.AuthenticationException), log_in(place, OTHERS[other]):
         pass
 
 
 @pytest.mark.parametrize("kind", ["pty", "forwarding"])
-def test_there_is_nothing_but_commands(kind: str, place: tuple[str, int]) -> None:
+def test_a_session_gets_no_terminal_and_no_forwarding(kind: str, place: tuple[str, int]) -> None:
     ways = {
         "pty": lambda session: session.open_session(timeout=10).get_pty(),
         "forwarding": lambda session: session.open_channel("direct-tcpip", place, place, timeout=10),
@@ -106,9 +106,7 @@ def test_the_main_node_runs_nothing_that_a_node_asks_for(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("data", [b"", b"SSH-2.0-x\r\n"], ids=["silent", "a greeting and no more"])
-def test_a_hundred_connections_that_prove_nothing_keep_no_node_out_and_do_not_stay(
-    data: bytes, place: tuple[str, int]
-) -> None:
+def test_a_hundred_silent_connections_keep_no_node_out_and_are_dropped(data: bytes, place: tuple[str, int]) -> None:
     with ExitStack() as stack:
         early = stack.enter_context(log_in(place))
         crowd = [stack.enter_context(socket.create_connection(place)) for _ in range(100)]

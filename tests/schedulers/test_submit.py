@@ -1,4 +1,4 @@
-"""`cpuft submit`: what is handed in, and how a scheduler's answers are told. Its programs are stood in for."""
+"""`cpuft submit`: what is submitted, and how answers are shown. Stand-ins replace the schedulers' programs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
         ),
     ],
 )
-def test_what_is_shown_is_handed_in(
+def test_the_text_of_a_dry_run_is_submitted(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], program: str, answer: str, job: str
 ) -> None:
     code, shown, _ = run(capsys, *words, "--dry-run", *LAUNCH)
@@ -104,7 +104,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         (("cancel", "slurm:-1"), "'slurm:-1' is not a job: write what cpuft submit printed, e.g. slurm:1234"),
     ],
 )
-def test_bad_input_gets_one_line_and_hands_nothing_in(
+def test_bad_input_gets_one_line_and_submits_nothing(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     for program in ("sbatch", "kubectl", "scontrol", "scancel"):
@@ -125,7 +125,7 @@ def test_bad_input_gets_one_line_and_hands_nothing_in(
         (("cancel", "kubernetes:a/b"), "kubectl"),
     ],
 )
-def test_without_its_client(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], program: str) -> None:
+def test_a_missing_client_is_an_error(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], program: str) -> None:
     said = f"cpuft: error: {program} failed (no such program: {program}): correct that and run the command again\n"
     assert run(capsys, *words) == (2, "", said)
 
@@ -140,7 +140,7 @@ def test_without_its_client(capsys: pytest.CaptureFixture[str], words: tuple[str
         (("cancel", "kubernetes:n/x"), "kubectl", 'Error from server (NotFound): mpijobs.kubeflow.org "x" not found'),
     ],
 )
-def test_a_scheduler_that_refuses_is_heard(
+def test_a_refusal_is_shown_in_the_schedulers_own_words(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], program: str, says: str
 ) -> None:
     add_program("scancel", SAY)
@@ -180,7 +180,9 @@ def add_slurm(state: str, ended: str = "0:0", comment: str = "cpuft", reason: st
         ("COMPLETED ExitCode=0:0 JobState=RUNNING", "0:0", "COMPLETED, RUNNING"),
     ],
 )
-def test_how_a_job_of_slurm_is(capsys: pytest.CaptureFixture[str], state: str, ended: str, told: str) -> None:
+def test_the_state_of_a_slurm_job_is_shown(
+    capsys: pytest.CaptureFixture[str], state: str, ended: str, told: str
+) -> None:
     add_slurm(state, ended)
     assert run(capsys, "status", "slurm:12") == (0, f"slurm:12 {told}\n", "")
     assert words_said() == ["show", "job", "12"]
@@ -188,7 +190,7 @@ def test_how_a_job_of_slurm_is(capsys: pytest.CaptureFixture[str], state: str, e
     assert run(capsys, "status", "slurm:12") == (0, f"slurm:12 {told}: step 2\n", "")
 
 
-def test_a_job_of_slurm_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slurm_job_is_cancelled(capsys: pytest.CaptureFixture[str]) -> None:
     add_slurm("RUNNING")
     add_program("scancel", SAY)
     assert run(capsys, "cancel", "slurm:12_3") == (0, "", "")
@@ -211,14 +213,14 @@ def test_a_job_of_somebody_else_is_left_alone(capsys: pytest.CaptureFixture[str]
     assert "delete" not in Path("said").read_text()
 
 
-def test_who_waits_sees_its_log_and_ends_as_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_shows_the_log_and_exits_with_the_jobs_code(capsys: pytest.CaptureFixture[str]) -> None:
     add_program("sbatch", "echo 12\n")
     add_slurm("FAILED", "7:0")
     Path("x 12.out").write_text("step 1\nstep 2\n")
     assert run(capsys, "slurm", "--wait", *LAUNCH) == (7, "slurm:12\nstep 1\nstep 2\n", "")
 
 
-def test_who_waits_is_told_of_what_will_never_come(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wait_ends_for_a_job_that_can_never_start(capsys: pytest.CaptureFixture[str]) -> None:
     """Nine nodes of a partition that has two: by default sbatch takes such a job."""
     add_program("sbatch", "echo 12\n")
     add_slurm("PENDING", reason="PartitionNodeLimit")
@@ -230,7 +232,7 @@ def test_who_waits_is_told_of_what_will_never_come(capsys: pytest.CaptureFixture
     assert run(capsys, "status", "slurm:12") == (0, "slurm:12 PENDING\n", "")
 
 
-def test_a_log_is_followed_over_restarts_and_silence() -> None:
+def test_a_log_is_followed_over_restarts_and_failures_of_the_scheduler() -> None:
     log = Path("x 12.out")
     turns: Iterator[Callable[[], object]] = iter(
         [
@@ -249,7 +251,7 @@ def test_a_log_is_followed_over_restarts_and_silence() -> None:
     assert "".join(said) == "step 1\nstep 2\nanew\n"
 
 
-def test_a_scheduler_that_is_silent_for_long_ends_the_waiting() -> None:
+def test_following_ends_when_the_scheduler_does_not_answer_for_long() -> None:
     pauses: list[float] = []
     with pytest.raises(CpuftError, match=r"^scontrol failed \(no such program: scontrol\)"):
         follow_job(*parse_job("slurm:12"), print, pauses.append)
@@ -278,7 +280,7 @@ esac
         ("Created Failed", "", "exit 1", "Failed, exit code 1"),
     ],
 )
-def test_how_a_job_of_kubernetes_is(
+def test_the_state_of_a_kubernetes_job_is_shown(
     capsys: pytest.CaptureFixture[str], conditions: str, codes: str, logs: str, told: str
 ) -> None:
     script = KUBECTL.replace("CONDITIONS", conditions).replace("CODES", codes).replace("LOGS", logs)
@@ -287,7 +289,7 @@ def test_how_a_job_of_kubernetes_is(
     assert Path("said").read_text().count("--namespace=n ") == 3
 
 
-def test_a_job_of_kubernetes_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kubernetes_job_is_cancelled(capsys: pytest.CaptureFixture[str]) -> None:
     add_program("kubectl", KUBECTL.replace("LOGS", "exit 1").replace("OWNER", "cpuft"))
     assert run(capsys, "cancel", "kubernetes:x") == (0, "", "")
     assert Path("said").read_text().endswith("delete mpijob x ")
