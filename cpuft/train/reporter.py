@@ -42,7 +42,7 @@ _PLAIN_LINES = 10
 _WARM_UP_STEPS = 2
 """Steps in which caches and kernels warm up. The speed that is shown leaves them out."""
 _WINDOW_STEPS = 20
-"""The speed that is shown is the mean of so many latest steps."""
+"""Number of latest steps whose mean speed is shown."""
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions are recorded."""
 
@@ -78,14 +78,14 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def show_resumption(self, line: ResumedLine, updates: int) -> None:
-        """Show where a run of so many updates is resumed, and what no checkpoint has kept."""
+        """Show where a run is resumed, out of `updates`, and what its checkpoint does not contain."""
         self._first_step = line.step
         resumed = f"resumed after update {line.step} of {updates} on {counted(line.world_size, 'rank')}"
         repeated = f", {counted(line.repeated, 'update')} repeated" if line.repeated else ""
         self.show(f"{resumed}{repeated}{f'; not in the checkpoint: {line.reset}' if line.reset else ''}")
 
     def show_step(self, line: StepLine, updates: int) -> None:
-        """Show a finished step of a run of so many updates, if it is time for a line."""
+        """Show a finished step, out of `updates`, if it is time for a line."""
         if not self._is_shown:
             return
         self._steps_made += 1
@@ -183,7 +183,7 @@ class RunReporter:
             self.checkpoint_writer.add_line(line)
 
     def add_step(self, line: StepLine, updates: int) -> None:
-        """Show and record a step of a run of so many updates."""
+        """Show and record a step, out of `updates`."""
         self.progress.show_step(line, updates)
         self.add(line)
 

@@ -1,4 +1,4 @@
-"""What a run's record is made of."""
+"""The parts of a run's record, its final checkpoint, and what is reused of earlier measurements."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class CheckpointWriter:
         root: folder of the checkpoints.
         every: seconds between two checkpoints; below 0: as many as make their cost DEFAULT_TIME_SHARE of the time; inf:
             none is ever due.
-        contribute: gives other writers what their snapshot needs of this rank. It is called if this rank makes none.
+        contribute: takes part in the snapshots of other writers. It is called if this rank makes none.
         """
         self.rank = rank
         self.record: list[str] = []
@@ -319,7 +319,9 @@ def find_newest_checkpoint(
             print(f"{message} ({one.host})", file=sys.stderr, flush=True)
     newest = max(everyone, key=lambda one: one.update)  # of equal ones, that of the lowest rank
     if newest.update < 0 and any(one.damaged for one in everyone):
-        raise CpuftError(f"no checkpoint in {root} is whole: bring one back, or start a new run without --resume")
+        raise CpuftError(
+            f"no checkpoint in {root} is undamaged: restore one from a copy, or start a new run without --resume"
+        )
     return newest, lambda: _broadcast(content, newest.nbytes, everyone.index(newest), world.rank)
 
 

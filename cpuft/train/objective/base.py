@@ -15,7 +15,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.model import load_model
 
 Predictions = NDArray[np.float32]
-"""What a forward pass without gradients gives for each example; shape (examples, any, ...)."""
+"""What a forward pass without gradients returns for each example; shape (examples, any, ...)."""
 
 
 @dataclass(frozen=True)
