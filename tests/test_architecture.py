@@ -158,7 +158,7 @@ TESTED_ELSEWHERE = {
     "cli/compare.py": "launch/test_comparison.py",
     "cli/doctor.py": "doctor/test_doctor.py",
     "cli/env.py": "launch/test_plan.py",
-    "cli/launch.py": "launch/test_runs.py",
+    "cli/launch.py": "launch/test_run.py",
     "cli/provision.py": "provision/test_base.py",
     "cli/report.py": "report/test_comparison.py",
     "cli/stacks.py": "launch/test_stack_dumps.py",
