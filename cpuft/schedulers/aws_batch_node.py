@@ -23,12 +23,11 @@ import select
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -175,10 +174,9 @@ def _make_key(node: Node, role: str) -> str:
     return Ed25519PrivateKey.from_private_bytes(seed).private_bytes(*form).decode()
 
 
-def serve(
-    keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str, str], script: str
-) -> subprocess.Popen[bytes]:
-    """Start an ssh server that listens on one address and port, and return it once it listens.
+@contextmanager
+def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str, str], script: str) -> Iterator[None]:
+    """Inside, an ssh server listens on one address and port. Open sessions go on after it has stopped.
 
     Whoever has the job's key may log in, but gets neither a terminal nor forwarding. Whatever the command is, `script`
     (POSIX shell) runs, with the variables `environ`. The server's files are in `folder`, a folder of this user alone.
@@ -201,13 +199,21 @@ def serve(
     files = {"AuthorizedKeysFile": f"{folder}/authorized_keys", "ListenAddress": f"{place[0]}:{place[1]}"}
     command = ssh_config.sshd_command(f"{folder}/host_key", place[1], "-f", "/dev/null", **_SERVER, **files)
     server = execute.start_process(command, environ)
-    end = time.monotonic() + _CONNECT_SECONDS
-    while server.poll() is None and time.monotonic() < end:
-        with suppress(OSError), socket.create_connection(place, timeout=_CONNECT_SECONDS):
-            return server
-        time.sleep(_POLL_SECONDS)
-    execute.stop_processes([server])
-    raise _transient_error(f"sshd does not start on {place[0]} port {place[1]}: see its message above")
+    try:
+        end = time.monotonic() + _CONNECT_SECONDS
+        while not _listens(place):
+            if server.poll() is not None or time.monotonic() > end:
+                raise _transient_error(f"sshd does not start on {place[0]} port {place[1]}: see its message above")
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        execute.stop_processes([server])
+
+
+def _listens(place: tuple[str, int]) -> bool:
+    with suppress(OSError), socket.create_connection(place, timeout=_CONNECT_SECONDS):
+        return True
+    return False
 
 
 def _transient_error(text: str) -> CpuftError:
@@ -390,11 +396,9 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
         registering = shlex.join([*module_command(sys.executable, _MODULE), "--register", f"{folder}/socket"])
         mark.touch()
         stack.callback(mark.unlink, missing_ok=True)
-        server = serve(keys, Path(folder), (address, port), environ, f"exec {registering}\n")
-        stack.callback(lambda: execute.stop_processes([server]))
         stack.callback(lambda: registry.dismiss(code))
-        registry.wait()
-        execute.stop_processes([server])  # nobody else may register; the sessions stay open
+        with serve(keys, Path(folder), (address, port), environ, f"exec {registering}\n"):
+            registry.wait()
         write_cluster(keys, address, registry.nodes, f"{folder}/job")
         code = run_command(command, {**environ, JOB: f"{folder}/job"}, say, registry)
     return code
@@ -466,8 +470,7 @@ def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
         stack.enter_context(session)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cpuft-")))
         own_port = facts.find_free_port()
-        server = serve(keys, folder, (connection.getsockname()[0], own_port), environ, _SESSION)
-        stack.callback(lambda: execute.stop_processes([server]))
+        stack.enter_context(serve(keys, folder, (connection.getsockname()[0], own_port), environ, _SESSION))
         with suppress(OSError, EOFError, paramiko.SSHException):  # the main node has gone
             channel = session.open_session(timeout=_CONNECT_SECONDS)
             channel.exec_command(f"{node.index} {own_port} {'yes' if os.path.exists(keys.mark) else 'no'}")

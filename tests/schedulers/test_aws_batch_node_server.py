@@ -14,7 +14,6 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from cpuft import execute
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import find_free_port
 from cpuft.schedulers.aws_batch_node import _SESSION, Keys, serve
@@ -30,11 +29,8 @@ ENVIRON = {"PATH": "/usr/bin:/bin", "OWN": "a 'b'\n$c", "BASH_FUNC_f%%": "() { :
 def open_server(folder: Path, script: str = _SESSION) -> Iterator[tuple[str, int]]:
     """Where a server listens."""
     place = ("127.0.0.1", find_free_port())
-    server = serve(KEYS, folder, place, ENVIRON, script)
-    try:
+    with serve(KEYS, folder, place, ENVIRON, script):
         yield place
-    finally:
-        execute.stop_processes([server])
 
 
 @pytest.fixture
@@ -123,7 +119,7 @@ def test_a_hundred_silent_connections_keep_no_node_out_and_are_dropped(data: byt
 
 def test_a_port_in_use_is_named(place: tuple[str, int], tmp_path: Path) -> None:
     with pytest.raises(CpuftError, match=rf"sshd cannot use 127\.0\.0\.1 port {place[1]} \(Address already in use\)"):
-        serve(KEYS, tmp_path, place, ENVIRON, _SESSION)
+        serve(KEYS, tmp_path, place, ENVIRON, _SESSION).__enter__()
 
 
 def test_the_keys_on_disk_are_for_this_user_alone(place: tuple[str, int], tmp_path: Path) -> None:
