@@ -194,7 +194,7 @@ class SshTransport(Transport):
         login = self._read_login(host)
         try:
             address = socket.gethostbyname(login.address)
-        except OSError:
+        except (OSError, UnicodeError):
             return False
         if login.port != 22 or login.jumps or login.proxy:
             return False
@@ -212,7 +212,7 @@ class SshTransport(Transport):
         login = self._read_login(host)
         try:
             return socket.gethostbyname(login.address)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             if login.jumps or login.proxy:
                 return login.address
             raise CpuftError(
@@ -370,6 +370,8 @@ def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: floa
         raise
     except socket.gaierror as error:
         raise OSError(error.strerror or str(error)) from None
+    except UnicodeError:  # a part of the name is empty or longer than 63 characters (RFC 1035)
+        raise OSError("its name is not a valid host name") from None
     except OSError as error:
         raise OSError(f"{error.strerror or error} on port {login.port}") from None
 

@@ -237,6 +237,14 @@ def test_a_server_that_does_not_speak_ssh_is_an_error(config: Path) -> None:
             SshTransport(str(config)).run(Host("far", port=port), ("true",), seconds=1.0)
 
 
+def test_a_name_that_dns_does_not_allow_is_an_unreachable_host() -> None:
+    transport, host = SshTransport(never_here=True), Host("[" * 70)
+    assert not SshTransport().is_here(host)
+    with pytest.raises(HostError, match="its name is not a valid host name") as raised:
+        transport.run(host, ("true",))
+    assert raised.value.kind == transport_module.UNREACHABLE
+
+
 def test_every_host_that_fails_is_named() -> None:
     def fail(name: str) -> str:
         raise CpuftError(f"{name} is off")
