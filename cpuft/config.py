@@ -150,20 +150,26 @@ class TrainConfig:
     )
     text_columns: str = _data(
         "",
-        "Column of the texts in your files, or two columns with a pair of texts, separated by a comma (default: "
-        "sentence1,sentence2, then sentence, then text, and other common names; tokens for lists of words)",
+        "Name of the column that holds the texts in your files, or the names of two columns for pairs of texts, "
+        "separated "
+        "by a comma (default: the first names that a file has of sentence1,sentence2, sentence, text and other usual "
+        "names; tokens, if each example is a list of words)",
         takes="NAMES",
     )
     label_column: str = _data(
         "label",
-        "Column of the labels in your files. Its cells hold one label, or several as a list or as a|b, or for lists of "
-        "words one tag per word (default: label, or tags for lists of words)",
+        "Name of the column that holds the labels in your files: one label per example; several labels per example, "
+        "written as a list or as one text with | between the labels; or, if each example is a list of words, a "
+        "list with "
+        "one tag per word (default: label, or tags for lists of words)",
         takes="NAME",
     )
     label_type: str = _data(
         "auto",
-        "How --task files learns the labels: class (classification), number (regression) or multi (several classes per "
-        "example); auto decides by the values of the labels",
+        "What --task files makes of the labels: class (classification), number (regression) or multi (several "
+        "classes per "
+        "example). auto takes numbers with a fraction as regression, lists as several classes or as tags of words, and "
+        "everything else as classes",
         choices=LABEL_TYPES,
     )
     max_length: int = _data(128, "Maximum number of tokens per example; longer examples are truncated", least=8)
@@ -210,8 +216,11 @@ class TrainConfig:
     seed: int = _recipe(42, "Random seed of new weights, dropout, masking and the order of the examples", least=0)
     precision: str = _speed(
         "auto",
-        "Number format of matrix products: auto is bf16 if the CPU has AMX or AVX512_BF16, otherwise fp32; int8 is for "
-        "CPUs with VNNI and without bf16",
+        "Number format of matrix products: auto is bf16 if the CPU has AMX or AVX512_BF16, otherwise fp32. int8 "
+        "multiplies "
+        "in 8 bits, except for the gradients of weights; it is faster than fp32 on CPUs with VNNI and without "
+        "bf16, and "
+        "may change the metric slightly",
         choices=PRECISIONS,
     )
     padding: str = _speed(
@@ -219,7 +228,9 @@ class TrainConfig:
     )
     engine: str = _speed(
         "torch",
-        "Training engine: torch is cpuft's own; ipex, deepspeed and ort need these packages and serve for comparison",
+        "Training engine: torch is cpuft's own. To compare speeds, ipex (Intel Extension for PyTorch), deepspeed "
+        "(ZeRO) and "
+        "ort (ONNX Runtime) train with those packages, which you install yourself",
         choices=ENGINES,
     )
     fast_path: bool = _speed(
@@ -254,7 +265,9 @@ class TrainConfig:
     )
     outer_momentum: float = _communication(
         0.0,
-        "Momentum of the outer optimizer when --sync-every is above 1 (DiLoCo uses 0.9)",
+        "Momentum that is applied to the averaged change of the parameters when --sync-every is above 1; 0 takes "
+        "the plain "
+        "average (DiLoCo uses 0.9)",
         least=0.0,
         most=0.99,
     )
@@ -330,7 +343,12 @@ class LaunchConfig:
     """Where the ranks run, how they are started, and when they are stopped or started again."""
 
     np: int = _hosts(1, "Number of ranks on all hosts together", least=1)
-    ppn: int = _hosts(0, "Number of ranks per host (default: --np is spread evenly over the hosts)", least=0)
+    ppn: int = _hosts(
+        0,
+        "Largest number of ranks per host; the hosts are filled in order until all --np ranks have a place (default: "
+        "--np is spread evenly over the hosts)",
+        least=0,
+    )
     hostfile: str = _hosts(
         "",
         "File with one host per line, first the head host, which starts the ranks (default: only this machine)",
@@ -352,7 +370,11 @@ class LaunchConfig:
     master_port: int = _hosts(
         0, "TCP port of rank 0's torch store (MASTER_PORT); 0 takes a free port", least=0, most=LAST_PORT
     )
-    check: bool = _hosts(True, "Run a short form of cpuft doctor before a launch on several hosts")
+    check: bool = _hosts(
+        True,
+        "Run a short form of cpuft doctor before a launch on several hosts; an error ends the launch, a warning does "
+        "not",
+    )
     comm_cores: int = _communication(
         -1,
         "Cores per rank that are reserved for communication threads (default: chosen by the backend and the number of "
@@ -365,15 +387,21 @@ class LaunchConfig:
         "in runs/)",
         takes="FOLDER",
     )
-    time_limit: float = _output(0.0, "Seconds after which the run is stopped; 0 is no limit", least=0.0)
+    time_limit: float = _output(
+        0.0,
+        "Seconds, with evaluation and restarts, after which a run is ended without another checkpoint; 0 is no limit",
+        least=0.0,
+    )
     max_restarts: int = _output(
         -1, "Restarts allowed after losing a host or a rank (default: 3 with several hosts, else 0)", least=-1
     )
     min_np: int = _output(1, "Minimum number of ranks for a restart; with fewer, the run ends", least=1)
     interruption_notice: str = _output(
         "",
-        "File or URL that announces a spot interruption. When it appears on a host, the run saves a checkpoint and "
-        "restarts without that host, or exits with code 75",
+        "File that appears on a host, or URL that answers with HTTP status 200, when that host will be taken away. "
+        "Then the "
+        "run saves a checkpoint and restarts on the other hosts; without other hosts it exits with code 75 (default: "
+        "clusters of spot instances made by cpuft provision aws watch the URL of EC2)",
         takes="FILE|URL",
     )
     grace_period: float = _output(
@@ -419,12 +447,15 @@ class CompareConfig:
     np: str = _hosts("1,2", "Numbers of ranks to compare, separated by commas, such as 1,2,4", takes="N,N")
     scaling: str = _hosts(
         "weak",
-        "weak: every rank processes --batch-size examples per pass; strong: the batch of all ranks together stays as "
-        "large as with the smallest number of ranks",
+        "weak: every rank has batches of --batch-size examples. strong: all runs have the global batch of the run "
+        "with the "
+        "fewest ranks, divided among their ranks",
         choices=("weak", "strong"),
     )
     ideal: bool = _hosts(
-        False, "Also measure the ideal: the same number of ranks, each training independently, without communication"
+        False,
+        "Also measure as many ranks that train at the same time, each on its share of the examples and without "
+        "communication: the fastest that the hosts can be",
     )
     repeats: int = _hosts(
         1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1

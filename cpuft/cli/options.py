@@ -111,7 +111,8 @@ CONFIG_FILE = FieldOption(
     ["--config"],
     "",
     "FILE",
-    help="YAML file with values for options; options on the command line override it",
+    help="YAML file with one `option: value` per line, for example `batch-size: 16` or `save-model: false`; options on "
+    "the command line override it",
     default="",
 )
 DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="Print what would be done, as a shell script, and do nothing")

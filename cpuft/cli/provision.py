@@ -90,7 +90,8 @@ _POLICY = click.Option(["--policy"], is_flag=True, help="Print the IAM policy th
 def aws(dry_run: bool, policy: bool, **values: Any) -> None:
     """Rent instances from AWS and make them a cluster. They terminate themselves when their lease ends.
 
-    Run the command again to repair a cluster: it replaces what is missing, and does nothing when nothing is.
+    Run the same command with the same options again to repair a cluster: it adds what is missing, and does nothing if
+    the cluster is complete.
     """
     from cpuft.provision.aws.policy import format_policy
 

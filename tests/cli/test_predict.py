@@ -179,6 +179,6 @@ def test_a_stopped_prediction_leaves_no_process_and_no_file(tmp_path: Path) -> N
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (130, "")
-    assert errors == "cpuft: stopped by SIGINT: run the same command again to go on\n"
+    assert errors == "cpuft: stopped by SIGINT: run the same command again to continue\n"
     assert list_children() == set()
     assert sorted(path.name for path in Path("run").iterdir()) == ["model", "record.jsonl"]

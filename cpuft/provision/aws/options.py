@@ -19,19 +19,26 @@ class AwsConfig:
     spot_or_demand: bool = option(False, "Rent spot instances, or on-demand instances if no zone has spot capacity")
     lease: str = option(
         "4h",
-        "How long the instances run: 90m, 4h or 2d. After that they terminate themselves, even if this machine is off",
+        "Time after which the instances terminate themselves, even if this machine is off, such as 90m, 4h or 2d. "
+        "A run "
+        "that is still active extends it, up to --lease-limit",
         takes="TIME",
     )
     lease_limit: str = option(
         "",
-        "How far running jobs may extend the lease, counted from now: 8h or 2d (default: twice --lease)",
+        "Longest time, counted from now, to which active runs may extend the lease without asking, such as 8h or "
+        "2d; the "
+        "value of --lease forbids extensions (default: twice --lease)",
         takes="TIME",
     )
     image: str = option(
         "", "AMI to start the instances from (default: the newest AMI of --recipe, else Debian 12)", takes="AMI"
     )
     recipe: str = option(
-        RECIPE, "Recipe whose newest AMI, made by `cpuft provision image --aws`, the instances start from", takes="FILE"
+        RECIPE,
+        "File that describes an AMI; the instances start from the newest AMI that `cpuft provision image --aws` built "
+        "from this file",
+        takes="FILE",
     )
     region: str = option("", REGION, takes="NAME")
     zone: str = option(
@@ -44,11 +51,13 @@ class AwsConfig:
     threads_per_core: int = option(2, "Hardware threads per core; 1 turns hyper-threading off", least=1, most=2)
     ssh_from: str = option("", SSH_FROM, takes="ADDRESS")
     prefix: str = option(
-        "/opt/cpuft", "Folder of the training environment, the same path on every instance", takes="PATH"
+        "/opt/cpuft", "Folder on every instance for the Python environment with torch and cpuft", takes="PATH"
     )
     wheels: str = option(
         "",
-        "Folder of wheels to install on the instances (default: downloaded to this machine, in pinned versions)",
+        "Folder on this machine with the wheels of all Python packages, cpuft_kernels included, to send to the "
+        "instances "
+        "(default: pinned versions are downloaded to this machine)",
         takes="FOLDER",
     )
     yes: bool = option(False, "Rent the instances at the price that is shown, without asking")
