@@ -96,6 +96,10 @@ def make(kind: str, by_rows: bool, decay: float = 0.0) -> tuple[Any, Any]:
 
 def check_alike(one: Any, other: Any) -> None:
     for (name, value), wanted in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        # Softmax does not depend on the bias of the keys: its gradient is rounding noise, which AdamW scales to full
+        # steps.
+        if name.endswith(("key.bias", "k_lin.bias")):
+            continue
         # The norm adds up in another order.
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6, msg=name)
 
