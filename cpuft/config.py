@@ -150,26 +150,23 @@ class TrainConfig:
     )
     text_columns: str = _data(
         "",
-        "Name of the column that holds the texts in your files, or the names of two columns for pairs of texts, "
-        "separated "
-        "by a comma (default: the first names that a file has of sentence1,sentence2, sentence, text and other usual "
-        "names; tokens, if each example is a list of words)",
+        "Name of the column of the texts in your files, or two names with a comma between them if an example is a "
+        "pair of texts (default: the pair sentence1,sentence2 if the file has it, else the column sentence, text "
+        "or another usual name; tokens if an example is a list of words)",
         takes="NAMES",
     )
     label_column: str = _data(
         "label",
-        "Name of the column that holds the labels in your files: one label per example; several labels per example, "
-        "written as a list or as one text with | between the labels; or, if each example is a list of words, a "
-        "list with "
-        "one tag per word (default: label, or tags for lists of words)",
+        "Name of the column of the labels in your files (default: label; tags if an example is a list of words). "
+        "For several labels per example, write sports|news in a CSV cell, or a list in JSON lines. An example that "
+        "is a list of words has a list with one tag per word",
         takes="NAME",
     )
     label_type: str = _data(
         "auto",
-        "What --task files makes of the labels: class (classification), number (regression) or multi (several "
-        "classes per "
-        "example). auto takes numbers with a fraction as regression, lists as several classes or as tags of words, and "
-        "everything else as classes",
+        "Type of the labels of --task files: class (one class per example), number (regression) or multi (several "
+        "classes per example). auto decides by the values: numbers with a fraction are regression, several labels "
+        "are multi, and all others are classes; tags of words need no type",
         choices=LABEL_TYPES,
     )
     max_length: int = _data(128, "Maximum number of tokens per example; longer examples are truncated", least=8)
@@ -265,9 +262,8 @@ class TrainConfig:
     )
     outer_momentum: float = _communication(
         0.0,
-        "Momentum that is applied to the averaged change of the parameters when --sync-every is above 1; 0 takes "
-        "the plain "
-        "average (DiLoCo uses 0.9)",
+        "With --sync-every above 1, momentum of the step that moves the parameters to their average over the "
+        "ranks; 0 takes the average as it is (0.9 is the value of the method DiLoCo)",
         least=0.0,
         most=0.99,
     )
@@ -351,7 +347,9 @@ class LaunchConfig:
     )
     hostfile: str = _hosts(
         "",
-        "File with one host per line, first the head host, which starts the ranks (default: only this machine)",
+        "File with one host per line, optionally with slots=N or user=NAME; the first one is the head host, which "
+        "starts the "
+        "ranks on the others (default: only this machine)",
         takes="FILE",
     )
     cluster: str = _hosts("", "Name of a cluster made by cpuft provision, instead of --hostfile", takes="NAME")
@@ -383,13 +381,16 @@ class LaunchConfig:
     )
     run_dir: str = _output(
         "",
-        "Folder for the record, the logs, the checkpoints and the model; it must not exist yet (default: a new folder "
-        "in runs/)",
+        "Folder for the record, the logs, the checkpoints and the model; it must not exist yet, and cpuft compare "
+        "makes one "
+        "folder per run in it (default: a new folder in runs/)",
         takes="FOLDER",
     )
     time_limit: float = _output(
         0.0,
-        "Seconds, with evaluation and restarts, after which a run is ended without another checkpoint; 0 is no limit",
+        "Largest number of seconds of a run; evaluation and restarts count. A run that takes longer is ended, and "
+        "--resume "
+        "continues it from its last checkpoint; 0 is no limit",
         least=0.0,
     )
     max_restarts: int = _output(
@@ -405,7 +406,10 @@ class LaunchConfig:
         takes="FILE|URL",
     )
     grace_period: float = _output(
-        0.0, "Seconds to save a checkpoint after SIGTERM before the ranks are killed; 0 kills them at once", least=0.0
+        0.0,
+        "Seconds that a run has to save a checkpoint after cpuft launch receives SIGTERM; then the ranks are killed. 0 "
+        "kills them at once",
+        least=0.0,
     )
 
 
@@ -454,8 +458,9 @@ class CompareConfig:
     )
     ideal: bool = _hosts(
         False,
-        "Also measure as many ranks that train at the same time, each on its share of the examples and without "
-        "communication: the fastest that the hosts can be",
+        "For each number of ranks, also measure the same number of ranks without communication, each training on "
+        "its own "
+        "share of the examples: the upper limit of the speed",
     )
     repeats: int = _hosts(
         1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1

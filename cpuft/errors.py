@@ -98,7 +98,7 @@ def describe_path_error(error: OSError) -> str:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
         return ""
     path = error.filename2 or error.filename or "a file"
-    return f"{path} cannot be used ({error.strerror}): see to its disk and its mode, or name another place"
+    return f"{path} cannot be used ({error.strerror}): see to its disk and its mode, or give another place"
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:

@@ -64,7 +64,7 @@ def refuse_special(path: Path) -> None:
     with suppress(OSError):  # nothing is there, or the same error will come when the file is written
         kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
         if kind:
-            raise CpuftError(f"{path} is a {kind}, and only a regular file can be written: name another file")
+            raise CpuftError(f"{path} is a {kind}, and only a regular file can be written: give another file")
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:

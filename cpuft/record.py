@@ -369,7 +369,7 @@ def parse_lines(text: str, path: str) -> list[Line]:
             if number == len(lines):
                 break
             raise CpuftError(
-                f"{path}, line {number} is not a line of a record ({error}): name a record that this version of "
+                f"{path}, line {number} is not a line of a record ({error}): give a record that this version of "
                 "cpuft has made"
             ) from None
     return parsed
@@ -400,7 +400,7 @@ def parse_measurements(text: str, path: str) -> list[Measurement]:
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
         raise CpuftError(
-            f"{path} is not a record of cpuft bench comm of this version: name its comm.jsonl, or measure again"
+            f"{path} is not a record of cpuft bench comm of this version: give its comm.jsonl, or measure again"
         )
     return [line for line in parsed if isinstance(line, Measurement)]
 
@@ -440,7 +440,7 @@ def read_record(run_dir: str) -> Record:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no file or folder {run_dir}"
+        found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no folder {run_dir}"
         raise CpuftError(f"{found}: give the folder of an earlier run, for example runs/mrpc-np2") from None
     return parse_record(text, str(path))
 

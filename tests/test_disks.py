@@ -20,7 +20,7 @@ DEMO = "--task=demo --max-train-samples=64 --max-steps=2"
     [
         (
             OSError(errno.ENOSPC, "full"),
-            "a file cannot be used (full): see to its disk and its mode, or name another p",
+            "a file cannot be used (full): see to its disk and its mode, or give another p",
         ),
         (OSError(errno.EROFS, "read-only", "a"), "a cannot be used (read-only): see to"),
         (OSError(errno.EACCES, "denied", "a", None, "b"), "b cannot be used (denied): see to"),

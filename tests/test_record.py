@@ -100,7 +100,7 @@ def test_measurements_read_back(tmp_path: Path) -> None:
     plot = write_plot(str(path))
     assert plot.read_text().startswith("<?xml")
     path.write_text('{"format": "cpuft-comm-bench-1", "torch": "2.13.0"}\n{"backend": "gloo"}\n')
-    with pytest.raises(CpuftError, match=r"is not a record of cpuft bench comm of this version: name its comm\.jsonl"):
+    with pytest.raises(CpuftError, match=r"is not a record of cpuft bench comm of this version: give its comm\.jsonl"):
         write_plot(str(path))
 
 

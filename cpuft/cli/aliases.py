@@ -77,5 +77,9 @@ def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bo
         listed = ", ".join(f"{name} ({why})" for name, why in left_out)
         parts.append(f"cpuft does not have these options, so leave them out: {listed}")
     if any(text.startswith("--") and text.partition("=")[0] not in flags for text in arguments[place:]):
-        parts.append(f"put -- before {arguments[place]}: what follows a script are the script's own options")
+        parts.append(
+            f"a script stands after --, with its own options behind it: write -- {arguments[place]} ..., "
+            "as in "
+            f"cpuft launch -- {arguments[place]} --name value"
+        )
     return "; ".join(parts)

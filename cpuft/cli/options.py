@@ -111,8 +111,8 @@ CONFIG_FILE = FieldOption(
     ["--config"],
     "",
     "FILE",
-    help="YAML file with one `option: value` per line, for example `batch-size: 16` or `save-model: false`; options on "
-    "the command line override it",
+    help="YAML file with options of this command, one `option: value` per line without the dashes; write `true` or "
+    "`false` for options without a value. Options on the command line override the file",
     default="",
 )
 DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="Print what would be done, as a shell script, and do nothing")
@@ -315,9 +315,9 @@ def _read_mapping(path: str) -> dict[str, Any]:
     try:
         values = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        raise CpuftError(f"there is no file {path}, which --config names: name a YAML file") from None
+        raise CpuftError(f"--config {path}: there is no such file: check the path") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"--config {path} cannot be read ({error}): name a YAML file") from None
+        raise CpuftError(f"--config {path} cannot be read ({error}): give a YAML file") from None
     except ValueError as error:
         raise CpuftError(f"--config {path} is not YAML ({error}): write lines of the form `option: value`") from None
     if not isinstance(values, dict):

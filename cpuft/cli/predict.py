@@ -79,7 +79,7 @@ def check_request(asked: PredictConfig, header: Header) -> None:
         )
     if not (Path(asked.run) / MODEL / "config.json").exists():
         raise CpuftError(
-            f"{asked.run} has no folder {MODEL}, because the run is unfinished or had --no-save-model: name another run"
+            f"{asked.run} has no folder {MODEL}, because the run is unfinished or had --no-save-model: give another run"
         )
 
 

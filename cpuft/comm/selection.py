@@ -71,7 +71,7 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
     Raises CpuftError: nothing was measured.
     """
     if not timings:
-        error = CpuftError("no backend could be measured: run `cpuft doctor`, or name a backend with --backend gloo")
+        error = CpuftError("no backend could be measured: run `cpuft doctor`, or give a backend with --backend gloo")
         error.exit_code = 1  # gloo always works, unless another program wrote to the store: the next start may succeed
         raise error
     seconds = {name: statistics.median(second for second, _ in found) for name, found in timings.items()}

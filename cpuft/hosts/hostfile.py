@@ -51,7 +51,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
         if host.name in lines_of:
             raise CpuftError(
                 f"{source}, line {number}: host {host.name} is on line {lines_of[host.name]} already: "
-                f"remove one, and write slots=N for several ranks"
+                f"remove this line; for several ranks on one host, write for example {host.name} slots=2"
             )
         lines_of[host.name] = number
         hosts.append(host)
@@ -106,9 +106,11 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise CpuftError(f"there is no hostfile {path}: name a file with one host on each line") from None
+        raise CpuftError(
+            f"hostfile {path}: there is no such file: check the path, or write a file with one host on each line"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CpuftError(f"hostfile {path} cannot be read ({error}): name a file with one host on each line") from None
+        raise CpuftError(f"hostfile {path} cannot be read ({error}): give a file with one host on each line") from None
     return parse_hostfile(text, path)
 
 

@@ -54,7 +54,7 @@ _ADVICE = {
     KEY_UNKNOWN: "compare it with what ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host; to accept "
     "it, run ssh once by hand and answer yes, or cpuft provision hosts with --accept-host-keys",
     KEY_CHANGED: "its key has changed: find out why before you remove the old one from known_hosts",
-    LOGIN_REFUSED: "put your public key there with ssh-copy-id, or name another user with user=NAME in the hostfile",
+    LOGIN_REFUSED: "put your public key there with ssh-copy-id, or give another user with user=NAME in the hostfile",
     TIMED_OUT: "check that it is on, and that its ssh port is open to this machine",
 }
 

@@ -33,7 +33,7 @@ def parse_numbers(text: str) -> tuple[int, ...]:
     advice = "give the numbers of ranks to compare, for example --np 1,2,4"
     for place, word in enumerate(words):
         if not is_count(word):
-            raise CpuftError(f"--np {text[:60]}: {word[:60]!r} is not a whole number from 1: {advice}")
+            raise CpuftError(f"--np {text[:60]}: {word[:60]!r} is not a whole number of 1 or more: {advice}")
         if int(word) in map(int, words[:place]):
             raise CpuftError(f"--np {text[:60]}: the number {word[:60]} is there twice: {advice}")
     return tuple(sorted(map(int, words)))

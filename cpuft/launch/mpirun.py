@@ -70,7 +70,7 @@ def _hydra_group(group: RankGroup) -> list[str]:
 
 def _openmpi_options(logs: str, iface: str) -> list[str]:
     if {":", ","} & set(logs):
-        raise CpuftError(f"Open MPI takes the text after ':' or ',' in {logs} for options: name another --run-dir")
+        raise CpuftError(f"Open MPI takes the text after ':' or ',' in {logs} for options: give another --run-dir")
     argv = ["-x", KEY, "--bind-to", "none", "--map-by", "slot", "--oversubscribe", "--output-filename", logs]
     return [*argv, "--mca", "oob_tcp_if_include", iface, "--mca", "btl_tcp_if_include", iface]
 

@@ -280,7 +280,7 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
             return (sys.executable, str(path.absolute()), *script[1:])
         return (str(path.absolute()), *script[1:])
     if shutil.which(script[0]) is None:
-        raise CpuftError(f"there is no script or program {script[0]}: name a .py file or a program in PATH")
+        raise CpuftError(f"there is no script or program {script[0]}: give a .py file or a program in PATH")
     return script
 
 
@@ -516,11 +516,11 @@ def choose_run_dir(wanted: str, name: str) -> str:
         )
     parent = next(folder for folder in path.parents if folder.exists())
     if not os.access(parent, os.W_OK | os.X_OK) or not parent.is_dir():
-        raise CpuftError(f"{parent} is not writable: name another folder with --run-dir")
+        raise CpuftError(f"{parent} is not writable: give another folder with --run-dir")
     free = shutil.disk_usage(parent).free
     if free < LEAST_FREE_BYTES:
         raise CpuftError(
             f"the disk of {parent} is full ({free >> 20} MB free, a run needs {LEAST_FREE_BYTES >> 20} MB): "
-            f"make room, or name a folder on another disk with --run-dir"
+            f"make room, or give a folder on another disk with --run-dir"
         )
     return str(path)

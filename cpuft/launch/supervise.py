@@ -475,7 +475,7 @@ def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
         _run_step(step, environ)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1]
-        raise CpuftError(f"the run folder cannot be made ({reason}): name a new folder with --run-dir") from None
+        raise CpuftError(f"the run folder cannot be made ({reason}): give a new folder with --run-dir") from None
 
 
 def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], None] = lambda: None) -> None:

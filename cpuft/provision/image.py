@@ -274,7 +274,7 @@ def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
     values |= {"environment": make_stamp(pins, facts.supply.wheels)} if facts.supply.complete else {}
     if facts.stamp is not None and not values.items() <= facts.stamp.items():
         raise CpuftError(
-            f"{target} exists, but was not made from this recipe by this version of cpuft: remove it, or name a new "
+            f"{target} exists, but was not made from this recipe by this version of cpuft: remove it, or give a new "
             "directory"
         )
     if not facts.supply.complete:

@@ -132,9 +132,9 @@ def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bo
         found = f"Python is {facts.python}" if facts.python else "Python is missing"
         return f"{host}: {found}, and cpuft needs 3.10 or newer: apt-get install python3"
     if not facts.writable:
-        return f"{host}: {config.prefix} cannot be written: log in as root, or name another --prefix"
+        return f"{host}: {config.prefix} cannot be written: log in as root, or give another --prefix"
     if facts.foreign:
-        return f"{host}: {facts.foreign}: move it away, or name another --prefix"
+        return f"{host}: {facts.foreign}: move it away, or give another --prefix"
     if not facts.ensurepip and not has_pip:
         return f"{host}: there is no pip: apt-get install python3-venv, or leave out --pins and --wheels"
     if not facts.stamp and facts.free_kb < need_kb:
@@ -419,7 +419,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         found = find_bastions(Login("", 22, jumps=parse_jumps(self.config.jump, "--jump")))
         both = {jump.name for jump, _ in found} & {member.name for member in self.members}
         if both:
-            raise CpuftError(f"--jump {both.pop()} is also in --hosts: name the hosts by their addresses behind it")
+            raise CpuftError(f"--jump {both.pop()} is also in --hosts: give the hosts by their addresses behind it")
         return tuple((jump.name, login) for jump, login in found)
 
     @contextmanager
@@ -484,11 +484,11 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
             text = Path(self.config.pins).read_text(encoding="utf-8")
         except FileNotFoundError:
             raise CpuftError(
-                f"there is no file {self.config.pins}, which --pins names: name a file with one name==version per line"
+                f"there is no file {self.config.pins}, which --pins names: give a file with one name==version per line"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise CpuftError(
-                f"--pins {self.config.pins} cannot be read ({error}): name a file with one name==version per line"
+                f"--pins {self.config.pins} cannot be read ({error}): give a file with one name==version per line"
             ) from None
         return parse_pins(text, self.config.pins)
 

@@ -57,7 +57,7 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
     if planned and int(planned) != world.size:
         raise CpuftError(
             f"rank {world.rank} on {hostname} is in a world of {world.size} ranks, but the plan has {planned}: "
-            f"unset RANK, WORLD_SIZE, PMI_* and OMPI_* in your shell, or name another --mpirun"
+            f"unset RANK, WORLD_SIZE, PMI_* and OMPI_* in your shell, or give another --mpirun"
         )
     host = environ.get("CPUFT_HOSTNAME", hostname)
     if host != hostname:

@@ -257,7 +257,7 @@ def compare(records: list[Record]) -> Comparison:
         epochs = load(float, header.options.get("epochs"), "its epochs")
         max_steps = load(int, header.options.get("max_steps", 0), "its max_steps")
     except ValueError as error:
-        raise CpuftError(f"{baseline.path}: {error}: name a run of this version of cpuft") from None
+        raise CpuftError(f"{baseline.path}: {error}: give a run of this version of cpuft") from None
     return Comparison(
         header.task,
         header.model,

@@ -548,7 +548,7 @@ def _enter_folder(folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
         os.chdir(folder)
     except OSError as error:
-        raise CpuftError(f"{folder} cannot be used ({error.strerror}): name another folder") from None
+        raise CpuftError(f"{folder} cannot be used ({error.strerror}): give another folder") from None
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def merge_adapters(model: Any, folder: str) -> Any:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         kind = type(model).__name__
-        raise CpuftError(f"the adapters in {folder} do not fit {kind} ({reason}): name another --model") from None
+        raise CpuftError(f"the adapters in {folder} do not fit {kind} ({reason}): give another --model") from None
 
 
 def has_adapters(model: Any) -> bool:

@@ -40,15 +40,15 @@ def find_model(name: str) -> str:
     if name == _OFFLINE:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
         if spec is None or not spec.submodule_search_locations:
-            raise CpuftError(f"the offline encoder is not installed: {install_command('demo')}, or name a --model")
+            raise CpuftError(f"the offline encoder is not installed: {install_command('demo')}, or give a --model")
         return str(Path(spec.submodule_search_locations[0]) / "model")
     folder = Path(name)
     if (folder / "config.json").exists():
         return str(folder)
     if (folder / "model" / "config.json").exists():
-        raise CpuftError(f"folder {name} is the folder of a run, which has its model in {name}/model: name that folder")
+        raise CpuftError(f"--model {name} is the folder of a run, not of a model: give --model {name}/model")
     if folder.is_dir():
-        raise CpuftError(f"folder {name} holds no model (no config.json): name one made with save_pretrained")
+        raise CpuftError(f"folder {name} holds no model (no config.json): give a folder made with save_pretrained")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CpuftError(
             f"there is no folder {name}: give --model a folder that holds a saved model, the name of a model on the "
@@ -81,7 +81,7 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
     if source and not Path(source).is_dir():
         find_hub_problem()
     if name and name not in SIZES and not Path(name).is_file():
-        raise CpuftError(f"{name!r} is not a value of --from-config: name a JSON file, or one of {', '.join(SIZES)}")
+        raise CpuftError(f"{name!r} is not a value of --from-config: give a JSON file, or one of {', '.join(SIZES)}")
     try:
         if not name:
             settings = transformers.AutoConfig.from_pretrained(source, **head)
@@ -192,7 +192,7 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     while base := find_base_model(chain[-1]):
         if base in chain:
             raise CpuftError(
-                f"the adapters in {source} name themselves as their base model: name the right one in {_ADAPTERS} there"
+                f"the adapters in {source} name themselves as their base model: give the right one in {_ADAPTERS} there"
             )
         chain.append(base)
     model, info = read(chain.pop(), dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True)
@@ -247,7 +247,7 @@ def find_base_model(source: str) -> str:
     try:
         base = load(str, load(dict[str, Any], parse_json(path.read_text(encoding="utf-8"))).get(_BASE), _BASE)
     except ValueError as error:
-        raise CpuftError(f"{path} does not name the model that its adapters are for ({error}): name it there") from None
+        raise CpuftError(f"{path} does not name the model that its adapters are for ({error}): give it there") from None
     try:
         return find_model(_OFFLINE if _OFFLINE_PACKAGE in Path(base).parts else base)
     except CpuftError as error:
@@ -265,7 +265,7 @@ def describe_load_failure(name: str, error: Exception) -> str:
         )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     hint = suggest_names(name, [_OFFLINE]) if "/" not in name else f"or use --model {_OFFLINE}"
-    return f"model {name} cannot be loaded ({reason}): name a folder or a hub model that you can reach; {hint}"
+    return f"model {name} cannot be loaded ({reason}): give a folder or a hub model that you can reach; {hint}"
 
 
 def _set_dropout(settings: Any, rate: float) -> None:

@@ -165,11 +165,11 @@ def check_output(path: Path, overwrite: bool = False) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise CpuftError(f"{path} cannot be written ({error.strerror}): name another --output") from None
+        raise CpuftError(f"{path} cannot be written ({error.strerror}): give another --output") from None
     if begin not in ("index,", "index\t", ""):
-        raise CpuftError(f"{path} exists and holds no predictions: name another --output")
+        raise CpuftError(f"{path} exists and holds no predictions: give another --output")
     if begin and not overwrite:
-        raise CpuftError(f"{path} holds predictions already: add --overwrite to replace them, or name another --output")
+        raise CpuftError(f"{path} holds predictions already: add --overwrite to replace them, or give another --output")
 
 
 def write_table(path: Path, rows: Iterator[Cells]) -> None:
@@ -217,7 +217,7 @@ def read_finished_run(run: str) -> FinishedRun:
         labels = tuple(named[str(number)] for number in range(len(named)))
         (architecture,) = load(list[str], settings.get("architectures"))
     except (OSError, ValueError, KeyError) as error:
-        raise CpuftError(f"{run} holds no model that was trained here ({error}): name a finished run") from None
+        raise CpuftError(f"{run} holds no model that was trained here ({error}): give a finished run") from None
     kind = (
         "tags"
         if architecture.endswith("ForTokenClassification")
@@ -225,7 +225,7 @@ def read_finished_run(run: str) -> FinishedRun:
     )
     if not kind or header.task not in TASKS:
         raise CpuftError(
-            f"{run} trained a {architecture} on --task {header.task}, which predicts no labels: name another run"
+            f"{run} trained a {architecture} on --task {header.task}, which predicts no labels: give another run"
         )
     task = TASKS[header.task]
     if not task.folder:

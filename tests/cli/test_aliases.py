@@ -90,7 +90,7 @@ def test_no_name_has_two_answers() -> None:
             ["--lr_scheduler_type", "cosine", "--push_to_hub"],
             "cpuft does not have these options, so leave them out: --lr_scheduler_type (the learning rate always rises "
             "linearly for --warmup-ratio of the updates, then falls linearly to 0), --push_to_hub (when the run has "
-            "ended, upload its model yourself from the folder model in the run's folder)",
+            "ended, upload its model yourself; it is in the folder of the run, for example in runs/mrpc-np2/model)",
         ),
         (
             ["--load_best_model_at_end", "True"],
@@ -99,11 +99,12 @@ def test_no_name_has_two_answers() -> None:
         ),
         (["--np", "2", "--task", "mrpc"], ""),
         (["train.py", "--np", "2"], ""),
-        (["train.py", "--lr", "2"], "put -- before train.py: what follows a script are the script's own options"),
+        (["train.py", "--lr", "2"], "a script stands after --, with its own options behind it: write -- train.py ..., as in cpuft launch -- train.py --name value"),  # noqa: E501
         (
             ["--nproc_per_node", "2", "run_glue.py", "--task_name", "mrpc"],
             "write --np instead of --nproc_per_node (ranks of all hosts; --ppn is those of one); "
-            "put -- before run_glue.py: what follows a script are the script's own options",
+            "a script stands after --, with its own options behind it: write -- run_glue.py ..., as in cpuft "
+            "launch -- run_glue.py --name value",
         ),
     ],
 )  # fmt: skip
@@ -117,7 +118,8 @@ def test_what_is_answered(words: list[str], message: str) -> None:
         (["launch", "-hostfile", "hosts"], "write --hostfile instead of -hostfile (see cpuft launch --help)"),
         (
             ["launch", "train.py", "--lr", "1"],
-            "put -- before train.py: what follows a script are the script's own options (see cpuft launch",
+            "a script stands after --, with its own options behind it: write -- train.py ..., as in cpuft launch -- "
+            "train.py --name value (see cpuft launch",
         ),
         (
             ["compare", "--num_train_epochs", "3"],

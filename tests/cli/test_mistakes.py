@@ -49,7 +49,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --hostfile hosts",
         {},
-        "there is no hostfile hosts: name a file with one host on each line",
+        "hostfile hosts: there is no such file: check the path, or write a file with one host on each line",
     ),
     (
         "launch --hostfile hosts",
@@ -59,7 +59,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --hostfile hosts",
         {"hosts": "localhost\nlocalhost\n"},
-        "hosts, line 2: host localhost is on line 1 already: remove one, and write slots=N for several ranks",
+        "hosts, line 2: host localhost is on line 1 already: remove this line; for several ranks on one host, write for example localhost slots=2",
     ),
     (
         "launch --np 2 --hostfile hosts",
@@ -79,7 +79,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --config options.yaml",
         {},
-        "there is no file options.yaml, which --config names: name a YAML file",
+        "--config options.yaml: there is no such file: check the path",
     ),
     (
         "launch --config options.yaml",
@@ -129,7 +129,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch train.py --lr 1e-4",
         {"train.py": ""},
-        "put -- before train.py: what follows a script are the script's own options (see cpuft launch --help)",
+        "a script stands after --, with its own options behind it: write -- train.py ..., as in cpuft launch -- train.py --name value (see cpuft launch --help)",
     ),
     (
         "launch --task mrpc -- train.py",
@@ -149,7 +149,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --push_to_hub",
         {},
-        "cpuft does not have the option --push_to_hub, so leave it out: when the run has ended, upload its model yourself from the folder model in the run's folder (see cpuft launch --help)",
+        "cpuft does not have the option --push_to_hub, so leave it out: when the run has ended, upload its model yourself; it is in the folder of the run, for example in runs/mrpc-np2/model (see cpuft launch --help)",
     ),
     (
         "launch --load_best_model_at_end True",
@@ -179,17 +179,17 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --resume runs/mrpc",
         {},
-        "there is no file or folder DIR/runs/mrpc: give the folder of an earlier run, for example runs/mrpc-np2",
+        "there is no folder DIR/runs/mrpc: give the folder of an earlier run, for example runs/mrpc-np2",
     ),
     (
         "compare --np 1,x",
         {},
-        "--np 1,x: 'x' is not a whole number from 1: give the numbers of ranks to compare, for example --np 1,2,4",
+        "--np 1,x: 'x' is not a whole number of 1 or more: give the numbers of ranks to compare, for example --np 1,2,4",
     ),
     (
         "report runs/mrpc",
         {},
-        "there is no file or folder runs/mrpc: give the folder of an earlier run, for example runs/mrpc-np2",
+        "there is no folder runs/mrpc: give the folder of an earlier run, for example runs/mrpc-np2",
     ),
     (
         "estimate runs/mrpc",
@@ -218,7 +218,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=demo --model=runs/x",
         {"runs/x/model/config.json": "{}"},
-        "folder runs/x is the folder of a run, which has its model in runs/x/model: name that folder",
+        "--model runs/x is the folder of a run, not of a model: give --model runs/x/model",
     ),
     (
         "--task=demo --model=./nowhere",
@@ -233,12 +233,12 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=mrpc",
         {},
-        "the data of --task mrpc is not in the cache of data sets, and the Hugging Face hub does not answer within 3 s: check the network and the proxy settings, name a folder with a GLUE download with --data-dir, or use --task demo",
+        "the data of --task mrpc is not in the cache of data sets, and the Hugging Face hub does not answer within 3 s: either check the network and the proxy settings; or give --data-dir a folder that contains MRPC/train.tsv, from a GLUE download; or use --task demo",
     ),
     (
         "--task=mrpc --data-dir=glue",
         {},
-        "there is no folder glue: name the one that holds MRPC/train.tsv with --data-dir",
+        "--data-dir glue: there is no such folder: give the folder that contains MRPC/train.tsv",
     ),
     (
         "--task=files --train-file=trian.csv --validation-file=validation.csv",
@@ -248,7 +248,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv",
         {"train.csv": "text,label\ngood,1\nbad,0\n"},
-        "--task files needs --validation-file as well: name a second file (CSV, TSV or JSON lines) with the same columns and other examples, by which the model is evaluated",
+        "--task files needs --validation-file as well: give a second file (CSV, TSV or JSON lines) with the same columns and other examples, by which the model is evaluated",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
@@ -258,7 +258,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "text,target\na,1\n"},
-        "train.csv has no column 'label': name the column of the labels with --label-column (the file has text, target)",
+        "train.csv has no column 'label' (its columns are 'text', 'target'): give the name of the column of the labels with --label-column",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
@@ -298,12 +298,12 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/data-00000-of-00001.arrow": b"ARROW1", "reviews/dataset_info.json": "{}", "reviews/state.json": "{}"},
-        "reviews is a folder that the package datasets saved, which cpuft does not read: convert it with this command, then give reviews.jsonl instead: python -c \"import datasets; datasets.load_from_disk('reviews').to_json('reviews.jsonl')\"",
+        "reviews is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not read: convert it with this command, then give reviews.jsonl instead: python -c \"import datasets; datasets.load_from_disk('reviews').to_json('reviews.jsonl')\"",
     ),
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/dataset_dict.json": '{"splits": ["train", "validation"]}'},
-        "reviews is a folder that the package datasets saved, which cpuft does not read: convert it with this command, then give the file of the split that you need, such as train.jsonl, instead: python -c \"import datasets; [split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('reviews').items()]\"",
+        "reviews is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not read: convert it with this command, then give the file that it writes for each split, for example train.jsonl, instead: python -c \"import datasets; [split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('reviews').items()]\"",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",

@@ -199,7 +199,7 @@ def test_a_script_s_own_arguments_may_hold_any_character(tmp_path: Path) -> None
             ["provision", "local", "--net", "٣gbit", "--dry-run"],
             "--net '٣gbit' is not a bit rate: write for example 1gbit or 100mbit",
         ),
-        (["compare", "--np", "1,٢"], "--np 1,٢: '٢' is not a whole number from 1: give the numbers of ranks"),
+        (["compare", "--np", "1,٢"], "--np 1,٢: '٢' is not a whole number of 1 or more: give the numbers of ranks"),
     ],
 )
 def test_digits_of_other_scripts_are_no_numbers(

@@ -75,7 +75,7 @@ def test_good_requests(tmp_path: Path) -> None:
     [
         (
             ("none", "--split", "test"),
-            "there is no file or folder none: give the folder of an earlier run, for example runs/mrpc-np2",
+            "there is no folder none: give the folder of an earlier run, for example runs/mrpc-np2",
         ),
         (
             (".", "--split", "test"),
@@ -83,11 +83,11 @@ def test_good_requests(tmp_path: Path) -> None:
         ),
         (
             ("bare", "--file", "x.csv"),
-            "bare has no folder model, because the run is unfinished or had --no-save-model: name another run",
+            "bare has no folder model, because the run is unfinished or had --no-save-model: give another run",
         ),
         (
             ("run", "--file", "x.csv"),
-            "run holds no model that was trained here (it is None, and must be a list): name a finished run",
+            "run holds no model that was trained here (it is None, and must be a list): give a finished run",
         ),
     ],
 )

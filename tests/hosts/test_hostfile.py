@@ -52,7 +52,8 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         ("# only a comment\n", "hf names no host: write one name or address on each line, the head host first"),
         (
             "a\nb\na slots=2\n",
-            "hf, line 3: host a is on line 1 already: remove one, and write slots=N for several ranks",
+            "hf, line 3: host a is on line 1 already: remove this line; for several ranks on one host, write for "
+            "example a slots=2",
         ),
         ("a:0", "hf, line 1: slots is '0': give a whole number from 1 to 9999"),
         ("a:10000", "hf, line 1: slots is '10000': give a whole number from 1 to 9999"),
@@ -98,7 +99,7 @@ def test_a_file_of_windows_reads(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CpuftError, match="there is no hostfile"):
+    with pytest.raises(CpuftError, match="there is no such file"):
         read_hostfile(str(tmp_path / "none"))
 
 

@@ -28,7 +28,7 @@ def test_a_dry_run_prints_the_plans_of_all_runs() -> None:
     assert all(f"all/np-1-round-{turn}/data.npz" in done.stdout for turn in (1, 2))
     done = run_cpuft(*words, "--ideal")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--ideal is of two or more ranks: one rank alone is its own, add more to --np" in done.stderr
+    assert "--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np" in done.stderr
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")

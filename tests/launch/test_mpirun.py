@@ -46,7 +46,7 @@ def test_percent_signs_in_the_log_folder_are_escaped_for_hydra(name: str) -> Non
 
 @pytest.mark.parametrize("folder", ["/runs/a:b", "/runs/a,b"])
 def test_characters_that_open_mpi_takes_for_options_are_refused(folder: str) -> None:
-    with pytest.raises(CpuftError, match=f"in {folder}/logs for options: name another --run-dir"):
+    with pytest.raises(CpuftError, match=f"in {folder}/logs for options: give another --run-dir"):
         plan_mpirun(MpiImplementation("mpirun", "openmpi"), GROUPS, SHARED, ("true",), f"{folder}/logs", "ens5")
 
 

@@ -78,7 +78,7 @@ def test_a_run_folder_that_another_launch_has_just_made_is_named(tmp_path: Path)
     ((make,),) = plan.make
     plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
     assert run_on_this_machine(plan, run_dir, (), os.environ, 0.0, SshTransport()) == 0
-    with pytest.raises(CpuftError, match=f"another run took {run_dir}.: name a new folder with --run-dir"):
+    with pytest.raises(CpuftError, match=f"another run took {run_dir}.: give a new folder with --run-dir"):
         run_on_this_machine(plan, run_dir, (), os.environ, 0.0, SshTransport())
     assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh"]
 
@@ -209,7 +209,7 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "mine").mkdir()
     with pytest.raises(CpuftError, match="exists already, and a run needs a new folder: give --run-dir the name"):
         choose_run_dir("mine", "x")
-    with pytest.raises(CpuftError, match=r"is not writable: name another folder"):
+    with pytest.raises(CpuftError, match=r"is not writable: give another folder"):
         choose_run_dir("/etc/hostname/runs", "x")
     monkeypatch.setattr("cpuft.launch.plan.LEAST_FREE_BYTES", 1 << 62)
     with pytest.raises(CpuftError, match="is full"):

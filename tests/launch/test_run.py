@@ -225,7 +225,7 @@ def test_compare_reports(tmp_path: Path) -> None:
     [
         (
             ("--task", "mrpc", "--data-dir", "none"),
-            "there is no folder none: name the one that holds MRPC/train.tsv with --data-dir",
+            "--data-dir none: there is no such folder: give the folder that contains MRPC/train.tsv",
         ),
         (
             ("--model", "./none"),
@@ -234,7 +234,7 @@ def test_compare_reports(tmp_path: Path) -> None:
         ),
         (
             ("--task", "files"),
-            "--task files needs --train-file: name a CSV, TSV or JSON lines file with texts and labels",
+            "--task files needs --train-file: give a CSV, TSV or JSON lines file with texts and labels",
         ),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", "small"], check=True)
     assert done.returncode == 2
     assert (
-        "is full (1 MB free, a run needs 256 MB): make room, or name a folder on another disk with --run-dir"
+        "is full (1 MB free, a run needs 256 MB): make room, or give a folder on another disk with --run-dir"
         in done.stderr
     )
 

@@ -170,7 +170,7 @@ def test_an_environment_of_the_users_is_not_taken_for_ours(tmp_path: Path) -> No
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (
         1,
-        f"{tmp_path}/env is not cpuft's: move it away, or name another prefix\n",
+        f"{tmp_path}/env is not cpuft's: move it away, or give another prefix\n",
     )
     assert listing(tmp_path) == ["env", "env/bin", "env/bin/python"]
 

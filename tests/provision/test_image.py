@@ -101,7 +101,7 @@ def test_a_build_replaces_only_an_unfinished_build(tmp_path: Path) -> None:
     (root / "home").mkdir(parents=True)
     done = run_step(0, root)
     assert (done.returncode, (root / "home").exists()) == (1, True)
-    assert "is not cpuft's: move it away, or name another --output" in done.stderr
+    assert "is not cpuft's: move it away, or give another --output" in done.stderr
     (root / "home").rename(tmp_path / "home")
     root.rmdir()
     assert run_step(0, root).returncode == 0

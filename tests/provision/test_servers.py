@@ -190,8 +190,8 @@ def survey(prefix: Path) -> ServerFacts:
     "made, problem, marked",
     [
         ((), "", False),
-        (("env/bin/python",), "a: PREFIX/env is not cpuft's: move it away, or name another --prefix", False),
-        (("wheels/a.whl", "notes"), "a: PREFIX/wheels is not cpuft's: move it away, or name another --prefix", False),
+        (("env/bin/python",), "a: PREFIX/env is not cpuft's: move it away, or give another --prefix", False),
+        (("wheels/a.whl", "notes"), "a: PREFIX/wheels is not cpuft's: move it away, or give another --prefix", False),
         (("notes",), "", False),
         (("env/stamp",), "", True),
         (("env/bin/python", "install.lock"), "", True),

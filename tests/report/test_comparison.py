@@ -250,8 +250,8 @@ def test_different_jobs_are_refused_by_name_of_what_differs(changes: dict[str, A
     "part, changes, message",
     [
         ("header", {"world_size": 0}, "runs/np-1 trained on no examples: leave it out of the report"),
-        ("header", {"options": {}}, "runs/np-1: its epochs is None, and must be a number: name a run of this version"),
-        ("header", {"options": {"epochs": "3"}}, "runs/np-1: its epochs is '3', and must be a number: name a run of"),
+        ("header", {"options": {}}, "runs/np-1: its epochs is None, and must be a number: give a run of this version"),
+        ("header", {"options": {"epochs": "3"}}, "runs/np-1: its epochs is '3', and must be a number: give a run of"),
         ("header", {"options": {"epochs": 1, "max_steps": 1.5}}, "its max_steps is 1.5, and must be a whole number"),
         ("footer", {"steady_samples_per_second": 0.0}, "runs/np-1 trained on no examples: leave it out of the report"),
         (
@@ -368,7 +368,7 @@ def test_what_is_no_run_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest
     missing = CliRunner().invoke(cli, ["report", "runs/np-1", "runs/np-3"])
     assert (
         str(missing.exception)
-        == "there is no file or folder runs/np-3: give the folder of an earlier run, for example runs/mrpc-np2"
+        == "there is no folder runs/np-3: give the folder of an earlier run, for example runs/mrpc-np2"
     )
     alone = CliRunner().invoke(cli, ["report", "runs/empty"])
     assert (

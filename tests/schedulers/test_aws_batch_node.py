@@ -207,7 +207,7 @@ def test_a_node_gives_up_without_a_main_node(tmp_path: Path) -> None:
     [
         (
             (),
-            "cpuft: error: name a folder and a command: python -m cpuft.schedulers.aws_batch_node FOLDER COMMAND...\n",
+            "cpuft: error: give a folder and a command: python -m cpuft.schedulers.aws_batch_node FOLDER COMMAND...\n",
         ),
         (("/proc/x", "true"), "cpuft: error: this is not a node of a multi-node job of AWS Batch (AWS_BATCH_JOB_NODE"),
     ],

@@ -71,7 +71,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         (("slurm",), "no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc"),
         (("slurm", "--", "compare"), "no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc"),
         (("slurm", "--", "launch", "--tsk", "a"), "No such option '--tsk'. Did you mean '--task'? (see cpuft launch"),
-        (("slurm", "--", "launch", "--np", "0"), "Invalid value for '--np': 0 is not in the range x>=1. (see cpuft"),
+        (("slurm", "--", "launch", "--np", "0"), "--np '0' is not valid: give a whole number of 1 or more (see cpuft"),
         (
             ("slurm", "--", "launch", "--task", "mprc"),
             "'mprc' is not a value of --task: did you mean mrpc? (see cpuft launch",
@@ -93,7 +93,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (("slurm", "--nodes", "3", *LAUNCH), "--nodes 3 does not agree with --np 2 and --ppn 0: leave --nodes out"),
         (("slurm", "--partition", "a b", *LAUNCH), "'--partition=a b' cannot stand in a job script: write"),
-        (("slurm", "--config", "none.yaml", *LAUNCH), "there is no file none.yaml, which --config names"),
+        (("slurm", "--config", "none.yaml", *LAUNCH), "--config none.yaml: there is no such file"),
         (("kubernetes", *LAUNCH), "no container image is given: add --image NAME, an image that has cpuft and sshd"),
         (
             ("kubernetes", *IMAGE, "--name", "a_b", *LAUNCH),

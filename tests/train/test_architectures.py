@@ -212,7 +212,7 @@ def test_what_a_model_cannot_compute_is_refused_in_one_line(tmp_path: Path) -> N
     assert str(caught.value).startswith(
         f"BartForSequenceClassification of {folder} cannot compute a batch of two examples ("
     )
-    assert str(caught.value).endswith("): name another --model")
+    assert str(caught.value).endswith("): give another --model")
 
 
 def test_parameters_that_are_not_used_are_found() -> None:

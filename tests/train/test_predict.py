@@ -126,9 +126,9 @@ def test_only_predictions_are_written_over(tmp_path: Path) -> None:
     check_output(path)
     for text in ("text,label\n", "indexes\n"):
         path.write_text(text)
-        with pytest.raises(CpuftError, match=r"x\.csv exists and holds no predictions: name another --output"):
+        with pytest.raises(CpuftError, match=r"x\.csv exists and holds no predictions: give another --output"):
             check_output(path, overwrite=True)
-    with pytest.raises(CpuftError, match="is a folder, and only a regular file can be written: name another file"):
+    with pytest.raises(CpuftError, match="is a folder, and only a regular file can be written: give another file"):
         check_output(tmp_path)
 
 
@@ -291,8 +291,13 @@ def test_words_that_were_seen_are_measured_by_their_own_tags() -> None:
             "x.csv, line 2: label 'blue' is not one of not red, red: correct that line",
         ),
         ("x.csv", "text\na\n", {"label_column": "colour"}, "x.csv has no column 'colour'"),
-        ("x.csv", "text\na\n", {"text_columns": "txt"}, "x.csv has no column 'txt': name the columns of the texts"),
-        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv exists and holds no predictions: name another"),
+        (
+            "x.csv",
+            "text\na\n",
+            {"text_columns": "txt"},
+            "x.csv has no column 'txt' (its columns are",
+        ),
+        ("x.csv", "text\na\n", {"output": "x.csv"}, "x.csv exists and holds no predictions: give another"),
         ("x.jsonl", '{"text": ["a"]}\n', {}, "x.jsonl, line 1: 'text' must be one text, as in the other lines"),
     ],
 )

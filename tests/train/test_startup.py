@@ -99,6 +99,4 @@ def test_the_folder_of_a_run_is_answered_with_that_of_its_model(tmp_path: Path) 
     with pytest.raises(CpuftError) as error:
         find_model(f"{tmp_path}/x")
     folder = f"{tmp_path}/x"
-    assert str(error.value) == (
-        f"folder {folder} is the folder of a run, which has its model in {folder}/model: name that folder"
-    )
+    assert str(error.value) == (f"--model {folder} is the folder of a run, not of a model: give --model {folder}/model")

@@ -115,7 +115,7 @@ def test_texts_are_prepared_once_and_what_masks_them_is_no_matter(own_cache: Non
         ),
         (
             {"from_config": "bert-bse"},
-            "'bert-bse' is not a value of --from-config: name a JSON file, or one of bert-base, bert-large, bert-1.5b",
+            "'bert-bse' is not a value of --from-config: give a JSON file, or one of bert-base, bert-large, bert-1.5b",
         ),
         ({"from_config": "bad.json"}, "no model can be made of bad.json (The hidden size (10) is not a multiple of"),
         ({"from_config": "a.txt"}, "no model can be made of a.txt ("),

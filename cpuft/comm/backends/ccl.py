@@ -185,7 +185,7 @@ class CclBackend(Backend):
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
         """Call ccl::recv until a message with the tag arrives. Messages with other tags are kept for their own recv."""
         if peer is None:
-            raise CpuftError("backend ccl cannot receive from any rank: name the source rank, or use --backend mpi")
+            raise CpuftError("backend ccl cannot receive from any rank: give the source rank, or use --backend mpi")
         with self._receiving[peer]:
             waiting = self._unclaimed[peer].get(tag)
             data = waiting.pop(0) if waiting else None

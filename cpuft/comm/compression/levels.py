@@ -56,7 +56,7 @@ def choose_level(
     Raises CpuftError: there are no levels.
     """
     if not levels:
-        raise CpuftError("there is no gradient compression to choose from: name one with --grad-compression")
+        raise CpuftError("there is no gradient compression to choose from: give one with --grad-compression")
     seconds = [estimate_step_seconds(level, compute_seconds, link) for level in levels]
     chosen = next(level for level, estimate in zip(levels, seconds, strict=True) if estimate <= TIE * min(seconds))
     rate = f"{8e-6 / link.seconds_per_byte:.3g} Mbit/s" if link.seconds_per_byte > 0 else "no time"

@@ -26,9 +26,8 @@ class AwsConfig:
     )
     lease_limit: str = option(
         "",
-        "Longest time, counted from now, to which active runs may extend the lease without asking, such as 8h or "
-        "2d; the "
-        "value of --lease forbids extensions (default: twice --lease)",
+        "Longest time, counted from now, to which an active run extends the lease by itself, such as 8h or 2d. To "
+        "forbid extensions, give the same time as for --lease (default: twice --lease)",
         takes="TIME",
     )
     image: str = option(

@@ -76,7 +76,7 @@ def tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, task
     """Return what `tokenize` does, and the number of examples that were cut (UNKNOWN for a tokenizer in Python)."""
     in_words = task.kind == "tags"
     if in_words and not tokenizer.is_fast:
-        raise CpuftError("this model's tokenizer does not tell which word a token belongs to: name another --model")
+        raise CpuftError("this model's tokenizer does not tell which word a token belongs to: give another --model")
     texts = [list(map(list, examples.texts))] if in_words else [list(column) for column in zip(*examples.texts)]
     encoded = tokenizer(*texts, truncation=True, max_length=max_length, padding=False, is_split_into_words=in_words)
     ids = encoded["input_ids"]
@@ -259,7 +259,7 @@ def warn_of_unknown(prepared: Prepared) -> str:
         return ""
     return (
         f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer (more "
-        f"than {_MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; name a tokenizer for these texts by "
+        f"than {_MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts by "
         f"--tokenizer, or a --model that was made for them"
     )
 
@@ -315,7 +315,7 @@ def main() -> None:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        reason = describe_path_error(error) or f"{error}: name another place with --run-dir"
+        reason = describe_path_error(error) or f"{error}: give another place with --run-dir"
         print(f"cpuft: error: {reason}", file=sys.stderr)
         sys.exit(2)
 

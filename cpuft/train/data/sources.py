@@ -96,7 +96,7 @@ def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
 def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
     if not folder.is_dir():
         raise CpuftError(
-            f"there is no folder {folder}: name the one that holds {task.folder}/{stem}.tsv with --data-dir"
+            f"--data-dir {folder}: there is no such folder: give the folder that contains {task.folder}/{stem}.tsv"
         )
     candidates = [folder / task.folder / f"{stem}.tsv", folder / f"{stem}.tsv"]
     path = next((candidate for candidate in candidates if candidate.exists()), candidates[0])
@@ -160,12 +160,13 @@ def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Exampl
     except Exception as error:  # the hub's client raises many kinds of errors
         if problem:
             raise CpuftError(
-                f"the data of --task {task.name} is not in the cache of data sets, and {problem}: check the network "
-                f"and the proxy settings, name a folder with a GLUE download with --data-dir, or use --task demo"
+                f"the data of --task {task.name} is not in the cache of data sets, and {problem}: either check the "
+                f"network and the proxy settings; or give --data-dir a folder that contains "
+                f"{task.folder}/train.tsv, from a GLUE download; or use --task demo"
             ) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise CpuftError(
-            f"the data of --task {task.name} could not be loaded from the Hugging Face hub ({reason}): name a folder "
+            f"the data of --task {task.name} could not be loaded from the Hugging Face hub ({reason}): give a folder "
             f"with a GLUE download with --data-dir, or use --task demo"
         ) from None
     columns = task.hub_texts or task.texts
@@ -282,16 +283,19 @@ def _advise_command(command: str, target: str) -> str:
 def _describe_folder(path: Path, option: str) -> str:
     """Say that a folder was given in place of a file, and how to convert one that the package datasets saved."""
     if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        what = f"{path} is a folder that the package datasets saved, which cpuft does not read"
+        what = (
+            f"{path} is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not "
+            f"read"
+        )
         if (path / "dataset_dict.json").exists():
             code = f"[split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk({str(path)!r}).items()]"
-            target = "the file of the split that you need, such as train.jsonl,"
+            target = "the file that it writes for each split, for example train.jsonl,"
         else:
             target = f"{path.absolute().name}.jsonl"
             code = f"datasets.load_from_disk({str(path)!r}).to_json({target!r})"
         command = f'python -c "import datasets; {code}"'
         return f"{what}: {_advise_command(command, target)}"
-    return f"{path} is a folder, and {option} takes one file of rows: name a CSV, TSV or JSON lines file"
+    return f"{path} is a folder, and {option} takes one file of rows: give a CSV, TSV or JSON lines file"
 
 
 def _convert_from(encoding: str, path: Path) -> tuple[str, str]:
@@ -383,8 +387,8 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
     `advice` says which option names the column; without it, the message lists the most similar names.
     """
     if name not in columns:
-        listed = f"{advice} (the file has {', '.join(columns)})" if advice else suggest_names(name, columns)
-        raise CpuftError(f"{source} has no column {name!r}: {listed}")
+        there = f" (its columns are {', '.join(map(repr, columns))})" if advice else ""
+        raise CpuftError(f"{source} has no column {name!r}{there}: {advice or suggest_names(name, columns)}")
     return columns.index(name)
 
 
@@ -410,8 +414,8 @@ LABEL_SEPARATOR = "|"
 
 _USUAL_TEXTS = (("sentence1", "sentence2"), ("text1", "text2"), ("premise", "hypothesis"), ("sentence",), ("text",))
 _USUAL_WORDS = ("tokens",)
-_NAME_TEXTS = "name the columns of the texts with --text-columns"
-_NAME_LABEL = "name the column of the labels with --label-column"
+_NAME_TEXTS = "give their names with --text-columns, for example --text-columns question,answer"
+_NAME_LABEL = "give the name of the column of the labels with --label-column"
 
 
 def read_user_files(task: Task, config: TrainConfig) -> TaskData:
@@ -421,10 +425,10 @@ def read_user_files(task: Task, config: TrainConfig) -> TaskData:
     all training examples have the same label.
     """
     if not config.train_file:
-        raise CpuftError("--task files needs --train-file: name a CSV, TSV or JSON lines file with texts and labels")
+        raise CpuftError("--task files needs --train-file: give a CSV, TSV or JSON lines file with texts and labels")
     if not config.validation_file:
         raise CpuftError(
-            "--task files needs --validation-file as well: name a second file (CSV, TSV or JSON lines) with the same "
+            "--task files needs --validation-file as well: give a second file (CSV, TSV or JSON lines) with the same "
             "columns and other examples, by which the model is evaluated"
         )
     train = read_table(Path(config.train_file), "--train-file")
@@ -470,7 +474,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
         find_column(table.columns, label, table.source, _NAME_LABEL)
     if task.texts and len(texts) != len(task.texts):
         count = counted(len(task.texts), "text column")
-        raise CpuftError(f"--task {task.name} has {count}: name as many with --text-columns, separated by a comma")
+        raise CpuftError(f"--task {task.name} has {count}: give as many with --text-columns, separated by a comma")
     task = replace(task, texts=texts, label=label)
     every = any if task.kind == "labels" else all
     has_labels = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
@@ -518,7 +522,7 @@ def _choose_kind(table: Table, task: Task, wanted: str) -> str:
     if isinstance(table.rows[0][1].get(task.texts[0]), list):
         if wanted != "auto":
             what = f"{table.source} has lists of words in {task.texts[0]!r}, which take one tag for each word"
-            raise CpuftError(f"{what}: leave --label-type {wanted} out, or name a column of texts with --text-columns")
+            raise CpuftError(f"{what}: leave --label-type {wanted} out, or give a column of texts with --text-columns")
         return "tags"
     if wanted != "auto":
         return _KINDS[wanted]
@@ -534,7 +538,7 @@ def check_cells(table: Table, task: Task, has_labels: bool = True) -> None:
     """
     refuse_empty(table.rows, table.source)
     if task.kind == "tags" and len(task.texts) > 1:
-        raise CpuftError(f"{table.source} has lists of words, which need exactly one column: name it by --text-columns")
+        raise CpuftError(f"{table.source} has lists of words, which need exactly one column: give it by --text-columns")
     needs_list = dict.fromkeys(task.texts, task.kind == "tags")
     if has_labels:
         several = any(isinstance(row.get(task.label), list) for _, row in table.rows)

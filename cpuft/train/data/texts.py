@@ -75,7 +75,7 @@ def scan_texts(paths: str, columns: str, option: str) -> Corpus:
             digest.update(text.encode() + b"\n")
             pieces += 1
     if not pieces:
-        raise CpuftError(f"{paths} holds no text: name files of text, or of JSON lines, with {option}")
+        raise CpuftError(f"{paths} holds no text: give files of text, or of JSON lines, with {option}")
     return Corpus(files, names, pieces, digest.hexdigest())
 
 
@@ -87,7 +87,7 @@ def _find_files(path: Path, option: str) -> list[Path]:
     )
     if not found:
         raise CpuftError(
-            f"folder {path} holds no {', '.join((*_TEXT_SUFFIXES, *_JSON_SUFFIXES))}: name other files with {option}"
+            f"folder {path} holds no {', '.join((*_TEXT_SUFFIXES, *_JSON_SUFFIXES))}: give other files with {option}"
         )
     return found
 
@@ -103,7 +103,7 @@ def _list_texts(path: Path, columns: tuple[str, ...], option: str) -> Iterator[s
                         f"{path}, line {number} is longer than {MAX_LINE_BYTES >> 20} MB: split it into several lines"
                     )
                 if b"\0" in line:
-                    raise CpuftError(f"{path}, line {number} has a null byte, so that it is not text: name other files")
+                    raise CpuftError(f"{path}, line {number} has a null byte, so that it is not text: give other files")
                 if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                     yield _join_cells(text, columns, path, number) if path.suffix in _JSON_SUFFIXES else text
     except FileNotFoundError:

@@ -172,7 +172,7 @@ def load_tokenizer(name: str, in_words: bool = False) -> Any:
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise CpuftError(
             f"the tokenizer of {name} knows nothing but its special tokens, so that every text would be unknown: save "
-            f"the tokenizer that the model was made with there, or name a folder or hub model with it by --tokenizer"
+            f"the tokenizer that the model was made with there, or give a folder or hub model with it by --tokenizer"
         )
     return tokenizer
 
@@ -187,7 +187,7 @@ def _check_vocabulary_files(folder: Path) -> None:
     if missing:
         raise CpuftError(
             f"the folder {folder} holds no complete tokenizer ({missing}): save the tokenizer that the model was made "
-            f"with there (tokenizer.save_pretrained), or name a folder or hub model that has it by --tokenizer"
+            f"with there (tokenizer.save_pretrained), or give a folder or hub model that has it by --tokenizer"
         )
 
 

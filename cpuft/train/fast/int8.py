@@ -36,7 +36,7 @@ def quantise_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Ten
         rounded, scales = torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x))
         kernels.run("quantise_rows", x.dtype, x, factors, rounded, scales, *x.shape)
         return rounded, scales
-    x = x if factors is None else x * factors
+    x = x.float() if factors is None else x.float() * factors
     largest = x.abs().amax(1)
     inverse = torch.where(largest > 0, 127 / largest, 0)
     return (x * inverse[:, None]).round().nan_to_num().to(torch.int8), largest / 127

@@ -197,7 +197,8 @@ def test_the_users_json_lines(tmp_path: Path) -> None:
         ("text,label\n", "train.csv has no rows"),
         (
             "text\na\n",
-            "train.csv has no column 'label': name the column of the labels with --label-column (the file has text)",
+            "train.csv has no column 'label' (its columns are 'text'): give the name of the column of the labels "
+            "with --label-column",
         ),
         (
             "body,label\na,1\n",
@@ -256,7 +257,7 @@ def test_missing_files(tmp_path: Path) -> None:
         read_data(TrainConfig(task="files"))
     with pytest.raises(CpuftError, match="there is no file"):
         read_table(tmp_path / "none.csv")
-    with pytest.raises(CpuftError, match="there is no folder"):
+    with pytest.raises(CpuftError, match="there is no such folder"):
         read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path / "none")))
     with pytest.raises(CpuftError, match=r"there is no file .*MRPC/train\.tsv"):
         read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path)))
@@ -268,8 +269,8 @@ def test_missing_files(tmp_path: Path) -> None:
 def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *_: (_ for _ in ()).throw(ConnectionError("offline")))
     answers = {
-        "": r"the data of --task rte could not be loaded from the Hugging Face hub \(offline\): name",
-        "the hub is away": r"the data of --task rte is not in the cache of data sets, and the hub is away: check the",
+        "": r"the data of --task rte could not be loaded from the Hugging Face hub \(offline\): give",
+        "the hub is away": r"the data of --task rte is not in the cache of data sets, and the hub is away: either check the",
     }
     for problem, message in answers.items():
         monkeypatch.setattr("cpuft.train.data.sources.find_hub_problem", lambda problem=problem: problem)
@@ -386,16 +387,19 @@ def test_the_conversions_that_are_named_work() -> None:
 @pytest.mark.parametrize(
     "found, problem",
     [
-        ((), "x is a folder, and --train-file takes one file of rows: name a CSV, TSV or JSON lines file"),
+        ((), "x is a folder, and --train-file takes one file of rows: give a CSV, TSV or JSON lines file"),
         (
             ("state.json",),
-            "x is a folder that the package datasets saved, which cpuft does not read: convert it with this command, "
+            "x is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not "
+            "read: convert it with this command, "
             "then give x.jsonl instead: python -c \"import datasets; datasets.load_from_disk('x').to_json('x.jsonl')\"",
         ),
         (
             ("dataset_dict.json",),
-            "x is a folder that the package datasets saved, which cpuft does not read: convert it with this command, "
-            'then give the file of the split that you need, such as train.jsonl, instead: python -c "import datasets; '
+            "x is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not "
+            "read: convert it with this command, "
+            'then give the file that it writes for each split, for example train.jsonl, instead: python -c "import '
+            "datasets; "
             "[split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('x').items()]\"",
         ),
     ],
@@ -547,7 +551,7 @@ def test_words_need_exactly_one_column(tmp_path: Path) -> None:
     row = lines({"a": ["x"], "b": ["y"], "tags": ["O"]})
     config = replace(files(tmp_path, row, row, "jsonl"), text_columns="a,b", label_column="tags")
     with pytest.raises(
-        CpuftError, match="has lists of words, which need exactly one column: name it by --text-columns"
+        CpuftError, match="has lists of words, which need exactly one column: give it by --text-columns"
     ):
         read_data(config)
 

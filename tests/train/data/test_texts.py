@@ -77,8 +77,8 @@ def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
     "files, paths, message",
     [
         ({}, "a.txt", "there is no file a.txt: check --train-file"),
-        ({"a_txt": " \n\n"}, "a.txt", "a.txt holds no text: name files of text, or of JSON lines, with --train-file"),
-        ({"a_txt": b"one\nt\0o\n"}, "a.txt", "a.txt, line 2 has a null byte, so that it is not text: name other files"),
+        ({"a_txt": " \n\n"}, "a.txt", "a.txt holds no text: give files of text, or of JSON lines, with --train-file"),
+        ({"a_txt": b"one\nt\0o\n"}, "a.txt", "a.txt, line 2 has a null byte, so that it is not text: give other files"),
         (
             {"a_txt": b"one\n\xff\xfe"},
             "a.txt",
@@ -89,7 +89,7 @@ def test_other_texts_have_another_checksum(change: dict[str, str]) -> None:
             "a.txt",
             "a.txt, line 1 is longer than 8 MB: split it into several lines",
         ),
-        ({"a_csv": ""}, ".", "folder . holds no .txt, .text, .md, .json, .jsonl, .ndjson: name other files with"),
+        ({"a_csv": ""}, ".", "folder . holds no .txt, .text, .md, .json, .jsonl, .ndjson: give other files with"),
         ({"a_jsonl": '{"text": "a"}\n["b"]'}, "a.jsonl", "a.jsonl, line 2 is not a JSON object"),
         (
             {"a_jsonl": '{"t": "a"}'},
