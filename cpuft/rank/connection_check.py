@@ -47,6 +47,8 @@ class RefusedScriptError(CpuftError, RuntimeError):
 class ConnectionCheck:
     """Checks that this rank is connected with all others: that they form one process group, and exchange data in it.
 
+    mpi4py's MPI_COMM_WORLD with all ranks counts as both.
+
     Parameters
     ----------
     size: number of ranks of the launch.
@@ -66,9 +68,10 @@ class ConnectionCheck:
         self.group_size = max(self.group_size, size)
 
     def before_step(self, *_: Any) -> None:
-        """Check before an optimizer step. Registered as a hook of all optimizers of torch.
+        """Count an optimizer step and check before it. Registered as a hook of all optimizers of torch.
 
-        Raises RefusedScriptError: the ranks are not connected.
+        Raises RefusedScriptError: before the first step if no process group of all ranks was formed, and before step
+        100 if no collective operation but barriers was seen.
         """
         self.steps += 1
         if self.steps == 1 and not self._is_joined():
@@ -81,7 +84,8 @@ class ConnectionCheck:
     def check_end(self) -> None:
         """Check at the end of a script that has run without an error.
 
-        Raises RefusedScriptError: the ranks were never connected, or made optimizer steps and exchanged no data.
+        Raises RefusedScriptError: the ranks never formed a process group of all ranks, or made optimizer steps and
+        exchanged no data.
         """
         self._note_exchange()
         if not self._is_joined():
@@ -117,7 +121,11 @@ class ConnectionCheck:
 
 
 def list_operations() -> set[str] | None:
-    """Return the names of the collective operations that this process has started, or None if torch cannot tell."""
+    """Return the names of collective operations that this process has started, such as "all_reduce".
+
+    They are all names that cpuft.comm knows and those of the last operations in torch's flight recorder. The set is
+    empty if nothing was started. None: no name is known, and the recorder is off, missing, or cannot be read.
+    """
     own = read_operations()
     names = {str(name) for name in own.get("names", ())} | {name for _, name in own.get("progress", {}).values()}
     module = sys.modules.get("torch._C._distributed_c10d")
@@ -132,13 +140,21 @@ def list_operations() -> set[str] | None:
 
 
 def count_mpi_ranks() -> int:
-    """Return the number of ranks in MPI_COMM_WORLD if this process uses mpi4py, else 0."""
+    """Return the number of ranks in MPI_COMM_WORLD; 0 if mpi4py.MPI is not imported, not initialized, or finalized."""
     mpi = sys.modules.get("mpi4py.MPI")
     return int(mpi.COMM_WORLD.Get_size()) if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 0
 
 
 def refuse_nccl(backend: object) -> None:
-    """Raise RefusedScriptError when a script asks for NCCL as its only backend and there is no GPU."""
+    """Refuse NCCL as a script's only backend where there is no GPU. torch must have been imported.
+
+    Parameters
+    ----------
+    backend: argument of init_process_group, such as "nccl"; a backend that also names gloo ("cpu:gloo,cuda:nccl") and
+        None pass.
+
+    Raises RefusedScriptError: the backend names nccl and not gloo, and torch finds no GPU.
+    """
     torch = sys.modules["torch"]
     name = str(backend or "").lower()
     if "nccl" in name and "gloo" not in name and not torch.cuda.is_available():
@@ -149,7 +165,10 @@ def refuse_nccl(backend: object) -> None:
 
 
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
-    """Return the check for this rank; None with one rank, or with ranks that are meant to be independent."""
+    """Return the check for this rank; None with one rank, or with ranks that are meant to be independent.
+
+    It is made if CPUFT_CHECK_CONNECTED is "1" and WORLD_SIZE is a whole number above 1.
+    """
     size = environ.get("WORLD_SIZE", "1")
     return (
         ConnectionCheck(int(size))
@@ -159,7 +178,11 @@ def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
 
 
 def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
-    """Return module name -> function that patches the module when it is imported."""
+    """Return module name -> function that is called with the imported module and patches it.
+
+    The modules belong to torch (optimizers call the check before each step), Accelerate, Transformers and Lightning
+    (CPU ranks form one process group). Nothing is imported or patched by this call.
+    """
     lightning = functools.partial(_use_all_ranks, size=check.size)
     return {
         "torch.optim.optimizer": functools.partial(_hook_optimizers, check=check),

@@ -25,9 +25,10 @@ from cpuft.rank.dump_stacks import REPORT_FILE, SIGNAL, STACK_FILE
 from cpuft.rank.process import FAILED_MARK
 
 HANG_MARK = f"{FAILED_MARK} hangs"
-"""The line with which a rank asks the supervisor to dump the stacks of all ranks before it ends any of them."""
+"""The line "cpuft-rank-failed: hangs", with which a rank asks the supervisor to dump the stacks of all ranks before it
+ends any of them."""
 SUPERVISED_VARIABLE = "CPUFT_SUPERVISED"
-"""Environment variable that is set if there is a supervisor that reads this line."""
+"""Environment variable that is set, to any text, if there is a supervisor that reads this line."""
 MAX_WAIT_SECONDS = 25.0
 """How long a rank waits for the stack dump: a lost host delays it by ten seconds."""
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "64")
@@ -37,7 +38,8 @@ _POLL_SECONDS = 0.5
 _MAX_FRAMES = 40
 
 OperationSource = Callable[[], Mapping[str, Any]]
-"""Returns `pending` operations and `progress` by channel; for groups of cpuft.comm, also the `names` of operations."""
+"""Function that returns the operations of this process as a mapping: `pending` and `progress` in the form of
+`read_recorder`; for groups of cpuft.comm, also `names`, the names of all operations so far."""
 Place = tuple[str, int, str]
 """File, line and function."""
 
@@ -72,11 +74,14 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(source: OperationSource | None = None) -> None:
-    """Let this process's stacks and operations be dumped from now on. Later calls may change the source.
+    """Let this process's stacks and operations be dumped from now on.
+
+    The first call makes two files in memory, lets SIGURG write all stacks to one of them, and starts a daemon thread
+    that writes the operations to the other one twice a second. Later calls only change the source, if they name one.
 
     Parameters
     ----------
-    source: of the operations; by default torch's flight recorder.
+    source: of the operations; by default torch's flight recorder (`read_recorder`).
     """
     global _reporter
     _reporter = _reporter or _Reporter()
@@ -84,18 +89,21 @@ def start_reporting(source: OperationSource | None = None) -> None:
 
 
 def read_operations() -> Mapping[str, Any]:
-    """Return what this process's source of operations returns; an empty mapping before `start_reporting`."""
+    """Return what this process's source of operations returns (see `OperationSource`); {} before `start_reporting`."""
     return _reporter.source() if _reporter else {}
 
 
 def wait_for_stack_dump(text: str = "", raised: TracebackType | None = None) -> None:
     """Write `text` to standard error; if there is a supervisor, wait until it has dumped the stacks and ends this rank.
 
-    A rank calls this when it has waited in vain for other ranks. It waits MAX_WAIT_SECONDS at most.
+    A rank calls this when it has waited in vain for other ranks. There is a supervisor if CPUFT_SUPERVISED is set and
+    `start_reporting` was called. Then HANG_MARK is written after `text`, and the call sleeps for 25 s
+    (MAX_WAIT_SECONDS) and returns if nobody has ended the rank. Otherwise it returns at once.
 
     Parameters
     ----------
-    raised: traceback of the error that ended the wait, because its frames no longer exist.
+    text: lines with their line breaks.
+    raised: traceback of the error that ended the wait; its frames are reported, because they no longer exist.
     """
     is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
@@ -116,7 +124,15 @@ def _list_main_frames() -> list[Place]:
 
 
 def read_recorder() -> dict[str, Any]:
-    """Return the operations of torch's own groups; an empty dict if its flight recorder is off or not loaded."""
+    """Return the operations of torch's own process groups, from torch's flight recorder.
+
+    Returns
+    -------
+    A dictionary with the two keys of `parse_recorder`: `pending`, the list of unfinished operations, and `progress`,
+    channel -> (number, name) of the last operation. Both are empty if the recorder is off (TORCH_FR_BUFFER_SIZE is 0).
+    The dictionary itself is empty if torch.distributed is not loaded, this torch has no such recorder, or its dump
+    cannot be read.
+    """
     module = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(module, "_dump_fr_trace_json", None)
     try:
@@ -126,12 +142,23 @@ def read_recorder() -> dict[str, Any]:
 
 
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
-    """Return the flight recorder's entries as `pending` operations and `progress` by channel.
+    """Return the flight recorder's entries as unfinished operations and as the last operation of each channel.
+
+    A channel is "the world" (the default process group) or "group NAME"; operations between two ranks have a channel of
+    their own, which ends with ", between two".
 
     Parameters
     ----------
-    found: what torch's recorder dumps as JSON.
+    found: what torch's recorder dumps as JSON; without `entries` both results are empty.
     now: nanoseconds since 1970.
+
+    Returns
+    -------
+    `pending`: list of dictionaries, in the recorder's order, with `channel`, `sequence` (number of the operation in its
+        channel), `name` (such as "all_reduce") and `seconds` since the operation was started.
+    `progress`: channel -> (number, name) of the operation with the highest number.
+
+    Raises KeyError: an entry lacks a field.
     """
     pending, progress = [], dict[str, tuple[int, str]]()
     for entry in found.get("entries", ()):

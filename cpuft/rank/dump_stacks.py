@@ -27,7 +27,14 @@ _POLL_SECONDS = 0.02
 def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, dict[str, str]]:
     """Return the workers of a run on this host, which are the children of its `cpuft.rank` processes.
 
-    Returns process number -> environment variables.
+    Returns process number -> environment variables. The mapping is empty if the run has no process here.
+
+    Parameters
+    ----------
+    run_dir: the run's folder, as its ranks know it (CPUFT_RUN_DIR).
+    hostname: this host's name. Processes with another CPUFT_HOSTNAME, in containers of another simulated host, are left
+        out.
+    proc: where the kernel's process table is mounted.
     """
     found = {}
     for name in filter(str.isdecimal, os.listdir(proc)):
@@ -40,16 +47,22 @@ def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, 
 
 
 def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
-    """Return for each rank on this host what it is doing.
+    """Return for each rank on this host what it is doing; an empty list if the run has no rank here.
 
-    Each dictionary has the rank, pid, state and wchan (proc(5)), stack (faulthandler's text), report (JSON of
-    `cpuft.rank.diagnostics`), and age (seconds since the report was written). State and wchan are read before the
-    signal, because it wakes a rank. A rank that is stopped gets no signal, and its stack is empty.
+    The ranks get SIGURG, whose handler writes their stacks. State and wchan are read before the signal, because it
+    wakes a rank. A rank that is stopped, or that has not called `start_reporting`, gets no signal, and its stack is
+    empty.
 
     Parameters
     ----------
     run_dir: the run's folder, as its ranks know it.
-    seconds: how long to wait for the stacks at most.
+    seconds: how long to wait for the stacks at most. A stack that is not complete by then is returned as far as it is.
+
+    Returns
+    -------
+    Dictionaries with `rank`, `pid`, `state` (letter of proc(5), "" if the process has ended), `wchan` (kernel function
+    in which it sleeps, or ""), `stack` (faulthandler's text), `report` (JSON of `cpuft.rank.diagnostics`, or ""), and
+    `age` (seconds since the report was written; 0 without a report).
     """
     dumps, requested = list[dict[str, Any]](), list[tuple[dict[str, Any], str, int]]()
     for pid, environ in find_workers(run_dir, socket.gethostname()).items():

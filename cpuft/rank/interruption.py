@@ -41,14 +41,18 @@ _is_polled = threading.Event()
 
 
 def handle_interruption(is_script: bool = False) -> None:
-    """Let SIGUSR1 set a flag instead of ending this process, and check whether the launcher has already asked to stop.
+    """Let SIGUSR1 set the flag that `is_interrupted` returns, instead of ending this process.
 
-    This must be called on the main thread.
+    System calls that the signal interrupts are restarted. The flag is set at once if the launcher's request,
+    `$CPUFT_RUN_DIR/logs/interrupt`, is there already.
 
     Parameters
     ----------
-    is_script: in a user's script that never calls `is_interrupted`, the user's Ctrl-C raises KeyboardInterrupt, as it
-        would in a terminal.
+    is_script: the process runs a user's script. If the script has never called `is_interrupted` and the launcher's
+        request says SIGINT (the user's Ctrl-C), SIGUSR1 then also raises KeyboardInterrupt, as Ctrl-C would in a
+        terminal.
+
+    Raises ValueError: this is not the main thread.
     """
     signal.signal(SIGNAL, _interrupt_script if is_script else _set_requested)
     signal.siginterrupt(SIGNAL, False)  # system calls of libraries are restarted
@@ -67,13 +71,27 @@ def _interrupt_script(number: int, frame: FrameType | None) -> None:
 
 
 def is_interrupted() -> bool:
-    """Return whether this process was told that its run must stop."""
+    """Return whether SIGUSR1 or the launcher's request has told this process to stop.
+
+    False before `handle_interruption`. After the first call, SIGUSR1 raises no KeyboardInterrupt any more in a script.
+    """
     _is_polled.set()
     return _is_requested.is_set()
 
 
 def describe_cause(environ: Mapping[str, str]) -> str:
-    """Return what told this rank to stop: a signal's name, or the notice and its host."""
+    """Return what told this rank to stop, for a message.
+
+    Returns
+    -------
+    The name of the signal in the launcher's request, such as "SIGTERM", if `$CPUFT_RUN_DIR/logs/interrupt` can be read
+    and is not empty. Without a request: "the notice PLACE on HOST" if $CPUFT_NOTICE is set to PLACE (a file or URL),
+    else "SIGUSR1 on HOST". HOST is this host's name. The function does not check whether a notice or a signal has come.
+
+    Parameters
+    ----------
+    environ: where CPUFT_RUN_DIR and CPUFT_NOTICE are looked up; without CPUFT_RUN_DIR there is no request.
+    """
     if request := _read_request(_find(environ, REQUEST_FILE)):
         return request
     notice = environ.get(NOTICE_VARIABLE, "")
@@ -88,7 +106,11 @@ def _read_request(path: str) -> str:
 
 
 def is_host_leaving(environ: Mapping[str, str]) -> bool:
-    """Return whether a rank that was told to stop was told so because its host will be taken away."""
+    """Return whether this rank, which was told to stop, was told so because its host will be taken away.
+
+    True if $CPUFT_NOTICE is set and the launcher's request, `$CPUFT_RUN_DIR/logs/interrupt`, is not there. The notice
+    itself is not checked again.
+    """
     return bool(environ.get(NOTICE_VARIABLE)) and not os.path.exists(_find(environ, REQUEST_FILE))
 
 
@@ -97,9 +119,17 @@ def _find(environ: Mapping[str, str], name: str) -> str:
 
 
 def start_host_watch(child: int, world: World, environ: Mapping[str, str]) -> None:
-    """Start a thread that watches for a request or a notice for as long as the child process lives.
+    """Start a thread that looks for a request or a notice once a second until the child process is gone.
 
-    Only the first rank of each host checks the notice and touches the heartbeat file.
+    When the launcher's request (`$CPUFT_RUN_DIR/logs/interrupt`) or the notice (`$CPUFT_NOTICE`) appears, the thread
+    sends SIGUSR1 to the child once, as soon as the child catches that signal. Only the first rank of each host (local
+    rank 0) checks the notice and touches the heartbeat file `logs/mpirun.log`, both every 5 s. It never makes that
+    file.
+
+    Parameters
+    ----------
+    child: process number of the worker.
+    environ: where CPUFT_RUN_DIR and CPUFT_NOTICE are looked up; each may be missing.
     """
     is_first = world.local_rank == 0
     place, heartbeat = (environ.get(NOTICE_VARIABLE, ""), _find(environ, HEARTBEAT_FILE)) if is_first else ("", "")
@@ -124,7 +154,7 @@ def _watch(child: int, request: str, has_notice: Callable[[], bool], heartbeat: 
 
 
 def catches_signal(process: int) -> bool:
-    """Return whether a process catches SIGUSR1, or blocks it to handle it later."""
+    """Return whether a process catches SIGUSR1, or blocks it to handle it later; False if there is no such process."""
     try:
         with open(f"/proc/{process}/status", encoding="utf-8") as file:
             lines = file.read().splitlines()
@@ -139,7 +169,8 @@ class InterruptionNotice:
 
     Parameters
     ----------
-    place: a file that then appears, or a URL that then answers with status 200, and with 404 until then.
+    place: path of a file that then appears, or an http(s) URL that then answers with status 200, and with 404 until
+        then. For URLs with the path /latest/meta-data/... a token of EC2's metadata service is requested first.
     """
 
     def __init__(self, place: str) -> None:
@@ -147,9 +178,10 @@ class InterruptionNotice:
         self._is_reported = False
 
     def has_arrived(self) -> bool:
-        """Check for the notice, for at most a few seconds.
+        """Return whether the file exists now, or the URL answers with status 200. Never raises.
 
-        A URL that does not answer is reported once on standard error, and counts as no notice.
+        A URL gets 2 s for each of at most two requests (token, notice), without a proxy. Any failure means False; the
+        first one other than status 404 is reported on standard error.
         """
         if not self._place.startswith(("http://", "https://")):
             return os.path.exists(self._place)

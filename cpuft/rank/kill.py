@@ -20,7 +20,8 @@ def find_processes(run_dir: str, proc: str = "/proc", uid: int | None = None) ->
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
     A process belongs to the run if one NUL-separated entry of its environment is exactly `CPUFT_RUN_DIR=run_dir`, or if
-    it is one of mpirun's processes above such a process. This process and its own parents are never among them.
+    it is one of mpirun's processes above such a process. This process and its own parents are never among them. The
+    list is empty for an empty `run_dir` and for a run without processes.
 
     Parameters
     ----------
@@ -77,7 +78,7 @@ def _read(path: str) -> bytes:
 
 
 def main(run_dir: str) -> None:
-    """Kill the run's processes and print their numbers."""
+    """Send SIGKILL to the run's processes on this host, and print the number of each killed process on a line."""
     for pid in find_processes(run_dir):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

@@ -27,7 +27,9 @@ from cpuft.rank.world import World, is_started_by_srun, parse_world, world_varia
 
 FAILED_MARK, STARTED_MARK, ENDED_MARK = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
 MARKS = (FAILED_MARK, STARTED_MARK, ENDED_MARK)
-"""Beginnings of those lines on a rank's standard error that are for the launcher, and are not shown to the user."""
+"""Beginnings of those lines on a rank's standard error that are for the launcher, and are not shown to the user. A rank
+writes `MARK rank N on HOST` when it starts and when it ends with exit code 0; `format_failure` is the line of failed
+ranks."""
 OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: the kernel has killed no process because memory ran out"
 FOREIGN_STORE_ENTRY = "an entry in torch's store was not written by this run"
@@ -36,14 +38,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when its parent dies. The setting survives exec."""
+    """Let the kernel send this process a signal when its parent dies. The setting survives exec, but not fork."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
-    """Return the hardware threads of a rank from CPUFT_CORES; an empty tuple if it has no entry for the rank.
+    """Return the hardware threads of a rank from CPUFT_CORES, which holds one entry for each local rank.
 
-    "0,1;2,3" means threads 0 and 1 for local rank 0, and threads 2 and 3 for local rank 1.
+    "0,1;2,3" means threads 0 and 1 for local rank 0, and threads 2 and 3 for local rank 1. The tuple is empty if `text`
+    is empty or has no entry for `local_rank`.
+
+    Raises ValueError: the rank's entry is not a list of whole numbers.
     """
     ranks = text.split(";")
     if not text or local_rank >= len(ranks):
@@ -52,7 +57,16 @@ def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
 
 
 def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
-    """Check the world size and the host against the plan. Raises CpuftError if one of them differs."""
+    """Check that the rank runs where the plan put it.
+
+    The world size must be CPUFT_WORLD_SIZE, and the host CPUFT_HOSTNAME. A variable that is not set is not checked.
+
+    Parameters
+    ----------
+    hostname: name of this host, as `socket.gethostname` returns it.
+
+    Raises CpuftError: one of them differs. Raises ValueError: CPUFT_WORLD_SIZE is not a number.
+    """
     planned = environ.get("CPUFT_WORLD_SIZE", "")
     if planned and int(planned) != world.size:
         raise CpuftError(
@@ -67,9 +81,12 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
 
 
 def abort_job(environ: Mapping[str, str], code: int) -> None:
-    """Tell mpirun to end all ranks. Hydra does not do so by itself for a rank that has not called MPI_Init; srun does.
+    """Tell mpirun to end all ranks and exit with `code`. Hydra does not do so by itself for a rank without MPI_Init.
 
-    Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it on the file descriptor PMI_FD.
+    The request is written to the file descriptor PMI_FD of `environ`. Nothing happens without PMI_FD, for a rank that
+    srun itself started (srun ends the other ranks by itself), or if mpirun is gone. Never raises.
+
+    Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
     """
     if environ.get("PMI_FD", "").isdecimal() and not is_started_by_srun(environ):
         with contextlib.suppress(OSError):
@@ -77,9 +94,23 @@ def abort_job(environ: Mapping[str, str], code: int) -> None:
 
 
 def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:
-    """Run the worker and return its exit code, which is 128 + N if signal N ended it.
+    """Run the worker as a child process, wait for its end, and return its exit code.
 
-    The worker is killed if this process is.
+    While the worker runs, a thread watches for the launcher's request to stop and for an interruption notice, and sends
+    the worker SIGUSR1 (`start_host_watch`). If this process dies, the kernel kills the worker. After the worker's end,
+    shared memory that libfabric left of it in /dev/shm is removed.
+
+    Parameters
+    ----------
+    command: argv; a program without a slash is looked up in the PATH of `environ`.
+    environ: all environment variables of the worker.
+    world: the rank's place; only the first rank of a host checks the notice and touches the heartbeat file.
+
+    Returns
+    -------
+    The exit code; 128 + N if signal N ended the worker; 1 if the program cannot be started (the child prints a
+    traceback). After SIGKILL, one line on standard error says whether the kernel killed a process meanwhile because
+    memory ran out (`OUT_OF_MEMORY`) or not (`KILLED_BY_SOMEBODY`); no line if no counter of such kills can be read.
     """
     kills = count_memory_kills()
     child = os.fork()
@@ -106,7 +137,15 @@ def count_memory_kills() -> int:
 
 
 def list_memory_counters(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[str]:
-    """Return the files that may count processes killed for memory, in the order in which they are tried."""
+    """Return the paths of files that may count processes killed for memory, in the order in which they are tried.
+
+    The first is /proc/vmstat; the others belong to this process's control groups (version 1 or 2) and need not exist.
+
+    Parameters
+    ----------
+    groups: file that names the control groups; only /proc/vmstat is returned if it cannot be read.
+    root: where control groups are mounted.
+    """
     paths = ["/proc/vmstat"]
     with contextlib.suppress(OSError), open(groups, encoding="utf-8") as file:
         for line in file:
@@ -127,7 +166,8 @@ def _read_kills(path: str) -> int:
 def remove_shared_memory(process: int) -> None:
     """Remove the shared memory that libfabric's shm provider leaves of a process without exit handlers (64 MB each).
 
-    The provider names its segments PID:N:N (prov/shm of libfabric).
+    These are the files /dev/shm/PID:*: the provider names its segments PID:N:N (prov/shm of libfabric). Files that
+    cannot be removed are left; nothing is raised.
     """
     for path in glob.glob(f"/dev/shm/{process}:*"):
         with contextlib.suppress(OSError):
@@ -137,10 +177,12 @@ def remove_shared_memory(process: int) -> None:
 def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> None:
     """Remove shared memory of libfabric that ended processes of this user have left, because their parents were killed.
 
+    Files in `folder` that cannot be read or removed are left; nothing is raised.
+
     Parameters
     ----------
-    min_age: seconds. Processes in another PID namespace seem to have ended, too, but need these segments only while
-        they start.
+    min_age: seconds since the last change of a segment. Processes in another PID namespace seem to have ended, too, but
+        need these segments only while they start.
     """
     for path in glob.glob(f"{folder}/*:*:*"):
         process = os.path.basename(path).partition(":")[0]
@@ -157,30 +199,46 @@ def remove_abandoned_memory(folder: str = "/dev/shm", min_age: float = 60.0) -> 
 
 
 def raise_open_files_limit(most: int = 65536) -> None:
-    """Raise this rank's limit of open files, to `most` or the hard limit, because it connects to all other ranks."""
+    """Raise this process's soft limit of open files to `most`, or to the hard limit if that is lower.
+
+    A higher soft limit stays. A rank needs many files, because it connects to all other ranks.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if 0 <= hard < most else max(soft, most), hard))
 
 
 def format_failure(world: World, hostname: str, code: int, missing: Collection[int] = ()) -> str:
-    """Return the line that tells the launcher, with any mpirun, which rank failed and for which ranks it had waited."""
+    """Return the line that tells the launcher, with any mpirun, which rank failed and for which ranks it had waited.
+
+    For example "cpuft-rank-failed: rank 3 on node1 exit code 1 5 7", where 5 and 7 are the `missing` ranks. No line
+    break.
+    """
     return " ".join([f"{FAILED_MARK} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missing))])
 
 
 def parse_failure(text: str) -> tuple[int, str, int] | None:
-    """Return (rank, host, exit code) from a rank's standard error, or None if the rank did not fail."""
+    """Return (rank, host name, exit code) from the last failure line in a rank's standard error; None if there is none.
+
+    Failure lines have the form that `format_failure` writes.
+    """
     found = re.findall(rf"^{FAILED_MARK} rank (\d{{1,9}}) on (\S+) exit code (\d{{1,9}})[ \d]*$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1], int(found[-1][2])) if found else None
 
 
 def parse_missing_ranks(text: str) -> set[int]:
-    """Return the ranks for which a rank has waited in vain, from its standard error."""
+    """Return the ranks that the failure lines in a rank's standard error name as missing; empty if they name none."""
     found = re.findall(rf"^{FAILED_MARK} .* exit code \d+ (\d{{1,9}}(?: \d{{1,9}})*)$", text, re.MULTILINE)
     return {int(rank) for ranks in found for rank in ranks.split()}
 
 
 def main() -> None:
-    """Run the worker as this rank. Exits with 2 and one line if this process is not where the plan put it."""
+    """Run the worker of `sys.argv` as this rank, and exit with its exit code.
+
+    It raises the limit of open files, removes abandoned shared memory, pins this process to its cores if CPUFT_PIN is
+    "rank", and tells the launcher on standard error that the rank has started, ended or failed. After a failure it asks
+    mpirun to end all ranks. The exit code is 2, with one line, if this process is not where the plan put it, the
+    launcher's variables are wrong, or the file with its secret variables is damaged.
+    """
     end_with_parent()
     hostname, code = socket.gethostname(), 2
     world = World(0, 1, 0, 1)

@@ -50,15 +50,23 @@ def run_script(
     refusals: tuple[type[Exception], ...] = (RefusedScriptError,),
     check: ConnectionCheck | None = None,
 ) -> int:
-    """Run a script, or with `-m` a module, as `__main__`, and return its exit code.
+    """Run a script, or with `-m` a module, as `__main__` in this process, and return its exit code.
 
-    Exceptions are reported as Python does. The code is 2 after an exception of `refusals`, which is reported in one
-    line, and after a script without an error whose ranks were not connected.
+    It sets sys.argv and `sys.modules["__main__"]` and inserts the script's folder (with -m the working folder) into
+    sys.path, as Python does. Exceptions of the script are reported on standard error and not raised.
 
     Parameters
     ----------
-    argv: the script's path, or -m and the module's name, and its arguments.
-    check: checks at the end whether the ranks were connected.
+    argv: the script's path, or -m and the module's name, and its arguments; not empty.
+    refusals: exceptions that are reported in one line instead of a traceback.
+    check: checks at the end of a script with exit code 0 whether the ranks were connected; None for no check.
+
+    Returns
+    -------
+    0 at the end of the script; the low 8 bits of the number of SystemExit (1 for a text, which is printed); 2 after an
+    exception of `refusals` or if `check` finds that the ranks were not connected; 130 after KeyboardInterrupt; 1 after
+    any other exception, also when the file cannot be read. After a time-out of torch the call first waits up to 25 s
+    for the supervisor to dump stacks (`wait_for_stack_dump`).
     """
     code = _run_script(argv, refusals)
     if check and not code:
@@ -107,23 +115,30 @@ def _run_script(argv: Sequence[str], refusals: tuple[type[Exception], ...]) -> i
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether this is torch's error after it has waited too long for other ranks, which may still hang."""
+    """Return whether this is torch's error after it has waited too long for other ranks, which may still hang.
+
+    True for a RuntimeError whose message contains "timeout", "time out" or "timed out", in any case of letters.
+    """
     return isinstance(error, RuntimeError) and bool(re.search(r"tim(ed|e) ?out", str(error), re.IGNORECASE))
 
 
 class ModulePatcher:
-    """An import hook that patches modules when they are imported.
+    """An import hook for `sys.meta_path` that patches modules when they are imported.
 
     Parameters
     ----------
-    patches: module name -> function that patches the imported module.
+    patches: module name -> function that is called once with the imported module. An entry is removed when its import
+        begins.
     """
 
     def __init__(self, patches: dict[str, Callable[[Any], None]]) -> None:
         self._patches = patches
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the module's spec with a loader that patches it, or None for all other modules."""
+        """Return the module's spec with a loader that patches it.
+
+        None for all other modules, and for a module that is not installed.
+        """
         patch = self._patches.pop(name, None)
         spec = importlib.util.find_spec(name) if patch else None
         if patch and spec and spec.loader:
@@ -154,8 +169,10 @@ def _patch_process_groups(distributed_c10d: Any, check: ConnectionCheck | None) 
 def restrict_stores(rendezvous: Any) -> None:
     """Let the stores of torch.distributed.rendezvous listen only on their own address, and be found there at once.
 
-    If the address is a name, or no address of this host, the store listens on all interfaces as before, because a name
-    may mean the loopback interface on its own host. Calling this again changes nothing.
+    It replaces the module's TCPStore, which must be called with host_name and port by name. A rank that does not hold
+    the store waits up to 10 s for the rank that does. If the address is a name, or no address of this host, the store
+    listens on all interfaces as before, because a name may mean the loopback interface on its own host. Calling this
+    again changes nothing.
 
     Parameters
     ----------
@@ -185,7 +202,11 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 
 def wait_for_listener(address: str, port: int, seconds: float = 10.0) -> None:
-    """Wait until a process listens there, or for as long as ranks may start apart. torch reports all other errors."""
+    """Wait until a process listens on a TCP port, but at most `seconds`. Return in both cases, and never raise.
+
+    It tries again every 10 ms while the connection is refused. After any other error, such as an unknown name, it
+    returns at once, because torch reports such errors better.
+    """
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         try:
@@ -200,10 +221,11 @@ def wait_for_listener(address: str, port: int, seconds: float = 10.0) -> None:
 def prepare_torch() -> ConnectionCheck | None:
     """Prepare this process for a script that uses torch. This must be called before torch is imported.
 
-    The group of all ranks is then never destroyed, torch's store listens on its own address, libraries are patched so
-    that CPU ranks connect with each other, and the stacks and operations of this process can be dumped.
+    Return the connection check for `run_script`; None with one rank, or with ranks that are meant to be independent.
 
-    Returns the connection check for `run_script`, or None if there is nothing to check.
+    The call sets TORCH_FR_BUFFER_SIZE unless it is set, starts the thread and the signal handler for stack dumps, and
+    installs an import hook. With the hook the group of all ranks is never destroyed, torch's store listens on its own
+    address, init_process_group refuses NCCL without GPUs, and libraries connect CPU ranks with each other.
     """
     os.environ.setdefault(*RECORDER)
     start_reporting()
@@ -223,7 +245,11 @@ def keep_forever(thing: object) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process as Python does, with its threads, exit handlers and buffers, but do not finalize Python."""
+    """End the process as Python does, with its threads, exit handlers and buffers, but do not finalize Python.
+
+    It waits for all threads that are not daemons. With exit code 0 it also finalizes MPI if mpi4py would have. Never
+    returns.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if code == 0:
@@ -243,7 +269,7 @@ def _finalize_mpi() -> None:
 
 
 def flush_and_exit(code: int) -> NoReturn:
-    """Write the buffers of Python and C as far as possible, and end the process at once."""
+    """Write the buffers of Python and C as far as possible, and end the process at once. No exit handlers run."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, a broken one, or a closed one
             stream.flush()

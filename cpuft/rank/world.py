@@ -11,12 +11,15 @@ from cpuft.errors import CpuftError
 
 @dataclass(frozen=True)
 class World:
-    """The place of a rank among all ranks."""
+    """The place of a rank among all ranks. Ranks count from 0."""
 
     rank: int
     size: int
+    """Number of ranks of the run."""
     local_rank: int
+    """Rank among the ranks on the same host."""
     local_size: int
+    """Number of ranks on the same host."""
 
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
@@ -36,6 +39,10 @@ A batch script has no step, and is a single process whatever SLURM_NTASKS is."""
 def parse_world(environ: Mapping[str, str]) -> World:
     """Return the place of this process; World(0, 1, 0, 1) if no launcher has set its variables.
 
+    The first launcher whose variables for rank and size are both set counts: Open MPI, Intel MPI or MPICH, torchrun,
+    Slurm. A local rank or local size that it did not set is 0 or 1, except that Slurm's local variables are used if
+    Slurm has the same rank and size.
+
     Parameters
     ----------
     environ: the environment variables of the process.
@@ -53,7 +60,8 @@ def parse_world(environ: Mapping[str, str]) -> World:
 def is_started_by_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun itself started this rank, and not an mpirun in a Slurm job.
 
-    Ranks of such an mpirun (Hydra) also inherit SLURM_STEP_ID, but have a local rank from mpirun.
+    True if SLURM_STEP_ID is set and MPI_LOCALRANKID is not: ranks of Hydra's mpirun in a job also inherit
+    SLURM_STEP_ID, but have a local rank from mpirun.
     """
     return "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ
 
@@ -80,7 +88,10 @@ def _count_tasks(text: str, node: str) -> str:
 
 
 def world_variables(world: World) -> dict[str, str]:
-    """Return the variables that torch, the Hugging Face Trainer and Accelerate read: RANK, WORLD_SIZE, and so on."""
+    """Return the variables that torch, the Hugging Face Trainer and Accelerate read.
+
+    The keys are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; the values are the numbers as text.
+    """
     return {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
