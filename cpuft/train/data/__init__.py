@@ -1,1 +1,1 @@
-"""Rows: read, tokenised once, dealt to ranks."""
+"""Training data: examples are read, tokenised once and dealt to the ranks."""

@@ -18,7 +18,9 @@ from cpuft.files import write_atomically
 from cpuft.serialization import load, parse_json
 
 EMPTY: NDArray[Any] = np.zeros(0, np.int8)
+"""An array of shape (0,), int8, in the place of an array that a task does not need."""
 UNKNOWN = -1
+"""Value of `Prepared.truncated` if the tokenizer does not tell which examples it cut."""
 UNTAGGED = -100
 """Label of a token that has none. torch's cross entropy ignores it."""
 
@@ -48,7 +50,10 @@ class Tokens:
         return np.diff(self.offsets)
 
     def positions(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of all tokens of these examples, one example after another."""
+        """Return the indices of all tokens of these examples in `ids`, one example after another, int64.
+
+        Raises ValueError: `examples` is empty.
+        """
         return np.concatenate([np.arange(self.offsets[one], self.offsets[one + 1]) for one in examples])
 
 
@@ -57,18 +62,23 @@ class Prepared:
     """All data that a rank needs."""
 
     labels: tuple[str, ...]
+    """Names of the classes, in the order of their numbers; empty for the kinds score and masked."""
     metrics: tuple[str, ...]
+    """Names of the metrics that an evaluation computes."""
     checksum: str
     """Checksum of the examples, labels, tokenizer and maximum length: equal checksums mean the same data."""
     pad_id: int
+    """Id of the token that batches are padded with."""
     train: Tokens
     validation: dict[str, Tokens]
-    """By the suffix of the metrics' names."""
+    """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
     kind: str = "class"
-    """The task's kind, see `Task.kind`."""
+    """What is predicted: class, labels, tags, score or masked (see `Task.kind`)."""
     mask_id: int = 0
+    """Id of the mask token; 0 if the tokenizer has none."""
     token_kinds: NDArray[np.int8] = field(default_factory=lambda: EMPTY)
-    """For the kind masked: what `classify_tokens` returns; else empty."""
+    """For the kind masked, the kind of each token id (WORD_START, WORD_CONTINUATION or NEVER_MASKED of `texts.py`),
+    shape (vocabulary,); else empty."""
     vocab_size: int = 0
     """Rows that an embedding for this tokenizer needs."""
     tokenizer: str = ""
@@ -84,9 +94,19 @@ class Prepared:
 
 
 def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
-    """Write an archive of the splits, of `others` (more arrays), and of `meta`, as JSON.
+    """Write an uncompressed NumPy archive that `read_prepared` opens, completely or not at all (atomically).
 
-    Raises CpuftError: the cache folder cannot be written to.
+    The folder is made if necessary, and an archive that is there is replaced.
+
+    Parameters
+    ----------
+    meta: stored as JSON text in the array `meta`.
+    splits: each field of a split is stored as the array `KEY.FIELD`, such as `train.ids`; keys are `train`, and
+        `validation` with the suffix of the metrics' names.
+    others: more arrays by name.
+
+    Raises CpuftError: the archive cannot be written, for example because the disk is full, or `path` is a folder or
+    special file.
     """
     arrays = {"meta": np.asarray(json.dumps(meta)), **others}
     for key, tokens in splits.items():
@@ -102,9 +122,11 @@ def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], 
 
 
 def read_prepared(path: str) -> Prepared:
-    """Open an archive of `write_prepared`. Arrays are mapped, so that they may be larger than memory.
+    """Open an archive that `write_prepared` has written.
 
-    Raises CpuftError: the file is missing, damaged, or not such an archive.
+    Its arrays are memory-mapped and read-only, so that they may be larger than memory; the file must stay.
+
+    Raises CpuftError: the file is missing, damaged, or not such an archive; the message names it.
     """
     try:
         meta, arrays = map_archive(path)
@@ -154,9 +176,13 @@ def _check_tokens(tokens: Tokens) -> Tokens:
 
 
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the JSON in the array `meta`, and all other arrays, memory-mapped and read-only.
+    """Return the JSON object in the array `meta` of a NumPy archive, and all its other arrays by name.
 
-    Raises whatever NumPy, zipfile and JSON do for a damaged archive, and ValueError for arrays of other types.
+    The arrays are memory-mapped and read-only.
+
+    For a missing or damaged file, the exceptions of the libraries pass through: OSError, zipfile.BadZipFile, KeyError
+    (no `meta`) and others. ValueError is raised for an array of another type than an archive of `write_prepared` has,
+    and for a compressed one.
     """
     with np.load(path, allow_pickle=False) as archive:
         meta = load(dict[str, Any], parse_json(str(archive["meta"])))

@@ -23,13 +23,16 @@ Indices = NDArray[np.int64]
 
 
 def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int, grouped: bool) -> list[Indices]:
-    """Return the examples of each update of an epoch; every example is in exactly one update.
+    """Return the examples of each update of an epoch; every example is in exactly one update. Empty without examples.
+
+    The same arguments give the same plan.
 
     Parameters
     ----------
     lengths: number of tokens of each example, shape (examples,).
     global_batch: number of examples of an update. One update of the epoch may have fewer; with `grouped`, it has the
         shortest examples of the last pool.
+    seed, epoch: seeds of the random order; neither may be negative.
     grouped: divide the examples at random into pools of 50 batches, sort each pool by length, cut it into batches, and
         shuffle the batches of the epoch. Without it, examples are in random order.
     """
@@ -47,23 +50,31 @@ def plan_epoch(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: 
 
 
 def select_for_rank(examples: Indices, rank: int, world_size: int) -> Indices:
-    """Return a rank's examples of an update: every `world_size`-th, so that all ranks get similar lengths.
+    """Return a rank's examples of an update, `examples[rank::world_size]`, so that all ranks get similar lengths.
 
     If there are fewer examples than ranks, a rank without one gets the first; the caller has to give it weight zero.
+    Empty only if `examples` is empty.
     """
     share = examples[rank::world_size]
     return share if len(share) else examples[:1]
 
 
 def count_updates(examples: int, global_batch: int, epochs: float, max_steps: int) -> int:
-    """Return the number of updates of a run: `max_steps`, unless that is 0."""
+    """Return the number of updates of a run: `max_steps` unless that is 0, else those of `epochs`, rounded up.
+
+    An epoch has examples / global_batch updates, rounded up. `epochs` may be a fraction.
+    """
     return max_steps or math.ceil(math.ceil(examples / global_batch) * epochs)
 
 
 def plan_updates(
     tokens: Tokens, global_batch: int, seed: int, updates: int, grouped: bool
 ) -> Iterator[tuple[int, Indices]]:
-    """Yield the epoch and the examples of each of `updates` updates; see `plan_epoch`."""
+    """Yield for each of `updates` updates its epoch, counted from 0, and the numbers of its examples.
+
+    Epochs follow each other until there are enough updates; the last one may be cut off. See `plan_epoch` for the other
+    parameters. `tokens` must have an example, or this never ends.
+    """
     epoch, done = 0, 0
     while done < updates:
         for examples in plan_epoch(tokens.lengths, global_batch, seed, epoch, grouped)[: updates - done]:

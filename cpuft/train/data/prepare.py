@@ -44,7 +44,7 @@ from cpuft.train.memory import check_fit
 from cpuft.train.model import check_positions, check_untrained, check_weights, find_model, get_model_name, load_config
 
 FORMAT = 6
-"""Part of the checksum: to be raised when the same input gives other tokens."""
+"""Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
 _MAX_UNKNOWN_SHARE = 0.05
 """Share of the training texts' tokens that may be unknown without a warning."""
 _MAX_LISTED_LABELS = 10
@@ -52,7 +52,12 @@ _MAX_LISTED_LABELS = 10
 
 
 def checksum_data(data: TaskData, config: TrainConfig) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of everything that decides the token ids and labels."""
+    """Return 16 hexadecimal digits of the SHA-256 of everything that decides the token ids and labels.
+
+    These are the examples, the task's columns, labels and metrics, the tokenizer, --max-length and --max-train-samples.
+
+    Raises CpuftError: the model or tokenizer is a folder that is missing or holds no model.
+    """
     digest = hashlib.sha256()
     task = data.task
     sizes = (FORMAT, config.max_length, config.max_train_samples)
@@ -65,15 +70,22 @@ def checksum_data(data: TaskData, config: TrainConfig) -> str:
 
 
 def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> Tokens:
-    """Tokenise examples, each cut to `max_length` tokens and not padded.
+    """Tokenise examples, each cut to `max_length` tokens, with special tokens, and not padded.
 
-    Raises CpuftError: the task has tags, and the tokenizer does not tell which word a token belongs to.
+    The labels have the form of `Tokens.labels` for the task's kind; for tags, each tag is at the first token of its
+    word.
+
+    Raises CpuftError: the kind is tags, and the tokenizer is not a fast one, so does not tell which word a token
+    belongs to.
     """
     return tokenize_and_count(examples, tokenizer, max_length, task)[0]
 
 
 def tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
-    """Return what `tokenize` does, and the number of examples that were cut (UNKNOWN for a tokenizer in Python)."""
+    """Tokenise as `tokenize` does; return the tokens, and the number of examples that were cut.
+
+    The number is UNKNOWN (-1) for a tokenizer that is not a fast one. Raises CpuftError as `tokenize` does.
+    """
     in_words = task.kind == "tags"
     if in_words and not tokenizer.is_fast:
         raise CpuftError("this model's tokenizer does not tell which word a token belongs to: give another --model")
@@ -111,9 +123,13 @@ def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:
 
 
 def prepare(config: TrainConfig) -> Path:
-    """Return the path of the prepared archive in the user's cache folder, which is made unless it is there.
+    """Return the path of the prepared archive in the user's cache folder, whose name contains the checksum of the data.
+
+    If it is not there, the examples are tokenised and the archive is written; a tokenizer that has to be trained is
+    stored in the cache folder, too. Models and data that are hub names may be downloaded.
 
     Raises CpuftError: something is wrong with the task, the data, the model, its tokenizer or the cache folder.
+    OSError: the packed texts of --task text, or a trained tokenizer, cannot be written to the cache folder.
     """
     check_untrained(config)
     if config.task == "text":
@@ -237,7 +253,12 @@ def _find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
 
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
-    """Say in one line how the data was understood: the numbers of examples, the labels, the columns, what was cut."""
+    """Return one line on how the data was understood: the numbers of examples, the labels, the columns, what was cut.
+
+    Its parts are separated by `; `, for example: `training on 3,668 examples, validating on 408; labels: 2 classes, 0
+    (1,194), 1 (2,474); columns: sentence1, sentence2 -> label; 1.2 % of the examples cut at --max-length 128`. The last
+    part is missing if it is not known. For the kind masked, one part on pieces of text replaces labels and columns.
+    """
     validation = " and ".join(f"{len(tokens):,}" for tokens in prepared.validation.values())
     count = len(prepared.train)
     parts = [f"training on {count:,} example{'s' * (count != 1)}, validating on {validation}"]
@@ -254,7 +275,7 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
 
 
 def warn_of_unknown(prepared: Prepared) -> str:
-    """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else nothing."""
+    """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else ""."""
     if prepared.unknown_share <= _MAX_UNKNOWN_SHARE:
         return ""
     return (
@@ -294,9 +315,10 @@ def _is_number(text: str) -> bool:
 
 
 def main() -> None:
-    """Prepare the data, check that training fits into the hosts' memory, and copy the archive to the run's path.
+    """Prepare the data, check that training fits into the hosts' memory, and copy the archive to the path OUTPUT.
 
-    Exits with code 2 and one line for bad input.
+    Without --host-memory, memory is not checked. Exits with code 2 and one line on standard error for a CpuftError or
+    OSError: bad input, too little memory, a full disk.
     """
     try:
         memory, arguments = split_run_memory(sys.argv[2:])

@@ -28,12 +28,12 @@ class Examples:
     texts: list[tuple[str, ...]]
     """One or two texts for each example; for the kind tags, its words."""
     labels: list[Any]
-    """Class numbers or scores; for the kinds tags and labels, tuples of class numbers."""
+    """Class numbers (as floats) or scores; for the kinds tags and labels, tuples of class numbers."""
     has_labels: bool = True
-    """Whether the labels were read. If not, they are zeros."""
+    """Whether the labels were read. If not, each is 0.0, or () for the kinds tags and labels."""
 
     def list_texts(self) -> Iterator[str]:
-        """Iterate over all texts, example by example."""
+        """Iterate over all texts, example by example: both texts of a pair, or each word for the kind tags."""
         return chain.from_iterable(self.texts)
 
 
@@ -44,18 +44,22 @@ class TaskData:
     task: Task
     train: Examples
     validation: dict[str, Examples]
-    """By the suffix of the metrics' names. Most tasks have one split with an empty suffix."""
+    """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
 
 
 def first_examples(examples: Examples, count: int) -> Examples:
-    """Return the first `count` examples; all of them when `count` is 0."""
+    """Return the first `count` examples with their labels; the argument itself when `count` is 0."""
     return replace(examples, texts=examples.texts[:count], labels=examples.labels[:count]) if count else examples
 
 
 def read_data(config: TrainConfig) -> TaskData:
-    """Read the examples of `config.task`, which must not be text.
+    """Read the training and validation examples of `config.task`, which must not be text.
+
+    Examples come from --train-file and --validation-file (files), a generator (demo: 1600 and 400 pairs), or, for
+    GLUE's tasks, from --data-dir or without it from the Hugging Face hub.
 
     Raises CpuftError: a file, a column or a label is missing or wrong, a split is empty, or the hub does not answer.
+    KeyError: no task has that name.
     """
     task = TASKS[config.task]
     if task.name == "files":
@@ -67,13 +71,17 @@ def read_data(config: TrainConfig) -> TaskData:
 
 
 def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
-    """Read splits of a GLUE task from --data-dir or the hub; for the demo, generate its validation split.
+    """Read splits of a GLUE task from --data-dir, or without it from the hub, by the keys of `splits`.
+
+    For the demo, `splits` has no effect: the result is its generated validation split of 400 pairs, with the key `""`.
 
     Parameters
     ----------
-    splits: the key of each split in the result, and the stem of its file's name, such as ("", "dev").
+    splits: the key of each split in the result, and the stem of its file's name, such as ("", "dev"). Splits whose stem
+        begins with test have no labels.
 
-    Raises CpuftError as `read_data` does.
+    Raises CpuftError: a folder, file or column is missing, a line is wrong, a split is empty, or the hub cannot be
+    used.
     """
     if task.name == "demo":
         return {"": _make_demo_examples(400, config.seed + 1_000_003)}
@@ -83,9 +91,9 @@ def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str
 
 
 def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
-    """Return the splits without labels that GLUE's server scores, in the form of `Task.validation`.
+    """Return the splits without labels that GLUE's server scores: (suffix of its metrics' names, stem of its file).
 
-    Empty for a task that is not GLUE's.
+    (("", "test"),) for most tasks, two for MNLI; empty for a task that is not GLUE's.
     """
     return tuple((key, stem.replace("dev", "test")) for key, stem in task.validation) if task.folder else ()
 
@@ -106,9 +114,13 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
 
 
 def read_glue_file(task: Task, path: Path) -> Examples | None:
-    """Read a file in the layout of the task's own GLUE files, with or without labels.
+    """Read a file in the layout of the task's own GLUE files with a header line, with or without labels.
 
-    Returns None if the task is not GLUE's, or the file is no .tsv file or lacks the task's text columns.
+    Returns None if the task is not GLUE's, or the file is no .tsv file or lacks the task's text columns. The examples
+    have labels if the file has the task's label column.
+
+    Raises CpuftError: the .tsv file is missing or not UTF-8 text, a line has too few columns or an unknown label, or
+    there are no examples.
     """
     if not task.folder or path.suffix != ".tsv":
         return None
@@ -122,6 +134,14 @@ def read_glue_file(task: Task, path: Path) -> Examples | None:
 
 def parse_glue_tsv(text: str, task: Task, source: str) -> Examples:
     """Parse a GLUE file: columns separated by tabs, without quoting (a quotation mark is part of the text).
+
+    Blank lines are skipped. Labels become class numbers or scores.
+
+    Parameters
+    ----------
+    task: its `texts` and `label` name the columns; with an empty `label`, the examples have no labels. With `columns`,
+        the file has these columns and no header line.
+    source: name of the file, for messages.
 
     Raises CpuftError: a column is missing; a line has too few columns or an unknown label; there are no examples.
     """
@@ -192,8 +212,9 @@ class Table:
     """A CSV, TSV or JSON lines file."""
 
     source: str
-    """Its path, for messages."""
+    """The file's path, for messages."""
     columns: list[str]
+    """Names of the columns in the order of the header; in JSON lines those of all lines, in alphabetical order."""
     rows: list[tuple[int, dict[str, Cell]]]
     """Line number and cells of each row. In JSON lines a row may lack columns."""
 
@@ -201,11 +222,15 @@ class Table:
 def read_table(path: Path, option: str = "--train-file") -> Table:
     """Read a CSV or TSV file with a header line (quoting as in RFC 4180) or JSON lines (.json, .jsonl, .ndjson).
 
+    A name that ends in .tsv means tabs between columns, all other names commas. Blank lines are skipped. A file with
+    only a header gives a table without rows.
+
     Parameters
     ----------
     option: the option that named the file, for messages.
 
-    Raises CpuftError: the file is missing, empty or not UTF-8 text, or a line does not fit the others.
+    Raises CpuftError: the file is missing, empty or not UTF-8 text; another format, such as Parquet, a JSON array, or
+    CSV with another delimiter; or a line does not have the header's number of columns or is no JSON object.
     """
     text = read_text(path, option)
     if not text.strip():
@@ -230,7 +255,11 @@ def read_table(path: Path, option: str = "--train-file") -> Table:
 
 
 def read_text(path: Path, option: str = "--data-dir") -> str:
-    """Return the text of a file that `option` has named. Raises CpuftError: it is missing or not UTF-8 text."""
+    """Return the text of a file that `option` has named, with its line ends, but without a byte order mark.
+
+    Raises CpuftError: it is missing, cannot be read, is a folder, or not UTF-8 text, or has the format of Parquet,
+    Arrow, gzip or a spreadsheet. The message tells how to convert it.
+    """
     content = b""
     try:
         if path.is_dir():
@@ -305,7 +334,16 @@ def _convert_from(encoding: str, path: Path) -> tuple[str, str]:
 
 
 def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
-    """Say that a line is not UTF-8, with the command that converts the file from its most likely encoding."""
+    """Return the error message for a line that is not UTF-8.
+
+    It ends with the command that converts the file from Windows-1252, its most likely encoding. For a file with null
+    bytes, it says that the file is binary.
+
+    Parameters
+    ----------
+    line: number of the line, counted from 1.
+    error: the error of the decoder, with the bytes that it was given.
+    """
     if b"\0" in error.object:
         return f"{path} is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8"
     byte = error.object[error.start]
@@ -354,11 +392,16 @@ def _split_cells(text: str, delimiter: str, source: str) -> list[tuple[int, list
 
 
 def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
-    """Parse one JSON object into cells, by column.
+    """Parse one JSON object into cells, by column: texts, and lists of texts.
 
-    A value that is an object, or a list of anything but texts and numbers, is left out as if the column were missing.
+    Numbers become texts, true becomes `True`, null becomes an empty text; in a list, too, numbers become texts. A value
+    that is an object, or a list that contains null, lists or objects, is left out as if the column were missing.
 
-    Raises CpuftError: it is not a JSON object. `where` names the file and the line.
+    Parameters
+    ----------
+    where: the file and the line, for the message.
+
+    Raises CpuftError: it is not a JSON object.
     """
     try:
         values = load(dict[str, Any], parse_json(line))
@@ -376,15 +419,18 @@ def _is_flat(values: list[Any]) -> bool:
 
 
 def refuse_empty(rows: Sequence[object], source: str) -> None:
-    """Raise CpuftError if there are no rows."""
+    """Raise CpuftError if there are no rows; the message names `source`, the file."""
     if not rows:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
 
 
 def find_column(columns: Sequence[str], name: str, source: str, advice: str = "") -> int:
-    """Return the index of a column. Raises CpuftError if no column has that name.
+    """Return the index of the column `name`. Raises CpuftError if no column has that name.
 
-    `advice` says which option names the column; without it, the message lists the most similar names.
+    Parameters
+    ----------
+    source: the file, for the message.
+    advice: says which option names the column; without it, the message lists the most similar names.
     """
     if name not in columns:
         there = f" (its columns are {', '.join(map(repr, columns))})" if advice else ""
@@ -397,7 +443,16 @@ _MAX_SCORE = 3e38
 
 
 def parse_label(text: str, task: Task, where: str) -> float:
-    """Return the class number of a label, or the score for a task of that kind. Raises CpuftError: it is neither."""
+    """Return the class number of a label, or the score for a task of the kind score.
+
+    Spaces around the text are ignored.
+
+    Parameters
+    ----------
+    where: the file and the line, for the message.
+
+    Raises CpuftError: the label is not one of `task.labels`, or the score is no number, not finite, or 3e38 or more.
+    """
     text = text.strip()
     if task.kind == "score":
         with suppress(ValueError):
@@ -419,10 +474,13 @@ _NAME_LABEL = "give the name of the column of the labels with --label-column"
 
 
 def read_user_files(task: Task, config: TrainConfig) -> TaskData:
-    """Read --train-file and --validation-file. Their cells decide on the kind of the task and its labels.
+    """Read --train-file and --validation-file. Their cells decide on the task's kind, columns, labels and metrics.
 
-    Raises CpuftError: a file is not given or not readable, a line does not fit the others (the message names it), or
-    all training examples have the same label.
+    Labels are numbered in alphabetical order. The validation split has the key `""`.
+
+    Raises CpuftError: a file is not given or not readable, a column is missing, a line does not fit the others (the
+    message names it), all training examples have the same label, or a validation example has a label that none of them
+    has.
     """
     if not config.train_file:
         raise CpuftError("--task files needs --train-file: give a CSV, TSV or JSON lines file with texts and labels")
@@ -447,7 +505,7 @@ def read_user_files(task: Task, config: TrainConfig) -> TaskData:
 
 
 def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
-    """Read the examples of `cpuft predict` from --file, or from the validation file of the run.
+    """Read the examples of `cpuft predict` from --file, or without it from the validation file of the run.
 
     Parameters
     ----------
@@ -456,9 +514,11 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
 
     Returns
     -------
-    The task with the columns of this file, and the examples, which have labels if every row has one.
+    The task with the columns of this file, and the examples, which have labels if every row has one (for several labels
+    per example: if any row has one).
 
-    Raises CpuftError: as `read_user_files`, or for a label that the task does not have.
+    Raises CpuftError: the file cannot be read or has no rows, lacks a text column or the column of --label-column, has
+    another number of text columns than the task, a line does not fit the others, or a label is none of the task's.
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
     table = read_table(Path(config.file or train.validation_file), option)
@@ -483,7 +543,15 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
 
 
 def choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
-    """Return the names of the one or two text columns: those `wanted`, separated by a comma, or usual names.
+    """Return the names of the text columns: the first two of `wanted`, else usual names in the table.
+
+    The usual names are, in this order: sentence1 and sentence2, text1 and text2, premise and hypothesis, sentence,
+    text, tokens.
+
+    Parameters
+    ----------
+    wanted: names separated by commas, which are not looked up in the table; empty for the usual names.
+    label: name of the label column, which no message proposes.
 
     Raises CpuftError: nothing is wanted, and the table has no column with a usual name.
     """
@@ -531,10 +599,14 @@ def _choose_kind(table: Table, task: Task, wanted: str) -> str:
 
 
 def check_cells(table: Table, task: Task, has_labels: bool = True) -> None:
-    """Refuse rows that do not fit the task or each other; without `has_labels`, labels are not checked.
+    """Check that all rows fit the task and each other; without `has_labels`, labels are not checked.
+
+    Texts may be empty, and so may the cell of several labels; words, tags and single labels must not. Whether a label
+    is one of the task's is not checked.
 
     Raises CpuftError, which names the line: a row lacks a column or its cell is empty, has a list in place of a text or
-    the other way round, or has not one tag for each word. Also raised if there are no rows.
+    the other way round, or has not one tag for each word. Also raised if there are no rows, or for words in two
+    columns.
     """
     refuse_empty(table.rows, table.source)
     if task.kind == "tags" and len(task.texts) > 1:
@@ -599,7 +671,11 @@ _ENTITY_PREFIXES = ("B", "I", "E", "S")
 
 
 def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the metrics for the user's own examples of a kind, with these labels."""
+    """Return the names of the metrics for the user's own examples of a kind, with these labels.
+
+    score: pearson, spearman. labels: f1_micro, f1_macro, accuracy. tags: f1, precision, recall, accuracy if all labels
+    are IOB2 or IOBES tags, else accuracy. class: accuracy, and f1 if there are exactly two labels.
+    """
     if kind == "score":
         return ("pearson", "spearman")
     if kind == "labels":
@@ -621,7 +697,13 @@ def _are_scores(labels: Sequence[str]) -> bool:
 
 
 def make_examples(table: Table, task: Task, has_labels: bool = True) -> Examples:
-    """Make examples of rows that passed `check_cells`. Raises CpuftError, which names the line: an unknown label."""
+    """Make examples of the rows of a table that passed `check_cells`, in their order.
+
+    Labels are class numbers (floats) or scores; for the kinds labels and tags, tuples of class numbers (int). Without
+    `has_labels`, cells of labels are not read: each label is 0.0, or () for the kinds labels and tags.
+
+    Raises CpuftError, which names the line: a label is not one of `task.labels`, or a score is no finite number.
+    """
     examples = Examples([], [], has_labels)
     for number, row in table.rows:
         cells = [row[name] for name in task.texts]
@@ -673,7 +755,7 @@ _TIMES = (
 
 @dataclass(frozen=True)
 class Event:
-    """The facts of a sentence, as indices of the tables above."""
+    """The facts of a sentence, as indices: agent and patient of _PEOPLE, the others of _ACTIONS, _PLACES and _TIMES."""
 
     agent: int
     patient: int
@@ -683,7 +765,7 @@ class Event:
 
 
 def make_pairs(count: int, seed: int) -> list[tuple[str, str, int]]:
-    """Return `count` pairs of sentences, each with 1 if both tell the same event, else 0; determined by the seed."""
+    """Return `count` tuples of two sentences and 1 if both tell the same event, else 0; determined by the seed."""
     generator = random.Random(seed)
     return [_make_pair(generator) for _ in range(count)]
 

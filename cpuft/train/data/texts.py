@@ -52,7 +52,9 @@ class Corpus:
     columns: tuple[str, ...]
     """Names of the columns of JSON lines whose texts make a piece."""
     pieces: int
+    """Number of pieces: lines of text files and rows of JSON lines, without blank lines."""
     checksum: str
+    """SHA-256 of all pieces and of each file's kind, 64 hexadecimal digits."""
 
 
 def scan_texts(paths: str, columns: str, option: str) -> Corpus:
@@ -60,11 +62,15 @@ def scan_texts(paths: str, columns: str, option: str) -> Corpus:
 
     Parameters
     ----------
-    paths: files, and folders of files, separated by commas.
-    columns: names of the columns of JSON lines, separated by commas; empty for text.
+    paths: files, and folders of files, separated by commas. In a folder and those below, files that end in .txt, .text,
+        .md, .json, .jsonl or .ndjson are taken, in alphabetical order; a file that is named may have any ending. The
+        JSON endings mean JSON lines, all others text.
+    columns: names of the columns of JSON lines, separated by commas, whose texts are joined by spaces; empty for the
+        column `text`.
     option: the option that names the paths, for messages.
 
-    Raises CpuftError: there are no files, they are empty, or a line is not text.
+    Raises CpuftError: a file is missing or cannot be read, a folder has no such files, all files are empty, or a line
+    is not UTF-8, has a null byte, is longer than 8 MB, is no JSON object or lacks a column; the message names the line.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
     names = tuple(name.strip() for name in columns.split(",")) if columns else ("text",)
@@ -126,17 +132,23 @@ def _join_cells(line: str, columns: tuple[str, ...], path: Path, number: int) ->
 
 
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
-    """Yield the text of each piece, and whether it begins a document."""
+    """Read the files of a corpus again; yield the text of each piece, and whether it begins a document.
+
+    Texts have no spaces at their ends. The first piece of a text file and each row of JSON lines begin a document.
+
+    Raises CpuftError as `scan_texts` does, if a file has changed or vanished since.
+    """
     for path in corpus.files:
         for number, text in enumerate(_list_texts(path, corpus.columns, "--train-file")):
             yield text, not number or path.suffix in _JSON_SUFFIXES
 
 
 def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iterator[Piece]:
-    """Yield all pieces with the split that they belong to.
+    """Yield all pieces as (is in the validation split, text, does not continue the piece before it in its split).
 
-    Without a `validation` corpus, about `share` of the pieces go into the validation split: blocks of up to 64
-    consecutive pieces, evenly spread over the corpus, always the same ones.
+    With a `validation` corpus, all its pieces follow those of `corpus`, and only they are in the validation split.
+    Without it, about `share` (0 to 1) of the pieces are: blocks of up to 64 consecutive pieces, evenly spread over the
+    corpus, always the same ones. Files are read as the pieces are taken; errors are those of `list_pieces`.
     """
     size, before = min(_BLOCK_PIECES, max(1, corpus.pieces // 100)), None
     for number, (text, begins) in enumerate(list_pieces(corpus)):
@@ -149,8 +161,17 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
 
 
 class Packer:
-    """Writes tokens to a file as examples of one length: the first token ([CLS]), as many tokens as fit, and the last
-    token ([SEP]). Only the last example may be shorter."""
+    """Writes tokens to a file as examples of one length.
+
+    An example has the first token ([CLS]), as many tokens as fit, and the last token ([SEP]). Only the last example may
+    be shorter.
+
+    Parameters
+    ----------
+    path: the file, int32 without a header; it is created, or emptied if it exists.
+    length: tokens of an example with [CLS] and [SEP], at least 3.
+    begin, end: ids of [CLS] and [SEP].
+    """
 
     def __init__(self, path: Path, length: int, begin: int, end: int) -> None:
         self.length, self.begin, self.end = length, begin, end
@@ -159,7 +180,11 @@ class Packer:
         self._file = path.open("w+b")
 
     def add(self, tokens: list[int], begins: bool) -> None:
-        """Append the tokens of a piece, behind a [SEP] if it begins a document or otherwise continues nothing."""
+        """Append the tokens of a piece, behind a [SEP] if it `begins` a document or otherwise continues nothing.
+
+        The very first piece gets no [SEP]. For an empty piece that begins a document, the next one gets it. Tokens are
+        written to the file some 65,000 at a time.
+        """
         self._begins = begins or self._begins
         if tokens and self._begins:
             self._buffer += [self.end] * bool(self._buffer or self._examples)
@@ -176,7 +201,18 @@ class Packer:
         self._examples += count
 
     def finish(self, max_examples: int = 0) -> Packed:
-        """Close the file and return all examples, or the first `max_examples` of them unless that is 0."""
+        """Write the tokens that are left as a last, possibly shorter example, close the file and return its content.
+
+        Parameters
+        ----------
+        max_examples: return only the first ones, up to this number; 0 returns all. The file holds all in any case.
+
+        Returns
+        -------
+        The token ids of all examples, int32, mapped from the file, which must stay; and their offsets, int64, one more
+        than examples: example i is ids[offsets[i] : offsets[i + 1]]. Without any tokens, ids are empty and offsets are
+        [0].
+        """
         self._write()
         with self._file as file:
             if self._buffer:
@@ -190,7 +226,10 @@ class Packer:
 
 
 def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> None:
-    """Tokenise pieces; those of the validation split go to the second packer, the others to the first."""
+    """Tokenise pieces, 256 at a time and without special tokens, and add them to the packers.
+
+    Pieces of the validation split go to the second packer, the others to the first. The packers are not finished.
+    """
     remaining = iter(pieces)
     while batch := list(islice(remaining, _PIECES_AT_ONCE)):
         without = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
@@ -200,7 +239,11 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
 
 
 def classify_tokens(tokenizer: Any) -> NDArray[np.int8]:
-    """Return the kind of each token id, shape (vocabulary,): WORD_START, WORD_CONTINUATION or NEVER_MASKED."""
+    """Return the kind of each token id, int8: WORD_START, WORD_CONTINUATION or NEVER_MASKED; shape (largest id + 1,).
+
+    Special tokens, and ids without a token, are never masked. If more than a tenth of the tokens begin with the mark of
+    GPT-2's or SentencePiece's word starts, the others are continuations; else tokens that begin with ## are.
+    """
     vocabulary = tokenizer.get_vocab()
     marks_starts = sum(token.startswith(_WORD_START_MARKS) for token in vocabulary) > len(vocabulary) // 10
     kinds = np.full(1 + max(vocabulary.values()), NEVER_MASKED, np.int8)

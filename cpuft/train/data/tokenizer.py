@@ -44,19 +44,28 @@ _ALPHABET_SIZE = 1000
 
 
 def get_tokenizer_name(config: TrainConfig) -> str:
-    """Return the folder or hub name of the tokenizer; empty if one is to be trained."""
+    """Return the folder or hub name of the tokenizer: --tokenizer, else --model; empty if one is to be trained.
+
+    One is trained for --from-config without --tokenizer.
+    """
     return config.tokenizer or ("" if config.from_config else config.model)
 
 
 def may_mismatch_model(config: TrainConfig) -> bool:
-    """Return whether the options allow a tokenizer with a larger vocabulary than the model embeds."""
+    """Return whether the tokenizer may have more tokens than the model embeds.
+
+    True with --tokenizer, with --from-config and for --task text; otherwise the tokenizer is the model's own.
+    """
     return bool(config.tokenizer or config.from_config) or config.task == "text"
 
 
 def digest_tokenizer(config: TrainConfig) -> bytes:
     """Return the bytes that the tokenizer and the padding token depend on, for the data's checksum.
 
-    The texts that a tokenizer is trained on are not included.
+    They are the content of the tokenizer's files and some settings of the model's configuration; for a hub name, the
+    name; for a tokenizer that is to be trained, --from-config and --vocab-size, without its texts.
+
+    Raises CpuftError: the model or tokenizer is a folder that is missing or holds no model.
     """
     name = get_tokenizer_name(config)
     if not name:
@@ -80,19 +89,21 @@ def _digest_model_config(config: TrainConfig) -> bytes:
 def choose_tokenizer(
     config: TrainConfig, list_texts: Callable[[], Iterator[str]], key: str, in_words: bool = False
 ) -> tuple[Any, str]:
-    """Load the tokenizer of the model or of --tokenizer, or train one on the texts of an untrained model.
+    """Load the tokenizer of --tokenizer or of the model, or train one on the texts of an untrained model.
 
     Parameters
     ----------
-    list_texts: returns the training texts. It may be called several times.
-    key: identifies these texts. A tokenizer is trained once for each key and stored in the cache folder.
+    list_texts: returns the training texts. It is called only to train a tokenizer, then twice.
+    key: identifies these texts. A tokenizer is trained once for each key and vocabulary size, and stored in the cache
+        folder.
     in_words: whether texts come as lists of words.
 
     Returns
     -------
     The tokenizer, and its JSON if it was trained on these texts, else an empty text.
 
-    Raises CpuftError: the tokenizer cannot be loaded, or the model embeds fewer tokens than it has.
+    Raises CpuftError: the tokenizer or the model's configuration cannot be loaded, the model embeds fewer tokens than
+    the tokenizer has, or the cache folder cannot be made. OSError: the trained tokenizer cannot be stored there.
     """
     trained, name = "", get_tokenizer_name(config)
     if name:
@@ -110,7 +121,10 @@ def choose_tokenizer(
 
 
 def train_tokenizer(list_texts: Callable[[], Iterator[str]], vocab_size: int) -> str:
-    """Train a WordPiece tokenizer like BERT's uncased one on texts, with at most `vocab_size` tokens; return its JSON.
+    """Train a WordPiece tokenizer like BERT's uncased one on texts; return its JSON, for `make_tokenizer`.
+
+    It has at most `vocab_size` tokens; but the special tokens and the letters of the texts, up to 1000 different ones,
+    at the beginning of words and inside, are always included. `list_texts` is called twice.
 
     The same texts give the same tokens with the same ids. By itself the library numbers the letters inside words in
     random order, and chooses by these numbers between pairs that are equally frequent. So a first pass finds these
@@ -135,7 +149,7 @@ def train_tokenizer(list_texts: Callable[[], Iterator[str]], vocab_size: int) ->
 
 
 def make_tokenizer(text: str) -> Any:
-    """Return a fast tokenizer of transformers from the JSON of `train_tokenizer`."""
+    """Return a fast tokenizer of transformers from JSON that `train_tokenizer` returned."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -151,9 +165,18 @@ def get_vocab_size(tokenizer: Any) -> int:
 
 
 def load_tokenizer(name: str, in_words: bool = False) -> Any:
-    """Load the fast tokenizer in a folder or of a hub name; `in_words`: for texts that come as lists of words.
+    """Load the tokenizer in a folder or of a hub name.
 
-    Raises CpuftError: it cannot be loaded, or has no tokens but special ones.
+    For a hub name, a line on standard error says that the hub is asked; the first such call waits up to 3 s for the hub
+    and, if it does not answer, only the cache of models is used.
+
+    Parameters
+    ----------
+    name: a folder, a hub name, or minilm, the model of an installed package.
+    in_words: for texts that come as lists of words.
+
+    Raises CpuftError: the folder is missing or holds no model or no complete tokenizer, the tokenizer cannot be loaded,
+    or it has no tokens but special ones.
     """
     import transformers
 
@@ -192,7 +215,11 @@ def _check_vocabulary_files(folder: Path) -> None:
 
 
 def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
-    """Raise CpuftError if the model embeds fewer tokens than the tokenizer's `vocab_size`."""
+    """Raise CpuftError if the model embeds fewer tokens than `vocab_size`, the number of tokens of the tokenizer.
+
+    Untrained models of a named size, such as bert-base, get an embedding of that size and pass. CpuftError is also
+    raised if the model's configuration cannot be loaded.
+    """
     embedded = load_config(config, {}, vocab_size).vocab_size
     if vocab_size > embedded:
         raise CpuftError(
@@ -204,11 +231,17 @@ def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
 def choose_pad_id(config: TrainConfig, tokenizer: Any, vocab_size: int = 0) -> int:
     """Return the id of the token that batches are padded with.
 
-    It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text:
-    models that need a padding token use it to find the last token of a text, and attention masks hide padding from all
-    others. Models that number positions from their own padding token keep that one.
+    It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text (the
+    tokenizer's, then the configuration's): models that need a padding token use it to find the last token of a text,
+    and attention masks hide padding from all others. Models that number positions from their own padding token, such as
+    RoBERTa, keep that one.
 
-    Raises CpuftError: neither the tokenizer nor the model knows such a token, or the model does not know this one.
+    Parameters
+    ----------
+    vocab_size: of the tokenizer, for an untrained model; 0: BERT's own.
+
+    Raises CpuftError: neither the tokenizer nor the model knows such a token, the model does not embed its id, or the
+    model's configuration cannot be loaded.
     """
     settings = load_config(config, {}, vocab_size)
     own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)
