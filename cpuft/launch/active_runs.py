@@ -29,17 +29,23 @@ class Entry:
     hosts: tuple[Host, ...]
     """The host of each rank."""
     python: str
+    """Path of the training environment's Python on the hosts."""
     ssh_config: str
+    """Path of ssh's client configuration for the hosts; empty for the user's own."""
     launched_on: str
     """Name of the machine where `cpuft launch` runs."""
     pid: int
     started: str
-    """When that process started; another process may have its number by now."""
+    """When that process started, in ticks since boot; another process may have its number by now."""
 
 
 @contextmanager
 def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep an entry for a run in the user's cache inside the `with` block. Without a cache folder nothing happens."""
+    """Keep an entry for a run in the user's cache inside the `with` block, so that `find_active_run` finds the run.
+
+    The entry is written to $XDG_CACHE_HOME/cpuft or ~/.cache/cpuft and removed at the end of the block. If the cache
+    folder cannot be written, the block runs without an entry, and nothing is raised.
+    """
     hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
     access, pid = cluster.access, os.getpid()
     entry = Entry(
@@ -64,11 +70,10 @@ def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os
 def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet.
 
-    Without a cache folder nothing is locked.
+    The lock is a file in the user's cache folder. It is held inside the `with` block, and does not wait for another
+    launch. Without a cache folder nothing is locked.
 
-    Raises
-    ------
-    CpuftError: another launch works in this folder.
+    Raises CpuftError: another launch works in this folder.
     """
     # The cache may be on a shared disk, and the same path on another machine may be another folder.
     name = hash_text(f"{socket.gethostname()}:{os.path.realpath(run_dir)}", 24)
@@ -111,9 +116,14 @@ def _lock(path: Path) -> int:
 
 
 def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
-    """Return where a run is active.
+    """Return where a run is active, from the entry that its launch keeps in the user's cache. Asks no host.
 
-    Raises CpuftError: there is no such run, it has ended, or it was launched on another machine.
+    Parameters
+    ----------
+    run: path of the run folder, absolute or in the working directory.
+
+    Raises CpuftError: the folder does not exist, no run is active in it, its launch was killed, it was launched on
+    another machine, or the path of the cache folder is relative.
     """
     run_dir = str(Path(run).absolute())
     try:

@@ -20,14 +20,16 @@ class PlannedRun:
     label: str
     """For example "np 2", or "ideal of np 2, round 1 of 3"."""
     run_dir: str
+    """Folder of this run: np-2 or ideal-2 in the folder of the comparison, with "-round-1" at the end if there are
+    several rounds."""
     cluster: Cluster
     plan: RunPlan
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of ranks of `--np 1,2,4` in ascending order.
+    """Return the numbers of ranks in a text such as "4,1,2" in ascending order: (1, 2, 4). Spaces are allowed.
 
-    Raises CpuftError: they are not different whole numbers from 1.
+    Raises CpuftError: an item is empty, not a whole number from 1, or there twice.
     """
     words = [word.strip() for word in text.split(",")]
     advice = "give the numbers of ranks to compare, for example --np 1,2,4"
@@ -42,9 +44,15 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
     """Return the training options for a run with `ranks` ranks.
 
-    With strong scaling, all runs have the same global batch: the one of the run with the `fewest` ranks.
+    With weak scaling it is `train` itself, so that the batch of each rank stays. With strong scaling, all runs have the
+    same global batch, that of the run with the fewest ranks: `batch_size` becomes train.batch_size * fewest / ranks.
 
-    Raises CpuftError: the global batch cannot be divided evenly among the ranks.
+    Parameters
+    ----------
+    fewest: the smallest number of ranks of the comparison.
+    scaling: "weak" or "strong".
+
+    Raises CpuftError: with strong scaling, the global batch cannot be divided evenly among the ranks.
     """
     if scaling == "weak":
         return train
@@ -59,9 +67,12 @@ def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> Tr
 def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
     """Return the runs in their order. Rounds repeat all of them in turn, so that drifts affect all alike.
 
+    Within a round, the runs have the order of `numbers`, and each run of two or more ranks is followed by one with
+    independent ranks if `comparison.ideal` is set.
+
     Returns
     -------
-    For each run the number of ranks, whether the ranks train independently, and the number of the round.
+    For each run (number of ranks, whether the ranks train independently, number of the round from 1).
     """
     return [
         (ranks, independent, number)
@@ -81,11 +92,24 @@ def plan_comparison(
     progress: str,
     environ: Mapping[str, str],
 ) -> list[PlannedRun]:
-    """Plan a run for each number of ranks, and with `--ideal` one with as many independent ranks.
+    """Plan a run for each number of ranks, and with `--ideal` one with as many independent ranks, in each round.
 
-    All runs are planned and checked before the first one starts.
+    All runs are planned and checked before the first one starts. Asks the hosts for their facts and for missing files,
+    and changes nothing.
 
-    Raises CpuftError: `--ideal` with one rank only, or something is wrong with the hosts or options.
+    Parameters
+    ----------
+    numbers: in ascending order, from `parse_numbers`.
+    train: its batch size is that of a rank in the run with the fewest ranks.
+    run_dir: the folder of the comparison, in which each run gets its own folder.
+    progress: how rank 0 shows progress: "bar" or "lines".
+
+    Returns
+    -------
+    The runs in the order of `order_runs`, each with its label, folder, cluster and plan.
+
+    Raises CpuftError: `--ideal` with one rank only; the global batch does not divide among the ranks of a run; a host
+    cannot be reached, or the ranks do not fit; and what `plan_training` raises.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")

@@ -55,34 +55,49 @@ class Failure:
 
     rank: int
     host: str
+    """Name of the rank's host, as the hostfile has it."""
     code: int
     """Exit code; 128 + N for signal N."""
     text: str
+    """Standard error without the lines that are for the launcher."""
     missed: frozenset[int] = frozenset()
     """The ranks that this rank waited for in vain. They are the cause, and this failure is a consequence."""
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel killed the rank because memory ran out, or an allocation failed in it."""
+        """True if the kernel killed the rank because memory ran out, or the rank's last traceback reports a refused
+        allocation."""
         return (self.code == 137 and OUT_OF_MEMORY in self.text) or bool(_NO_MEMORY.search(_last_error(self.text)))
 
     @property
     def lost_its_peer(self) -> bool:
-        """Whether the rank failed only because another rank had failed, or another program disturbed its store."""
+        """True if the rank failed because a connection to another rank closed, or another program wrote to torch's
+        store.
+
+        The error output says so. Such a failure is a consequence of another one.
+        """
         return any(message in self.text for message in _LOST_PEER)
 
 
 def list_error_logs(logs: Path) -> list[Path]:
-    """List the files with the ranks' standard error: `rank-N.err`, or `JOB/rank.N/stderr` of Open MPI."""
+    """Return the files with the ranks' standard error in a logs folder, in alphabetical order (rank-10 before rank-2).
+
+    They are rank-N.err, or JOB/rank.N/stderr of Open MPI. Empty if there are none or the folder does not exist.
+    """
     return sorted(logs.glob("rank-*.err")) or sorted(logs.glob("*/rank.*/stderr"))
 
 
 def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
-    """Return the failed ranks from their logs, the most likely cause first; see `find_failures`.
+    """Return the failed ranks from the logs of an attempt, the most likely cause first; empty if no rank failed.
+
+    Ranks that others waited for come first, then the others from the oldest error log to the newest, then ranks that
+    lost a connection, and last those that waited in vain. A rank has failed if its log has a failure line of
+    `cpuft.rank`.
 
     Parameters
     ----------
-    hosts: the host of each rank.
+    logs: the folder `logs` of the run folder.
+    hosts: the name of each rank's host, indexed by rank.
     """
     oldest_first = sorted(list_error_logs(logs), key=lambda path: path.stat().st_mtime_ns)
     return find_failures([path.read_text(errors="replace") for path in oldest_first], hosts)
@@ -92,12 +107,15 @@ def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
     """Return the failed ranks, the most likely cause first.
 
     Ranks that others waited for come first, then failures in the given order, then ranks that lost a connection, and
-    last those that waited in vain.
+    last those that waited in vain. Ranks whose output has no failure line of `cpuft.rank` are left out, so the result
+    may be empty.
 
     Parameters
     ----------
-    errors: the standard error of each rank; the rank that became silent first stands first.
-    hosts: the host of each rank, as the hostfile names it.
+    errors: the standard error of each rank, in any order; each text names its own rank. Put the rank that became silent
+        first at the beginning.
+    hosts: the name of each rank's host, as the hostfile has it, indexed by rank. For a rank beyond its end, the host
+        name that the rank printed is used.
     """
     failures = []
     for text in errors:
@@ -116,12 +134,13 @@ def _list_missed(failures: list[Failure]) -> set[int]:
 def describe_absent(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
     """Return one line for each unreachable host, and for each rank elsewhere that others waited for in vain.
 
-    A rank that has itself failed gets no line: its own error output explains more.
+    The hosts come first, by name, then the ranks in ascending order. A rank that has itself failed gets no line,
+    because its own error output explains more. Empty if nothing is absent.
 
     Parameters
     ----------
-    hosts: the host of each rank.
-    unreachable: the hosts that do not answer.
+    hosts: the name of each rank's host, indexed by rank.
+    unreachable: names of the hosts that do not answer.
     """
     lines = []
     for name in sorted(unreachable):
@@ -145,11 +164,16 @@ def _ranks(numbers: Iterable[int]) -> str:
 def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
     """Return the last lines that the user sees: which rank on which host failed first, and the end of its traceback.
 
+    The first line is for example "cpuft: rank 1 on node2 failed (exit code 1); rank 0 failed after it. Last lines of
+    rank 1:"; at most 15 lines of output follow, and then a line "cpuft: ..." for each of `absent` or, if there are
+    none, for the failed rank.
+
     Parameters
     ----------
-    failures: from `find_failures`.
-    mpirun: the output of mpirun, which is shown if no rank failed.
-    absent: from `describe_absent`: the hosts and ranks that caused the failures of those that waited for them.
+    failures: from `find_failures`; only the text of the first one is shown.
+    mpirun: the output of mpirun, of which the last lines are shown if no rank failed.
+    absent: from `describe_absent`: the hosts and ranks that caused the failures of those that waited for them. If no
+        rank failed and mpirun printed nothing, these lines are all that is returned.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
     if failures:
@@ -168,7 +192,10 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
 
 
 def ended_to_be_resumed(failures: list[Failure]) -> bool:
-    """Whether the ranks ended by themselves with exit code 75, and not because they had waited in vain."""
+    """Return whether the ranks ended by themselves with exit code 75, and not because they had waited in vain.
+
+    Failures by signals (codes from 128) are ignored. False if no failure is left then.
+    """
     own = [one for one in failures if one.code < 128]
     return bool(own) and all(one.code == RESUMABLE and not one.missed and _COMM_ERROR not in one.text for one in own)
 
@@ -176,8 +203,9 @@ def ended_to_be_resumed(failures: list[Failure]) -> bool:
 def worst_exit_code(failures: list[Failure], fallback: int) -> int:
     """Return the exit code of the run.
 
-    Codes that ranks chose themselves count before signals, which may have been consequences; ranks that only waited in
-    vain do not count if others failed. `fallback` is returned if there are no failures.
+    It is the largest code from 1 to 127, which ranks chose themselves; if there is none, the largest code of a signal
+    (128 + N). Ranks that only waited in vain count only if no other rank failed. `fallback` is returned if there are no
+    failures.
     """
     codes = [one.code for one in failures if not one.missed] or [one.code for one in failures]
     own = [code for code in codes if 0 < code < 128]
@@ -185,9 +213,17 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 
 
 def explain_exit(code: int, text: str = "") -> tuple[str, str]:
-    """Return how a rank ended, such as "exit code 1" or "killed by SIGKILL", and what to do ("" if unknown).
+    """Return how a rank ended, and what to do.
 
-    `text` is the rank's standard error, from which the cause may be known.
+    Parameters
+    ----------
+    code: exit code; 128 + N for signal N.
+    text: the rank's standard error, from which the cause may be known.
+
+    Returns
+    -------
+    (cause, advice). The cause is for example "exit code 1", "killed by SIGKILL", "killed by signal 11" or "out of
+    memory"; the advice is a phrase such as "lower --batch-size or ...", or "" if unknown.
     """
     if code == 137 and OUT_OF_MEMORY in text:
         return "killed by the kernel because memory ran out", _LESS_MEMORY
@@ -207,7 +243,10 @@ def _last_error(text: str) -> str:
 
 
 def is_for_users(line: str) -> bool:
-    """Whether a line of mpirun or of a rank can help a user."""
+    """Return False for a line of mpirun or of a rank that helps no user, and True for any other line.
+
+    Useless lines are source locations in Hydra, and PyTorch's warning about addresses that have no host name.
+    """
     return not _NOT_FOR_USERS.search(line)
 
 
@@ -224,16 +263,20 @@ def describe_end(
     script: Sequence[str],
     script_config: ScriptConfig | None = None,
 ) -> tuple[int, str]:
-    """Return the exit code of the launch and its closing message ("" for none).
+    """Return the exit code of a launch and its closing message, from the last attempt's record and logs here.
 
-    Exit code 75 is returned only for a run that can be resumed; the message is then the command that resumes it. A run
-    that ended with 75 before its first step ends with 1.
+    - Code 0: (0, "run: RUN_DIR").
+    - 75, and the ranks ended by themselves with 75: (75, message with the command that resumes the run).
+    - 75, and there is no run that can be resumed, for example because it ended before its record began: (1, "").
+    - 75 for another reason, and any other code: (code, "").
 
     Parameters
     ----------
     code: the exit code of the last attempt.
-    hosts: the host of each rank.
+    hosts: the name of each rank's host, indexed by rank.
+    config: its --cluster and --hostfile are repeated in the command.
     script: the user's script and its arguments; empty for cpuft's own training.
+    script_config: --wrap and --independent of the script, to repeat them in the command; None to leave them out.
     """
     if code != RESUMABLE:
         return code, "" if code else f"run: {run_dir}"

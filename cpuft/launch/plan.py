@@ -50,7 +50,8 @@ from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.interruption import NOTICE_VARIABLE
 
 LEAST_FREE_BYTES = 256 << 20
-"""Space that a run folder must have. Records and logs are small; a trained encoder takes a few hundred MB."""
+"""Free bytes that the disk of a new run folder must have: 256 MiB. Records and logs are small; a trained encoder takes
+a few hundred MB."""
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "mpiexec", "horovodrun")
 _LAUNCHER_MODULES = {"torch.distributed": "torchrun", "accelerate.commands": "accelerate", "deepspeed": "deepspeed"}
 """Prefixes of modules that are launchers, and the name of each launcher."""
@@ -68,7 +69,9 @@ class Job:
     """What is run: cpuft's own training, or a user's script."""
 
     config: LaunchConfig
+    """The number of ranks, the hosts, and how they communicate."""
     train: TrainConfig
+    """Options of cpuft's own training."""
     script: tuple[str, ...] = ()
     """The script's command, from `plan_script`; empty for cpuft's own training."""
     wrap: bool = False
@@ -76,7 +79,7 @@ class Job:
     independent: bool = False
     """Whether the ranks of the script are meant to be independent of each other."""
     progress: str = "lines"
-    """How rank 0 shows progress, as in `WorkerConfig`."""
+    """How rank 0 shows progress: "bar" or "lines"."""
     allowed_paths: frozenset[str] | None = None
     """Local files and folders that may be sent to hosts, if `train` comes from a record; None if the user gave it."""
 
@@ -87,6 +90,7 @@ class Launch:
 
     job: Job
     run_dir: str
+    """Absolute path of the run folder on this machine."""
     environ: Mapping[str, str]
 
 
@@ -95,9 +99,23 @@ def plan_run(
 ) -> RunPlan:
     """Plan a job on these hosts: a new run in `run_dir`, or with `resumed` the next attempt of a run in that folder.
 
-    Asks the hosts which files they do not have, and changes nothing.
+    Asks the hosts which input files they do not have, which takes a connection to each host, and reads the local files
+    to compute their checksums. Changes nothing on any machine and starts no rank.
 
-    Raises CpuftError: the job cannot run there.
+    Parameters
+    ----------
+    run_dir: absolute path of the run folder on this machine.
+    environ: this machine's environment variables. Values that the user has set are kept instead of cpuft's.
+
+    Returns
+    -------
+    The complete plan: make the run folder, send input files, prepare the examples (not for a script), start the ranks,
+        fetch the results and remove the run from the hosts.
+
+    Raises CpuftError: the options, data options or precision do not fit together or these hosts (see `plan_training`);
+    `job.wrap` is set and the command is not a Python script; a file that would be sent is not among
+    `job.allowed_paths`; a host cannot be reached, its folder for files is not safe, or it does not have a file that it
+    should have and that this machine does not have either; and what `plan_launch` raises.
     """
     work, config = cluster.work_dir(run_dir), job.config
     if job.script:
@@ -114,7 +132,11 @@ def plan_run(
 
 
 def plan_fetching(cluster: Cluster, resumed: ResumedRun) -> RunPlan:
-    """Plan only to fetch a finished run from the head host, and then to remove it from all hosts."""
+    """Plan only to fetch a finished run from the head host, and then to remove it from all hosts. Asks no host.
+
+    The run is fetched into `resumed.run_dir`. The hosts are those of `cluster` and of `resumed.host_copies`. The
+    results part is empty if the ranks work in this machine's own folders (`cluster.works_remotely` is False).
+    """
     plan = RunPlan(command_prefixes=cluster.command_prefixes, resumed=True)
     return add_transfers(plan, (), {}, cluster, resumed.run_dir, resumed.host_copies)
 
@@ -128,13 +150,21 @@ def add_transfers(
     host_copies: Iterable[HostCopy] = (),
     prepared_hosts: Collection[str] = (),
 ) -> RunPlan:
-    """Add to a plan what is sent to the hosts, what is fetched, and what is removed from the hosts.
+    """Return the plan with what is sent to the hosts, what is fetched, and what is removed from the hosts.
+
+    The result has new `inputs`, `prepare`, `results`, `partial_cleanup` and `command_prefixes`; everything else is
+    taken from `plan`. Nothing is prepared again if the head host is among `prepared_hosts`; the prepared examples are
+    then only copied to the other hosts that do not have them.
 
     Parameters
     ----------
-    missing: from `gather_missing`.
-    host_copies: what hosts have of earlier attempts of the run.
-    prepared_hosts: hosts that have the prepared examples.
+    missing: for each host the remote folders of the bundles that it does not have, from `gather_missing`.
+    run_dir: the run folder on this machine.
+    host_copies: what hosts have of earlier attempts of the run. The run is also removed from those that have a file of
+        it.
+    prepared_hosts: names of the hosts that have the prepared examples.
+
+    Raises CpuftError: a host does not have a bundle, and this machine does not have its files either.
     """
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
@@ -154,9 +184,11 @@ def add_transfers(
 
 
 def find_prepared_hosts(resumed: ResumedRun, cluster: Cluster) -> set[str]:
-    """Return the hosts that have the prepared examples of an automatic restart.
+    """Return the names of the hosts that have the prepared examples of an automatic restart, without asking them.
 
-    A run that the user resumes prepares them again, because the files with the examples may have changed.
+    Empty for a run that the user resumes, which prepares them again, because the files with the examples may have
+    changed. If the ranks work in this machine's folders, the result is the head host, provided that the run folder has
+    the file.
     """
     if not resumed.restart_reason:
         return set()
@@ -175,14 +207,21 @@ def plan_training(
     independent: bool = False,
     resumed: ResumedRun | None = None,
 ) -> RunPlan:
-    """Plan to prepare the examples once, and then to train. The run folder holds all that ranks read and write.
+    """Plan to make the run folder, to prepare the examples once, and then to train. Asks no host and writes nothing.
+
+    The run folder holds all that ranks read and write. The plan does not yet send or fetch files: `add_transfers` adds
+    that. An automatic restart does not check again whether the training fits into the hosts' memory.
 
     Parameters
     ----------
     run_dir: the run folder as the ranks see it.
+    progress: how rank 0 shows progress: "bar" or "lines".
     independent: whether each rank trains by itself, to measure what the hosts can do without communication.
+    resumed: the run to continue; None for a new run.
 
-    Raises CpuftError: as `check_training`, or options exclude each other.
+    Raises CpuftError: bf16 was requested and a host has no bf16 instructions; an option about data has no effect with
+    the task; training options exclude each other; the engine writes no checkpoints and there is an
+    --interruption-notice; `independent` with the engine deepspeed; and what `plan_launch` raises.
     """
     train = check_training(cluster, train, environ)
     check_engine_for_launch(train.engine, bool(config.interruption_notice), independent)
@@ -213,10 +252,13 @@ def plan_training(
 
 
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
-    """Return the training options for these hosts: with `--precision auto`, all use fp32 unless all have bf16.
+    """Return the training options for these hosts.
 
-    Raises CpuftError: bf16 was requested and a host does not support it; the task ignores an option about data; or
-    options exclude each other.
+    The result is `train` itself, except that `precision` becomes "fp32" if it is "auto" and some of the hosts have bf16
+    instructions and others have not. ONEDNN_MAX_CPU_ISA in `environ` can hide these instructions.
+
+    Raises CpuftError: bf16 was requested without --emulate-bf16 and a host has no bf16 instructions; an option about
+    data has no effect with the task; or training options exclude each other.
     """
     refuse_unused_data_options(train)
     refuse_conflicts(train)
@@ -230,7 +272,12 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 
 
 def refuse_unused_data_options(train: TrainConfig) -> None:
-    """Raise CpuftError if an option about data has no effect with `train.task`, which would train on other data."""
+    """Raise CpuftError if an option about data differs from its default and has no effect with `train.task`.
+
+    --train-file, --validation-file and --text-columns need the task "files" or "text"; --validation-split,
+    --mlm-probability and --whole-word-mask need "text"; --data-dir needs a GLUE task such as "mrpc". An ignored option
+    would mean to train on other data than the user believes.
+    """
     default, text = TrainConfig(), ("validation_split", "mlm_probability", "whole_word_mask")
     own = {"files": (), "text": ()}.get(train.task, ("train_file", "validation_file", "text_columns"))
     task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
@@ -249,7 +296,26 @@ def refuse_unused_data_options(train: TrainConfig) -> None:
 def describe_host_memory(
     cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], independent: bool
 ) -> tuple[str, ...]:
-    """Return the arguments that tell the preparation how much memory the hosts have; none if a host does not know."""
+    """Return the argument that tells the preparation of the examples how much memory the hosts have.
+
+    Parameters
+    ----------
+    independent: whether each rank trains independently; it is passed on as it is.
+
+    Returns
+    -------
+    One argument `--host-memory=JSON`, or () if the free memory of a host is unknown or its control group has 0 bytes
+    left. The JSON object has:
+
+    - "hosts": for each host, in the order of `cluster.assignments`, its name "host", its number of "ranks",
+      "free_bytes" (the free memory of the machine, or what the control group leaves if that is less), "machine" (boot
+      id) and "machine_bytes" (free memory of the whole machine).
+    - "precision": "bf16", "fp32" or "int8", as `train.precision` means on the CPU of the head host.
+    - "independent".
+
+    Raises CpuftError: `train.precision` is "bf16" without `train.emulate_bf16`, and the CPU of the head host has no
+    bf16 instructions, or ONEDNN_MAX_CPU_ISA in `environ` hides them.
+    """
     hosts = []
     for assignment, facts in zip(cluster.assignments, cluster.facts):
         free = min(facts.memory_free, facts.memory_left) if facts.memory_left >= 0 else facts.memory_free
@@ -260,11 +326,17 @@ def describe_host_memory(
 
 
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command of a user's script: run by this Python if it is a Python script, otherwise as it is.
+    """Return the command of a user's script, given as its argv (not empty). Looks at local files and PATH only.
 
-    `python train.py` is the same as `train.py`, and `python -m train` is run by this Python as well.
+    - `train.py ARGS`, `python train.py ARGS` and `python -u train.py ARGS`: (this Python, absolute path of train.py,
+      ARGS...).
+    - `python -m train ARGS`: (this Python, "-m", "train", ARGS...).
+    - another existing file: (its absolute path, ARGS...).
+    - a program in PATH: `script` unchanged.
 
-    Raises CpuftError: there is no such script or program.
+    "python" is the Python that runs cpuft, also as `python3` or as a path into its bin folder.
+
+    Raises CpuftError: a .py file does not exist, or there is neither a file nor a program in PATH with this name.
     """
     if len(script) > 1 and _is_own_python(script[0]):
         arguments = script[2:] if script[1] == "-u" else script[1:]
@@ -285,7 +357,9 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def name_script(command: tuple[str, ...]) -> str:
-    """Return the name of the run of a user's script: `train` for train.py and for `-m package.train`.
+    """Return the name of the run of a user's script.
+
+    It is "train" for train.py and for `-m package.train`, and the file name without its suffix for another program.
 
     Parameters
     ----------
@@ -299,7 +373,8 @@ def name_script(command: tuple[str, ...]) -> str:
 def refuse_other_launchers(script: tuple[str, ...]) -> None:
     """Refuse a script that another launcher starts. Every rank would start a job of its own, which trains by itself.
 
-    Raises CpuftError: the script is started by a launcher.
+    Raises CpuftError: the program is torchrun, accelerate, deepspeed, ipexrun, mpirun, mpiexec or horovodrun (a path to
+    it counts), or `python -m` runs a module whose name begins with torch.distributed or accelerate.commands.
     """
     name = Path(script[0]).name
     if _is_own_python(script[0]) and script[1:2] == ("-m",) and len(script) > 2:
@@ -327,9 +402,16 @@ def _is_own_python(program: str) -> bool:
 def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
     """Return the command that runs a Python script under cpuft's checks, and with `wrap` also with the fast path.
 
-    A command that is not a script of `python` is returned as it is.
+    It is ("-m", "cpuft.rank.script", SCRIPT, ARGS...) or, with `wrap`, ("-m", "cpuft.train.wrap", SCRIPT, ARGS...),
+    where `-m MODULE` may stand for SCRIPT. A command that does not begin with `python` and a .py file or `-m` is
+    returned unchanged.
 
-    Raises CpuftError: `wrap` is set for such a command.
+    Parameters
+    ----------
+    command: from `plan_script` or `pack_script`.
+    python: path of the Python that runs the ranks.
+
+    Raises CpuftError: `wrap` is set for a command that would be returned unchanged.
     """
     if len(command) < 2 or command[0] != python or not (command[1] == "-m" or command[1].endswith(".py")):
         if wrap:
@@ -341,9 +423,14 @@ def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str,
 def plan_bench(
     cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
 ) -> RunPlan:
-    """Plan to measure the communication backends on these hosts.
+    """Plan to make the run folder and to measure the communication backends there. The ranks write RUN_DIR/comm.jsonl.
 
-    Raises CpuftError: a value of `bench` cannot be measured, or there are fewer than two ranks.
+    Parameters
+    ----------
+    run_dir: the run folder as the ranks see it.
+
+    Raises CpuftError: an unknown backend, operation or dtype; sizes that are no list of bytes or not a multiple of the
+    size of a dtype; fewer than two ranks; and what `plan_launch` raises.
     """
     list_bench_cases(bench)
     if config.np < 2:
@@ -362,14 +449,23 @@ def plan_launch(
     resumed: ResumedRun | None = None,
     extra: tuple[Setting, ...] = (),
 ) -> RunPlan:
-    """Plan to make the run folder, and to start the ranks on all hosts with one mpirun.
+    """Plan to make the run folder, and to start the ranks on all hosts with one mpirun or srun. Asks no host.
 
     Parameters
     ----------
     run_dir: the run folder as the ranks see it. It exists if the run is `resumed`.
-    command: what each rank runs: a program, or `-m` and a module of cpuft.
-    backend: the communication backend, or "auto"; it determines the cores for communication.
-    extra: further settings for all ranks. Values that the user has set are kept.
+    command: what each rank runs: a program and its arguments, or "-m", a module of cpuft and its arguments.
+    backend: the communication backend, or "auto"; it determines the cores for communication (none with "gloo").
+    extra: further settings for all ranks. Values that the user has set in `environ` are kept.
+
+    Returns
+    -------
+    A plan with the parts `make` and `ranks`, and with notes that list each setting and its reason. The parts for input
+    files, preparation and results are empty.
+
+    Raises CpuftError: --comm-cores leave a rank no core to compute on; a host has no interface --iface, or none that
+    leads to the other hosts; --interruption-notice is a URL that is not http or https; or `run_dir` has ':' or ',' with
+    Open MPI.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     secret_settings, without_secrets, notes = plan_secrets(cluster, run_dir, environ)
@@ -409,9 +505,11 @@ def plan_launch(
 
 
 def find_notice(place: str) -> str:
-    """Return the URL of an interruption notice, or the absolute path of its file.
+    """Return the place of an interruption notice: an http or https URL unchanged, a file as its absolute path.
 
-    Raises CpuftError: the scheme of the URL is not supported.
+    The file need not exist.
+
+    Raises CpuftError: the URL has another scheme.
     """
     scheme, colons, _ = place.partition("://")
     if not colons:
@@ -443,7 +541,19 @@ def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
 def plan_settings(
     cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
-    """Return the settings that all hosts share, and those of each host. Values that the user has set are kept."""
+    """Return the environment variables of the ranks. Values that the user has set in `environ` are kept.
+
+    Parameters
+    ----------
+    backend: the communication backend, or "auto"; it determines the cores for communication.
+
+    Returns
+    -------
+    (settings that all hosts share, further settings of each host in the order of `cluster.assignments`). The shared
+    ones also contain the user's own variables for MPI, oneCCL, OpenMP and similar libraries.
+
+    Raises CpuftError: --comm-cores leave a rank no core, or a host has no suitable network interface.
+    """
     environ = environment.user_variables(environ)
     placements, reason = plan_placements(cluster, config, backend)
     interfaces = plan_interfaces(cluster, config.iface)
@@ -468,7 +578,21 @@ def plan_settings(
 def plan_placements(
     cluster: Cluster, config: LaunchConfig, backend: str
 ) -> tuple[tuple[tuple[RankCores, ...], ...], str]:
-    """Return the cores of every rank, host by host, and why communication got as many cores as it did."""
+    """Return which cores each rank uses.
+
+    Parameters
+    ----------
+    backend: the communication backend, or "auto". With "gloo", a single rank or fewer than 8 cores per rank, no core is
+        reserved for communication; otherwise one in eight, at most 4. `config.comm_cores` of 0 or more replaces this
+        number.
+
+    Returns
+    -------
+    (for each host in the order of `cluster.assignments` the cores of each of its ranks; why communication got as many
+    cores as it did, for the user)
+
+    Raises CpuftError: the reserved cores leave a rank no core to compute on.
+    """
     per_rank = min(len(f.cores) // a.ranks for a, f in zip(cluster.assignments, cluster.facts))
     comm_cores, reason = choose_comm_cores(per_rank, config.np, backend)
     if config.comm_cores >= 0:
@@ -478,7 +602,16 @@ def plan_placements(
 
 
 def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
-    """Return each host's network interface towards the others; loopback if there is one host only."""
+    """Return each host's network interface towards the others, in the order of the hosts.
+
+    Parameters
+    ----------
+    wanted: name of the interface to use on all hosts; "" for the one that routes to the other hosts, and for loopback
+        ("lo", 127.0.0.1) if there is one host only.
+
+    Raises CpuftError: a host has no interface `wanted` with an address, no route to the other hosts, or only one over
+    an interface that other hosts cannot use (loopback, docker, VPN).
+    """
     if len(cluster.facts) == 1 and not wanted:
         return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
     return tuple(choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
@@ -503,9 +636,15 @@ def _plan_notes(
 
 
 def choose_run_dir(wanted: str, name: str) -> str:
-    """Return the absolute path of a new run folder: the wanted one, or runs/NAME-TIME.
+    """Return the absolute path of a new run folder, and make nothing.
 
-    Raises CpuftError: it exists already, its parent is not writable, or the disk is full.
+    Parameters
+    ----------
+    wanted: path of the folder; "" for runs/NAME-YYYYMMDD-HHMMSS (local time) in the working directory.
+    name: NAME in that path, such as "mrpc-np2".
+
+    Raises CpuftError: something exists at this path, the nearest existing folder above it is not writable, or its disk
+    has less than 256 MiB free.
     """
     path = Path(wanted or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if path.exists():
