@@ -66,28 +66,33 @@ class ServerFacts:
     """What servers_survey.sh found on one server."""
 
     os: str = ""
+    """Name and version of the distribution, such as "debian 12"."""
     kernel: str = ""
+    """Version of the kernel, as `uname -r` prints it."""
     cpu: str = ""
+    """Model name of the CPU, or the machine's architecture if it has none."""
     python: str = ""
-    """Version of python3, or empty if it is missing."""
+    """Version of python3, such as "3.11.2"; empty if it is missing."""
     stamp: str = ""
     """Stamp of the installed environment. Empty if there is none, or if it is incomplete."""
     foreign: str = ""
     """Why the prefix cannot be used, such as a folder that cpuft did not make. Empty if it can."""
     key: str = ""
-    """The cluster's public key, on a head host."""
+    """The cluster's public key as in a .pub file, on a head host. Empty if there is none."""
     cores: int = 0
+    """Physical cores that the login may use; 0 if unknown."""
     free_kb: int = 0
+    """Free disk space at the prefix, in KiB."""
     ensurepip: bool = False
     """Whether python3 can make an environment with pip."""
     writable: bool = False
-    """Whether the user may write to the prefix."""
+    """Whether the user may write to the prefix, or to the nearest folder above it that exists."""
     marked: bool = False
     """Whether cpuft installed something below the prefix, or began to."""
     wheels: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each wheel at the prefix, by file name."""
+    """SHA-256 of each wheel in the prefix's folder `wheels`, by file name."""
     sums: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each of the cluster's ssh files on the server, by file name."""
+    """SHA-256 of each of the cluster's ssh files on the server, by file name; "" for a file that is missing."""
     authorized: tuple[str, ...] = ()
     """Lines of the user's authorized_keys."""
     host_keys: tuple[str, ...] = ()
@@ -95,7 +100,12 @@ class ServerFacts:
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
-    """Parse the output of servers_survey.sh. Raise CpuftError if it is something else."""
+    """Parse the output of servers_survey.sh, which has one "key value" per line.
+
+    Keys that are missing leave the defaults of `ServerFacts`.
+
+    Raises CpuftError that names `host`, if the text has no line `os` or no number in its line `free_kb`.
+    """
     lines = [(key, value.strip()) for key, _, value in (line.partition(" ") for line in text.split("\n"))]
     found = dict(lines)
     if "os" not in found or not is_count(found.get("free_kb", ""), least=0):
@@ -118,14 +128,18 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 
 
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
-    """Return why this server cannot be provisioned and what to do about it; empty if it can.
+    """Return why this server cannot be provisioned and what to do; "" if it can. The text begins with `host`.
+
+    Only the first of these reasons is returned: python3 is missing or older than 3.10; the prefix cannot be written;
+    the prefix belongs to another user, can be written by other users, or has a folder `env` or `wheels` that cpuft did
+    not make; neither the server nor the wheels have pip; no environment is installed and less than `need_kb` is free.
 
     Parameters
     ----------
     has_pip
         Whether the wheels that will be sent include pip.
     need_kb
-        Disk space that the environment needs.
+        Disk space that the environment needs, in KiB.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
     if version < _MIN_PYTHON:
@@ -144,24 +158,27 @@ def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bo
 
 
 def describe_server(facts: ServerFacts) -> str:
-    """Return one line on the state of a server."""
+    """Return one line on a server: `up, debian 12, kernel 6.1.0, Python 3.11.2, environment 0123abcd, 40 GB free`.
+
+    Without an environment it says `no environment`, and without Python `Python missing`.
+    """
     environment = f"environment {facts.stamp[:8]}" if facts.stamp else "no environment"
     python, free = facts.python or "missing", f"{facts.free_kb >> 20} GB free"
     return ", ".join(["up", facts.os, f"kernel {facts.kernel}", f"Python {python}", environment, free])
 
 
 def find_python(pythons: dict[str, str]) -> str:
-    """Return the minor version of Python that all servers have, such as "3.11".
+    """Return the minor version of Python that all servers have, such as "3.11"; "" if none of them has Python.
 
     Parameters
     ----------
     pythons
-        Version of Python by name of the server.
+        Version of Python ("3.11.2", "" without Python) by name of the server; at least one server.
 
     Raises
     ------
     CpuftError
-        The versions differ. One environment for all servers needs the same version on all of them.
+        The minor versions differ. One environment for all servers needs the same version on all of them.
     """
     versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
     if len(set(versions.values())) > 1:
@@ -175,26 +192,30 @@ class ClusterFacts:
     """What planning a cluster of servers needs to know."""
 
     servers: tuple[tuple[Member, ServerFacts], ...]
-    """The head host first."""
+    """(ssh data, survey) of each server; the head host comes first."""
     files: Mapping[str, str]
     """Texts of the cluster's files on this machine, by path."""
     directory: str
     """Directory of these files. Only the hostfile and its lock file are elsewhere."""
     hostfile: str
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The ssh command for each server, as `Plan` has it."""
+    """The ssh command for each server, by address: argv to which a shell line is appended."""
     bastions: Bastions = ()
+    """Bastions between this machine and the servers, the first one first."""
     supply: Supply = Supply(())
+    """The wheels that the servers install."""
     pins: tuple[str, ...] = ()
-    """name==version of each package that the servers install."""
+    """name==version of each package that the servers install, perhaps with `--hash=` options."""
     kind: str = "hosts"
     """Kind of cluster in the registry entry."""
     options: Mapping[str, str] | None = None
     """Options for the registry entry, if it has others than those of `HostsConfig`."""
     notice: str = ""
+    """URL or file that announces a host's interruption; empty for none."""
     renewal: str = ""
+    """Command that extends a host's lease while a run is active; empty for none."""
     until: int = 0
-    """These three are as in the registry entry."""
+    """End of the lease in seconds since the epoch; 0 for no lease."""
     can_lose_head: bool = False
     """Whether every server must be able to replace the head host."""
 
@@ -205,17 +226,23 @@ class ClusterFacts:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The servers as ssh sees them."""
+        """The servers as ssh sees them, the head host first."""
         return tuple(member for member, _ in self.servers)
 
     @property
     def stamp(self) -> str:
-        """Stamp of the environment that the servers should have."""
+        """Stamp of the environment that the servers should have: a hash of `pins` and of the wheels."""
         return make_stamp(self.pins, self.supply.wheels)
 
 
 def check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
-    """Raise CpuftError if servers cannot be provisioned. The message names each of them, with the reason."""
+    """Raise CpuftError if any server cannot be provisioned. The message has the first reason for each such server.
+
+    The reasons are: python3 is missing or older than 3.10; the prefix cannot be written; the prefix belongs to another
+    user, can be written by other users, or has a folder `env` or `wheels` that cpuft did not make; neither python3 (its
+    ensurepip) nor the wheels that will be sent have pip; or no environment is installed and less disk space is free
+    than four times the size of the wheels and 100 MiB.
+    """
     wheels = facts.supply.wheels
     # Each wheel takes its own size and about three times that when unpacked; 100 MB are for work files.
     need_kb = sum(wheel.size for wheel in wheels) * 4 // 1024 + (100 << 10)
@@ -227,7 +254,21 @@ def check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
 
 
 def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
-    """Plan what is missing on the servers and on this machine. Raise CpuftError as `check_servers`."""
+    """Plan what is missing on the servers and on this machine. Pure; an empty plan when nothing is missing.
+
+    The stages are, as far as they are needed: the registry entry, the ssh configuration and the host keys on this
+    machine; the missing wheels on this machine; then on the servers the head host's key, the wheels, the environment,
+    the key's authorization and the head host's ssh files; last the hostfile and its lock file here. While wheels are
+    not downloaded yet (`facts.supply.complete` is False), the plan ends with their download, and a note says so. The
+    notes also name each server whose host key is not in the cluster's known_hosts file yet.
+
+    Raises
+    ------
+    CpuftError
+        A server cannot be provisioned: python3 is missing or older than 3.10, the prefix is not writable or not
+        cpuft's, there is no pip, or too little disk space is free (the message names each such server). Or the lock
+        file is damaged, or a value contains a control character or quotation mark that ssh's configuration cannot hold.
+    """
     check_servers(config, facts)
     stages = [*_plan_entry(config, facts), list(facts.supply.missing)]
     notes = [
@@ -282,12 +323,19 @@ def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 
 
 def parse_lock(text: str, path: str) -> dict[str, dict[str, Any]]:
-    """Return what a lock file says of each host, by its address; empty for an empty text.
+    """Return what the text of a lock file says of each host, by its address; {} for an empty text.
+
+    The values of a host are `cpu`, `cores`, `kernel` and `python`, as they were when the file was written.
+
+    Parameters
+    ----------
+    path
+        Path of the file, for the error message; it is not read.
 
     Raises
     ------
     CpuftError
-        The file is damaged.
+        The text is not JSON, or has no object `hosts` whose values are objects.
     """
     try:
         values = load(dict[str, Any], parse_json(text)) if text else {"hosts": {}}
@@ -297,7 +345,7 @@ def parse_lock(text: str, path: str) -> dict[str, dict[str, Any]]:
 
 
 def cluster_dir(config: HostsConfig) -> str:
-    """Return the directory on a head host that holds the cluster's key and ssh configuration."""
+    """Return the directory on a head host that holds the cluster's key and ssh files: `PREFIX/clusters/NAME`."""
     return f"{config.prefix}/clusters/{config.name}"
 
 
@@ -307,7 +355,12 @@ def _key_comment(config: HostsConfig) -> str:
 
 
 def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
-    """Plan what is missing on the servers. The key of a head host is generated there and never leaves it."""
+    """Return the stages that do what is missing on the servers; empty inner lists for what is not.
+
+    In this order: make the key of each head host that has none (it never leaves that host), push wheels, four per
+    stage, install the environment, let the head hosts' keys log in, and write the head hosts' ssh files. A key that
+    this plan makes can log in only after the next plan, because its public half is not known yet.
+    """
     keys = [own.key for _, own in facts.head_hosts if own.key]
     keygen = ("sh", "-c", KEYGEN, "keygen", f"{cluster_dir(config)}/id_ed25519", _key_comment(config))
     command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, facts.stamp, *facts.pins)
@@ -365,7 +418,11 @@ def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 
 
 def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
-    """Plan removing environment, wheels, key and its authorization from the servers, then the files here."""
+    """Plan removing environment, wheels, key and its authorization from the servers, then the files on this machine.
+
+    Servers that have none of these get no step. The files here are removed only if cpuft made the cluster's directory.
+    The plan is empty when nothing is left.
+    """
     comment = _key_comment(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, comment, WORK_ROOT)
     steps = tuple(
@@ -379,7 +436,11 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):
-    """A cluster of existing servers that are reached over ssh."""
+    """A cluster of existing servers that are reached over ssh.
+
+    Raises CpuftError: --hosts is empty, has a server twice or an invalid name; --prefix is not a plain absolute path;
+    or the name of the cluster or the registry's folder cannot be used.
+    """
 
     kind = "hosts"
     options = HostsConfig
@@ -404,7 +465,14 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines if " " in line}
 
     def confirm(self, ask: Ask) -> None:
-        """Fetch the host keys of new servers and ask whether each is right. Known keys are never replaced."""
+        """Fetch the host keys of servers whose key this cluster does not know, and ask whether each is right.
+
+        Accepted keys are kept in memory; a plan writes them. Known keys are never replaced. With --accept-host-keys,
+        nothing is asked.
+
+        Raises CpuftError: a server cannot be reached, a key was not accepted, or a bastion of --jump is not valid or
+        also in --hosts.
+        """
         unknown = [member for member in self.members if member.known_name not in self.keys]
         with self._temporary_transport(self._find_bastions()) as transport:
             shown = map_hosts(lambda member: scan_host_key(Host(member.address), transport.config), unknown)
@@ -442,7 +510,12 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return tuple(replace(member, key=self.keys.get(member.known_name, "")) for member in self.members)
 
     def gather(self) -> ClusterFacts:
-        """Examine the servers and this machine. Raise CpuftError that names every server that failed."""
+        """Examine the servers over ssh and the files and wheels on this machine. Changes nothing.
+
+        Raises CpuftError: a server cannot be examined (within 120 s) or provisioned, which the message says of each
+        such server; the servers have different minor versions of Python; the wheels or the --pins file cannot be used;
+        or a bastion is not valid.
+        """
         bastions = self._find_bastions()
         with self._temporary_transport(bastions) as transport:
             facts = replace(self._examine(transport), bastions=bastions)
@@ -453,7 +526,10 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return replace(facts, supply=supply, pins=pins)
 
     def gather_remains(self) -> ClusterFacts:
-        """Examine the servers with the ssh configuration in the cluster's directory, if that exists."""
+        """Examine the servers with the ssh configuration in the cluster's directory; without that directory, no server.
+
+        Raises CpuftError that names every server that cannot be examined.
+        """
         if self.directory.exists():
             return self._examine(self._make_transport())
         return ClusterFacts((), {}, str(self.directory), self.hostfile)
@@ -493,15 +569,19 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return parse_pins(text, self.config.pins)
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan what is missing."""
+        """Plan what is missing on the servers and on this machine. Raises CpuftError if a server cannot be provisioned."""
         return plan_servers(self.config, facts)
 
     def plan_down(self, facts: ClusterFacts) -> Plan:
-        """Plan the removal of everything that is left on the servers and here."""
+        """Plan the removal of everything that is left on the servers and here; an empty plan if nothing is."""
         return plan_servers_down(self.config, facts)
 
     def describe_hosts(self) -> list[str]:
-        """Return one line on the state of each server, or why it cannot be examined."""
+        """Return `ADDRESS  STATE` for each server, in order; STATE begins with `up` or `down`.
+
+        A server that is up is described by its system, Python and environment, another one by why it cannot be
+        examined.
+        """
         found = try_hosts(partial(self._survey, self._make_transport()), self.members)
         states = [f"down: {own}" if isinstance(own, CpuftError) else describe_server(own) for own in found]
         return [f"{member.address}  {text}" for member, text in zip(self.members, states)]

@@ -37,9 +37,9 @@ EXTRAS = ("train", "mpi", "ccl", "demo")
 INSTALL = REMOVE + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
 """Shell script that installs the environment on a host, in an image or in a container. `set -eu` must precede it."""
 PINS = Path(cpuft.__file__).with_name("constraints.txt")
-"""Exact versions of all packages."""
+"""Requirements file with the exact version (name==version) of every package, torch included."""
 HASHES = Path(cpuft.__file__).with_name("constraints-hashes.txt")
-"""The same versions with the hashes of their files, apart from torch."""
+"""Requirements file with the same versions and the SHA-256 of their files, apart from torch."""
 BUILT_HERE = ("seqeval",)
 """Packages that the index has only as source. Their wheels are built on this machine, so they have no recorded hash."""
 _DOWNLOAD_SECONDS = 3600.0
@@ -54,42 +54,55 @@ class Wheel:
 
     path: str
     name: str
+    """File name, such as "numpy-2.1.0-cp311-cp311-linux_x86_64.whl"."""
     sha256: str
+    """64 hexadecimal digits."""
     size: int = 0
     """Bytes."""
 
     @property
     def pin(self) -> str:
-        """name==version, from the file name (PEP 427)."""
+        """name==version as the file name spells them (PEP 427): `huggingface_hub==0.24.0`, `torch==2.4.0+cpu`."""
         return "==".join(self.name.split("-")[:2])
 
 
 @dataclass(frozen=True)
 class HashedPin:
-    """An exact version in `HASHES`."""
+    """One requirement of `HASHES`."""
 
     pin: str
     """name==version."""
     marker: str
-    """The environments to which it applies (PEP 508). Empty for all."""
+    """The environments to which it applies (PEP 508), such as `python_version < "3.11"`. Empty for all."""
     hashes: tuple[str, ...]
-    """SHA-256 of each file that an index may have for it."""
+    """SHA-256 of each file that an index may have for it, as hexadecimal digits."""
 
 
 @dataclass(frozen=True)
 class Supply:
-    """What an environment is installed from, as far as it is on this machine."""
+    """The wheels from which an environment is installed, as far as they are known."""
 
     wheels: tuple[Wheel, ...]
-    """This cpuft's own wheel comes first."""
+    """This cpuft's own wheel comes first, even when `missing` has the step that writes its file. The others are on this
+    machine."""
     missing: tuple[Step, ...] = ()
     """Steps on this machine that make or download what is missing."""
     complete: bool = True
-    """Whether `wheels` has all wheels. Wheels that must be downloaded first are not known."""
+    """Whether `wheels` has all wheels. False while wheels must be downloaded: until then they are not known."""
 
 
 def parse_hashes(text: str) -> tuple[HashedPin, ...]:
-    """Parse a requirements file of exact versions with hashes, as `pip --require-hashes` reads it."""
+    """Parse a requirements file of exact versions with hashes, as `pip --require-hashes` reads it.
+
+    Returns
+    -------
+    tuple of HashedPin
+        One for each requirement, in the order of the file: name==version, its marker ("" without one) and its SHA-256
+        digests (empty without `--hash=sha256:`). A backslash at the end of a line joins it with the next one. Empty
+        lines and lines that begin with `#` are skipped; an empty text gives ().
+
+    The text is not checked: every other line counts as a requirement, and nothing is raised.
+    """
     lines = re.sub(r"\\\n", " ", text).splitlines()
     found = [line.split("--hash=sha256:") for line in lines if line.strip() and not line.startswith("#")]
     parts = [(requirement.partition(";"), hashes) for requirement, *hashes in found]
@@ -100,12 +113,24 @@ def parse_hashes(text: str) -> tuple[HashedPin, ...]:
 
 
 def parse_pins(text: str, path: str) -> tuple[str, ...]:
-    """Parse the file of --pins: one name==version per line, optionally with `--hash=sha256:DIGEST`.
+    """Parse the text of the --pins file: one name==version per line, optionally with `--hash=sha256:DIGEST`.
+
+    Parameters
+    ----------
+    path
+        Name of the file for error messages; it is not read.
+
+    Returns
+    -------
+    tuple of str
+        One requirement per line with its `--hash=` options, in the order of the file, without comments and with single
+        spaces. A backslash at the end of a line joins it with the next one. () if no line has a requirement.
 
     Raises
     ------
     CpuftError
-        A version is not exact, or some versions have hashes and others have none.
+        A line has no `==` or does not begin with a letter or digit, or some requirements have hashes and others have
+        none.
     """
     lines = re.sub(r"\\\n", " ", text).split("\n")
     pins = tuple(" ".join(line.split("#")[0].split()) for line in lines if line.split("#")[0].strip())
@@ -120,24 +145,34 @@ def parse_pins(text: str, path: str) -> tuple[str, ...]:
 
 
 def add_own(pins: tuple[str, ...], own: Wheel) -> tuple[str, ...]:
-    """Add this cpuft's wheel to the pins of a user, with its hash if the pins have hashes."""
+    """Return the pins of a user and, as the last one, `cpuft==VERSION`, with its hash if any of the pins has a hash."""
     has_hashes = any("--hash=" in pin for pin in pins)
     return (*pins, f"{own.pin} --hash=sha256:{own.sha256}" if has_hashes else own.pin)
 
 
 def list_pins(wheels: tuple[Wheel, ...]) -> tuple[str, ...]:
-    """Return name==version of every wheel but pip, which only installs the others."""
+    """Return name==version of every wheel but pip, which only installs the others; in the order of the wheels."""
     return tuple(wheel.pin for wheel in wheels if not wheel.name.startswith("pip-"))
 
 
 def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
-    """Return a hash of everything from which an environment is installed. The order of the arguments has no effect."""
+    """Return 32 hexadecimal digits of a SHA-256 of all pins and of all wheels' hashes. Their order has no effect."""
     text = "\n".join([*sorted(pins), *sorted(wheel.sha256 for wheel in wheels)])
     return hash_text(text, 32)
 
 
 def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str]) -> Supply:
-    """Find out which wheels are on this machine. This changes nothing.
+    """Find out which wheels are on this machine, and return them with the steps that make the missing ones.
+
+    Nothing is written, downloaded or built on disk. The wheels are those of one of three cases:
+
+    - `folder` is given: this cpuft's wheel and the wheels in `folder`.
+    - Only `python` is given: this cpuft's wheel and those of `downloads_folder`. If that folder does not exist, only
+      this cpuft's wheel, a last missing step that downloads the others, and `complete` is False.
+    - Both are empty: this cpuft's wheel only.
+
+    Wheels in a folder are sorted by path; files named `cpuft-*` there are ignored. A step that writes this cpuft's
+    wheel is missing unless the file in `own` is the same.
 
     Parameters
     ----------
@@ -146,12 +181,14 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
     folder
         Folder of all other wheels, given by the user. Empty for the wheels that cpuft downloads.
     python
-        Version of Python on the hosts ("3.11"). If this and `folder` are empty, only this cpuft's wheel is supplied.
+        Version of Python on the hosts ("3.11").
 
     Raises
     ------
     CpuftError
-        `folder` holds no wheels, other users may write to it, or a wheel differs from the recorded file.
+        The folder does not exist or holds no wheels; other users may write to `folder`, its wheels or cpuft's cache
+        folder; a wheel in `folder` has a version of `HASHES` but another hash; this cpuft is not installed; or
+        XDG_CACHE_HOME is relative.
     """
     name, content = make_own_wheel()
     digest = hashlib.sha256(content).hexdigest()
@@ -185,7 +222,15 @@ def _read_wheel(path: Path, modified: int) -> Wheel:
 
 
 def refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[HashedPin]) -> None:
-    """Raise CpuftError if a wheel has a name and version of `hashed`, but is none of the files recorded there."""
+    """Raise CpuftError if a wheel has a name and version of `hashed`, but is none of the files recorded there.
+
+    Wheels of other names or versions, and those in `BUILT_HERE`, are accepted. Names are compared as in PEP 503.
+
+    Parameters
+    ----------
+    folder
+        Folder of the wheels, for the error message.
+    """
 
     def normalise(pin: str) -> str:
         name, _, version = pin.partition("==")
@@ -204,7 +249,24 @@ def refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[
 
 
 def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of downloaded wheels for a version of Python. Its name has a hash of what decides on them."""
+    """Return the folder of downloaded wheels for a version of Python: `CACHE/cpuft/wheels/3.11-0123456789ab`.
+
+    CACHE is XDG_CACHE_HOME or HOME/.cache in `environ`. The folder is not made and need not exist. The 12 hexadecimal
+    digits are a hash of the version of Python, this machine's architecture, the texts of `PINS` and `HASHES`, cpuft's
+    requirements, `EXTRAS`, and, if there is a C++ compiler, the sources and compiler flags of the kernels.
+
+    Parameters
+    ----------
+    python
+        Version of Python on the hosts, such as "3.11"; it is not checked.
+
+    Raises
+    ------
+    CpuftError
+        XDG_CACHE_HOME, or HOME without it, is a relative path.
+    importlib.metadata.PackageNotFoundError
+        This cpuft is a checkout that is not installed.
+    """
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
     pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")
@@ -214,12 +276,23 @@ def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
 
 
 def download_wheels(python: str, environ: Mapping[str, str]) -> None:
-    """Download all wheels for hosts with this version of Python, unless they are here.
+    """Download all wheels for hosts with this version of Python into `downloads_folder`.
+
+    If that folder exists, nothing is downloaded, and its contents are not checked. Otherwise a folder beside it is
+    filled and renamed, so the folder is always complete. Packages in `BUILT_HERE` are built from source. Kernels are
+    compiled and added; if they cannot be, the reason is printed on standard error and their wheel is left out. cpuft's
+    cache folder is made. Each run of pip may take an hour.
+
+    Parameters
+    ----------
+    python
+        Version of Python on the hosts, such as "3.11".
 
     Raises
     ------
     CpuftError
-        pip failed. The message has its last lines.
+        pip failed (the message has its last lines), XDG_CACHE_HOME is relative, or cpuft's cache folder cannot be made
+        or is writable by other users.
     """
     cache_folder(environ)
     folder = downloads_folder(python, environ)
@@ -245,7 +318,12 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
 
 
 def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
-    """Return the versions that a host with this machine's CPU architecture and Python `python` ("3.11") installs."""
+    """Return the versions that a Linux host with Python `python` ("3.11") and this machine's architecture installs.
+
+    These are, in the same order, the ones without a marker and the ones whose marker is true on such a host.
+
+    Raises packaging's InvalidMarker for a marker that is not valid.
+    """
     try:
         markers: Any = importlib.import_module("packaging.markers")
     except ImportError:
@@ -255,7 +333,10 @@ def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
 
 
 def format_requirements(hashed: Sequence[HashedPin]) -> str:
-    """Return the text of a requirements file for `pip --require-hashes`."""
+    """Return the text of a requirements file for `pip --require-hashes`.
+
+    It has a line `name==version --hash=sha256:DIGEST ...` for each pin. Markers are left out. Without pins it is empty.
+    """
     return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
 
 
@@ -299,7 +380,8 @@ def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
 def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
     """Compile the kernels for several kinds of CPU, and write them as one wheel.
 
-    A target whose options this compiler does not know is left out.
+    The targets are compiled at the same time, for 300 s at most. A target that the compiler cannot compile is left out.
+    A wheel of the same name is replaced.
 
     Parameters
     ----------
@@ -311,7 +393,7 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
     Returns
     -------
     Path
-        The wheel: `cpuft_kernels-VERSION-py3-none-linux_x86_64.whl`.
+        The wheel: `FOLDER/cpuft_kernels-VERSION-py3-none-linux_x86_64.whl`.
 
     Raises
     ------
@@ -347,9 +429,11 @@ def _compile(compiler: str, target: Target, folder: Path) -> bytes | CpuftError:
 
 @cache
 def make_own_wheel() -> tuple[str, bytes]:
-    """Return the name and the contents of a wheel of this cpuft, so that hosts get the version that provisions them.
+    """Return (file name, contents) of a wheel of this cpuft, so that hosts get the version that provisions them.
 
-    The contents do not depend on when or where the wheel is made.
+    The name is `cpuft-VERSION-py3-none-any.whl`, or `...-linux_x86_64.whl` if this cpuft contains a compiled library.
+    The contents do not depend on when or where the wheel is made. Nothing is written; the result is computed once per
+    process.
 
     Raises
     ------
@@ -367,7 +451,12 @@ def make_own_wheel() -> tuple[str, bytes]:
 
 
 def write_own_wheel(folder: Path) -> Path:
-    """Write this cpuft as a wheel into `folder`; return its path."""
+    """Write this cpuft as a wheel into `folder`, which is made if it does not exist; return the path of the wheel.
+
+    A wheel of the same name is replaced.
+
+    Raises CpuftError: this cpuft is not installed, or a folder or special file is at the path of the wheel.
+    """
     name, content = make_own_wheel()
     with write_atomically(folder / name) as beside:
         beside.write_bytes(content)
@@ -375,7 +464,7 @@ def write_own_wheel(folder: Path) -> Path:
 
 
 def plan_own_wheel(folder: Path) -> Step:
-    """Return the step that writes this cpuft as a wheel into `folder`."""
+    """Return the step that writes this cpuft as a wheel into `folder` of this machine. Nothing is written yet."""
     command = (*module_command(sys.executable, "cpuft.provision.wheels"), "own", str(folder))
     return Step("write this cpuft as a wheel", command)
 
