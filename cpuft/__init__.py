@@ -19,7 +19,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """What loads torch is loaded only when it is asked for: the command line does not need it."""
+    """Import `accelerate`, `interrupted`, `load_state` or `save_state` when it is first used, because it needs torch.
+
+    The command line does not need torch. Raises AttributeError: any other name. Raises ImportError: torch is not
+    installed.
+    """
     if name == "accelerate":
         from cpuft.train.fast.acceleration import accelerate
 

@@ -20,21 +20,27 @@ _UNCHANGED = re.compile(r"(--)?[A-Za-z0-9_./][A-Za-z0-9_./=,+@:-]*")
 def module_command(python: str, module: str) -> tuple[str, ...]:
     """Return a command like `python -m module` that does not import from the working folder.
 
-    Python 3.10 has no option -P, which does the same.
+    The result is (python, "-c", a program, module); arguments of the module are appended to it. Python 3.10 has no
+    option -P, which does the same.
     """
     return (python, "-c", _RUN, module)
 
 
 def run_module() -> None:
-    """Run the module that the first argument names, with the other arguments; `module_command` starts this."""
+    """Run the module that `sys.argv[1]` names as `__main__`, in this process, with the arguments after it.
+
+    `sys.argv[1]` is removed. The commands that `module_command` returns call this.
+    """
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
 def pack_argv(argv: Sequence[str]) -> tuple[str, ...]:
-    """Return a command line of which mpirun takes no argument for its own, such as a `:`.
+    """Return a command line with the same number of arguments, of which mpirun takes none for its own, such as a `:`.
 
-    A leading `-m MODULE` names a module of cpuft. Arguments that no mpirun can misread stay as they are, so that a
-    person can read the plan.
+    Arguments of letters, digits and the characters _./=,+@:- that begin with none of `=,+@:-` (`--` is allowed) stay as
+    they are, so that a person can read the plan. Every other argument becomes `json:` and its JSON text. If the first
+    argument of a tuple is `-m`, it stays as it is, and the second one names a module of cpuft. `unpack_argv` undoes
+    this.
     """
     begin = 1 if argv[:1] == ("-m",) else 0
     return (*argv[:begin], *(arg if _is_safe(arg) else _MARK + json.dumps(arg) for arg in argv[begin:]))
@@ -45,13 +51,25 @@ def _is_safe(arg: str) -> bool:
 
 
 def unpack_argv(argv: Sequence[str]) -> list[str]:
-    """Return the command to execute from what `pack_argv` returned."""
+    """Return the command to execute from what `pack_argv` returned.
+
+    Parameters
+    ----------
+    argv: a list. If it begins with `-m` and a module, the result is `module_command` with this process's Python, so
+        that the module runs without the working folder in its path. Otherwise the result has the same arguments,
+        decoded.
+
+    Raises
+    ------
+    ValueError: what follows `json:` in an argument is not JSON.
+    """
     unpacked = [json.loads(arg.removeprefix(_MARK)) if arg.startswith(_MARK) else arg for arg in argv]
     return [*module_command(sys.executable, unpacked[1]), *unpacked[2:]] if argv[:1] == ["-m"] else unpacked
 
 
 def parse_slurm_counts(text: str) -> tuple[int, ...]:
-    """Return Slurm's count for each host: 2, 2, 2, 1 for "2(x3),1"; nothing if the text has another form."""
+    """Return Slurm's count for each host: (2, 2, 2, 1) for "2(x3),1"; () for a text of another form, also an empty
+    one."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)

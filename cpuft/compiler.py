@@ -20,6 +20,7 @@ SOURCES = tuple(
     Path(cpuft.__file__).parent / "train" / "fast" / name
     for name in ("kernels.cpp", "attention.h", "products.h", "vectors.h")
 )
+"""The main C++ file, which is compiled, and the headers that it includes."""
 
 # -fno-math-errno and -fno-trapping-math let sqrt and floor become vector instructions. -ffast-math is not used, because
 # linking with it makes all threads of the process flush denormals, also torch's.
@@ -27,6 +28,7 @@ FLAGS = (
     *("-O3", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math"),
     *("-std=c++17", "-fopenmp", "-fPIC", "-shared"),
 )
+"""Compiler options for every target; `Target.options` come before them."""
 PACKAGE = "cpuft_kernels"
 """Name of the wheel with compiled kernels, and of its folder beside the package cpuft."""
 _COMPILE_SECONDS = 300.0
@@ -37,8 +39,9 @@ class Target:
     """A class of CPUs for which kernels are compiled in advance."""
 
     name: str
+    """Last part of the library's file name, such as avx512."""
     options: tuple[str, ...]
-    """Options for the compiler."""
+    """Options for the compiler, which choose the instructions, such as -march=haswell."""
     needs: frozenset[str]
     """Flags in /proc/cpuinfo that a CPU needs to run the result."""
 
@@ -53,25 +56,37 @@ TARGETS = (
     Target("avx512", ("-march=skylake-avx512",), _AVX512),
     Target("avx2", ("-march=haswell",), _AVX2),
 )
-"""The fastest first."""
+"""The classes of CPUs for which kernels are compiled in advance, the fastest first."""
 
 
 def find_compiler(environ: Mapping[str, str]) -> str | None:
-    """Return the path of the C++ compiler ($CXX, g++ or c++), or None if there is none."""
+    """Return the path of the C++ compiler, or None if there is none.
+
+    It is $CXX (g++ if that is unset), else c++, each looked up in the PATH of `environ`. If $CXX is set and not found,
+    g++ is not tried.
+    """
     path = environ.get("PATH")
     return shutil.which(environ.get("CXX", "g++"), path=path) or shutil.which("c++", path=path)
 
 
 def hash_sources(*more: str) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of the kernels' sources, the compiler's flags and `more`."""
+    """Return 16 hexadecimal digits of the SHA-256 of the texts of SOURCES, of FLAGS and of `more`, in this order."""
     texts = [*(source.read_text(encoding="utf-8") for source in SOURCES), *FLAGS, *more]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
-    """Compile the kernels into `library`.
+    """Compile the kernels into the shared library `library`, whose folder must exist. An older file there is replaced.
 
-    Raises CpuftError: the compiler cannot be started, takes longer than 300 s, or refuses the options or the sources.
+    Parameters
+    ----------
+    compiler: its path or name.
+    options: for the compiler in addition to FLAGS, for example -march=native.
+
+    Raises
+    ------
+    CpuftError: the compiler cannot be started, takes longer than 300 s, or ends with an error, for example because it
+        does not know an option or cannot write the file. The message has its last line of output.
     """
     command = [compiler, *options, *FLAGS, str(SOURCES[0]), "-o", str(library)]
     try:
@@ -82,15 +97,23 @@ def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> Non
 
 
 def name_library(target: Target) -> str:
-    """Return the file name of kernels that were compiled in advance from exactly these sources."""
+    """Return the file name of kernels compiled in advance from exactly these sources: `kernels-HASH-avx512.so`.
+
+    HASH is that of `hash_sources` with the target's options; the last part is the target's name.
+    """
     return f"kernels-{hash_sources(*target.options)}-{target.name}.so"
 
 
 def find_installed(cpu_flags: Collection[str], folder: Path = Path(cpuft.__file__).parents[1] / PACKAGE) -> Path | None:
-    """Return the path of the fastest installed library that a CPU with these flags can run, or None.
+    """Return the path of the fastest installed library that a CPU with these flags can run.
 
-    Only libraries made from exactly these sources are used, and only from the folder beside the package cpuft: who can
-    write there can change cpuft itself.
+    None if no library in `folder` is one of these, or if this machine is not x86_64. Only libraries made from exactly
+    these sources are used, and by default only from the folder beside the package cpuft: who can write there can change
+    cpuft itself.
+
+    Parameters
+    ----------
+    cpu_flags: as in /proc/cpuinfo, for example avx2.
     """
     if platform.machine() != "x86_64":
         return None

@@ -37,9 +37,13 @@ COMPRESSION_FACTS = {
 """All compressions, from exact to the fewest bytes."""
 
 COMPRESSIONS = ("auto", *COMPRESSION_FACTS)
+"""The values of --grad-compression."""
 AUTO_COMPRESSIONS = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.is_automatic)
+"""The compressions from which `auto` chooses."""
 SHARDED_COMPRESSIONS = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.works_with_shard)
+"""The compressions that work with --shard."""
 COMPRESSIONS_WITH_FEEDBACK = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.has_feedback)
+"""The compressions with error feedback."""
 REMOVED_COMPRESSIONS = {
     "late": "--grad-compression late was removed, because it cost too much accuracy: give --grad-compression int8, "
     "which sends as many bytes"

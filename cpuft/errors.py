@@ -43,12 +43,16 @@ class CpuftError(Exception):
 
 
 class DiskFullError(CpuftError):
-    """A disk became full during a run."""
+    """A disk became full during a run. The message names the path and this host, and says what to do; the exit code
+    is 74."""
 
     exit_code = IO_ERROR
 
     def __init__(self, path: str, advice: str = "") -> None:
-        """`path`: the file or folder that could not be written on this host; `advice`: the next step."""
+        """`path`: the file or folder that could not be written on this host.
+
+        `advice`: the next step; if empty, to make room and continue the run with cpuft launch --resume.
+        """
         host = socket.gethostname()
         resume = "cpuft launch --resume continues the run from its last checkpoint"
         advice = advice or f"make room there, then try again ({resume})"
@@ -56,23 +60,30 @@ class DiskFullError(CpuftError):
 
 
 class Interrupted(Exception):
-    """A signal to this process stopped the run."""
+    """A signal to this process stopped the run. Its text is the signal's name, and `exit_code` is 128 + the signal's
+    number."""
 
     def __init__(self, signal_number: int) -> None:
+        """Raises ValueError: there is no signal of this number."""
         super().__init__(signal.Signals(signal_number).name)
         self.exit_code = 128 + signal_number
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 host`, `2 hosts`."""
+    """Return a number with its noun: `0 hosts`, `1 host`, `2 hosts`. The plural is the noun with an s."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def install_command(*extras: str) -> str:
     """Return the shell command that installs extras of setup.cfg into the Python that runs this process.
 
-    The command names a checkout by its folder, and a cpuft that was installed from a wheel by its version, so that pip
-    does not replace it. It installs exact versions (constraints.txt), and torch from the index of builds without CUDA.
+    The command runs `pip install -c constraints.txt`, with cpuft's file of exact versions. It names a checkout by its
+    folder (`-e FOLDER[train,mpi]`), and a cpuft that was installed from a wheel by its version (`cpuft[train]==0.1.0`),
+    so that pip does not replace it. With the extra `train`, it adds the index of torch builds without CUDA.
+
+    Parameters
+    ----------
+    extras: one or more names, such as train; they are not checked.
     """
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
@@ -83,15 +94,18 @@ def install_command(*extras: str) -> str:
 
 
 def find_full_disk(error: OSError) -> DiskFullError | None:
-    """Return the error to report if a disk or the user's quota is full; None for any other OSError."""
+    """Return, without raising it, the error to report if a disk or the user's quota is full; None for any other
+    OSError."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return DiskFullError(str(error.filename2 or error.filename or "a file")) if full else None
 
 
 def describe_path_error(error: OSError) -> str:
-    """Return the message for an OSError about a path: too long, no permission, or a disk that is full or read-only.
+    """Return the message for an OSError about a path: what is wrong with the path, and what to do.
 
-    Empty for any other OSError.
+    This is for a path that is too long, a missing permission, a part of the path that is not a folder, a file system
+    that is full, over quota or read-only, and a file that is too large. The result is empty for any other OSError, also
+    for a file that does not exist.
     """
     if error.errno == errno.ENAMETOOLONG:
         return f"the path {reprlib.repr(str(error.filename))} is longer than the file system takes: give a shorter one"
@@ -102,7 +116,11 @@ def describe_path_error(error: OSError) -> str:
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: the names most similar to `name`, or all if none is similar."""
+    """Return the end of an error message about an unknown name: "did you mean int8 or fp16?" with up to three similar
+    names.
+
+    If none of the names is similar: "choose one of " and all of them in alphabetical order.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(names)}"

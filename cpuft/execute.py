@@ -24,6 +24,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255
 """Exit code of ssh itself, when the connection failed."""
 PIPE = subprocess.PIPE
+"""Value of `streams` of `start_process`."""
 _POLL_SECONDS = 0.05
 _PROGRESS_SECONDS = 20.0
 """Time between two lines about the progress of a task of many steps."""
@@ -36,11 +37,13 @@ _GRACE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Answer:
-    """The output of a command and its exit code."""
+    """The output of a command and its exit code. What is not UTF-8 in the output is replaced by U+FFFD."""
 
     exit_code: int
     output: str
+    """Standard output; with `run_stage` standard output and standard error together."""
     errors: str = ""
+    """Standard error, or why the command could not be run."""
 
     @property
     def text(self) -> str:
@@ -54,9 +57,17 @@ def find_program(name: str) -> str:
 
 
 def run_command(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:
-    """Run a command and return its output.
+    """Run a command with this process's environment, wait for it, and return its exit code and its output.
 
-    The exit code is 127 if there is no such program, and 126 if it cannot be started or has not ended after `seconds`.
+    The exit code is 127 if there is no such program, and 126 if the command cannot be started or has not ended after
+    `seconds`; then it is killed and its output is lost. `errors` has the reason in these cases. If signal N ended the
+    command, the exit code is -N.
+
+    Parameters
+    ----------
+    command: a program, found in PATH, and its arguments.
+    seconds: time limit.
+    stdin: the text of the command's standard input.
     """
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, input=stdin.encode(), check=False)
@@ -77,19 +88,26 @@ def run_step(
 ) -> int:
     """Run a step of this machine to its end and return its exit code (128 + N if signal N ended it).
 
-    If this process is killed outright, the kernel sends SIGTERM to the step, so that mpirun ends its ranks.
+    Processes that the step leaves behind in its process group are ended, too. If this process is killed outright, the
+    kernel sends SIGTERM to the step, so that mpirun ends its ranks. Must be called in the main thread, because it
+    handles signals.
 
     Parameters
     ----------
+    step: without a `host`; `Plan.as_local` returns such a step.
+    environ: the environment of the step, to which the step's settings are added.
     output: file for both output streams; None: they go to this process's own streams.
-    watch: called about 20 times a second while the step runs, and once after it.
+    watch: called about 20 times a second while the step runs, and once after it. If it raises, the step is ended first.
     seconds: time limit; 0 for none.
-    takes: called in the handler of each signal with its number; returns True if the signal has been dealt with.
+    takes: called in the handler of each signal with its number; returns True if the signal has been dealt with, and the
+        step then continues.
 
     Raises
     ------
-    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. The step and all its processes have ended by then.
-    TimeoutError: the time limit passed; likewise.
+    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came and `takes` returned False. The step and the processes of its
+        group have ended by then, with SIGKILL if 3 s after SIGTERM they had not.
+    TimeoutError: the time limit passed; the step has ended likewise.
+    OSError: the program or the step's `stdin_file` cannot be opened; FileNotFoundError if it does not exist.
     """
     with _signals_raise(takes), _input_of(step) as given:
         process = _start(step, environ, given, output)
@@ -110,16 +128,23 @@ def run_stage(
     seconds: float,
     report_pending: Callable[[list[int], float], None] = lambda pending, passed: None,
 ) -> list[Answer]:
-    """Run steps of this machine at the same time and return their answers, with both streams in `output`.
+    """Run steps of this machine at the same time, wait for all, and return an answer for each step in their order.
+
+    `output` of an answer has both streams; an exit code of 128 + N says that signal N ended the step. A failed step
+    does not stop the others. Must be called in the main thread, because it handles signals.
 
     Parameters
     ----------
+    stage: steps without a `host`.
+    environ: the environment of the steps, to which the settings of each step are added.
     seconds: time limit for the stage; 0 for none.
     report_pending: called every 30 s with the indices of the steps that have not ended, and with the seconds so far.
 
     Raises
     ------
-    Interrupted, TimeoutError: as `run_step`.
+    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. All steps have been ended (SIGTERM, after 3 s SIGKILL).
+    TimeoutError: the time limit passed; all steps have been ended likewise.
+    OSError: the program or the `stdin_file` of a step cannot be opened; the other steps have been ended likewise.
     """
     with _signals_raise(lambda signal_number: False), ExitStack() as stack:
         outputs = [stack.enter_context(open_memory_file()) for _ in stage]
@@ -137,18 +162,24 @@ def run_stage(
 
 
 def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Callable[[str], None], advice: str) -> None:
-    """Execute the stages of a plan one after another.
+    """Execute the stages of a plan one after another; the steps of a stage run at the same time, on their hosts.
+
+    The first stage with a failed step is the last one that is executed.
 
     Parameters
     ----------
+    environ: the environment of the steps on this machine, to which the settings of each step are added.
     seconds: time limit for each stage; 0 for none.
-    say: called with a line for the user when a step or a task begins, and about its progress.
+    say: called with a line for the user when a step or a task (`Step.part`) begins, at most every 20 s about the
+        progress of a task, and every 30 s about the steps that have not ended.
     advice: the next step for the user, at the end of an error message.
 
     Raises
     ------
-    CpuftError: steps of a stage failed; names each with its host and its last lines of output.
-    Interrupted: as `run_step`.
+    CpuftError: steps of a stage ended with another exit code than 0; names each with its host and its last lines of
+        output. Its `is_transient` is True if all of them had exit code 255, with which ssh tells that the connection
+        failed. Also if a program does not exist or the time limit passed; then it names the first step of the stage.
+    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. The steps of the stage have been ended.
     """
     steps = [step for stage in plan.stages for step in stage]
     last_report: dict[str, float] = {}
@@ -179,9 +210,13 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
 
 
 def make_reminder(say: Callable[[float], None], every: float | None = None) -> Callable[[], None]:
-    """Return a function to call often while waiting; every 30 s it calls `say` with the seconds since now.
+    """Return a function to call often while waiting, without arguments.
 
-    `every`: seconds between two calls of `say`, instead of 30.
+    Every 30 s, first 30 s after now, its next call calls `say` with the seconds that have passed since now.
+
+    Parameters
+    ----------
+    every: seconds between two calls of `say`; None for 30.
     """
     begun, every = time.monotonic(), every or _REMIND_SECONDS
     calls = 0
@@ -212,7 +247,7 @@ def _describe(step: Step, output: str) -> str:
 
 
 def open_memory_file() -> IO[bytes]:
-    """Return a file in memory: a disk may be full or read-only."""
+    """Return an empty binary file in memory, open for reading and writing: a disk may be full or read-only."""
     return open(os.memfd_create("cpuft"), "w+b")
 
 
@@ -262,9 +297,18 @@ def _start(
 def start_process(
     command: Sequence[str], environ: Mapping[str, str], streams: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a new session. The kernel sends it SIGTERM when the calling thread ends.
+    """Start a process in a new session and return it without waiting.
 
-    `streams`: PIPE for all three streams; None: it reads nothing, and writes to this process's own streams.
+    The kernel sends the process SIGTERM when the calling thread ends.
+
+    Parameters
+    ----------
+    environ: the whole environment of the process.
+    streams: PIPE for all three streams; None: it reads nothing, and writes to this process's own streams.
+
+    Raises
+    ------
+    OSError: the program cannot be started; FileNotFoundError if it does not exist.
     """
     given, end = subprocess.DEVNULL if streams is None else streams, _end_with_parent
     return subprocess.Popen(
@@ -273,7 +317,16 @@ def start_process(
 
 
 def start_with_output(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process whose standard output this process reads; otherwise as `start_process` without `streams`."""
+    """Start a process whose standard output this process reads from `stdout` of the result, and return it without
+    waiting.
+
+    It runs in a new session, reads nothing, and writes its errors to this process's own standard error. The kernel
+    sends it SIGTERM when the calling thread ends.
+
+    Raises
+    ------
+    OSError: the program cannot be started; FileNotFoundError if it does not exist.
+    """
     null, end = subprocess.DEVNULL, _end_with_parent
     return subprocess.Popen(
         command, env=environ, stdin=null, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=end
@@ -281,14 +334,17 @@ def start_with_output(command: Sequence[str], environ: Mapping[str, str]) -> sub
 
 
 def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait for a process and return its exit code, or 0 if it has not ended after `seconds`."""
+    """Wait for a process and return its exit code (128 + N if signal N ended it).
+
+    Returns 0 if the process has not ended after `seconds`; it then continues to run.
+    """
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return exit_code_of(process) if process.returncode is not None else 0
 
 
 def exit_code_of(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process that has ended; 128 + N if signal N ended it."""
+    """Return the exit code of a process that has ended and has been waited for; 128 + N if signal N ended it."""
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
@@ -307,7 +363,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None
 
 
 def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes and all others of their sessions: SIGTERM, 3 s for them to end, SIGKILL."""
+    """End the processes and all others of their process groups, and wait for the processes themselves.
+
+    All get SIGTERM. If one of `processes` has not ended 3 s later, or has left others behind in its group, its group
+    gets SIGKILL. Processes that have ended already are no error. Each must lead its process group, as after
+    `start_process`.
+    """
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         left = [process for process in processes if _signal(process, signal_number)]
         end = time.monotonic() + _GRACE_SECONDS

@@ -39,13 +39,16 @@ It fails for a path that resolves to a place outside ROOT, to / or to a folder t
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Give an empty file to write to. It replaces `path` if the block raises nothing, and is removed otherwise.
+    """Yield the path of an empty file to write to. It replaces `path` if the block raises nothing, and is removed
+    otherwise.
 
-    The file lies in the same folder, which is made if necessary. A link at `path` is replaced, not its target.
+    The file lies in the same folder, which is made if necessary. Until the block ends, `path` stays as it was. A link
+    at `path` is replaced, not its target.
 
     Raises
     ------
     CpuftError: a folder, device, named pipe or socket is at `path`, or a link to one; these are never replaced.
+    OSError: the folder cannot be made or written to, or its disk is full.
     """
     refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +63,10 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise CpuftError if a folder, device, named pipe or socket is at `path`, or a link to one."""
+    """Raise CpuftError if a folder, device, named pipe or socket is at `path`, or a link to one.
+
+    Does nothing if a regular file or nothing is there, or if the path cannot be examined.
+    """
     with suppress(OSError):  # nothing is there, or the same error will come when the file is written
         kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
         if kind:
@@ -70,9 +76,13 @@ def refuse_special(path: Path) -> None:
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open the regular file at `path` and return its descriptor; unlike a plain open, this never waits at a named pipe.
 
+    Parameters
+    ----------
+    flags: of open(2), for example os.O_WRONLY | os.O_CREAT; a new file gets mode 666 without the umask's bits.
+
     Raises
     ------
-    OSError: the file cannot be opened, or is not a regular file.
+    OSError: the file cannot be opened, or is not a regular file (EINVAL).
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -82,23 +92,32 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, and make its folder if necessary."""
+    """Write a text in UTF-8 to a file, and make its folder if necessary. Readers see the old file or the whole new one.
+
+    Raises
+    ------
+    CpuftError: a folder, device, named pipe or socket is at `path`, or a link to one.
+    OSError: the folder cannot be made or written to, or its disk is full; the old file stays.
+    """
     with write_atomically(path) as beside:
         beside.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def split_paths(text: str) -> list[str]:
-    """Return the paths in a text that separates them by commas; a text that is itself an existing path is one path."""
+    """Return the paths in a text that separates them by commas, without spaces around them.
+
+    A text that is itself an existing path is one path, even if it contains commas. An empty text is one empty path.
+    """
     return [text] if os.path.exists(text) else [word.strip() for word in text.split(",")]
 
 
 def hash_text(text: str, digits: int = 64) -> str:
-    """Return the first hexadecimal `digits` of the SHA-256 of a text."""
+    """Return the first `digits` hexadecimal digits, at most 64, of the SHA-256 of a text in UTF-8."""
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]
 
 
 def hash_file(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of a file."""
+    """Return the SHA-256 of a file in 64 hexadecimal digits. Raises OSError: the file cannot be read."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -107,22 +126,29 @@ def hash_file(path: Path) -> str:
 
 
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:
-    """Return a command that removes `paths`, which must all lie below `root`; see REMOVE."""
+    """Return a shell command that removes `paths`, files or folders with all they contain, if they lie below `root`.
+
+    It passes over paths that do not exist and files on other disks than root's. At the first path that resolves to a
+    place outside `root`, to / or to a folder that contains the user's home, it ends with exit code 1. Nothing runs yet.
+    """
     return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
 
 
 def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
-    """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
+    """Return the secret variables that the launcher has sent to one process of this host, by name, and remove their
+    file.
 
-    Empty if there is no such file, as for a printed plan that is run by hand, or if another user owns it.
+    The file is `$CPUFT_SENT-PROCESS`, a JSON object. The result is empty if CPUFT_SENT is not set or the file cannot be
+    opened, as for a printed plan that is run by hand, or if another user owns the file, which then stays.
 
     Parameters
     ----------
+    environ: the environment of this process.
     process: name of the process, the end of the file's name.
 
     Raises
     ------
-    CpuftError: the file is damaged.
+    CpuftError: the file is not a JSON object of texts; it has been removed.
     """
     path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
     try:
@@ -142,7 +168,10 @@ def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft or ~/.cache/cpuft. Raises CpuftError: the path is relative."""
+    """Return $XDG_CACHE_HOME/cpuft, or ~/.cache/cpuft if the variable is not set. Nothing is made.
+
+    Raises CpuftError: the path is relative.
+    """
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
     if not os.path.isabs(home):
         raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
@@ -150,18 +179,30 @@ def cache_path(environ: Mapping[str, str]) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder at `cache_path`, and make it if necessary.
+    """Return $XDG_CACHE_HOME/cpuft, or ~/.cache/cpuft if the variable is not set, and make this folder if necessary.
 
-    Raises CpuftError: it cannot be made, or other users could have written to it.
+    Other users lose the right to read the folder (mode 700).
+
+    Raises
+    ------
+    CpuftError: the path is relative, or the folder cannot be made, is a link or a file, belongs to another user, or
+        other users can write to it.
     """
     return make_private_folder(cache_path(environ), _ELSEWHERE)
 
 
 def make_private_folder(folder: Path, advice: str) -> Path:
-    """Make a folder that only this user can open and return it. If it is there, other users lose the right to read it.
+    """Make a folder that only this user can open (mode 700), with its parents, and return its path.
 
-    Raises CpuftError: it cannot be made, is a link, belongs to another user, or other users can write to it; the
-    message ends with `advice`.
+    If the folder is there already, it gets mode 700, so that other users lose the right to read it.
+
+    Parameters
+    ----------
+    advice: the next step, at the end of an error message.
+
+    Raises
+    ------
+    CpuftError: the folder cannot be made, is a link or a file, belongs to another user, or other users can write to it.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -175,7 +216,11 @@ def make_private_folder(folder: Path, advice: str) -> Path:
 
 
 def check_private_folder(folder: Path, advice: str = _ELSEWHERE) -> None:
-    """Raise CpuftError if another user may have written to a folder; the message ends with `advice`."""
+    """Raise CpuftError if another user may have written to a folder; the message ends with `advice`.
+
+    This is so if the path is a link or a file, if another user owns the folder, or if its mode lets others write to it.
+    That others can read the folder is no error. Raises OSError: nothing is at `folder`.
+    """
     if trouble := _describe_risk(folder):
         raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cpuft.errors import CpuftError
 
 PRECISIONS = ("auto", "bf16", "fp32", "int8")
+"""The values of --precision."""
 DECIDING_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 """CPU flags that decide how fast matrix products are."""
 CLASSES = {
@@ -35,14 +36,17 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's nam
 
 
 class Cpu(NamedTuple):
-    """A CPU's model name and its flags in /proc/cpuinfo."""
+    """A CPU's model name and its flags in /proc/cpuinfo, for example avx2."""
 
     model: str
     flags: tuple[str, ...]
 
 
 def parse_cpuinfo(text: str, machine: str) -> Cpu:
-    """Return the first CPU of /proc/cpuinfo; without a model name there, it is called `machine` (as in uname -m)."""
+    """Return model name and flags of the first CPU in the text of /proc/cpuinfo.
+
+    Without a model name there, the CPU is called `machine` (as in uname -m). Without flags, `flags` is ().
+    """
     lines = [line.partition(":") for line in text.splitlines()]
     found = {name.strip(): value.strip() for name, _, value in reversed(lines)}
     flags = found.get("flags") or found.get("Features", "")
@@ -50,7 +54,11 @@ def parse_cpuinfo(text: str, machine: str) -> Cpu:
 
 
 def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
-    """Return the CPU flags that oneDNN uses if ONEDNN_MAX_CPU_ISA is `max_isa`; a low limit hides the bf16 flags.
+    """Return the CPU flags that oneDNN uses if ONEDNN_MAX_CPU_ISA is `max_isa`, in the same order.
+
+    AVX2 and lower limits hide all flags that begin with amx_ or avx512; AVX512_CORE hides AMX, bf16 and VNNI;
+    AVX512_CORE_VNNI hides AMX and bf16; AVX512_CORE_BF16 hides AMX. Any other value, such as "", hides nothing. Upper
+    and lower case are the same.
 
     Source: oneDNN's documentation, "CPU dispatcher control".
     """
@@ -58,38 +66,54 @@ def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
 
 
 def compiler_target(max_isa: str) -> str:
-    """Return the -march value for a compiler whose code must obey the limit ONEDNN_MAX_CPU_ISA as well."""
+    """Return the -march value for a compiler whose code must obey the limit ONEDNN_MAX_CPU_ISA as well.
+
+    haswell for AVX2, skylake-avx512 for AVX512_CORE, cascadelake for AVX512_CORE_VNNI, cooperlake for AVX512_CORE_BF16;
+    any other value, also "", SSE41 or AVX, is native. Upper and lower case are the same.
+    """
     return _TARGETS.get(max_isa.upper(), "native")
 
 
 def cpu_class(flags: tuple[str, ...]) -> str:
-    """Return the first key of CLASSES that is among a CPU's flags; empty if there is none."""
+    """Return the class of a CPU with these flags: amx_bf16, avx512_bf16, avx512_vnni or avx2, the first one that it
+    has.
+
+    Empty if the CPU has none of these flags. CLASSES describes the classes.
+    """
     return next((flag for flag in CLASSES if flag in flags), "")
 
 
 def bf16_hardware(flags: tuple[str, ...]) -> str:
-    """Return the flag for native bf16 products, amx_bf16 before avx512_bf16; empty if the CPU has none."""
+    """Return the flag for native bf16 products: amx_bf16, else avx512_bf16, else bf16 (Arm). Empty if the CPU has
+    none."""
     return next((flag for flag in _BF16_FLAGS if flag in flags), "")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The number format of matrix products (bf16, fp32 or int8), and the reason for it."""
+    """The number format of matrix products, and the reason for it."""
 
     name: str
+    """bf16, fp32 or int8."""
     reason: str
+    """A phrase for the user. It begins with "warning: " if another precision would be as fast or faster."""
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
     """Return the precision of a run.
 
+    fp32 and int8 are chosen if they are wanted, whatever the CPU is. `auto` is bf16 on a CPU with bf16 instructions,
+    else fp32.
+
     Parameters
     ----------
-    wanted: one of PRECISIONS.
+    wanted: one of PRECISIONS; any other text is treated as bf16.
     emulate: whether bf16 is allowed on a CPU without bf16 instructions.
-    cpu_flags: the effective flags of the CPU.
+    cpu_flags: the effective flags of the CPU (`effective_flags`).
 
-    Raises CpuftError: bf16 was asked for, the CPU has no bf16 instructions, and `emulate` is False.
+    Raises
+    ------
+    CpuftError: bf16 was asked for, the CPU has no bf16 instructions, and `emulate` is False.
     """
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":

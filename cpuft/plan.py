@@ -22,8 +22,10 @@ class Step:
     """One command for one host."""
 
     why: str
+    """What the step does, as a phrase for the user, such as "prepare the data"."""
     command: tuple[str, ...]
     settings: tuple[Setting, ...] = ()
+    """Environment variables of the command, in addition to those of the process that runs it."""
     host: str = ""
     """The host on which it runs; empty for this machine."""
     stdin: str = ""
@@ -52,7 +54,11 @@ class Plan:
     """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
 
     def as_local(self, step: Step) -> Step:
-        """Return a step that runs on this machine and does the given step on its host."""
+        """Return a step that runs on this machine and does the given step on its host.
+
+        The prefix of the step's host (`command_prefixes`), one shell line and no settings: the line sets the settings
+        with env. For a step of this machine, or of a host without a prefix, the same step without `host`.
+        """
         prefix = self.command_prefixes.get(step.host, ())
         if not prefix:
             return replace(step, host="")
@@ -81,7 +87,7 @@ class RunPlan:
     notes: tuple[str, ...] = ()
     """What the user should know about the plan."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """As in `Plan`."""
+    """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
     resumed: bool = False
     """Whether the run's folder is from an earlier start, and must not be removed if this one fails."""
     renewal: tuple[str, ...] = ()
@@ -91,34 +97,48 @@ class RunPlan:
 
     @property
     def full_plan(self) -> Plan:
-        """All parts but `partial_cleanup`, as one plan."""
+        """The stages of make, inputs, prepare, ranks and results as one plan; without `partial_cleanup`."""
         return self.select("make", "inputs", "prepare", "ranks", "results")
 
     def select(self, *parts: str) -> Plan:
-        """Return a plan of some parts."""
+        """Return a plan of the stages of some parts, in this order, with the notes and command prefixes.
+
+        Parameters
+        ----------
+        parts: names of fields that hold stages, such as "prepare"; AttributeError for a name that is no field.
+        """
         return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.command_prefixes)
 
     def for_head_host(self) -> RunPlan:
-        """Return the parts that the head host executes by itself."""
+        """Return the parts that the head host executes by itself: prepare and ranks, with notes, resumed and renewal.
+
+        The other parts are empty, and there are no command prefixes.
+        """
         return RunPlan(
             prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed, renewal=self.renewal
         )
 
 
 def format_export(setting: Setting) -> str:
-    """Return the shell lines `# reason` and `export NAME=value`."""
+    """Return the shell lines `# reason` and `export NAME=value`, with the value quoted and without a newline at the
+    end."""
     return f"{format_comment(setting.reason)}\nexport {setting.name}={shlex.quote(setting.value)}"
 
 
 def format_comment(text: str) -> str:
-    """Return the text as shell comments: a newline in it cannot end the comment and begin a command."""
+    """Return the text as shell comments, each line with `# ` before it; for an empty text `# `.
+
+    A newline in the text cannot end the comment and begin a command.
+    """
     return "\n".join(f"# {line}" for line in text.splitlines() or [""])
 
 
 def format_plan(plan: Plan, folder: str = "") -> str:
-    """Return a shell script that does what the plan does, prints each step as it begins, and has each setting's reason.
+    """Return a bash script that does what the plan does, prints each step as it begins, and has each setting's reason.
 
-    The settings of a step are exported in a subshell. The failure of a step ends the script with the step's exit code.
+    The settings of a step are exported in a subshell; on another host, env sets them. Steps of the same stage run in
+    the background at the same time. The failure of a step ends the script with the step's exit code. Notes are
+    comments.
 
     Parameters
     ----------

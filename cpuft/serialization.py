@@ -18,14 +18,18 @@ _MAX_NUMBER = 10**300  # larger integers do not fit into a float, so that arithm
 def find_control(text: str, allowed: str = "") -> str:
     """Return the first control character or line separator of `text` that is not in `allowed`; empty if there is none.
 
-    Values of options, hostfiles, registry entries and recipes become lines of other programs' files (ssh_config,
-    known_hosts, container files). A line break in a value would begin another line there.
+    These are the Unicode categories Cc, Zl and Zp, so also tab and newline. Values of options, hostfiles, registry
+    entries and recipes become lines of other programs' files (ssh_config, known_hosts, container files). A line break
+    in a value would begin another line there.
     """
     return next((c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp") and c not in allowed), "")
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError: not JSON, nested too deep, or a number is too long."""
+    """Return the value of a JSON text; NaN and Infinity are accepted as numbers.
+
+    Raises ValueError: not JSON, nested too deep, or a number has more than 4,300 digits.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -33,11 +37,12 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text: mappings and lists of texts; null is None.
+    """Return the value of a YAML text: dicts, lists, texts, and None for null and for an empty document.
 
     Numbers, dates and words like `yes` stay texts, because the type of the option decides what they mean.
 
-    Raises ValueError: not YAML, nested too deep, a key twice (with its line), or an alias of a list or mapping.
+    Raises ValueError: not YAML, several documents, nested too deep, a key that is there twice or is not a scalar (with
+    its line), or an alias of a list or mapping.
     """
     import yaml
 
@@ -72,14 +77,20 @@ def parse_yaml(text: str) -> Any:
 
 
 def load(kind: type[T], value: Any, where: str = "it") -> T:
-    """Return a value of JSON or YAML as an instance of a type.
+    """Return a value of JSON or YAML as an instance of a type, after the types of all its parts have been checked.
+
+    Nothing is converted, except that a whole number is accepted as a float, and a list becomes a tuple. A boolean is no
+    number. A dataclass is made from a dict; fields that are missing there have their defaults.
 
     Parameters
     ----------
     kind: a dataclass, list[T], tuple[T, ...], dict[str, T], str, int, float, bool or Any.
-    where: what the value is, for messages; a field is called `where.field`.
+    where: what the value is, at the begin of error messages; a field is called `where.field`.
 
-    Raises ValueError: a field is unknown or missing, or a value has another type.
+    Raises
+    ------
+    ValueError: a field is unknown, or is missing and has no default; a value has another type, or is a whole number of
+        1e300 or more; a text contains half of a surrogate pair.
     """
     made, origin = value, get_origin(kind)
     if dataclasses.is_dataclass(kind):

@@ -13,6 +13,7 @@ class Task:
     """A task: what a model learns to predict for each example, or for each word of it."""
 
     name: str
+    """Value of --task."""
     texts: tuple[str, ...]
     """Names of the one or two columns that hold the texts, in the files of the GLUE download."""
     label: str
@@ -20,6 +21,7 @@ class Task:
     labels: tuple[str, ...]
     """The labels as they are written, in the order of their class numbers; empty for scores."""
     metrics: tuple[str, ...]
+    """Names of the metrics of an evaluation, in the order in which they are shown."""
     folder: str = ""
     """Folder in the GLUE download; empty for a task that is not GLUE's."""
     hub_texts: tuple[str, ...] = ()

@@ -36,7 +36,11 @@ class _ProtectedFile(io.FileIO):
 
 
 def protect_streams() -> None:
-    """Make writes to standard output and error never fail, unless the streams have been replaced by others.
+    """Make writes to standard output and error never fail, by replacing sys.stdout and sys.stderr.
+
+    After a failed write, the stream's descriptor is /dev/null, also for child processes; `check_stdout` tells about it.
+    Streams that are not the interpreter's own any more, as under pytest, stay as they are. Descriptors 0 to 2 that are
+    closed are opened as /dev/null.
 
     Call this before any file is opened: if a standard stream is closed, the next file would get its number and its
     output.
@@ -62,7 +66,11 @@ def _make_protected(stream: TextIO | None, number: int) -> io.TextIOWrapper:
 
 
 def check_stdout() -> None:
-    """Raise CpuftError if a write to standard output has failed for another reason than that its reader is gone."""
+    """Flush standard output. Raise CpuftError if a write to it has failed since `protect_streams`, such as on a full
+    disk.
+
+    It is no error that the reader of a pipe, terminal or socket is gone.
+    """
     sys.stdout.flush()
     lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
     if lost and lost.errno not in _READER_GONE:
@@ -70,13 +78,18 @@ def check_stdout() -> None:
 
 
 def detect_dead_peer(connection: socket.socket) -> None:
-    """Make the kernel close a connection 7 s after the other host is gone; see tcp(7)."""
+    """Make the kernel end a TCP connection about 7 s after the other host is gone; reads then raise an OSError. See
+    tcp(7).
+
+    Raises OSError: the socket is closed or not TCP.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 7000)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 WIDTH = 120
+"""Characters per line of tables and notes, unless a table needs more."""
 
 
 def format_table(
@@ -87,12 +100,17 @@ def format_table(
     left: int = 0,
     width: int = 0,
 ) -> str:
-    """Return a table as text, followed by its notes.
+    """Return a table as text for a terminal, with a newline at its end.
+
+    First comes the title, if there is one; then the headings, a rule and the rows; then each note, wrapped, after `* `.
 
     Parameters
     ----------
-    left: number of columns that are aligned to the left, as texts; the others are numbers.
-    width: width of the table if it needs more than 120 characters.
+    columns: the headings; a newline in a heading makes it two lines.
+    rows: the cells of each row, one per column.
+    left: number of columns that are aligned to the left, as texts; the others are aligned to the right, as numbers.
+    width: width in characters if the table needs more than 120 and more than 16 per column. What does not fit is cut
+        off.
     """
     from rich import box  # imports many modules, and most commands print no table
     from rich.console import Console
