@@ -22,10 +22,11 @@ from cpuft.hosts.transport import SshTransport, Transport, map_hosts
 from cpuft.plan import Plan, Step
 
 LOCAL = Host("localhost")
+"""The only host of a run without cluster, hostfile or scheduler: this machine."""
 JOB = "CPUFT_JOB"
 """Environment variable with the folder of the cluster entry that a node of an AWS Batch job wrote for its job."""
 WORK_ROOT = "/var/tmp"
-"""Where hosts with disks of their own keep the files of runs, in a folder for each user."""
+"""Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """Argument of `python -c` on a host, to run a program that the launcher sends on standard input."""
 
@@ -36,11 +37,12 @@ class Assignment:
 
     host: Host
     ranks: int
+    """At least 1."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How the hosts of a cluster are reached, and what is installed there."""
+    """How the hosts of a cluster are reached, and what is installed there. The default is the user's own ssh."""
 
     transport: Transport = SshTransport()
     python: str = sys.executable
@@ -52,25 +54,28 @@ class Access:
     config_there: str = ""
     """ssh's client configuration on the head host's own disk, for mpirun; empty where it sees the transport's."""
     notice: str = ""
-    """As in `registry.Entry`."""
+    """File or URL that announces a host's interruption, the default of --interruption-notice; empty for none."""
     renewal: str = ""
-    """As in `registry.Entry`."""
+    """Command that a running launch executes on each host to extend the host's lease; empty for none."""
     cluster: str = ""
     """Name of the provisioned cluster; empty for none."""
     until: int = 0
-    """As in `registry.Entry`."""
+    """End of the hosts' lease in seconds since 1970, as provisioning knew it last; 0 for no lease."""
 
     def any_python(self, *arguments: str) -> tuple[str, ...]:
-        """Return a command that runs the environment's Python, or `python3` where that is missing.
+        """Return the argv that runs the environment's Python, or `python3` where that is missing, with `arguments`.
 
-        Any Python can report at least the facts of its host.
+        It is a command of sh, which chooses on the host. Any Python can report at least the facts of its host.
         """
         script = 'python=$(command -v "$0" || echo python3); exec "$python" "$@"'
         return ("sh", "-c", script, self.python, *arguments)
 
     @property
     def mpirun_options(self) -> tuple[str, ...]:
-        """Options of the ssh commands by which mpirun starts its proxies."""
+        """Options of the ssh commands by which mpirun starts its proxies: ("-F", path of ssh's client configuration).
+
+        The path is `config_there`, else that of the transport; the tuple is empty if both are empty.
+        """
         path = self.config_there or self.transport.config
         return ("-F", path) if path else ()
 
@@ -80,9 +85,9 @@ class Cluster:
     """All that planning a launch needs to know about the hosts of a run."""
 
     assignments: tuple[Assignment, ...]
-    """The head host, where mpirun runs, is the first."""
+    """The hosts with ranks and their numbers of ranks. The head host, where mpirun runs, is the first."""
     facts: tuple[HostFacts, ...]
-    """Of each assignment's host."""
+    """Of each assignment's host, in the same order."""
     mpi: MpiImplementation
     as_root: bool = False
     """Whether this process runs as root."""
@@ -94,7 +99,8 @@ class Cluster:
     uid: int = 0
     """This user's id on the head host."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """`Transport.command_prefix` of each host, where steps of the plan run on hosts."""
+    """`Transport.command_prefix` by host name, such as ("ssh", ..., "node1"), where steps of the plan run on hosts
+    (`works_remotely`); otherwise empty."""
 
     @property
     def python(self) -> str:
@@ -103,12 +109,15 @@ class Cluster:
 
     @property
     def bootstrap(self) -> str:
-        """How mpirun starts its proxies on other hosts; empty for by ssh, and where there are none."""
+        """How mpirun starts its proxies on other hosts: "slurm" in a Slurm job, "" for by ssh.
+
+        Also "" where there are no proxies: all ranks are on one host, and this machine is not a login node.
+        """
         return self.access.transport.bootstrap if len(self.assignments) > 1 or self.on_login_node else ""
 
     @property
     def folder(self) -> str:
-        """This user's folder on hosts with disks of their own, the same path on all; `files.PRIVATE` makes it."""
+        """This user's folder on hosts with disks of their own, /var/tmp/cpuft-UID on all; `files.PRIVATE` makes it."""
         return f"{WORK_ROOT}/cpuft-{self.uid}"
 
     @property
@@ -117,11 +126,23 @@ class Cluster:
         return f"{self.folder}/inputs"
 
     def work_dir(self, run_dir: str) -> str:
-        """Return where the ranks of a run work: its directory, or a folder on the head host's own disk."""
+        """Return the folder in which the ranks of a run work: `run_dir`, or a folder on the head host's own disk.
+
+        The latter if `works_remotely`; its path is that of `name_work` below `folder`. Nothing is made.
+        """
         return f"{self.folder}/{name_work(run_dir)}" if self.works_remotely else run_dir
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the command of this machine that runs a command on a host."""
+        """Return the argv with which this machine runs `argv` on a host.
+
+        With `works_remotely`, that is the ssh or srun command of the host, followed by the shell line `exec ARGV`.
+        `argv` comes back unchanged if the host is this machine, without `works_remotely`, and for a host that is not in
+        the cluster. Never raises.
+
+        Parameters
+        ----------
+        host: name of the host, as in the hostfile.
+        """
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
     @property
@@ -131,11 +152,23 @@ class Cluster:
 
     @property
     def has_own_disks(self) -> bool:
-        """Whether the files that a run reads must be sent to its hosts."""
+        """Whether the files that a run reads must be sent to its hosts.
+
+        True if the ranks work on the head host's own disk and the hosts do not see this machine's files.
+        """
         return self.works_remotely and not self.access.shares_files
 
     def sent_file(self, work: str, index: int) -> str:
-        """Return the beginning of the paths of the files that were sent to a run's processes on host `index`."""
+        """Return the beginning of the paths of the files that were sent to a run's processes on one host.
+
+        It is FOLDER/HASH.sent/INDEX, to which the caller adds "-NAME"; FOLDER is `folder`, HASH 12 hexadecimal digits
+        of `work`.
+
+        Parameters
+        ----------
+        work: the folder in which the run's ranks work, as `work_dir` returns it.
+        index: place of the host in `assignments`, from 0.
+        """
         mark = hash_text(work, 12)
         return f"{self.folder}/{mark}.sent/{index}"
 
@@ -146,19 +179,27 @@ class Cluster:
 
     @property
     def rank_hosts(self) -> tuple[str, ...]:
-        """The host of each rank, as in the hostfile."""
+        """The host name of each rank, in the order of the ranks, as in the hostfile."""
         return tuple(a.host.name for a in self.assignments for _ in range(a.ranks))
 
 
 def name_work(run_dir: str) -> str:
-    """Return the path of a run's folder on its hosts, below the user's folder there. Runs of two machines differ."""
+    """Return the path of a run's folder on its hosts, relative to the user's folder there: "DIGITS/NAME".
+
+    NAME is the last part of `run_dir`. DIGITS are 12 hexadecimal digits, a hash of this machine's name and `run_dir`,
+    so that the runs of two machines differ.
+    """
     return f"{hash_text(f'{socket.gethostname()}:{run_dir}', 12)}/{os.path.basename(run_dir)}"
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """Return the provisioned cluster of a run: the one with its name or hostfile, else that of the job we run in.
+    """Return the entry of a run's provisioned cluster in the registry; None for a run without one.
 
-    Raises CpuftError: --cluster and --hostfile are both given, or there is no cluster of that name.
+    With --cluster it is the cluster of that name, with --hostfile the one that has this hostfile (None if no cluster
+    has it). With neither it is the cluster that a node of an AWS Batch job wrote (CPUFT_JOB); None if that is not set.
+
+    Raises CpuftError: --cluster and --hostfile are both given; there is no cluster of that name, or CPUFT_JOB names
+    none; or an entry that was read, or the registry, is damaged or other users may write to it.
     """
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
@@ -172,7 +213,14 @@ def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Ent
 
 
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
-    """Return the hosts of the cluster or hostfile, else of the scheduler's job, else this machine alone."""
+    """Return the hosts that `config` names, the head host first.
+
+    These are the hosts of the provisioned cluster (`find_entry`), else of --hostfile, else of the hostfile of an MPIJob
+    in whose launcher this runs, else of the Slurm job in which this runs (scontrol is asked); else LOCAL alone.
+
+    Raises CpuftError: the entry or the hostfile cannot be used, srun has started this process several times, or Slurm
+    does not answer.
+    """
     entry = find_entry(config, os.environ)
     hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
@@ -185,7 +233,10 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
 
 
 def find_slurm(environ: Mapping[str, str]) -> Transport | None:
-    """As `slurm.find_transport`, without importing the module outside of a job."""
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job.
+
+    The module for Slurm is imported only in a job. Raises CpuftError: srun has started this process several times.
+    """
     if "SLURM_JOB_ID" not in environ:
         return None
     from cpuft.hosts import slurm
@@ -194,7 +245,16 @@ def find_slurm(environ: Mapping[str, str]) -> Transport | None:
 
 
 def find_access(config: LaunchConfig) -> Access:
-    """Return how the hosts of a run are reached: as its cluster or scheduler has it, else by the user's own ssh."""
+    """Return how the hosts of a run are reached, and what is installed there.
+
+    In this order: as the provisioned cluster's entry says (--ssh-config wins over its ssh configuration); in the
+    launcher of an MPIJob, unless another --hostfile or an --ssh-config is given, with the job's key (this writes the
+    job's ssh files, `mpijob.make_transport`); in a Slurm job without --hostfile by srun; else by ssh with --ssh-config
+    or the user's own configuration.
+
+    Raises CpuftError: the entry cannot be used (`find_entry`), the pod has no key of its MPIJob, or srun has started
+    this process several times.
+    """
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
         from cpuft.hosts import mpijob
@@ -217,16 +277,20 @@ def find_access(config: LaunchConfig) -> Access:
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
-    """Distribute ranks over hosts, in the order of the hostfile; hosts that get none are left out.
+    """Distribute `np` ranks over hosts, in the order of the hostfile; hosts that get none are left out.
+
+    Without `ppn` every host gets the same number, np divided by the number of hosts and rounded up, or as many as it
+    has slots, until none are left. If ranks remain and the slots of all hosts are known, every host is filled before
+    the next one instead.
 
     Parameters
     ----------
-    ppn
-        Ranks on each host; 0 for as even as possible.
-    cores
-        Number of cores by host name, where known. They limit the ranks of a host without `slots`.
+    hosts: at least one.
+    ppn: ranks on each host; 0 for as even as possible.
+    cores: number of cores by host name, where known. They limit the ranks of a host without `slots`. A host with
+        neither takes any number.
 
-    Raises CpuftError: there are more ranks than slots.
+    Raises CpuftError: the ranks do not fit into the slots, or into the hosts at `ppn` ranks each.
     """
     slots = {host.name: host.slots or cores.get(host.name, 0) for host in hosts}
     share = ppn or max(1, -(-np // len(hosts)))
@@ -258,15 +322,17 @@ def _too_many(ranks: int, host: Host, slots: int) -> str:
 def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: Access | None = None) -> Cluster:
     """Query all hosts that a run needs at the same time, distribute the ranks, and find mpirun.
 
+    Each host runs a program that reports its facts, for at most 60 s, and the head host runs `mpirun --version`.
+    Without slots and --ppn, only the first --np hosts are queried.
+
     Parameters
     ----------
-    hosts
-        The hosts to choose from, the head host first; without, all that `config` names.
-    access
-        How they are reached, where that is known already.
+    hosts: the hosts to choose from, the head host first; without, all that `config` names (`read_hosts`).
+    access: how they are reached; without, `find_access` finds out.
 
-    Raises CpuftError: hosts did not answer (each is named, with its message), the ranks do not fit, or there is no
-    mpirun.
+    Raises CpuftError: hosts did not answer (each is named, with its message) or the lease of the cluster has ended, two
+    names are the same host, the ranks do not fit, there is no mpirun that can be used, or `read_hosts` or `find_access`
+    fails.
     """
     hosts, access = hosts or read_hosts(config), access or find_access(config)
     # Hosts that a small run leaves out are checked, too: the next run will need them.
@@ -308,9 +374,13 @@ def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None
 
 
 def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ...]:
-    """Return the facts of every host, in the order of `hosts`; all are queried at the same time.
+    """Return the facts of every host, in the order of `hosts` (at least one); all are queried at the same time.
 
-    Raises CpuftError that names every host that failed, or says that the lease of the cluster has ended.
+    Each host runs the program `cpuft.hosts.facts` for at most 60 s. It reports its route to the head host, the first of
+    `hosts`; the head host reports its route to the second one, or to itself if it is alone.
+
+    Raises CpuftError: names every host that failed, with its message, or the first one that has no address; or says
+    that the lease of the cluster has ended.
     """
     addresses = [access.transport.address(host) for host in hosts]
     # Each host reports its route to the head host, and the head host its route to the first other host.

@@ -22,7 +22,7 @@ _PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
 
 
 def read_interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each network interface that has one, by name."""
+    """Return interface name -> IPv4 address, such as {"lo": "127.0.0.1"}, of the interfaces that have one."""
     import fcntl
 
     addresses = {}
@@ -37,7 +37,10 @@ def read_interfaces() -> dict[str, str]:
 
 
 def read_route(target: str) -> str:
-    """Return the local address from which `target` is reached; empty when there is no route."""
+    """Return the local IPv4 address from which `target` (name or address) is reached; "" without a route.
+
+    Nothing is sent to `target`.
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))
@@ -63,7 +66,13 @@ def _find_library(name: str) -> str:
 
 
 def has_efa(devices: str, library: str) -> bool:
-    """Return whether the kernel has a driver for an Elastic Fabric Adapter, and `library`, libefa, is installed."""
+    """Return whether the kernel has a driver for an Elastic Fabric Adapter, and libefa is installed.
+
+    Parameters
+    ----------
+    devices: the kernel's folder of such devices, /sys/class/infiniband; it may be missing.
+    library: path of libefa; empty if it is not installed.
+    """
     drivers = [os.path.basename(os.path.realpath(path)) for path in glob.glob(f"{devices}/*/device/driver")]
     return "efa" in drivers and bool(library)
 
@@ -88,15 +97,16 @@ def _cpu_quota() -> float:
 
 
 def read_free_memory(root: str = "") -> int:
-    """Return the bytes that processes of this machine can still get, with swap; 0: not known. `root` is for tests."""
+    """Return the bytes that processes of this machine can still get, with swap; 0 if not known. `root` is for tests."""
     memory = _read_numbers(f"{root}/proc/meminfo")
     return memory.get("MemAvailable", 0) + memory.get("SwapFree", 0) << 10
 
 
 def read_memory_left(root: str = "") -> int:
-    """Return the bytes that the limits of control groups (v1, v2) leave this process; -1: no limit.
+    """Return the bytes that the limits of control groups (v1, v2) leave this process; -1 if there is no limit.
 
-    The cache of files counts as free. `root` is for tests.
+    The smallest rest of this process's group and those above it counts, and at least 0. The cache of files counts as
+    free. `root` is for tests.
     """
     found = []
     for line in _read_text(f"{root}/proc/self/cgroup").splitlines():
@@ -121,14 +131,23 @@ def _read_numbers(path: str) -> dict[str, int]:
 
 
 def find_free_port() -> int:
-    """Return a TCP port of the ephemeral range on which nothing listens now."""
+    """Return a TCP port of the ephemeral range on which nothing listens now. It is not reserved."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def gather(targets: list[str]) -> dict[str, object]:
-    """Return all facts of this host; `cpuft.hosts.topology.parse_facts` makes `HostFacts` of them."""
+    """Return all facts of this host as values for JSON; `cpuft.hosts.topology.parse_facts` makes `HostFacts` of them.
+
+    Most keys are fields of `HostFacts`, which says what they mean. Instead of `cpu_model` and `cpu_flags` there are
+    `machine` (as in uname -m) and `cpuinfo` (the first CPU in /proc/cpuinfo). What cannot be read is "" or 0. lscpu
+    runs for at most 10 s.
+
+    Parameters
+    ----------
+    targets: addresses of other hosts, the keys of `routes`.
+    """
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),

@@ -24,7 +24,7 @@ class Host:
     """One line of a hostfile."""
 
     name: str
-    """A name or an address, as the user wrote it."""
+    """A name or an address (IPv4 or IPv6), as the user wrote it."""
     slots: int = 0
     """Most ranks on it; 0 when the line does not say."""
     user: str = ""
@@ -36,10 +36,15 @@ class Host:
 def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     """Return the hosts in the order of the text; the first is the head host.
 
-    Each line is `[user@]host[:slots] [slots=N] [user=U] [port=P]`; `#` begins a comment.
+    Each line is `[user@]host[:slots] [slots=N] [user=U] [port=P]`; `#` begins a comment. max_slots and max-slots mean
+    slots; of a key that comes twice, the last counts.
 
-    Raises CpuftError: a malformed line (with `source` and the line's number), a user name with a
-    control character, the same host twice, or no host at all.
+    Parameters
+    ----------
+    source: name of the hostfile for messages.
+
+    Raises CpuftError: a malformed line (with `source` and the line's number), a number out of range (slots 1 to 9999, a
+    valid port), a user name with a control character or a dash in front, the same host twice, or no host at all.
     """
     hosts: list[Host] = []
     lines_of: dict[str, int] = {}
@@ -89,7 +94,10 @@ def _number(text: str, what: str, where: str) -> int:
 
 
 def format_hostfile(hosts: tuple[Host, ...]) -> str:
-    """Return text that `parse_hostfile` reads back as the same hosts."""
+    """Return text that `parse_hostfile` reads back as the same hosts; "" for no hosts.
+
+    Each host is a line `NAME [slots=N] [user=U] [port=P]`.
+    """
     return "".join(_format_host(host) + "\n" for host in hosts)
 
 
@@ -102,7 +110,11 @@ def _format_host(host: Host) -> str:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """Return the hosts of a hostfile. Raises CpuftError: as `parse_hostfile`, or the file cannot be read."""
+    """Return the hosts of the hostfile at `path`, the head host first.
+
+    Raises CpuftError: the file does not exist or cannot be read, a line is malformed, a host is there twice, or there
+    is none.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -115,7 +127,11 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def find_job_hostfile(environ: Mapping[str, str]) -> str:
-    """Return the path of the hostfile of an MPIJob, in its launcher; empty in any other process."""
+    """Return the path of the hostfile of an MPIJob, in its launcher; "" in any other process. The file is not checked.
+
+    It is the launcher if K_MPI_JOB_ROLE is "launcher"; the path is that of the operator's variables, else
+    /etc/mpi/hostfile.
+    """
     if environ.get("K_MPI_JOB_ROLE") != "launcher":
         return ""
     return next((environ[name] for name in _MPIJOB_VARIABLES if environ.get(name)), "/etc/mpi/hostfile")

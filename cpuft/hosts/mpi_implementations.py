@@ -26,8 +26,9 @@ class MpiImplementation:
     """The program that starts the ranks."""
 
     path: str
+    """Path of the program on the head host; "srun" on a login node."""
     name: str
-    """intel, mpich, openmpi, or srun, which takes the place of mpirun in a Slurm job."""
+    """One of "intel", "mpich", "openmpi", and "srun", which takes the place of mpirun in a Slurm job."""
 
     @property
     def title(self) -> str:
@@ -38,7 +39,7 @@ class MpiImplementation:
 def parse_version(path: str, text: str) -> MpiImplementation:
     """Return the implementation of the program at `path`, whose `--version` prints `text`.
 
-    Raises CpuftError: the implementation is not known.
+    Raises CpuftError: the implementation is not Intel MPI, Open MPI, MPICH (Hydra) or Slurm's srun.
     """
     for part, name in _VERSION_TEXTS:
         if part in text:
@@ -51,15 +52,22 @@ def parse_version(path: str, text: str) -> MpiImplementation:
 
 
 def find_mpi(head: Host, wanted: str, python: str, transport: Transport) -> MpiImplementation:
-    """Return what starts the ranks, as it is found on the head host.
+    """Return what starts the ranks, as it is found on the head host, where this runs its `--version` for at most 30 s.
 
     That is the program `wanted`; without one the mpirun beside `python`, else the mpirun on PATH, else srun in a Slurm
-    job. On a login node with an allocation (salloc) it is srun, because the job's hosts may not reach back here.
+    job. On a login node with an allocation (salloc) it is srun, without asking any host, because the job's hosts may
+    not reach back here.
 
     The mpirun of Intel MPI and MPICH is a shell script that looks for mpiexec.hydra on PATH and passes no signals on.
-    Where mpiexec.hydra is beside it, that is used.
+    Where mpiexec.hydra is beside it, `path` is that.
 
-    Raises CpuftError: there is none, it is not known, or it cannot start ranks on these hosts from here.
+    Parameters
+    ----------
+    wanted: path or name of --mpirun; empty for none.
+    python: path of the training environment's Python on the head host.
+
+    Raises CpuftError: there is no such program, it is none of the known implementations, it is srun outside of a Slurm
+    job, `wanted` is not srun on a login node, or the head host cannot be reached.
     """
     on_login_node = bool(transport.bootstrap) and not transport.is_here(head)
     if on_login_node and not wanted:

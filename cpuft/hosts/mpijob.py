@@ -38,17 +38,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MpiJobTransport(SshTransport):
-    """The pods of an MPIJob, reached by ssh with the job's key."""
+    """The pods of an MPIJob, reached by ssh with the job's key.
+
+    Until `deadline`, a pod that cannot be reached is tried again once a second. Other errors are raised at once.
+    """
 
     deadline: float = 0.0
     """A value of time.monotonic. Until then a pod that cannot be reached is tried again, because it may be starting."""
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is the launcher's own pod, whose hostname is the first part of the pod's name."""
+        """Return whether a host is the launcher's own pod, or is called "localhost".
+
+        A pod's hostname is the first part of its name in the hostfile.
+        """
         return host.name.partition(".")[0] in (socket.gethostname(), "localhost")
 
     def address(self, host: Host) -> str:
-        """Return a pod's IPv4 address. Raises CpuftError: its name has none when the deadline has passed."""
+        """Return a pod's IPv4 address. While its name has none, it is looked up again every second until `deadline`.
+
+        Raises CpuftError: the name still has no address then.
+        """
         return self._retry(host, partial(super().address, host))
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
@@ -72,14 +81,32 @@ class MpiJobTransport(SshTransport):
 
 
 def make_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTransport:
-    """Return the transport to a job's pods, from any of them. Raises CpuftError: the operator has put no key here."""
+    """Write the ssh files of an MPIJob, and return the transport to the job's pods; it works in any of them.
+
+    It writes `known_hosts` and `ssh_config` into `folder`, which it makes for this user alone. The transport tries pods
+    that cannot be reached again every second for 60 s from now, because they may still be starting. After that it
+    raises HostError, as for every ssh host (at once for a refused login, an unknown key or a time-out). For a pod that
+    shows another host key than the job's it raises CpuftError at once.
+
+    Parameters
+    ----------
+    keys: folder with the job's key pair, id_rsa and id_rsa.pub; ~ is expanded.
+    folder: the same path on all pods.
+
+    Raises CpuftError: `keys` has no id_rsa.pub that can be read, or `folder` cannot be made or is not this user's
+    alone. Raises OSError: the files cannot be written.
+    """
     return MpiJobTransport(write_ssh_config(keys.expanduser(), folder), deadline=time.monotonic() + _START_SECONDS)
 
 
 def write_ssh_config(keys: Path, folder: Path) -> str:
-    """Write into `folder` a client configuration that trusts hosts with the key pair in `keys`; return its path.
+    """Write ssh's files for hosts whose host key is the key in `keys`; return the client configuration's path.
 
-    Raises CpuftError: there is no key pair.
+    The files are `known_hosts` and `ssh_config` in `folder`, which is made for this user alone. The configuration logs
+    in with the key `keys`/id_rsa on port 2222.
+
+    Raises CpuftError: there is no id_rsa.pub in `keys`, or `folder` cannot be made or is not this user's alone. Raises
+    OSError: the files cannot be written.
     """
     try:
         kind, key = (keys / "id_rsa.pub").read_text(encoding="utf-8").split()[:2]
@@ -95,13 +122,16 @@ def write_ssh_config(keys: Path, folder: Path) -> str:
 
 
 def sshd_command(keys: Path) -> tuple[str, ...]:
-    """Return the command that starts a worker's ssh server, whose host key is the job's key."""
+    """Return the argv of a worker's ssh server on port 2222, whose host key is `keys`/id_rsa. Nothing is checked."""
     # The folder of a mounted secret is writable by all, and only this pod sees it.
     return ssh_config.sshd_command(f"{keys}/id_rsa", PORT, StrictModes="no")
 
 
 def main() -> None:
-    """Become a worker's ssh server. Exit with code 2 and a message when the pod has no key or no sshd."""
+    """Become a worker's ssh server: write ssh's files for logins to other pods, and replace this process by sshd.
+
+    Exit with code 2 and a message when the pod has no key or no sshd.
+    """
     keys = _KEYS.expanduser()
     try:
         write_ssh_config(keys, _FOLDER)

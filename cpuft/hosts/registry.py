@@ -21,6 +21,7 @@ from cpuft.errors import CpuftError
 from cpuft.serialization import find_control, load, parse_json
 
 FILE_NAME = "cluster.json"
+"""Name of the file with a cluster's entry, in the cluster's directory of the registry."""
 HOSTFILES = "hostfiles"
 """Folder of the hostfiles that `cpuft provision` writes, in its working directory; each has its cluster's name."""
 _NAME = re.compile(r"[a-z][a-z0-9]{0,62}")
@@ -44,7 +45,7 @@ class Entry:
     python: str = ""
     """Python of the training environment, the same path on every host; empty for this process's Python."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Environment variables that cpuft's own commands need on the hosts."""
+    """Environment variables that cpuft's own commands need on the hosts, by name."""
     options: dict[str, str] = field(default_factory=dict)
     """The options it was made with, for `status` and `diff`."""
     ssh_config_there: str = ""
@@ -60,10 +61,12 @@ class Entry:
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """Return the folder of the registry: $CPUFT_STATE, or cpuft/clusters in the XDG state directory.
+    """Return the folder of the registry: $CPUFT_STATE, else $XDG_STATE_HOME/cpuft/clusters, else below ~/.local/state.
 
-    Raises CpuftError: its path contains white space, which ssh's configuration and mpirun's options cannot hold; or
-    other users may write there (`refuse_untrusted`) and so choose the commands that run on a cluster.
+    The path is absolute; the folder need not exist, and is not made.
+
+    Raises CpuftError: the path contains white space, which ssh's configuration and mpirun's options cannot hold; or it
+    exists and other users may write there (`refuse_untrusted`) and so choose the commands that run on a cluster.
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
@@ -83,16 +86,15 @@ def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
     """Check that nobody but root and this user can have written `path`, which exists, or can replace it.
 
     The owner and the write permission of `path` and of all folders above it are checked, along the path as it is
-    written and along the one that its symbolic links lead to. A folder above may be writable when it is sticky, as
-    /tmp is: others cannot replace there what this user owns. The owner of the Python environment is trusted, because
-    the running code is theirs.
+    written and along the one that its symbolic links lead to. A folder above may be writable when it is sticky, as /tmp
+    is: others cannot replace there what this user owns. The owner of the Python environment is trusted, because the
+    running code is theirs. So is a group of which only the file's owner is a member.
 
     Parameters
     ----------
-    harm
-        What others could do who write there, and what to do instead of correcting the mode: parts of the message.
+    harm: (what others could do who write there, what to do instead of correcting the mode), parts of the message.
 
-    Raises CpuftError: names the first file or folder that others may write to.
+    Raises CpuftError: names the first file or folder that others may write to. Raises OSError: `path` does not exist.
     """
     trusted = {0, os.geteuid(), os.stat(sys.prefix).st_uid}
     for leaf in dict.fromkeys((path, Path(os.path.realpath(path)))):
@@ -144,7 +146,12 @@ def _name_user(number: int) -> str:
 
 
 def make_state_root(root: Path) -> None:
-    """Make the folder of the registry and the missing folders above it, for this user alone."""
+    """Make the folder of the registry and the missing folders above it, with mode 700.
+
+    A folder that exists is not changed.
+
+    Raises CpuftError: other users may write to it or above it. Raises OSError: it cannot be made.
+    """
     for folder in [*reversed(root.parents), root]:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -152,15 +159,21 @@ def make_state_root(root: Path) -> None:
 
 
 def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[Path, ...]:
-    """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster."""
+    """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster.
+
+    The second one is the folder `clusters` beside `prefix`, if the last part of `prefix` is "env", as of the Python
+    environment that `cpuft provision` installs on hosts. Neither need exist.
+
+    Raises CpuftError: this user's registry cannot be used (`state_root`).
+    """
     own = state_root(environ)
     return (own, Path(prefix).parent / "clusters") if Path(prefix).name == "env" else (own,)
 
 
 def check_name(name: str) -> str:
-    """Return `name`, which becomes part of paths and of names of network links and control groups.
+    """Return `name` unchanged. It becomes part of paths and of names of network links and control groups.
 
-    Raises CpuftError: it is not a valid name of a cluster.
+    Raises CpuftError: it is not 1 to 63 small letters and digits with a letter first.
     """
     if not _NAME.fullmatch(name):
         raise CpuftError(
@@ -170,7 +183,11 @@ def check_name(name: str) -> str:
 
 
 def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
-    """Return the entry of a cluster from the first registry that has it. Raises CpuftError when none does."""
+    """Return the entry of a cluster from the first registry that has it.
+
+    Raises CpuftError: no registry has it (the message lists the known names), the name is not valid, or the entry is
+    damaged or other users may write to it.
+    """
     check_name(name)
     for root in roots:
         if os.path.exists(root / name / FILE_NAME):
@@ -180,15 +197,21 @@ def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
 
 
 def read_entry_if_exists(root: Path, name: str) -> Entry | None:
-    """Return the entry of a cluster; None where there is none. Raises CpuftError: as `check_name` and `read_entry`."""
+    """Return the entry of a cluster; None where there is none.
+
+    Raises CpuftError: the name is not valid, or the entry is damaged or other users may write to it.
+    """
     return read_entry(root, name) if os.path.exists(root / check_name(name) / FILE_NAME) else None
 
 
 def read_entry(root: Path, name: str) -> Entry:
-    """Return the entry of a cluster.
+    """Return the entry of a cluster of the registry `root`.
 
-    Raises CpuftError: there is none (the message lists the known names), the entry was not written by `cpuft
-    provision`, or other users may write to it, because commands act on what an entry names.
+    An entry of an earlier version, without `shares_files`, has that True if it has `settings`.
+
+    Raises CpuftError: there is none (the message lists the known names), the name is not valid, the entry was not
+    written by `cpuft provision` or is damaged, or other users may write to it or the ssh files beside it, because
+    commands act on what an entry names.
     """
     path = root / check_name(name) / FILE_NAME
     for beside in (FILE_NAME, "ssh_config", "known_hosts"):
@@ -231,7 +254,11 @@ def _check_entry(entry: Entry, directory: Path) -> None:
 
 
 def refuse_other_kind(root: Path, name: str, kind: str) -> None:
-    """Raise CpuftError when a cluster of this name has another kind, because its hosts would be lost."""
+    """Check that a new cluster of kind `kind` would not replace one of another kind, whose hosts would be lost.
+
+    Raises CpuftError: a cluster of this name exists and has another kind. An entry that does not exist or cannot be
+    read is accepted.
+    """
     entry = None
     with suppress(CpuftError):  # a damaged entry is written again
         entry = read_entry_if_exists(root, name)
@@ -242,7 +269,10 @@ def refuse_other_kind(root: Path, name: str, kind: str) -> None:
 
 
 def carries_mark(text: str) -> bool:
-    """Return whether `cpuft provision` wrote a text file, so that it may overwrite or remove the file."""
+    """Return whether `cpuft provision` wrote a text file, so that it may overwrite or remove the file.
+
+    True if the first line of `text`, the file's content, contains "made by cpuft provision", in any case of letters.
+    """
     return _MARK in text.partition("\n")[0].lower()
 
 
@@ -253,18 +283,23 @@ def _unknown(name: str, known: list[str], advice: str = "") -> CpuftError:
 
 
 def list_names(root: Path) -> list[str]:
-    """Return the names of all clusters of a registry."""
+    """Return the names of all clusters of a registry, sorted; empty if `root` does not exist. No entry is read."""
     names = sorted(path.parent.name for path in root.glob(f"*/{FILE_NAME}"))
     return [name for name in names if _NAME.fullmatch(name)]
 
 
 def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:
-    """Return the entry of the cluster that has this hostfile; None for no cluster."""
+    """Return the entry of the cluster that has this hostfile; None if no cluster has it.
+
+    Paths are compared after symbolic links are resolved; the file need not exist.
+
+    Raises CpuftError: an entry that was read on the way is damaged, or other users may write to it.
+    """
     wanted = str(Path(hostfile).resolve())
     entries = (read_entry(root, name) for root in roots for name in list_names(root))
     return next((entry for entry in entries if str(Path(entry.hostfile).resolve()) == wanted), None)
 
 
 def format_entry(entry: Entry) -> str:
-    """Return text that `read_entry` reads back as the same entry."""
+    """Return the JSON text of an entry's file, which `read_entry` reads back as the same entry."""
     return json.dumps(dataclasses.asdict(entry), indent=2, sort_keys=True) + "\n"
