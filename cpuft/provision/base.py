@@ -63,9 +63,12 @@ class Provider(ABC, Generic[C, F]):
     config
         The options that the user gave.
     environ
-        Environment variables; they say where clusters are recorded (`cpuft.hosts.registry.state_root`).
+        Environment variables. CPUFT_STATE, or else XDG_STATE_HOME or HOME, says where clusters are recorded.
     entry
         The cluster's record in the registry; None for a cluster that has no record yet.
+
+    Raises CpuftError: the name is not a valid cluster name, or the registry's folder has white space in its path or can
+    be written by other users.
     """
 
     kind: str
@@ -87,26 +90,30 @@ class Provider(ABC, Generic[C, F]):
     def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
         """Return the provider of a recorded cluster, with the options that it was made with.
 
-        Raises CpuftError when the recorded options are not valid.
+        Raises CpuftError when the recorded options are unknown or not valid.
         """
         argv = [f"--{key.replace('_', '-')}={value}" for key, value in entry.options.items()]
         return cls(parse_arguments(cls.options, argv), environ, entry)
 
     @classmethod
     def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Provider[C, F] | None:
-        """Return a cluster of this kind that exists although this machine has no record of it; None without one.
+        """Return a cluster of this kind that may exist although this machine has no record of it; None without one.
+
+        By default, and so for kinds that do not override it, None.
 
         Parameters
         ----------
         region
             Region of the cloud to search, as the user gave it; empty when the user gave none. Kinds without regions
             return None when it is given.
+
+        Raises CpuftError when the name is not valid, or the machine or the cloud cannot be examined.
         """
         return None
 
     @classmethod
     def describe_region(cls, region: str) -> list[str]:
-        """Return lines that describe all clusters of this kind in a region of a cloud; none for kinds without regions.
+        """Return lines that describe all clusters of this kind in a region of a cloud; [] for kinds without regions.
 
         Raises CpuftError when the cloud cannot be asked.
         """
@@ -137,14 +144,20 @@ class Provider(ABC, Generic[C, F]):
 
     @abstractmethod
     def describe_hosts(self) -> list[str]:
-        """Return one line for each host: what it is doing now, or why it cannot be asked."""
+        """Return one line for each host: what it is doing now, or why it cannot be asked.
+
+        Clouds add a line on the lease.
+        """
 
     def gather_remains(self) -> F:
         """Return the facts from which `plan_down` decides what to remove: by default the same as for `plan`."""
         return self.gather()
 
     def run(self, plan: Plan, say: Say) -> None:
-        """Execute a plan, and report its steps with `say`. Raises CpuftError that names every step that failed."""
+        """Execute a plan to its end, and report its steps with `say`; each stage has an hour at most.
+
+        Raises CpuftError that names every step that failed. Later stages are not started then.
+        """
         run_stages(plan, say)
 
     def check(self) -> None:
@@ -159,10 +172,13 @@ class Provider(ABC, Generic[C, F]):
         check_places(str(self.directory), self.hostfile)
 
     def confirm(self, ask: Ask) -> None:
-        """Ask the user what only the user can decide, such as a price. Raises CpuftError when the answer is no."""
+        """Ask the user what only the user can decide, such as a price; by default nothing.
+
+        Raises CpuftError when the answer is no.
+        """
 
     def make(self, say: Say, ask: Ask) -> str:
-        """Make or repair the cluster.
+        """Make or repair the cluster: check, lock, ask, then gather, plan and execute until nothing is missing.
 
         Parameters
         ----------
@@ -173,9 +189,11 @@ class Provider(ABC, Generic[C, F]):
 
         Returns
         -------
-        A sentence for the user that says what was made and what to do next.
+        A sentence for the user: `cluster NAME: SUMMARY, hostfile PATH; next: cpuft doctor --cluster NAME`. The same
+        when nothing was missing.
 
-        Raises CpuftError when a step fails, the user refuses, or another process works on the same cluster.
+        Raises CpuftError when a check of `check` or `gather` fails, the user refuses, a step fails, or another process
+        has been changing the same cluster for 30 s.
         """
         self.check()
         registry.make_state_root(self.root)
@@ -186,47 +204,64 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name}: {self.summary}, hostfile {hostfile}; next: cpuft doctor --cluster {self.name}"
 
     def show(self) -> Plan:
-        """Return the first plan that `make` would execute if the user answered yes. Changes nothing anywhere."""
+        """Return the first plan that `make` would execute if the user answered yes; empty if nothing is missing.
+
+        Changes nothing anywhere. Raises CpuftError when a check of `check`, `confirm`, `gather` or `plan` fails.
+        """
         self.check()
         self.confirm(lambda question: True)
         return self.plan(self.gather())
 
     def describe(self) -> str:
-        """Return the lines of `cpuft provision status`: the cluster, then each of its hosts."""
+        """Return the lines of `cpuft provision status`, each with a newline at its end.
+
+        The first is `cluster NAME (KIND), hostfile PATH`; then come the indented lines of `describe_hosts`. Raises
+        CpuftError when the cloud or this machine cannot be asked; a host that does not answer only has a line that says
+        so.
+        """
         head = f"cluster {self.name} ({self.kind}), hostfile {self._display_hostfile()}\n"
         return head + "".join(f"  {line}\n" for line in self.describe_hosts())
 
     def drift(self) -> list[str]:
-        """Return one line for each step that `make` would execute now; none when the cluster is as it was asked for."""
+        """Return a line `HOST: REASON` for each step that `make` would execute now; [] when nothing is missing.
+
+        HOST is "here" for a step on this machine. Changes nothing anywhere. Raises CpuftError as `gather` and `plan`
+        do: the cluster cannot be asked, or cannot become what was asked for.
+        """
         steps = [step for stage in self.plan(self.gather()).stages for step in stage]
         # A step on this machine for a simulated host names that host in its first environment setting.
         names = [step.host or "".join(one.value for one in step.settings[:1]) or "here" for step in steps]
         return [f"{name}: {step.why}" for name, step in zip(names, steps)]
 
     def down(self, say: Say) -> str:
-        """Remove the cluster and its record. Returns a sentence for the user.
+        """Remove the cluster and its record. Returns "cluster NAME was removed", also if nothing was there.
 
-        Raises CpuftError when a step fails or another process works on the same cluster.
+        Raises CpuftError when the cluster cannot be examined or must not be removed from here, a step fails, or another
+        process has been changing the same cluster for 30 s.
         """
         with lock(self.directory):
             reconcile(self.gather_remains, self.plan_down, say, self.run)
         return f"cluster {self.name} was removed"
 
     def show_down(self) -> Plan:
-        """Return the first plan that `down` would execute. Changes nothing anywhere."""
+        """Return the first plan that `down` would execute; empty if nothing is left. Changes nothing anywhere."""
         return self.plan_down(self.gather_remains())
 
     def plan_extension(self, lease: str) -> Plan:
-        """Return the steps that let the lease end `lease` (90m, 4h, 2d) from now.
+        """Return the steps that let the lease end `lease` (90m, 4h, 2d) from now. Nothing is executed.
 
-        Raises CpuftError: clusters of this kind have no lease (the default), or this one cannot be extended.
+        Raises CpuftError: clusters of this kind have no lease (the default), this one cannot be extended, or `lease` is
+        not valid.
         """
         raise CpuftError(
             f"cluster {self.name} has no lease, because it is of kind {self.kind}: only rented clusters have one"
         )
 
     def extend(self, lease: str, say: Say) -> str:
-        """Execute `plan_extension`. Returns a sentence for the user that says when the lease ends."""
+        """Execute `plan_extension`. Returns a sentence for the user; that of a cloud says when the lease ends.
+
+        Raises CpuftError: the cluster has no lease, `lease` is not valid, or a step failed.
+        """
         self.run(self.plan_extension(lease), say)
         return f"the lease of cluster {self.name} was extended"
 
@@ -238,18 +273,19 @@ class Provider(ABC, Generic[C, F]):
 def reconcile(
     gather: Callable[[], F], plan: Callable[[F], Plan], say: Say, run: Callable[[Plan, Say], None] | None = None
 ) -> F:
-    """Gather facts, plan and execute in a loop until a plan is empty.
+    """Gather facts, plan and execute in a loop until a plan is empty. If the first plan is empty, nothing is executed.
 
     Parameters
     ----------
     run
-        Executes a plan; `run_stages` by default.
+        Executes a plan; `run_stages` by default, on this machine and over ssh.
 
     Returns
     -------
     The facts for which the plan was empty.
 
     Raises CpuftError when steps fail (the message names all of them), or when the same plan comes twice in a row.
+    Errors of `gather` and `plan` pass through.
     """
     before: Plan | None = None
     while True:
@@ -267,7 +303,11 @@ def reconcile(
 
 
 def run_stages(plan: Plan, say: Say) -> None:
-    """Execute a plan, and report its steps with `say`. Raises CpuftError that names every step that failed."""
+    """Execute a plan to its end, and report its steps with `say`; each stage has an hour at most.
+
+    Raises CpuftError that names every step of a stage that failed, with its last lines of output; later stages are not
+    started. Raises Interrupted after SIGINT, SIGTERM, SIGHUP or SIGUSR1, when the steps have ended.
+    """
     execute.run_stages(plan, os.environ, _STAGE_SECONDS, say, "correct the cause and run the same command again")
 
 
@@ -275,7 +315,8 @@ def run_stages(plan: Plan, say: Say) -> None:
 def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
     """Hold the lock of the cluster at `path`, so that only one `cpuft provision` at a time changes it.
 
-    The lock is the name of a Unix socket, which Linux releases when the process ends in any way.
+    The lock is the name of a Unix socket, which Linux releases when the process ends in any way. Nothing is written,
+    and `path` need not exist. If another process holds the lock, this waits up to `seconds`.
 
     Raises CpuftError when another process holds the lock for more than `seconds`.
     """
@@ -320,20 +361,24 @@ def _load(place: str) -> Any:
 
 
 def load_provider(kind: str) -> type[Provider[Any, Any]]:
-    """Import and return the provider class of a kind."""
+    """Import and return the provider class of a kind. Raises KeyError for a kind that is not in `PROVIDERS`."""
     return cast("type[Provider[Any, Any]]", _load(PROVIDERS[kind].provider))
 
 
 def load_options(kind: str) -> type[Any]:
-    """Import and return the options class of a kind that has a verb of its own."""
+    """Import and return the options class of a kind that has a verb of its own.
+
+    Raises KeyError for a kind that is not in `PROVIDERS`, and ValueError for "plain", which has no options class.
+    """
     return cast("type[Any]", _load(PROVIDERS[kind].options))
 
 
 def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
-    """Return the recorded cluster `name`.
+    """Return the recorded cluster `name`. Its hosts are not asked.
 
-    Raises CpuftError: no such cluster is recorded, it was made on another machine and this host is one of its hosts,
-    its kind is unknown, or its record cannot be trusted.
+    Raises CpuftError: the name is not valid, no such cluster is recorded, it was made on another machine and this host
+    is one of its hosts, its kind is unknown, its record is damaged or can be written by other users, or its options are
+    not valid.
     """
     entry = registry.read_entry(registry.state_root(environ), name)
     if entry.kind == registry.INSIDE:
@@ -349,11 +394,14 @@ def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
 
 
 def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Provider[Any, Any]:
-    """Return the recorded cluster `name`, or an unrecorded one that a provider finds (`Provider.find_unrecorded`).
+    """Return the recorded cluster `name`, or one without a record that may exist.
 
-    With a `region`, a recorded cluster counts only when it was made in that region.
+    A record counts only if no `region` is given or the cluster was made in that region. Without such a record, a
+    simulated cluster of which something is left on this machine is returned, or, with a `region`, the cluster on AWS of
+    this name, even if nothing carries its tag. If there is neither, a record of another region is returned.
 
-    Raises CpuftError as `load_cluster`.
+    Raises CpuftError: nothing is found, the name is not valid, the record cannot be used (damaged, untrusted, or of a
+    cluster that was made on another machine), or AWS or this machine cannot be examined.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if not entry or (region and entry.options.get("region") != region):
@@ -364,6 +412,12 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 
 
 def describe_region(region: str) -> str:
-    """Return the lines of `cpuft provision status --region`: all clusters in a region, whoever made them."""
+    """Return the lines of `cpuft provision status --region`: all clusters in a region, whoever made them.
+
+    One line says so if there is no cluster. An empty `region` is the one of the AWS configuration.
+
+    Raises CpuftError: boto3 is not installed, the region is unknown or not given, or AWS refuses a call or does not
+    answer.
+    """
     lines = [line for kind in PROVIDERS for line in load_provider(kind).describe_region(region)]
     return "".join(f"{line}\n" for line in lines or [f"there is no cluster in region {region}"])

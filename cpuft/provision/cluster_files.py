@@ -13,7 +13,7 @@ from cpuft.hosts.registry import FILE_NAME, carries_mark
 from cpuft.plan import Step
 
 KEY_MARK = "cpuft"
-"""Comment of the keys that cpuft makes."""
+"""Comment of the keys that cpuft makes: the last word of their .pub files."""
 _PRIVATE = ("host_key", "id_ed25519")
 """Names of private keys, whose texts are not read."""
 _REMOVAL = REMOVE + Path(__file__).with_name("cluster_removal.sh").read_text(encoding="utf-8")
@@ -22,14 +22,18 @@ _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
 def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
-    """Return the texts of the cluster's files on this machine, by path. The text of a private key is "private"."""
+    """Return the texts of the cluster's files on this machine, by path; {} if there are none.
+
+    These are the files in `directory`, in its folder `there` and in its folders `nodes/*`, and the hostfile if it
+    exists. The text is "private" for a private key (host_key, id_ed25519), and "" for a file that cannot be read.
+    """
     paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
     texts = {str(path): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
     return texts | ({str(hostfile): read_raw(hostfile)} if hostfile.exists() else {})
 
 
 def read_raw(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
+    """Return the text of a file; "" if it cannot be read. Bytes that are not UTF-8 become U+FFFD."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -37,7 +41,11 @@ def read_raw(path: Path) -> str:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise CpuftError unless `prefix` can be a folder on a host that only cpuft uses."""
+    """Raise CpuftError unless `prefix` can be a folder on a host that only cpuft uses.
+
+    It must be an absolute path of letters, digits and `_ . + -`, without `.`, `..` or a slash at its end; not `/`
+    itself. Nothing on a disk is looked at.
+    """
     if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")):
         raise CpuftError(
             f"prefix {prefix!r} is not a plain absolute path: give a folder that only cpuft uses, such as /opt/cpuft"
@@ -47,10 +55,13 @@ def check_prefix(prefix: str) -> None:
 def is_ours(files: Mapping[str, str], directory: str) -> bool:
     """Whether cpuft made a cluster's directory: it holds a record, or files that are made before the record.
 
+    True if `files` has, below `directory`, a public key with cpuft's comment, a path that begins with `cluster.json`,
+    or an `ssh_config` whose first line says that `cpuft provision` made it. False for an empty directory.
+
     Parameters
     ----------
     files
-        Texts of files, by path, as `read_files` returns them.
+        Texts of files, by path, as `read_files` returns them. The disk is not looked at.
     """
 
     def shows_cpuft(name: str, text: str) -> bool:
@@ -65,7 +76,10 @@ def is_ours(files: Mapping[str, str], directory: str) -> bool:
 
 
 def check_places(directory: str, hostfile: str) -> None:
-    """Raise CpuftError when a cluster's directory or hostfile exists but was not made by `cpuft provision`."""
+    """Raise CpuftError when a cluster's directory or hostfile exists but was not made by `cpuft provision`.
+
+    A directory that is missing or empty, and a hostfile that is missing or empty, are accepted.
+    """
     files = read_files(Path(directory), Path(hostfile))
     if os.path.isdir(directory) and os.listdir(directory) and not is_ours(files, directory):
         raise CpuftError(f"{directory} was not made by cpuft provision: move it away, or choose another --name")
@@ -73,18 +87,23 @@ def check_places(directory: str, hostfile: str) -> None:
 
 
 def check_hostfile(path: str, text: str) -> None:
-    """Raise CpuftError when the text of a hostfile is not empty and was not written by `cpuft provision`."""
+    """Raise CpuftError when the text of a hostfile is not empty and was not written by `cpuft provision`.
+
+    The first line of a hostfile of cpuft says that. `path` is for the error message only.
+    """
     if text and not carries_mark(text):
         raise CpuftError(f"{path} was not made by cpuft provision: move it away, or choose another --name")
 
 
 def plan_removal(files: Mapping[str, str], directory: str, hostfile: str, *others: str) -> tuple[Step, ...]:
-    """Return the step that removes a cluster's directory, and its hostfile if cpuft wrote it.
+    """Return one step that removes a cluster's directory, and its hostfile if cpuft wrote it.
+
+    Whether the directory is cpuft's is not checked here: ask `is_ours` first.
 
     Parameters
     ----------
     files
-        Texts of files, by path.
+        Texts of files, by path, the hostfile among them.
     others
         Paths of files that are removed together with the hostfile. Folders that become empty are removed, too.
     """
@@ -96,6 +115,13 @@ def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "")
     """Return the step that writes a file atomically, and makes its folder. It never writes through a symbolic link.
 
     A new folder is writable by its owner only, because cpuft trusts no record in a folder that others can write to.
+
+    Parameters
+    ----------
+    mode
+        Permissions of the file, in octal digits.
+    host
+        Host on which the file is written; empty for this machine.
     """
     script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; '
     script += 'mv -f "$1.new" "$1"'
@@ -103,5 +129,8 @@ def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "")
 
 
 def plan_files(texts: Mapping[str, str], found: Mapping[str, str], why: str) -> list[Step]:
-    """Return steps that write those of `texts` (by path) on this machine that differ from the texts `found`."""
+    """Return a step that writes a file on this machine for each of `texts` (by path) that differs from `found`.
+
+    A file that `found` (texts by path) does not have is written, too. [] when all texts are the same.
+    """
     return [plan_file(path, text, why) for path, text in texts.items() if found.get(path) != text]

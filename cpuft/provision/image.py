@@ -35,7 +35,7 @@ CHECK = "check the environment in the image: imports, mpirun, two ranks over eve
 """Reason of the step that runs `PROVE`."""
 _HERE = Path(__file__)
 PROVE = _HERE.with_name("image_prove.sh").read_text(encoding="utf-8")
-"""Shell script that checks an environment by training with it. Its argument is the environment's Python."""
+"""Shell script that checks an environment by training with it. Its argument is the path of the environment's Python."""
 _BEGIN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_begin.sh").read_text(encoding="utf-8")
 _CLEAN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_clean.sh").read_text(encoding="utf-8")
 _CONTAINER = _HERE.with_name("Containerfile.in").read_text(encoding="utf-8")
@@ -52,6 +52,7 @@ class Package:
     """A Debian package, and why the image has it."""
 
     name: str
+    """Name of the package, as apt knows it."""
     reason: str
 
 
@@ -60,6 +61,7 @@ class File:
     """A configuration file, and why the image has it."""
 
     path: str
+    """Absolute path in the image."""
     text: str
     reason: str
 
@@ -69,6 +71,7 @@ class Environment:
     """Where the Python environment for training is installed, and for which Python."""
 
     prefix: str
+    """Folder of the environment in the image, such as "/opt/cpuft"."""
     python: str
     """Version of the Python in the Debian suite, such as "3.11"."""
     reason: str
@@ -79,7 +82,7 @@ class Base:
     """What debootstrap unpacks."""
 
     suite: str
-    """Name of the Debian release."""
+    """Name of the Debian release, such as "bookworm"."""
     mirror: str = ""
     """Address from which debootstrap fetches packages. Empty for debootstrap's default, deb.debian.org."""
 
@@ -95,7 +98,11 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """A hash of everything that decides what the image contains."""
+        """Hash of everything that decides what the image contains: 16 hexadecimal digits.
+
+        These are packages, files, installer, Debian suite, prefix and version of Python, and all reasons. The mirror
+        does not count.
+        """
         text = "\n".join([format_install(self), self.base.suite, self.environment.prefix, self.environment.python])
         return hash_text(text, 16)
 
@@ -108,7 +115,8 @@ def read_recipe(path: str) -> Recipe:
     Raises
     ------
     CpuftError
-        The file cannot be read, or is not a recipe.
+        The file cannot be read; is not YAML; lacks a key, has an unknown one or one of a wrong type; its prefix is not
+        a plain absolute path; or a value has a control character (only the text of a file may have tabs and newlines).
     """
     use_own = path == RECIPE and not Path(path).exists()
     try:
@@ -136,7 +144,11 @@ def _refuse_control_characters(recipe: Recipe) -> None:
 
 
 def format_install(recipe: Recipe) -> str:
-    """Format a shell script that applies the recipe to a Debian host, container or image; it can be run repeatedly."""
+    """Format a shell script that applies the recipe to a Debian host, container or image; it can be run repeatedly.
+
+    The script needs root. Without arguments it installs the packages and writes the files; with the arguments PREFIX,
+    STAMP and pins it installs the training environment, too.
+    """
     parts = [
         "#!/bin/sh",
         "# Generated from recipe.yaml by `cpuft provision recipe`: edit recipe.yaml instead. Run this script as root.",
@@ -167,12 +179,12 @@ def format_container(recipe: Recipe) -> str:
 
 
 def environment_python(recipe: Recipe) -> str:
-    """Return the path of the environment's Python in the image."""
+    """Return the path of the environment's Python in the image, such as "/opt/cpuft/env/bin/python"."""
     return f"{recipe.environment.prefix}/env/bin/python"
 
 
 def check_image(image: str) -> None:
-    """Raise CpuftError if `image` is not empty and not the directory of a root filesystem with an sshd."""
+    """Raise CpuftError if `image` is not empty and has no `usr/sbin/sshd` in it, so is no root filesystem for hosts."""
     if image and not os.path.exists(f"{image}/usr/sbin/sshd"):
         raise CpuftError(
             f"--image {image} is not a root filesystem with an sshd: name the directory that cpuft provision image made"
@@ -180,7 +192,12 @@ def check_image(image: str) -> None:
 
 
 def read_stamp(root: Path) -> dict[str, Any]:
-    """Return the stamp of an image; empty if `root` is not a finished image."""
+    """Return the stamp of an image; {} if `root` is not a finished image, or its stamp is damaged. Raises nothing.
+
+    Its keys are `format` (1), `recipe` (digest), `environment` (stamp of the environment), `python` (path of the
+    environment's Python), `wheels` (list of name==version), `contents` (hash of the files) and `packages` (list of
+    name=version).
+    """
     with suppress(OSError, ValueError):
         return load(dict[str, Any], parse_json((root / STAMP).read_text(encoding="utf-8")))
     return {}
@@ -189,7 +206,10 @@ def read_stamp(root: Path) -> dict[str, Any]:
 def write_stamp(path: Path, values: dict[str, object]) -> None:
     """Write the stamp of the image that was built as PATH.new, and rename that to `path`.
 
-    The stamp has `values`, a hash of the contents, and the Debian packages with their versions.
+    The stamp has `values`, a hash of the contents (`contents`), and the Debian packages with their versions
+    (`packages`).
+
+    Raises CpuftError if the packages cannot be listed, and OSError if PATH.new is missing or `path` is not empty.
     """
     built = Path(f"{path}.new")
     found = {"contents": hash_contents(built), "packages": list_packages(built)}
@@ -198,7 +218,10 @@ def write_stamp(path: Path, values: dict[str, object]) -> None:
 
 
 def list_packages(root: Path) -> list[str]:
-    """Return "name=version" of every Debian package in an image."""
+    """Return "name=version" of every Debian package in the image at `root`, sorted.
+
+    Raises CpuftError: dpkg-query is missing, fails, or takes longer than 60 s.
+    """
     command = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "-W", "-f=${Package}=${Version}\\n")
     answer = execute.run_command(command, seconds=60)
     if answer.exit_code:
@@ -209,7 +232,13 @@ def list_packages(root: Path) -> list[str]:
 
 
 def hash_contents(root: Path) -> str:
-    """Return a hash of the names, modes, owners and contents of all files, except those that differ in every build."""
+    """Return 16 hexadecimal digits of a hash of the names, modes, owners and contents of all files below `root`.
+
+    For a link, its target counts. Files that differ in every build (logs, caches, the stamp, `__pycache__`), folders
+    themselves and links to folders do not count.
+
+    Raises OSError if a file cannot be read.
+    """
     digest = hashlib.sha256()
     for folder, names, files in os.walk(root):
         inside = os.path.relpath(folder, root)
@@ -234,12 +263,13 @@ class ImageFacts:
     debootstrap: str
     """Path of the program, or its name if it is not installed."""
     supply: Supply
+    """The wheels for the image's environment."""
     stamp: dict[str, object] | None = None
-    """Stamp of the image at the target path. None if nothing is there."""
+    """Stamp of the image at the target path; {} if something there is no finished image. None if nothing is there."""
 
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
-    """Look at what exists of the image and its wheels.
+    """Look at what exists of the image and its wheels. Changes nothing.
 
     Parameters
     ----------
@@ -251,7 +281,8 @@ def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str,
     Raises
     ------
     CpuftError
-        The folder holds no wheels, or wheels that may not be used.
+        The folder of wheels does not exist or holds no wheels; other users may write to it or to cpuft's cache folder;
+        a wheel differs from the recorded file; this cpuft is not installed; or XDG_CACHE_HOME is relative.
     """
     own = Path(f"{target}.new{recipe.environment.prefix}/wheels")
     supply = gather_supply(own, wheels, recipe.environment.python, environ)
@@ -262,12 +293,14 @@ def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str,
 def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
     """Plan what is missing of the image at `target`; empty if it is complete.
 
-    The image is built and checked as TARGET.new, and renamed at the end.
+    The image is built and checked as TARGET.new, and renamed at the end; each of these steps is a stage of its own.
+    While wheels are not downloaded yet, the plan has only the step that downloads them, and a note.
 
     Raises
     ------
     CpuftError
-        At `target` there is an image of another recipe or cpuft version, or something that is not an image.
+        At `target` there is an image of another recipe, of other wheels or of another cpuft version, or something that
+        is not a finished image.
     """
     pins = list_pins(facts.supply.wheels)
     values: dict[str, object] = {"format": 1, "recipe": recipe.digest}
@@ -317,10 +350,23 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
 def make_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str], as_root: bool, say: Say) -> str:
     """Build the image at `target` unless it is there; return a sentence for the user.
 
+    Wheels are downloaded first if necessary. The sentence is "image TARGET exists already and matches the recipe", or
+    "built image TARGET (contents HASH)" with the command to use it.
+
+    Parameters
+    ----------
+    target
+        Path of the image. It is built as TARGET.new, which is removed at the start of a build and stays after an error.
+    wheels
+        Folder of wheels. Empty for those that cpuft downloads.
+    as_root
+        Whether the user is root.
+
     Raises
     ------
     CpuftError
-        The user is not root, debootstrap is missing, a step failed, or something else is at `target`.
+        The user is not root, debootstrap is missing, the wheels cannot be used, a step failed, or at `target` there is
+        an image of another recipe or version, or something else.
     """
     if not as_root or not execute.find_program("debootstrap"):
         raise CpuftError("building an image needs root and debootstrap: install debootstrap with apt-get, and use sudo")

@@ -569,7 +569,10 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return parse_pins(text, self.config.pins)
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan what is missing on the servers and on this machine. Raises CpuftError if a server cannot be provisioned."""
+        """Plan what is missing on the servers and on this machine; see `plan_servers`.
+
+        Raises CpuftError if a server cannot be provisioned, or if the lock file is damaged.
+        """
         return plan_servers(self.config, facts)
 
     def plan_down(self, facts: ClusterFacts) -> Plan:
