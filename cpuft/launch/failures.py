@@ -71,10 +71,9 @@ class Failure:
 
     @property
     def lost_its_peer(self) -> bool:
-        """True if the rank failed because a connection to another rank closed, or another program wrote to torch's
-        store.
+        """True if the error output says that a connection to another rank closed, or that torch's store was disturbed.
 
-        The error output says so. Such a failure is a consequence of another one.
+        Such a failure is a consequence of another one.
         """
         return any(message in self.text for message in _LOST_PEER)
 

@@ -110,7 +110,7 @@ def plan_run(
     Returns
     -------
     The complete plan: make the run folder, send input files, prepare the examples (not for a script), start the ranks,
-        fetch the results and remove the run from the hosts.
+    fetch the results and remove the run from the hosts.
 
     Raises CpuftError: the options, data options or precision do not fit together or these hosts (see `plan_training`);
     `job.wrap` is set and the command is not a Python script; a file that would be sent is not among

@@ -42,7 +42,7 @@ class HostCopy:
     steps: int = 0
     """Number of updates made, as far as this host knows."""
     header: str = ""
-    """First line of the run record; empty for none."""
+    """First line of the run record (JSON); empty for none."""
     has_data: bool = False
     """Whether the prepared examples are there."""
     is_finished: bool = False
@@ -54,6 +54,7 @@ class ResumedRun:
     """An interrupted run that is to be continued."""
 
     run_dir: str
+    """Absolute path of the run folder on this machine."""
     train: TrainConfig = TrainConfig()
     """The recorded training options."""
     np: int = 0
@@ -63,17 +64,18 @@ class ResumedRun:
     global_batch: int = 0
     """Examples per update; 0 if nothing was recorded."""
     host_copies: tuple[HostCopy, ...] = ()
-    """What the hosts with disks of their own have of the run, as far as these hosts answer."""
+    """What the hosts with disks of their own have of the run, as far as these hosts answer; in the order of the
+    hostfile."""
     unreachable: tuple[str, ...] = ()
-    """For each host that does not answer, the reason."""
+    """For each host that does not answer, an error message that names it."""
     stopped_at: float = 0.0
     """For an automatic restart: since when the run made no progress, in seconds since 1970."""
     restart_reason: str = ""
     """For an automatic restart: its reason; empty for a run that the user resumes."""
     fetched_from: str = ""
-    """The head host whose logs have already been fetched."""
+    """Name of the head host whose logs have already been fetched; empty for none."""
     finished_on: str = ""
-    """Host on which the run finished and where its results still are; empty for none."""
+    """Name of the host on which the run finished and where its results still are; empty for none."""
     measured: EarlierMeasurements | None = field(default=None, compare=False)
     """What the first attempt measured about the network and the ranks' speed."""
     hostnames: frozenset[str] = field(default=frozenset(), compare=False)
@@ -81,7 +83,7 @@ class ResumedRun:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """Hosts that answer, in the order of the hostfile."""
+        """The hosts that answered, in the order of the hostfile; empty if all hosts are this machine."""
         return tuple(copy.host for copy in self.host_copies)
 
     def take_over(
@@ -89,14 +91,22 @@ class ResumedRun:
     ) -> tuple[LaunchConfig, TrainConfig]:
         """Return the launch and training options with which the run continues: its own, and new values where allowed.
 
+        The number of ranks is the recorded one unless "np" is among `given` or none was recorded. New values are
+        allowed for the options in `CHANGEABLE_ON_RESUME` (backend, grad_compression, shard, comm_timeout,
+        eval_batch_size, gradient_checkpointing, checkpoint_every, save_model, lora_merge), and for options that name
+        files which were sent to hosts.
+
         Parameters
         ----------
         config, train: the options of this launch.
-        given: names of the options that the user gave in this launch.
+        given: names of the options that the user gave in this launch, such as "batch_size".
 
-        Raises
-        ------
-        CpuftError: an option that must not change was given with another value than the run has.
+        Returns
+        -------
+        (launch options, training options)
+
+        Raises CpuftError: `config.run_dir` is set, or an option that must not change was given with another value than
+        the run has.
         """
         if config.run_dir:
             raise CpuftError("--resume and --run-dir both name the folder of the run: leave --run-dir out")
@@ -113,9 +123,19 @@ class ResumedRun:
 
 
 def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) -> ResumedRun:
-    """Return what is known about a run here and on the hosts that `config` names.
+    """Return what is known about a run here and on the hosts that `config` names. Asks all of these hosts at once.
 
-    Raises CpuftError: as `read_resumed_run`.
+    If every host is this machine, only the run folder here is read. Hosts that do not answer raise nothing and are
+    listed in `unreachable` of the result.
+
+    Parameters
+    ----------
+    run: path of the run folder, absolute or in the working directory.
+    is_script: whether the user wants to resume a script's run.
+
+    Raises CpuftError: the cluster or hostfile of `config` cannot be used; there is no such run; it has finished and its
+    results are here; it is still active; it consists of independent ranks; its record is damaged or of another version;
+    or `is_script` is set for cpuft's own training.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
@@ -126,11 +146,22 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
 
 
 def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[HostCopy] = ()) -> ResumedRun:
-    """Return what is known about a run from its record here or on a host. Only the folder is known for a script's run.
+    """Return what is known about a run from its record here or on a host. Asks no host.
 
-    Raises
-    ------
-    CpuftError: there is no such run, it has finished, it is still active, or it consists of independent ranks.
+    - The run finished on a host and its results are still there: only `run_dir` and `finished_on` are set.
+    - A script's run, which has no record: only `run_dir` is set.
+    - Otherwise: what the record in the run folder says, or that of the first host that has one. `updates` is the
+      largest number of updates that the record or any host knows. `host_copies` of the result stays empty.
+
+    Parameters
+    ----------
+    run: path of the run folder, absolute or in the working directory.
+    is_script: whether the user wants to resume a script's run.
+    host_copies: what hosts have of the run.
+
+    Raises CpuftError: there is no such run; it has finished; it measured independent ranks; it is still active; its
+    record is damaged, of another version, or has options that this version does not accept; or `is_script` is set and
+    the record is that of cpuft's own training.
     """
     path = Path(run).absolute()
     is_active = any(copy.is_active for copy in host_copies)
@@ -187,11 +218,17 @@ def _is_locked(path: Path) -> bool:
 def gather_host_copies(
     hosts: Sequence[Host], access: Access, run_dir: str
 ) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
-    """Ask all hosts at once what they have of this machine's run in `run_dir`.
+    """Ask all hosts at once what they have of this machine's run in `run_dir`. Raises nothing for hosts that do not
+    answer.
+
+    Parameters
+    ----------
+    run_dir: absolute path of the run folder on this machine, from which the folder on the hosts is computed.
 
     Returns
     -------
-    The answers, and the errors of the hosts that did not answer.
+    (copies of the hosts that answered, errors of the hosts that did not), both in the order of `hosts`. A host that has
+    nothing of the run has a copy with `exists` False.
     """
     command = ("sh", "-c", _DESCRIBE_RUN, "describe_run", name_work(run_dir))
     answers = try_hosts(lambda host: parse_host_copy(access.transport.run(host, command).output, host), hosts)
@@ -200,7 +237,10 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host) -> HostCopy:
-    """Parse the output of `describe_run.sh` on a host."""
+    """Return what a host has of a run, from the output of `describe_run.sh` there.
+
+    Lines that the script does not print are ignored, so an empty text means that the host has nothing. Never raises.
+    """
     lines = output.splitlines()
     checkpoints = [re.fullmatch(r"checkpoint ([0-9]{1,15})\.[0-9]+", line) for line in lines]
     steps = [re.fullmatch(r"steps ([0-9]{1,15})", line) for line in lines]
@@ -217,7 +257,11 @@ def parse_host_copy(output: str, host: Host) -> HostCopy:
 
 
 def read_checkpoint_hosts(run_dir: str) -> list[str]:
-    """Return the hosts that had checkpoints when the run was interrupted, if this machine knows them."""
+    """Return the names of the hosts that had checkpoints when the run was interrupted, as a file in the run folder
+    says.
+
+    Empty if there is no such file.
+    """
     try:
         return Path(run_dir, CHECKPOINT_HOSTS).read_text(encoding="utf-8", errors="replace").split()
     except OSError:
@@ -225,9 +269,15 @@ def read_checkpoint_hosts(run_dir: str) -> list[str]:
 
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
-    """Check that a host of the cluster has the newest known checkpoint of the run.
+    """Check that a host of the cluster has the newest known checkpoint of the run. Asks no host.
 
-    Raises CpuftError: only hosts that the cluster leaves out have it.
+    Parameters
+    ----------
+    host_copies: what the hosts that answer have of the run; empty if all ranks worked on this machine.
+    run_dir: the run folder on this machine.
+
+    Raises CpuftError: only hosts that the cluster leaves out have the newest checkpoint; or none of the copies has one,
+    and the local run folder names hosts that had one.
     """
     used = {assignment.host.name for assignment in cluster.assignments if cluster.works_remotely}
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}
@@ -246,7 +296,10 @@ def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, r
 
 
 def find_newest_checkpoint(run_dir: str, host_copies: Iterable[HostCopy] = ()) -> int:
-    """Return the update of the newest checkpoint, in the run folder here or on a host; 0 for none."""
+    """Return the update of the newest checkpoint, in the folder `checkpoints` of the run folder here or on a host.
+
+    0 if there is none.
+    """
     folder = Path(run_dir, "checkpoints")
     names = os.listdir(folder) if folder.is_dir() else []
     updates = [int(name.split(".")[0]) for name in names if name.replace(".", "").isdecimal()]
@@ -254,13 +307,16 @@ def find_newest_checkpoint(run_dir: str, host_copies: Iterable[HostCopy] = ()) -
 
 
 def write_lost_hosts(logs: Path, names: Collection[str]) -> None:
-    """Note the hosts that did not answer at the end of an attempt, so that a restart need not ask them again."""
+    """Write the names of the hosts that did not answer at the end of an attempt to the file `silent` in `logs`.
+
+    A restart then need not ask them again. Without names nothing is written.
+    """
     if names:
         write_text(logs / _LOST_HOSTS, "".join(f"{name}\n" for name in sorted(names)))
 
 
 def read_lost_hosts(run_dir: str) -> set[str]:
-    """Return the hosts that `write_lost_hosts` noted for the last attempt."""
+    """Return the names that `write_lost_hosts` wrote in the last attempt; empty if there are none."""
     try:
         return set(Path(run_dir, "logs", _LOST_HOSTS).read_text(encoding="utf-8", errors="replace").split())
     except OSError:
@@ -268,7 +324,11 @@ def read_lost_hosts(run_dir: str) -> set[str]:
 
 
 def remove_empty_run(run_dir: str) -> None:
-    """Remove a run folder that holds nothing but the notes of a failed attempt."""
+    """Remove a run folder that holds nothing but the notes of a failed attempt, and leave any other folder as it is.
+
+    The notes are `plan.sh`, and `silent` and `exit-code` in `logs`. Never raises OSError, even if there is no such
+    folder.
+    """
     logs = Path(run_dir, "logs")
     notes, plan = (_LOST_HOSTS, "exit-code"), "plan.sh"
     with suppress(OSError):

@@ -96,8 +96,9 @@ class StopRequest:
     run_dir: str
     """The run folder as the ranks see it."""
     head_host: str
+    """Name of the head host."""
     command_prefixes: dict[str, tuple[str, ...]]
-    """As `cpuft.plan.Plan.command_prefixes`."""
+    """For each host what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
     grace: float
     """Seconds from SIGTERM until the ranks are killed; with 0, SIGTERM kills them at once."""
     ctrl_c_seconds: float = 0.0
@@ -107,9 +108,22 @@ class StopRequest:
     deadline: float = math.inf
     """When the ranks are killed, in seconds of the monotonic clock."""
     is_sent: bool = False
+    """Whether the request was written, or at least tried, so that it is not sent twice."""
 
     def handle_signal(self, signal_number: int) -> bool:
-        """Return whether a signal requests the end, and does not kill the ranks. Called in the signal handler."""
+        """Record a signal. Return True if it asks the run to end, and False if the ranks are to be killed at once.
+
+        Called in the signal handler; it sends nothing, `check` does.
+
+        - SIGUSR1: always True, without a deadline.
+        - SIGTERM: True if `grace` is above 0 and there is no deadline yet. Sets the deadline to `grace` seconds from
+          now.
+        - SIGINT: True if it is the first signal and `ctrl_c_seconds` is above 0. Sets the deadline likewise.
+        - every other case, such as a second Ctrl-C, Ctrl-C after SIGUSR1, SIGTERM after Ctrl-C, or SIGHUP: False, and
+          nothing is recorded.
+
+        `signal_number` keeps the first signal for which the result was True.
+        """
         is_first = math.isinf(self.deadline) and not self.signal_number
         seconds = 0.0
         if signal_number == signal.SIGTERM and math.isinf(self.deadline):
@@ -124,9 +138,13 @@ class StopRequest:
         return False
 
     def check(self) -> None:
-        """Pass a request on to the ranks. Called regularly while they run.
+        """Pass a recorded signal on to the ranks, once, and watch the deadline. Called regularly while the ranks run.
 
-        Raises Interrupted: the ranks have not ended before the deadline.
+        The first call after `handle_signal` returned True writes the request on the head host, which may take up to 20
+        s. After Ctrl-C it also prints a line for the user. If the request cannot be written, it prints the reason and
+        does not try again.
+
+        Raises Interrupted: the deadline has passed; it names SIGINT if that was the first signal, otherwise SIGTERM.
         """
         if self.signal_number and not self.is_sent:
             self.is_sent = True
@@ -143,7 +161,10 @@ class StopRequest:
             raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
 
     def plan_request(self, name: str) -> Step:
-        """Return the step that writes the name of the signal into the file, as a step of this machine."""
+        """Return the step that asks the ranks to end, as a step of this machine (by ssh or srun to another head host).
+
+        It writes `name`, for example "SIGTERM", into the file logs/interrupt in the run folder.
+        """
         path = f"{self.run_dir}/{REQUEST_FILE}"
         command = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
         return Plan(command_prefixes=self.command_prefixes).as_local(
@@ -158,21 +179,30 @@ class LeaseRenewal:
     command: tuple[str, ...]
     """Renews the lease of the host on which it runs; empty for hosts without a lease."""
     hosts: tuple[str, ...]
+    """Names of the hosts."""
     run: Callable[[str, tuple[str, ...], float], Answer]
-    """Runs a command on a host, within a number of seconds."""
+    """Runs a command on a host, within a number of seconds. Arguments: host, command, seconds."""
     say: Callable[[str], None]
+    """Is called with a line for the user."""
     now: Callable[[], float] = time.monotonic
     _next: float = 0.0
     _said: set[str] = field(default_factory=set)
 
     def check(self) -> None:
-        """Start a renewal on a thread every five minutes. Called regularly while ranks run."""
+        """Start a renewal on a thread, at the first call and then every five minutes, and return at once.
+
+        Called regularly while ranks run. Does nothing if `command` is empty.
+        """
         if self.command and self.now() >= self._next:
             self._next = self.now() + LEASE_RENEWAL_SECONDS
             threading.Thread(target=self.renew, daemon=True).start()
 
     def renew(self) -> None:
-        """Renew the leases of all hosts now. Each new end of a lease and each error is reported once."""
+        """Run `command` on all hosts now, and wait for it up to 20 s on each host.
+
+        Each new end of the lease and each error is reported once with `say`. A host that cannot be reached is reported
+        and raises nothing.
+        """
         answers = try_hosts(lambda host: self.run(host, self.command, _LEASE_ANSWER_SECONDS), self.hosts)
         for host, answer in zip(self.hosts, answers):
             line = _describe_renewal(host, answer)
@@ -198,9 +228,13 @@ class LogTail:
     path: Path
     stream: IO[str]
     position: int = 0
+    """Number of bytes that have been copied."""
 
     def copy(self) -> None:
-        """Copy what was appended since the last call, except lines that are not for users."""
+        """Copy what was appended since the last call, except lines that are not for users and the ranks' marks.
+
+        Does nothing while the log does not exist.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self.position)
@@ -220,11 +254,11 @@ class StuckError(Exception):
 
 
 class NotStartedError(Exception):
-    """No rank has started in time, although all hosts answer."""
+    """No rank has started in time."""
 
 
 class HostsLostError(Exception):
-    """Hosts do not answer any more."""
+    """Hosts do not answer any more; `names` holds their names."""
 
     def __init__(self, names: set[str]) -> None:
         super().__init__(", ".join(sorted(names)))
@@ -240,24 +274,29 @@ class Watchdog:
     """
 
     logs: Path
+    """The folder `logs` of the run folder."""
     find_unreachable: Callable[[], set[str]]
-    """Asks all hosts, and returns those that do not answer."""
+    """Asks all hosts, and returns the names of those that do not answer."""
     diagnose_hang: Callable[[], tuple[Diagnosis, set[str]]]
-    """Gathers the stacks of ranks that hang. Returns which rank they wait for, and the hosts that do not answer."""
+    """Gathers the stacks of ranks that hang. Returns which rank they wait for, and the names of the hosts that do not
+    answer."""
     ranks: int = 0
     """Number of ranks; 0: their starts and ends are not checked."""
     has_several_hosts: bool = False
     start_limit: float = 0.0
     """Seconds within which the first rank has to start; 0 for no limit."""
     diagnosis: Diagnosis | None = None
+    """Why the ranks hang; None unless a rank has reported that it waited in vain. `check` does nothing after that."""
     stop_request: StopRequest | None = None
     lease_renewal: LeaseRenewal | None = None
     begun: float = field(default_factory=time.monotonic)
+    """When mpirun was started, in seconds of the monotonic clock, as all times here that have no other unit."""
     failed_at: float = 0.0
     """When the first failure of a rank was seen; 0 for none."""
     ended_at: float = 0.0
     """When the first successful end of a rank was seen; 0 for none."""
     checked_at: float = 0.0
+    """When `check` last looked at the logs."""
     heartbeat: int = 0
     """Time of the last heartbeat, in ns as the file system of the run folder gives it."""
     heartbeat_seen_at: float = 0.0
@@ -274,10 +313,16 @@ class Watchdog:
     """Until when the hosts are not asked again, because all answered a moment ago."""
 
     def check(self) -> None:
-        """Look at logs and heartbeats. Called regularly while mpirun runs.
+        """Look at logs and heartbeats, at most every 0.5 s. Called regularly while mpirun runs.
 
-        Raises StuckError: a host is lost, or ranks have not ended within their time after one of them failed.
-        Raises NotStartedError: no rank has started in time.
+        Also calls `check` of the stop request and of the lease renewal. Hosts are asked on a thread, and a later call
+        sees their answer. A hang that a rank reports is diagnosed at once, which takes some seconds and writes a file
+        with the stacks of each rank.
+
+        Raises StuckError: a host is lost, mpirun still runs 25 s after a rank failed, or ranks wait in vain for others.
+        Raises NotStartedError: no rank has started within `start_limit`.
+        Raises Interrupted: the deadline of the stop request has passed.
+        Raises CpuftError: the stacks of ranks that hang could not be stored.
         """
         now = time.monotonic()
         if now - self.checked_at < _CHECK_SECONDS or self.diagnosis:
@@ -329,7 +374,7 @@ class Watchdog:
         return ""
 
     def has_started(self) -> bool:
-        """Whether a rank has started, as far as the logs show."""
+        """Return True if `check` has counted a rank that started, or any rank has written to its error log."""
         return self.started > 0 or any(log.stat().st_size for log in list_error_logs(self.logs))
 
     def _misses_heartbeat(self, now: float) -> bool:
@@ -341,9 +386,10 @@ class Watchdog:
         return bool(self.heartbeat) and now - self.heartbeat_seen_at > _HEARTBEAT_SECONDS
 
     def find_lost_hosts(self) -> set[str]:
-        """Return the hosts that do not answer, after mpirun has ended.
+        """Return the names of the hosts that do not answer, after mpirun has ended.
 
-        If all answered when they were asked, they are asked again: a host that shuts down may have answered then.
+        Waits for an answer that is still awaited. If all hosts answered or were not asked, they are asked now, which
+        takes some seconds: a host that was shutting down may have answered before.
         """
         if self.host_check:
             self.unreachable = self.host_check.result()
@@ -352,14 +398,18 @@ class Watchdog:
 
 @dataclass
 class HostMonitor:
-    """Asks regularly whether all hosts answer, while one step on the head host prepares the run."""
+    """Asks every five seconds whether all hosts answer, while one step on the head host prepares the run."""
 
     find_unreachable: Callable[[], set[str]]
+    """Asks all hosts, and returns the names of those that do not answer."""
     host_check: Future[set[str]] | None = None
     next_host_check: float = field(default_factory=lambda: time.monotonic() + _PREPARE_CHECK_SECONDS)
 
     def check(self) -> None:
-        """Ask, or look at the answers. Called regularly. Raises HostsLostError."""
+        """Start to ask on a thread, or look at the answers if they have come. Called regularly; returns at once.
+
+        Raises HostsLostError: hosts did not answer.
+        """
         now = time.monotonic()
         if self.host_check is None and now > self.next_host_check:
             self.host_check = _start_thread(self.find_unreachable)
@@ -408,20 +458,36 @@ def run_on_this_machine(
     transport: Transport,
     stop_request: StopRequest | None = None,
 ) -> int:
-    """Carry out a run's plan with this machine as the head host, and write it to `plan.sh` in the run folder.
+    """Carry out a run's plan with this machine as the head host, and wait until the ranks have ended.
+
+    Makes the run folder, prepares the examples, writes `plan.sh` there and starts mpirun, up to three times if no rank
+    of several hosts starts. The output of rank 0 appears on the terminal. After a failure, its cause and the end of the
+    failed rank's output are printed, and the names of lost hosts are written to `logs/silent`. Executes only the parts
+    `make`, `prepare` and `ranks` of the plan.
 
     Parameters
     ----------
-    hosts: the host of each rank.
-    time_limit: in seconds; 0 for none.
-    stop_request: without it, SIGUSR1 ends the ranks at once, as SIGTERM does.
+    run_dir: the run folder on this machine.
+    hosts: the name of each rank's host, indexed by rank.
+    time_limit: for the ranks, in seconds; 0 for none.
+    transport: how to ask the hosts whether they answer.
+    stop_request: asks the ranks to save a checkpoint first; None: every signal ends them at once.
 
     Returns
     -------
-    The exit code of the worst rank; 75 if a lost host left no rank that could give one.
+    - 0 if all ranks succeeded.
+    - 75 if the ranks ended to be resumed, if a host was lost while the examples were prepared, or if a host was lost
+      and no rank reported a failure.
+    - Otherwise the exit code of the worst rank: the largest that a rank chose itself, else 128 + N for signal N. If no
+      rank reported a failure, it is that of mpirun, or 1 if mpirun had to be ended.
 
-    Raises CpuftError: a step before the ranks rejected the input, and the run folder is removed again; or it existed.
-    Raises Interrupted: a signal came. All ranks have ended, and the record up to then remains.
+    Raises CpuftError: the run folder cannot be made or exists, the preparation rejected the options or data, the time
+    limit passed, or the disk is full.
+    Raises RuntimeError: the preparation failed otherwise, although all hosts answer; the message is its output.
+    Raises Interrupted: a signal came, or the deadline of `stop_request` passed. All processes of the run have ended.
+
+    If an error or signal ends the run before the ranks start, a new run folder is removed again. From then on it stays,
+    with the record up to that moment.
     """
     here = plan.full_plan.as_local
     for (step,) in plan.make:
