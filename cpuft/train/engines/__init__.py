@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 IPEX = "intel_extension_for_pytorch"
+"""Package of Intel's extension for PyTorch."""
 ORT = "onnxruntime-training-cpu"
+"""Package of ONNX Runtime's training."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,17 @@ class Engine:
     """What an engine needs."""
 
     versions: Mapping[str, str]
-    """Package and the major and minor version that it must have; the engine's own package first."""
+    """Package name to the major and minor version that it must have, such as `2.8`; the engine's own package first."""
     next_step: str
     """What a user should do if these versions are not installed."""
     machine: str = ""
     """The machine type that it runs on, as `uname -m` prints it; empty for any."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that it reads when it is imported, perhaps by transformers."""
+    """Environment variables by name, with the value to set unless the user has set them. The engine reads them when it
+    is imported, perhaps by transformers."""
     compiled_files: str = ""
-    """Pattern of files beside its package, of which one exists if the engine was compiled for the installed torch."""
+    """Pattern of files beside its package, of which one exists if the engine was compiled for the installed torch;
+    empty if it needs none."""
     has_fused_adamw: bool = True
     """Whether its torch has a fused AdamW for CPUs."""
 
@@ -59,10 +63,15 @@ ENGINES = {
         has_fused_adamw=False,
     ),
 }
+"""Engines by the value of --engine, without `torch`, which is cpuft's own."""
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Check that the engine can run here, and set its environment variables. Raises CpuftError if it cannot."""
+    """Check that --engine can run here, and set the environment variables that it needs, unless they are set.
+
+    Nothing happens for `torch`, cpuft's own. Raises CpuftError: a package is missing or of another version, the machine
+    is of another type, or the engine was not compiled for the installed torch.
+    """
     engine = ENGINES.get(config.engine)
     if engine is None:
         return
@@ -74,12 +83,24 @@ def check_engine(config: TrainConfig) -> None:
 
 
 def name_packages(engine: str) -> tuple[str, ...]:
-    """Return the names of the packages whose versions matter for an engine; none for cpuft's own."""
+    """Return the names of the packages whose versions matter for an engine, its own first.
+
+    () for `torch`, cpuft's own, and for an unknown name.
+    """
     return tuple(ENGINES[engine].versions) if engine in ENGINES else ()
 
 
 def optimize_with_engine(engine: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Let an engine change a model and its optimizer in place; DeepSpeed does its part as an exchange."""
+    """Let ipex or ort change a model, and ipex also its optimizer, in place.
+
+    For all other engines nothing happens; DeepSpeed does its part as an exchange (`DeepSpeedExchange`).
+
+    Parameters
+    ----------
+    precision: fp32 or bf16; only ipex reads it.
+
+    Raises ImportError: the engine is not installed; `check_engine` finds that earlier.
+    """
     if engine == "ipex":
         from cpuft.train.engines.ipex import optimize_by_ipex
 
@@ -108,13 +129,14 @@ def _is_compiled(engine: Engine) -> bool:
 
 
 def find_problem(engine: str, versions: Mapping[str, str], machine: str, compiled: bool = True) -> str:
-    """Return why an engine cannot train here and what to do; empty if it can.
+    """Return why an engine cannot train here and what to do, as one line; empty if it can, or if its name is unknown.
 
     Parameters
     ----------
-    versions: installed version of each package that it needs; empty for a missing one.
+    versions: installed version of each package in `Engine.versions`; "" for a missing one. A package that is not in the
+        mapping raises KeyError.
     machine: the machine type, as `uname -m` prints it.
-    compiled: whether the files exist that it compiles for the installed torch.
+    compiled: whether the files exist that the engine compiles for the installed torch.
     """
     if engine not in ENGINES:
         return ""

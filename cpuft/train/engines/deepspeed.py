@@ -17,7 +17,10 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 class DeepSpeedExchange(Exchange):
     """DeepSpeed's engine around the model, and its optimizer, which also clips, around the given one.
 
-    It reduces gradients during the backward pass, over the existing process group.
+    It reduces gradients during the backward pass, over the existing process group. `forward_model` and `optimizer` are
+    DeepSpeed's.
+
+    Raises ImportError: DeepSpeed is not installed; `check_engine` finds that earlier.
     """
 
     allows_warm_up = False  # DeepSpeed counts every backward pass as a part of an update
@@ -45,13 +48,15 @@ class DeepSpeedExchange(Exchange):
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether DeepSpeed trains."""
+        """Return whether --engine is deepspeed, on any number of ranks."""
         return config.engine == "deepspeed"
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a forward and a backward pass; gradients are reduced in the `last` one."""
+        """Return an empty context; tell DeepSpeed to reduce gradients in the next backward pass only if it is the
+        `last`.
+        """
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def clip_gradients(self) -> None:
-        """Do nothing: the optimizer's step clips."""
+        """Do nothing: the step of DeepSpeed's optimizer clips."""

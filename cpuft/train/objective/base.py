@@ -15,7 +15,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.model import load_model
 
 Predictions = NDArray[np.float32]
-"""What a forward pass without gradients returns for each example; shape (examples, any, ...)."""
+"""What `Objective.predict` returns for each example, fp32; shape (examples, any, ...)."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,11 @@ class Batch:
     """The examples of one forward pass of one rank, padded to one length."""
 
     inputs: dict[str, torch.Tensor]
-    """input_ids, attention_mask and, if the model takes them, token_type_ids; shape (examples, length)."""
+    """Keyword arguments of the model's forward pass: input_ids, attention_mask (1 for tokens, 0 for padding) and, if
+    the model takes them, token_type_ids; int64, shape (examples, length). Masked language modelling adds `places`
+    and may leave out attention_mask."""
     labels: torch.Tensor
-    """What the model's outputs are compared with; shape (examples, ...)."""
+    """What the model's outputs are compared with, of the objective's `label_type`; shape (examples, ...)."""
     tokens: int
     """Number of tokens without padding."""
 
@@ -40,10 +42,11 @@ class Objective:
     """
 
     labels: tuple[str, ...]
-    """Names of the classes, in the order of their numbers."""
+    """Names of the classes, in the order of their numbers; empty without classes."""
     metrics: tuple[str, ...]
     """Names of the metrics that `compute_metrics` returns."""
     pad_id: int
+    """Id of the token that batches are padded with."""
     padded_length: int
     """Length to which examples are padded; 0: the longest example of each batch."""
     vocab_size: int = 0
@@ -51,6 +54,7 @@ class Objective:
     model_class: ClassVar[str]
     """The auto class of transformers that loads an encoder with such a head."""
     label_type: ClassVar[torch.dtype]
+    """Type of the labels in a batch."""
 
     def head_settings(self) -> dict[str, Any]:
         """Return the settings of the head, by their names in a model's configuration."""
@@ -64,38 +68,63 @@ class Objective:
         raise NotImplementedError
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return metrics by name, from the predictions for all examples of a split in their order."""
+        """Return each of `metrics` by name, from the predictions for all examples of a split in their order.
+
+        Parameters
+        ----------
+        predictions: what `predict` has returned for the examples; where shapes differ, filled up with -1.
+        tokens: the split, with its labels.
+        """
         raise NotImplementedError
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
         """Return of how many terms the losses of these examples are the sum, on any rank and before batches are made.
 
-        The loss of an update is the mean over the terms of all its examples.
+        Here it is the number of examples, as each loss is one term. The loss of an update is the mean over the terms of
+        all its examples.
+
+        Parameters
+        ----------
+        epoch: of the training, for objectives that change examples from epoch to epoch (here without effect); -1 for
+            evaluation.
         """
         return float(len(examples))
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Return the outputs of the head. Called without gradients."""
+        """Run a forward pass; return the outputs (logits) of the head in fp32. Called without gradients.
+
+        The shape is (examples, outputs), or (examples, length, classes) for a head that predicts tags of tokens.
+        """
         outputs: Predictions = model(**batch.inputs).logits.float().numpy()
         return outputs
 
     def reduce_outputs(self, outputs: Predictions) -> Predictions:
-        """Return what `compute_metrics` needs of the head's outputs, to be gathered from all ranks."""
+        """Return what `compute_metrics` needs of the head's outputs, to be gathered from all ranks.
+
+        Here it is the outputs as they are.
+        """
         return outputs
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Return what `compute_metrics` needs for each example of a batch. Called without gradients."""
+        """Run a forward pass; return what `compute_metrics` needs for each example of a batch.
+
+        It is called without gradients.
+        """
         return self.reduce_outputs(self.outputs(model, batch))
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the encoder with a new head, fp32. Raises CpuftError if the model cannot be found or read."""
+        """Load the encoder with a new head for this objective, in fp32 on the CPU; with --lora-rank, with adapters.
+
+        Raises CpuftError: the model cannot be found or read, or its architecture has no such head.
+        """
         return load_model(config, self.model_class, self.head_settings(), self.vocab_size, self.pad_id)
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of the examples with these numbers.
+        """Return the batch of the examples with these numbers, padded to `padded_length`, or to its longest example.
 
         Parameters
         ----------
+        examples: at least one number.
         epoch: of the training, for objectives that change examples from epoch to epoch; -1 for evaluation.
         """
         lengths, places = tokens.lengths[examples], tokens.positions(examples)
@@ -110,12 +139,19 @@ class Objective:
         return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
-        """Return the labels of the examples with these numbers.
+        """Return the labels of the examples with these numbers, as `label_type`.
 
-        `mask` is true where a batch has their tokens and false where it has padding; shape (examples, length).
+        Here it is one entry of `tokens.labels` for each example.
+
+        Parameters
+        ----------
+        mask: true where a batch has their tokens and false where it has padding; shape (examples, length).
         """
         return torch.from_numpy(tokens.labels[examples]).to(self.label_type)
 
     def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
-        """Return all token ids that batches of these examples look up in the embedding, int64, with repetitions."""
+        """Return all token ids that batches of these examples look up in the embedding, with repetitions.
+
+        The ids are int64, shape (ids,); the id of padding is included once, at the end.
+        """
         return torch.from_numpy(np.append(tokens.ids[tokens.positions(examples)], self.pad_id).astype(np.int64))

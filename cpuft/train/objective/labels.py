@@ -15,7 +15,10 @@ from cpuft.train.objective.base import Batch, Objective, Predictions
 
 
 def name_classes(labels: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a model's configuration that number and name the classes."""
+    """Return the settings of a model's configuration that number and name the classes.
+
+    They are `num_labels`, `id2label` (number to name) and `label2id` (name to number). Classes are numbered from 0.
+    """
     names = dict(enumerate(labels))
     return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
 
@@ -26,16 +29,19 @@ class Classification(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.int64
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one output for each class."""
+        """Return the settings of a head with one output for each class: `problem_type`, and those of `name_classes`."""
         return {"problem_type": "single_label_classification", **name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the cross entropy of each example."""
+        """Run a forward pass; return the cross entropy of each example, fp32, shape (examples,)."""
         logits = model(**batch.inputs).logits
         return torch.nn.functional.cross_entropy(logits.float(), batch.labels, reduction="none")
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return metrics of the most likely classes."""
+        """Return each of `metrics` by name, from the most likely class of each example.
+
+        `predictions` are logits, shape (examples, classes).
+        """
         return compute_label_metrics(self.metrics, predictions.argmax(-1), tokens.labels)
 
 
@@ -45,17 +51,26 @@ class MultiLabelClassification(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.float32
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one independent output for each class."""
+        """Return the settings of a head with one independent output for each class.
+
+        They are `problem_type` and those of `name_classes`.
+        """
         return {"problem_type": "multi_label_classification", **name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the binary cross entropy of each example: the mean over the classes."""
+        """Run a forward pass; return each example's mean binary cross entropy over the classes.
+
+        The losses are fp32, shape (examples,).
+        """
         logits = model(**batch.inputs).logits.float()
         entropy = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
         return entropy.mean(-1)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return metrics of the classes above a probability of 0.5; accuracy counts examples with all classes right."""
+        """Return each of `metrics` by name, from the classes above a probability of 0.5.
+
+        `predictions` are logits, shape (examples, classes). Accuracy counts the examples with all classes right.
+        """
         return compute_label_metrics(self.metrics, (predictions > 0).astype(np.float32), tokens.labels)
 
 
@@ -65,16 +80,16 @@ class Regression(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.float32
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one output."""
+        """Return the settings of a head with one output: `num_labels` 1 and `problem_type`."""
         return {"num_labels": 1, "problem_type": "regression"}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the squared error of each example."""
+        """Run a forward pass; return the squared error of each example, fp32, shape (examples,)."""
         scores: torch.Tensor = model(**batch.inputs).logits[:, 0].float()
         return (scores - batch.labels) ** 2
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return metrics of the scores."""
+        """Return each of `metrics` by name, from the scores; `predictions` have the shape (examples, 1)."""
         return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
 
 
@@ -90,33 +105,41 @@ class TokenClassification(Objective):
     def head_settings(self) -> dict[str, Any]:
         """Return the settings of a head with an output of each token for each class.
 
-        Saved adapters do not name the class of their model, so the configuration has to.
+        They are those of `name_classes`, and `architectures`: saved adapters do not name the class of their model, so
+        the configuration has to.
         """
         return {"architectures": [self.model_class], **name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the loss of each example: the sum over its words."""
+        """Run a forward pass; return the sum of the cross entropies of each example's words.
+
+        The losses are fp32, shape (examples,).
+        """
         logits = model(**batch.inputs).logits.float().transpose(1, 2)
         entropy = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none", ignore_index=UNTAGGED)
         return entropy.sum(-1)
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of words that have a tag."""
+        """Return the number of words of these examples that have a tag; `epoch` has no effect."""
         return float(np.count_nonzero(tokens.labels[tokens.positions(examples)] != UNTAGGED))
 
     def reduce_outputs(self, outputs: Predictions) -> Predictions:
-        """Return the number of the most likely class of each token."""
+        """Return the number of the most likely class of each token, fp32, shape (examples, length)."""
         likeliest: Predictions = outputs.argmax(-1).astype(np.float32)
         return likeliest
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
-        """Return class numbers at the first tokens of words, elsewhere UNTAGGED; shape (examples, longest example)."""
+        """Return class numbers at the first tokens of words, elsewhere UNTAGGED; int64, with the shape of `mask`."""
         labels = np.full(mask.shape, UNTAGGED, np.int64)
         labels[mask] = tokens.labels[tokens.positions(examples)]
         return torch.from_numpy(labels)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return metrics of entities, and the accuracy of words."""
+        """Return each of `metrics` by name: f1, precision and recall of entities, accuracy of words.
+
+        `predictions` are class numbers of tokens, shape (examples, longest example); only those of tagged words are
+        read.
+        """
         predicted, tags = [], []
         for example, (start, end) in enumerate(zip(tokens.offsets, tokens.offsets[1:])):
             wanted = tokens.labels[start:end]
@@ -129,12 +152,17 @@ class TokenClassification(Objective):
 def compute_label_metrics(
     names: tuple[str, ...], predictions: NDArray[Any], labels: NDArray[np.float32]
 ) -> dict[str, float]:
-    """Return GLUE's metrics and related ones by name, computed by scikit-learn and SciPy.
+    """Return metrics by name, from 0 to 1 (correlations from -1), computed by scikit-learn and SciPy.
 
     Parameters
     ----------
-    predictions, labels: class numbers or scores, both of shape (examples,); or 0 and 1, both of shape
-        (examples, classes). The correlation with a constant is 0, as scikit-learn defines it for Matthews'.
+    names: accuracy, f1 (of class 1, where there are two), f1_micro, f1_macro, matthews_correlation, pearson, spearman.
+    predictions, labels: class numbers or scores, both of shape (examples,); or 0 and 1, both of shape (examples,
+        classes). The correlation with a constant is 0, as scikit-learn defines it for Matthews'; an F1 without any
+        positive is 0, too.
+
+    Raises KeyError: an unknown name. ValueError: there are no examples, or a metric is not defined for such labels,
+    such as f1 with three classes.
     """
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -159,9 +187,16 @@ def compute_label_metrics(
 def compute_tag_metrics(
     names: tuple[str, ...], predicted: Sequence[list[str]], tags: Sequence[list[str]]
 ) -> dict[str, float]:
-    """Return metrics by name from the tags of all examples, as conlleval defines them.
+    """Return metrics by name, from 0 to 1, from the tags of all examples, as conlleval defines them.
 
-    f1, precision and recall are of whole entities; accuracy is of words.
+    They are computed by seqeval.
+
+    Parameters
+    ----------
+    names: f1, precision and recall, of whole entities (0 if there are none); accuracy, of words.
+    predicted, tags: for each example the predicted and the true tag of each word, such as B-PER, equally many.
+
+    Raises KeyError: an unknown name. TypeError or ZeroDivisionError, by seqeval: there are no examples or no words.
     """
     from seqeval import metrics
 

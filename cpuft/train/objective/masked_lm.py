@@ -31,28 +31,44 @@ class MaskedLanguageModelling(TokenClassification):
 
     model_class = "AutoModelForMaskedLM"
     kinds: NDArray[np.int8]
-    """Whether each token of the vocabulary begins a word, continues one, or is never masked."""
+    """The kind of each token id, shape (vocabulary,), as `classify_tokens` returns it: WORD_START, WORD_CONTINUATION or
+    NEVER_MASKED."""
     mask_id: int
+    """Id of the mask token."""
     config: TrainConfig
 
     def head_settings(self) -> dict[str, Any]:
-        """Return no settings: the head is that of the model."""
+        """Return {}: the head is that of the model."""
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the encoder with its head, fp32. Raises CpuftError if the model cannot be found or read."""
+        """Load the encoder with its head, in fp32 on the CPU; the head computes masked places only.
+
+        With --lora-rank, the model has adapters. Raises CpuftError: the model cannot be found or read, or has no such
+        head.
+        """
         model = super().load_model(config)
         self.predict_masked_places_only(model.get_base_model() if has_adapters(model) else model)
         return model
 
     def predict_masked_places_only(self, model: Any) -> None:
-        """Let a model's head compute only for the `places` of a batch: the head has the largest product of all."""
+        """Let a model's head, which has the largest product of all, compute only for the `places` of a batch.
+
+        The model gets hooks, in place. They pass the encoder's output on at these places only (indices into all
+        positions of the batch, row by row), so that logits have the shape (1, places, vocabulary). Without an input
+        `places`, the model computes all positions.
+        """
         selection = _PlaceSelection()
         model.register_forward_pre_hook(selection.take_places, with_kwargs=True)
         model.base_model.register_forward_hook(selection.select)
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples with masks; its input `places` numbers the masked places of the batch."""
+        """Return the batch of these examples with the masks of this epoch.
+
+        Epoch -1 is evaluation, which has always the same masks. The labels are the true tokens at masked places,
+        elsewhere UNTAGGED; int64, shape (examples, length). The input `places` has the indices of the masked places
+        among all positions of the batch, row by row. A batch without padding has no attention_mask.
+        """
         ids, labels = zip(*(self.mask_example(tokens, int(example), epoch) for example in examples))
         offsets = np.cumsum([0, *map(len, ids)])
         masked = Tokens(np.concatenate(ids), tokens.types, offsets, np.concatenate(labels))
@@ -63,17 +79,26 @@ class MaskedLanguageModelling(TokenClassification):
         return batch
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of masked places."""
+        """Return the number of masked places of these examples in this epoch (-1: in evaluation)."""
         return float(sum((self.mask_example(tokens, int(one), epoch)[1] != UNTAGGED).sum() for one in examples))
 
     def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Indices, Indices]:
-        """Return an example with its masks in an epoch, and its labels: see `mask`."""
+        """Return an example's tokens with the masks of an epoch, and its labels, both as `mask` returns them.
+
+        The masks depend on the seed, the epoch and `example`, its number; in evaluation (epoch -1), on that number
+        only.
+        """
         ids = tokens.ids[tokens.offsets[example] : tokens.offsets[example + 1]].astype(np.int64)
         seed = (self.config.seed, epoch, example) if epoch >= 0 else (example,)
         return self.mask(ids, np.random.default_rng(seed))
 
     def mask(self, ids: Indices, generator: np.random.Generator) -> tuple[Indices, Indices]:
         """Return an example's tokens with masks, and its labels: the tokens at masked places, elsewhere UNTAGGED.
+
+        Both are int64 of the shape of `ids`. The share --mlm-probability of the places that may be masked is drawn,
+        rounded, at least one; with --whole-word-mask, random words that have together no more tokens than that, at
+        least one word. Of the drawn places, about 80 % get the mask token, 10 % a random one, and 10 % keep theirs. An
+        example whose tokens are never masked gets no masks.
 
         A fixed share of the places is drawn, instead of each place by itself: so all full examples have the same number
         of masks. BERT's own training data was made in the same way.
@@ -97,17 +122,24 @@ class MaskedLanguageModelling(TokenClassification):
 
     @cached_property
     def replacements(self) -> Indices:
-        """Tokens that may replace another one."""
+        """Ids of the tokens that may replace another one: all that may be masked."""
         return np.flatnonzero(self.kinds != NEVER_MASKED)
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the loss of each example: the sum over its masked places."""
+        """Run a forward pass; return the sum of the cross entropies at each example's masked places.
+
+        The losses are fp32, shape (examples,).
+        """
         logits, wanted, example = _predict_masked(model, batch)
         losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
         return losses.new_zeros(len(batch.labels)).index_add(0, example, losses)
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Return for each example the sum of its losses, the number of right predictions, and of masked places."""
+        """Run a forward pass; return sums for each example, fp32, shape (examples, 3).
+
+        The sums are those of the losses at masked places, the number of right predictions there, and the number of
+        masked places.
+        """
         logits, wanted, example = _predict_masked(model, batch)
         losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
         found = torch.stack([losses, (logits.argmax(-1) == wanted).float(), torch.ones_like(losses)], 1)
@@ -115,13 +147,17 @@ class MaskedLanguageModelling(TokenClassification):
         return sums
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return the perplexity (e to the mean loss over masked places) and the share of right predictions."""
+        """Return `perplexity` (e to the mean loss over masked places) and `masked_accuracy`.
+
+        The accuracy is the share of right predictions at masked places. `predictions` are the sums that `predict`
+        returns. Without masked places, perplexity is 1 and accuracy 0; for a loss above 700, perplexity is e**700.
+        """
         sums = predictions.sum(0, dtype=np.float64)
         loss, right = sums[:2] / max(1.0, sums[2])
         return {"perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": float(right)}
 
     def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
-        """Return all tokens of the vocabulary: any of them may replace another one."""
+        """Return all token ids of the vocabulary, int64: any of them may replace another one."""
         return torch.arange(len(self.kinds))
 
 

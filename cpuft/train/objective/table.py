@@ -19,7 +19,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
-    """Return the objective for examples of this kind."""
+    """Return the objective for the kind of these examples. Raises KeyError: a kind that is not in OBJECTIVES."""
     padded_length = config.max_length if config.padding == "max_length" else 0
     objective = OBJECTIVES[prepared.kind]
     shared = (prepared.labels, prepared.metrics, prepared.pad_id, padded_length, prepared.vocab_size)
