@@ -151,7 +151,7 @@ def test_hosts_keep_their_files_until_the_last_attempt_has_ended(cluster: Cluste
     assert run_with_restarts(Launch(script(0), str(Path("run").absolute()), {}), plan, cluster, start, said.append) == 1
     assert [plan.keep_host_copies for plan in starts] == [True]
     assert [line.partition(":")[0] for line in said] == ["cpuft"]
-    assert "checkpoints up to update 8 are kept on localhost" in said[0]
+    assert "checkpoints up to update 8 are saved on localhost" in said[0]
 
 
 def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster) -> None:
@@ -271,7 +271,7 @@ def test_a_dry_run_shows_the_number_of_restarts(cluster: Cluster) -> None:
     told = "if a host or a rank is lost, cpuft launch restarts the run up to 2 times on the hosts that answer"
     assert describe_limit(script(2), cluster) == (told,)
     assert describe_limit(script(-1), cluster) == ()
-    assert describe_limit(script(2, np=3, min_np=2), cluster) == (f"{told}, 2 ranks at least",)
+    assert describe_limit(script(2, np=3, min_np=2), cluster) == (f"{told}, with at least 2 ranks",)
     assert find_limit(Job(LaunchConfig(max_restarts=3), TrainConfig(engine="ipex")), cluster) == 0
     with pytest.raises(CpuftError, match="--min-np 2 is more than --np 1: lower --min-np"):
         describe_limit(script(2, min_np=2), cluster)
