@@ -46,7 +46,7 @@ def test_ranks_run_on_the_hosts_that_the_job_was_given(slurm: Slurm) -> None:
     ("words", "before", "message"),
     [
         (("--np", "5"), "exec", "5 ranks do not fit: 2 hosts with 4 slots: lower --np"),
-        (("--np", "2"), "srun", "srun starts cpuft launch 4 times: write it into the job's script without srun"),
+        (("--np", "2"), "srun", "srun starts cpuft launch 4 times: write cpuft launch into the job's script without srun"),
     ],
     ids=("more ranks than tasks", "srun"),
 )
@@ -76,7 +76,7 @@ def test_a_submitted_job_is_ended_and_no_other(slurm: Slurm) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "JobState=CANCELLED" in slurm.ask("scontrol", "show", "job", job.removeprefix("slurm:")).stdout
     refused = slurm.cpuft("submit", "cancel", f"slurm:{other}")
-    assert (refused.returncode, f"cpuft submit has not made slurm:{other}" in refused.stderr) == (2, True)
+    assert (refused.returncode, f"slurm:{other} was not submitted by cpuft submit" in refused.stderr) == (2, True)
     slurm.ask("scancel", other)
 
 
