@@ -113,7 +113,7 @@ def fill(run: Path) -> None:
 def test_a_disk_that_is_full_is_named_by_the_records_path(tmp_path: Path) -> None:
     with largest_file(1 << 10), pytest.raises(OSError, match="File too large") as caught:
         fill(tmp_path)
-    said = f"{tmp_path}/record.jsonl cannot be used (File too large): see to its disk and its mode, or name another"
+    said = f"{tmp_path}/record.jsonl cannot be used (File too large): see to its disk and its mode, or give another"
     assert describe_path_error(caught.value).startswith(said)
 
 

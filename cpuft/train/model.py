@@ -247,7 +247,9 @@ def find_base_model(source: str) -> str:
     try:
         base = load(str, load(dict[str, Any], parse_json(path.read_text(encoding="utf-8"))).get(_BASE), _BASE)
     except ValueError as error:
-        raise CpuftError(f"{path} does not name the model that its adapters are for ({error}): give it there") from None
+        raise CpuftError(
+            f"{path} does not name the model that its adapters are for ({error}): write its name there"
+        ) from None
     try:
         return find_model(_OFFLINE if _OFFLINE_PACKAGE in Path(base).parts else base)
     except CpuftError as error:

@@ -106,7 +106,7 @@ def try_model(
             forward("fp32")
             works_in_fp32 = True
         problem = f"{type(model).__name__} of {get_model_name(config)} cannot compute a batch of two examples"
-        next_step = "add --precision fp32, in which it can" if works_in_fp32 else "name another --model"
+        next_step = "add --precision fp32, in which it can" if works_in_fp32 else "give another --model"
         raise CpuftError(f"{problem}{f' in {precision}' * works_in_fp32} ({reason}): {next_step}") from None
     finally:
         model.train(was_training)

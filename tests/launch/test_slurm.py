@@ -46,7 +46,11 @@ def test_ranks_run_on_the_hosts_that_the_job_was_given(slurm: Slurm) -> None:
     ("words", "before", "message"),
     [
         (("--np", "5"), "exec", "5 ranks do not fit: 2 hosts with 4 slots: lower --np"),
-        (("--np", "2"), "srun", "srun starts cpuft launch 4 times: write cpuft launch into the job's script without srun"),
+        (
+            ("--np", "2"),
+            "srun",
+            "srun starts cpuft launch 4 times: write cpuft launch into the job's script without srun",
+        ),
     ],
     ids=("more ranks than tasks", "srun"),
 )

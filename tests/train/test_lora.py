@@ -186,5 +186,5 @@ def test_the_adapters_of_another_encoder_are_refused(trained: tuple[Any, Path], 
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     settings = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": "./gpt"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    with pytest.raises(CpuftError, match=r"do not fit GPT2ForSequenceClassification .*name another --model"):
+    with pytest.raises(CpuftError, match=r"do not fit GPT2ForSequenceClassification .*give another --model"):
         load_weights(GPT2ForSequenceClassification.from_pretrained, str(tmp_path))

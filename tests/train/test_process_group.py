@@ -72,7 +72,7 @@ exit_process(0)
 @pytest.mark.parametrize(
     "wanted, choice",
     [
-        ("auto", "Choice(backend='gloo', reason='one rank')"),
+        ("auto", "Choice(backend='gloo', reason='a single rank does not communicate')"),
         ("mpi", "Choice(backend='mpi', reason='as you asked')"),
         ("ccl", "Choice(backend='ccl', reason='as you asked')"),
     ],

@@ -119,7 +119,7 @@ def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = make_model("bert")
-        with pytest.raises(CpuftError, match="wrap the model after it"):
+        with pytest.raises(CpuftError, match="then wrap the model"):
             accelerate(DistributedDataParallel(model), make_optimizer(model))
     finally:
         dist.destroy_process_group()
