@@ -53,6 +53,7 @@ from cpuft.provision.options import LocalConfig
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """Programs that a simulated cluster needs, and the Debian package of each."""
 SCRIPT = str(Path(__file__).with_name("simulated_node.sh"))
+"""Path of the shell script that starts, limits, disturbs and removes one simulated host."""
 FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
 """Action of simulated_node.sh for each fault of `cpuft provision local FAULT NODE`."""
 _MAX_NODES = 99
@@ -66,18 +67,22 @@ class NodeFacts:
     """The present state of one simulated host."""
 
     running: bool = False
+    """Whether its first process and its network link exist."""
     answers: bool = False
     """Whether its sshd answers, or cannot answer because the host is paused or disconnected."""
     paused: bool = False
+    """Whether its processes are frozen."""
     cut: bool = False
     """Whether its network link is down."""
     quota: str = ""
-    """CPU time limit as in cpu.max: microseconds per period, and the period. Empty for no limit."""
+    """CPU time limit as in cpu.max: microseconds per period, and the period, such as "20000 10000". Empty for no
+    limit."""
     rate_bits: int = 0
     """Rate of its network link in bits per second. 0 for no limit."""
     booted: str = ""
     """Hash of the settings with which it was started."""
     processes: int = 0
+    """Number of its processes, or 0 if it has no control group."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class MachineFacts:
     groups: tuple[str, ...]
     """Directories of the control group controllers that limit and freeze a host."""
     network: str
-    """Network of the cluster's bridge if that exists, else the first private network that nothing here uses."""
+    """Network of the cluster's bridge if that has an address, else the first private network that nothing here uses:
+    "10.77.0.0/24"."""
     bridge: bool
     """Whether the cluster's bridge exists."""
     nodes: dict[int, NodeFacts]
@@ -99,7 +105,13 @@ class MachineFacts:
 
 
 def check_machine(as_root: bool) -> None:
-    """Raise CpuftError if this user may not make network namespaces, or a program for them is missing."""
+    """Raise CpuftError if this user may not make network namespaces, or a program of `PROGRAMS` is missing.
+
+    Parameters
+    ----------
+    as_root
+        Whether the user is root.
+    """
     if not as_root:
         raise CpuftError("network namespaces need root: run the command with sudo, or use --without-root")
     missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not execute.find_program(name)})
@@ -108,7 +120,12 @@ def check_machine(as_root: bool) -> None:
 
 
 def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
-    """Return the facts of the simulated cluster `name`, whose files are in `directory`. Changes nothing."""
+    """Return the facts of the simulated cluster `name`, whose files are in `directory`. Changes nothing.
+
+    Waits up to 10 s for the ssh server of each running host that does not answer.
+
+    Raises CpuftError: `ip` is missing or fails, or no private network is free for a cluster without a bridge.
+    """
     bridge = f"cpuft-{name}"
     addresses = parse_networks(_run_ip("address"))
     network = addresses.get(bridge) or choose_network(
@@ -125,7 +142,22 @@ def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
 
 
 def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
-    """Return the numbers of all hosts of which anything exists: files, a network link or a control group."""
+    """Return the numbers of all hosts of a cluster of which anything is left, in ascending order; [] if nothing is.
+
+    A host N is found by its file `DIRECTORY/nodes/N/booted`, its network link `BRIDGE-N` or its control group, a folder
+    `GROUP/BRIDGE/N`. Names that do not end in a number are ignored. Missing folders raise nothing.
+
+    Parameters
+    ----------
+    directory
+        Directory of the cluster's files.
+    bridge
+        Name of the cluster's bridge: `cpuft-NAME`.
+    links
+        Names of all network interfaces of this machine.
+    groups
+        Directories of control groups in which the hosts' ones are, such as ("/sys/fs/cgroup",).
+    """
     names = [path.parent.name for path in directory.glob("nodes/*/booted")]
     names += [link.removeprefix(f"{bridge}-") for link in links if link.startswith(f"{bridge}-")]
     names += [path.name for group in groups for path in Path(group, bridge).glob("*") if path.is_dir()]
@@ -141,7 +173,15 @@ def _run_ip(*argv: str) -> str:
 
 
 def parse_networks(text: str) -> dict[str, str]:
-    """Return the first IPv4 network of each interface, from the output of `ip -json address`."""
+    """Return the first IPv4 network of each interface: {"eth0": "10.0.0.0/24"}.
+
+    Interfaces without one are left out.
+
+    Parameters
+    ----------
+    text
+        Output of `ip -json -4 address`. Raises ValueError for a text that is not JSON.
+    """
     networks = {}
     for link in json.loads(text):
         for info in link.get("addr_info", [])[:1]:
@@ -151,13 +191,22 @@ def parse_networks(text: str) -> dict[str, str]:
 
 
 def parse_routes(text: str) -> list[str]:
-    """Return the IPv4 networks that have a route, without the default route, from the output of `ip -json route`."""
+    """Return the IPv4 networks and addresses that have a route, such as ["10.0.0.0/24"], without the default route.
+
+    Parameters
+    ----------
+    text
+        Output of `ip -json -4 route`. Raises ValueError for a text that is not JSON.
+    """
     targets = (str(route["dst"]) for route in json.loads(text))
     return [target for target in targets if target[0].isdecimal()]
 
 
 def choose_network(used: list[str]) -> str:
-    """Return a private /24 network that overlaps none of the `used` ones. Raise CpuftError if there is none."""
+    """Return the first of 10.77.0.0/24 to 10.254.0.0/24 that overlaps none of the `used` IPv4 networks.
+
+    Raises CpuftError if there is none, and ValueError if one of the `used` texts is not a network or address.
+    """
     networks = [IPv4Network(network, strict=False) for network in used]
     for number in range(77, 255):
         candidate = IPv4Network(f"10.{number}.0.0/24")
@@ -169,8 +218,14 @@ def choose_network(used: list[str]) -> str:
 def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
     """Return the control group directories in which hosts can be limited and frozen.
 
-    That is the root of cgroup v2, or the directories of cgroup v1's cpu and freezer controllers. On a hybrid machine,
-    v2 is mounted too, but v1 has the cpu controller. Empty if cgroups cannot be written.
+    That is the root of cgroup v2 if that has the cpu controller, else those of `ROOT/cpu` and `ROOT/freezer` (cgroup
+    v1) that exist and can be written. On a hybrid machine, v2 is mounted too, but v1 has the cpu controller. () if
+    there are none. Whether the root of v2 can be written is not checked.
+
+    Parameters
+    ----------
+    root
+        Where control groups are mounted.
     """
     if "cpu" in _read(Path(root, "cgroup.controllers")).split():
         return (root,)
@@ -223,7 +278,10 @@ def _read_quota(groups: list[str]) -> str:
 
 
 def parse_rate(text: str) -> int:
-    """Return the rate of a token bucket filter in bits per second, from `tc -json qdisc`; 0 if there is none."""
+    """Return the rate of the first token bucket filter in bits per second, from `tc -json qdisc`; 0 if there is none.
+
+    Raises ValueError for a text that is neither empty nor JSON.
+    """
     for discipline in json.loads(text or "[]"):
         if discipline.get("kind") == "tbf":
             return int(discipline["options"]["rate"]) * 8
@@ -231,7 +289,10 @@ def parse_rate(text: str) -> int:
 
 
 def wait_for_ssh(address: str, seconds: float) -> bool:
-    """Return whether an ssh server answers at `address` within `seconds`."""
+    """Wait until an ssh server answers on port 22 of `address`, and return True; False if none does within `seconds`.
+
+    At least one attempt is made, which may take a second longer. Nobody logs in.
+    """
     end = time.monotonic() + seconds
     while True:
         try:
@@ -250,18 +311,27 @@ class Layout:
     """Where a simulated cluster keeps its files, and which Python its hosts run."""
 
     directory: str
+    """Directory of the cluster's files on this machine."""
     hostfile: str
     python: str
+    """Path of the hosts' Python."""
     settings: dict[str, str]
     """Environment variables of cpuft's own commands on the hosts."""
     there: str = ""
-    """Folder of the cluster's files on the hosts' own disks. Empty if they have no disks or no environment."""
+    """Folder of the cluster's files on the hosts' own disks, such as /opt/cpuft/clusters/NAME. Empty if they have no
+    disks or no environment."""
     image: str = ""
-    """Hash of the image's contents."""
+    """Hash of the image's contents; empty without an image."""
 
 
 def check_config(config: LocalConfig) -> None:
-    """Raise CpuftError for a name, rate, size, path or number of hosts that is not possible."""
+    """Raise CpuftError for options that are not possible. Nothing on this machine is changed.
+
+    The conditions are: --name is not a valid cluster name, or too long for the network links (`cpuft-NAME-NODES` has 15
+    characters at most); --nodes is above 99; --net is not a bit rate such as 1gbit; the absolute path of --image
+    (without an image, of the working directory) has a space, comma, colon or backslash; --shm is not a number of bytes
+    with an optional k, m or g. Whether the image exists is not checked.
+    """
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     _check_nodes(config.nodes)
     if len(link) > _MAX_LINK_NAME:
@@ -285,14 +355,35 @@ def _check_nodes(nodes: int) -> None:
 
 
 def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
-    """Return the hosts with their names and addresses, the head host first. Raise CpuftError if there are too many."""
+    """Return the hosts, the head host first. Host N, from 1, has the name `NAME-N` and the Nth address of `network`.
+
+    Their host keys are left empty.
+
+    Parameters
+    ----------
+    network
+        Network of the cluster, such as "10.77.0.0/24".
+
+    Raises CpuftError if there are more than 99 hosts.
+    """
     _check_nodes(config.nodes)
     addresses = IPv4Network(network)
     return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
 
 
 def plan_cluster(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
-    """Plan what is missing of the cluster. If keys are missing, plan those only: other files are made from them."""
+    """Plan what is missing of the cluster; an empty plan when nothing is.
+
+    The stages are, as far as they are needed: the cluster's files, its keys, the bridge and control groups, the removal
+    of hosts beyond --nodes, and the start or repair of hosts. If keys are missing, only the registry entry of the files
+    is planned, and no host: the rest is made from the keys and needs another plan.
+
+    Raises
+    ------
+    CpuftError
+        --cores-per-node is given and no control group can be used, the hostfile was not written by cpuft, or --nodes is
+        above 99.
+    """
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
     keys = _plan_keys(config, facts, layout)
@@ -319,7 +410,7 @@ def _plan_keys(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list
 
 
 def make_entry(config: LocalConfig, layout: Layout) -> Entry:
-    """Return the registry entry of the cluster."""
+    """Return the registry entry of the cluster, of kind "local"; hosts without an image share this machine's files."""
     options = {key: str(value) for key, value in vars(config).items()}
     there = f"{layout.there}/ssh_config" if layout.there else ""
     own = f"{layout.directory}/ssh_config"
@@ -330,7 +421,14 @@ def make_entry(config: LocalConfig, layout: Layout) -> Entry:
 
 
 def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict[str, str]:
-    """Return the texts of all files of the cluster except keys, by path."""
+    """Return the texts of all files of the cluster except keys, by path.
+
+    These are the registry entry, authorized_keys, hosts, known_hosts, ssh_config, the hostfile, an sshd_config for each
+    host, and, if `layout.there` is set, the files for the hosts' own disks.
+
+    Raises KeyError if `facts.files` has no public key of the cluster or of a host, and CpuftError for more than 99
+    hosts.
+    """
     base = layout.directory
     members = tuple(
         replace(member, key=facts.files[f"{base}/nodes/{index}/host_key.pub"])
@@ -414,9 +512,11 @@ def _format_quota(config: LocalConfig) -> str:
 
 
 def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
-    """Return the hardware threads of host `index` (from 1): as many as it has cores, at least one, dealt out in turn.
+    """Return the hardware threads of host `index` (from 1), in ascending order.
 
-    Hosts that share threads slow each other down by far more than half, because waiting OpenMP threads and MPI spin.
+    A host gets as many as --cores-per-node, rounded up, or without that option its share of `facts.cpus`; at least one.
+    They are dealt out in turn, and again from the first thread when all are used. Hosts that share threads slow each
+    other down by far more than half, because waiting OpenMP threads and MPI spin.
     """
     count = len(facts.cpus)
     share = config.cores_per_node or count / config.nodes
@@ -436,12 +536,30 @@ def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, layout: Layout
 
 
 def format_mac(network: str, index: int) -> str:
-    """Return a locally administered MAC address that contains the host's IPv4 address."""
+    """Return a locally administered MAC address that contains the IPv4 address of host `index` in `network`.
+
+    Host 1 of 10.77.0.0/24 has 02:00:0a:4d:00:01.
+    """
     return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
 
 
 def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int, action: str, why: str) -> Step:
-    """Return the step that runs an action of simulated_node.sh for one host."""
+    """Return the step on this machine that runs an action of simulated_node.sh for one host.
+
+    Its settings, the environment variables NODE_*, describe the host; the first one is the host's name.
+
+    Parameters
+    ----------
+    index
+        Number of the host, from 1.
+    action
+        "up" (start, after removing what is left), "limit" (set CPU and link limits), "down" (remove), "pause",
+        "resume", "crash", "cut" (disconnect from the network) or "join" (connect again). Not checked.
+    why
+        Reason of the step, for the user.
+
+    Raises KeyError for the action "up" if keys of the cluster are missing in `facts.files`.
+    """
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
     booted = _hash_boot_settings(config, facts, layout, index) if action == "up" else ""
     values = {
@@ -469,19 +587,19 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, ind
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: str, node: str) -> Plan:
-    """Plan a fault of a host, or its end.
+    """Plan a fault of a host, or its end: one step. Whether the host runs is not checked.
 
     Parameters
     ----------
     fault
-        A key of `FAULTS`.
+        A key of `FAULTS`; KeyError for another text.
     node
-        Number (from 1), name or address of the host.
+        Number (from 1), name ("local-1") or address of the host.
 
     Raises
     ------
     CpuftError
-        There is no such host.
+        There is no such host; the message lists the names.
     """
     members = plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
@@ -492,7 +610,11 @@ def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: 
 
 
 def plan_cluster_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
-    """Plan the removal of all that the cluster has here. Its files go last, so that a second try can continue."""
+    """Plan the removal of all that the cluster has here; an empty plan if nothing is left.
+
+    The stages are the hosts, then the bridge and control groups, then the files. The files go last, so that a second
+    try can continue; they stay if cpuft did not make the cluster's directory.
+    """
     downs = [
         plan_node_step(config, facts, layout, index, "down", "end the hosts' processes, links and control groups")
         for index in sorted(facts.nodes)
@@ -509,7 +631,11 @@ def plan_cluster_down(config: LocalConfig, facts: MachineFacts, layout: Layout) 
 
 
 class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
-    """A cluster whose hosts are network namespaces of this machine."""
+    """A cluster whose hosts are network namespaces of this machine.
+
+    Raises CpuftError: the name is not a valid cluster name; the registry's folder has white space in its path or can be
+    written by other users; or, without an image, XDG_CACHE_HOME is relative.
+    """
 
     kind = "local"
     options = LocalConfig
@@ -539,35 +665,64 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
 
     @classmethod
     def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> SimulatedCluster | None:
-        """Return a cluster of which something is left on this machine; None when nothing is, or with a region."""
+        """Return a cluster of which something is left here; None when nothing is, or with a `region`.
+
+        Raises CpuftError: the name is not a valid cluster name, or `ip` is missing or fails.
+        """
         found = None if region else cls(LocalConfig(name=name), environ)
         return found if found and found.show_down().stages else None
 
     def check(self) -> None:
-        """Check also the options, the image, and what this machine can do."""
+        """Check the options, the image and what this machine can do, and then as every provider.
+
+        Raises CpuftError: an option is not possible; --image has no sshd; the user is not root or a program is missing;
+        the name belongs to a cluster of another kind; or the cluster's folder or hostfile was not written by cpuft or
+        can be written by other users.
+        """
         check_config(self.config)
         check_image(self.config.image)
         check_machine(os.geteuid() == 0)
         super().check()
 
     def gather(self) -> MachineFacts:
-        """Return what the cluster has on this machine."""
+        """Return what the cluster has on this machine, after up to 10 s for each running host that does not answer.
+
+        Raises CpuftError: `ip` is missing or fails, or no private network is free.
+        """
         return gather_machine(self.name, self.directory, Path(self.hostfile))
 
     def plan(self, facts: MachineFacts) -> Plan:
-        """Plan what is missing."""
+        """Plan what is missing; an empty plan when nothing is. If keys are missing, the hosts come with the next plan.
+
+        Raises CpuftError: CPU time cannot be limited here although --cores-per-node is given, or the hostfile is not
+        cpuft's.
+        """
         return plan_cluster(self.config, facts, self.layout)
 
     def plan_down(self, facts: MachineFacts) -> Plan:
-        """Plan the removal of everything that is left."""
+        """Plan the removal of everything that is left; an empty plan if nothing is."""
         return plan_cluster_down(self.config, facts, self.layout)
 
     def plan_fault(self, fault: str, node: str) -> Plan:
-        """Plan a fault of a host, or its end, as the function `plan_fault`."""
+        """Plan a fault of a host, or its end: one step. It is not executed.
+
+        Parameters
+        ----------
+        fault
+            "kill", "pause", "resume", "cut" (disconnect from the network) or "join" (connect again); KeyError for
+            another text.
+        node
+            Number (from 1), name ("local-1") or address of the host.
+
+        Raises CpuftError: there is no such host, or `ip` is missing or fails.
+        """
         return plan_fault(self.config, self.gather(), self.layout, fault, node)
 
     def describe_hosts(self) -> list[str]:
-        """Return one line with the name, address and state of each host."""
+        """Return `NAME  ADDRESS  STATE` for each host.
+
+        STATE is `down`, or one of `up`, `paused`, `cut off` and `sshd does not answer` with the number of processes.
+        """
         facts = self.gather()
         members = plan_members(self.config, facts.network)
         return [
@@ -598,16 +753,20 @@ class HostfileOnly(Provider[LocalConfig, Files]):
         self.summary = f"this machine with {config.nodes} slots"
 
     def check(self) -> None:
-        """Check also the options."""
+        """Check the options, and then as every provider.
+
+        Raises CpuftError: an option is not possible (`check_config`), the name belongs to a cluster of another kind, or
+        the cluster's folder or hostfile was not written by cpuft or can be written by other users.
+        """
         check_config(self.config)
         super().check()
 
     def gather(self) -> Files:
-        """Return the cluster's files."""
+        """Return the texts of the cluster's files, by path; {} if there are none."""
         return read_files(self.directory, Path(self.hostfile))
 
     def plan(self, facts: Files) -> Plan:
-        """Plan the files that differ."""
+        """Plan the record and the hostfile, as far as they differ; an empty plan if both are right."""
         options = {key: str(value) for key, value in asdict(self.config).items()}
         hosts = (Host("localhost", self.config.nodes),)
         texts = {
@@ -618,10 +777,10 @@ class HostfileOnly(Provider[LocalConfig, Files]):
         return Plan(tuple((step,) for step in steps))
 
     def plan_down(self, facts: Files) -> Plan:
-        """Plan the removal of the files."""
+        """Plan the removal of the files; an empty plan if there are none, or if cpuft did not write them."""
         directory = str(self.directory)
         return Plan((plan_removal(facts, directory, self.hostfile),) if is_ours(facts, directory) else ())
 
     def describe_hosts(self) -> list[str]:
-        """Return nothing: this machine is the only host."""
+        """Return []: this machine is the only host."""
         return []
