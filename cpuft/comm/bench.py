@@ -25,7 +25,11 @@ from cpuft.terminal import protect_streams
 
 
 def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Return one measurement for each backend, operation, type and size, with the repetitions of all rounds."""
+    """Merge the measurements that have the same backend, operation, type and bytes.
+
+    Returns one measurement for each of these, in the order of their first round, with the repetitions of all rounds
+    (`seconds` and `busy`) one after another; an empty list if there are none.
+    """
     pooled: dict[tuple[str, str, str, int], Measurement] = {}
     for found in measurements:
         key = found.backend, found.operation, found.dtype, found.nbytes
@@ -38,8 +42,11 @@ def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
 def format_table(measurements: Sequence[Measurement]) -> str:
     """Return the measurements as a table, with one row for all rounds of a backend, operation, type and size.
 
-    Its columns hold the median and the quartiles of the seconds, the CPU share of the busiest rank, the rates of
-    nccl-tests, and gloo's time divided by this backend's.
+    Rows are sorted by operation, type, bytes and median. Columns are: operation, type, backend, bytes, median, lower
+    and upper quartile of the time in ms, CPU share of the busiest rank in percent, algorithm and bus bandwidth as
+    nccl-tests define them in GB/s, and gloo's median divided by this backend's, empty if gloo was not measured.
+
+    Raises statistics.StatisticsError, a ValueError: a row has a single repetition, of which there are no quartiles.
     """
     measured = merge_rounds(measurements)
     gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in measured if row.backend == "gloo"}
@@ -56,13 +63,19 @@ def format_table(measurements: Sequence[Measurement]) -> str:
 
 
 def format_record(measurements: Sequence[Measurement]) -> str:
-    """Return the text of the record: a header, and one line for each measurement."""
+    """Return the text of the record: JSON lines, a header with torch's version and a line for each measurement."""
     lines = [format_line(MeasuredHeader("bench comm", {"torch": torch.__version__})), *map(format_line, measurements)]
     return "".join(f"{line}\n" for line in lines)
 
 
 def main() -> None:
-    """Measure as one rank of a job; rank 0 prints the table and writes the record."""
+    """Measure as one rank of a job; rank 0 prints the table and writes the record.
+
+    The command line is the path of the record and the options of `cpuft bench comm`. All ranks must run this.
+
+    Raises CpuftError: an option is wrong, or no backend could be measured for `auto`. Raises OSError: the record cannot
+    be written.
+    """
     output, config = Path(sys.argv[1]), parse_arguments(BenchConfig, sys.argv[2:])
     store, rank, size = next(rendezvous("env://"))
     plan = list_bench_cases(config)

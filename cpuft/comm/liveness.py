@@ -34,8 +34,10 @@ rank makes a key and shares it through the store."""
 MAX_UNVERIFIED = 256
 """Most connections without a hello. One more closes the oldest of them."""
 WELCOME = b"welcome\n"
+"""What the hub answers to a valid hello."""
 
 Message = dict[str, Any]
+"""What ranks send each other, and the hub sends them: an object that JSON can hold."""
 
 _HELLO_SECONDS = 5.0
 """How long a new connection may take to say hello."""
@@ -62,13 +64,18 @@ class StartupDisturbedError(CpuftError):
 class Hub:
     """A relay on the first rank: what one rank sends, all ranks receive. A closed connection becomes {"gone": rank}.
 
+    Making one opens its port and starts its thread. The port is closed when all ranks are connected, and the thread
+    ends when all of them have left.
+
     Parameters
     ----------
     key: the run's key.
-    host: the only address that the hub listens on.
+    host: the only address that the hub listens on. The port is a free one, see `port`.
     ranks: the ranks that may join, each once.
-    report: called with a text for each of the first refused connections.
+    report: called with a text for each of the first five refused connections, on the hub's thread.
     hello_seconds: how long a new connection may take to say hello.
+
+    Raises OSError: `host` cannot be resolved, or is no address of this host.
     """
 
     def __init__(
@@ -183,24 +190,29 @@ class Hub:
 
 
 def make_proof(key: bytes, *fields: bytes) -> bytes:
-    """Return an HMAC of `fields`, which only a holder of the run's key can compute: 64 hexadecimal digits."""
+    """Return the HMAC-SHA256 of `fields`, joined by spaces, as 64 hexadecimal digits in ASCII.
+
+    Only a holder of the run's key can compute it.
+    """
     return hmac.new(key, b" ".join(fields), "sha256").hexdigest().encode()
 
 
 class LivenessConnection:
-    """A rank's connection to the hub.
+    """A rank's connection to the hub. Making one blocks until the hub has accepted this rank.
 
     Parameters
     ----------
-    store: through which the ranks find the hub's address.
+    store: through which the ranks find the hub's address, waiting for it up to 60 s.
     rank: this process.
     ranks: all ranks that will join.
     is_first: true on exactly one rank, which opens the hub.
-    on_message: called with each message, on a thread of the connection. {"hub": "gone"} means that the hub is lost.
-    join_seconds: how long joining may take.
+    on_message: called with each message, on a thread of the connection: those that ranks send, {"gone": rank} when a
+        rank's connection is closed, and {"hub": "gone"} at the end, when the hub is lost or this connection is closed.
+    join_seconds: how long joining may take when the address is known.
 
-    Raises StartupDisturbedError: the hub does not accept this rank, or the store's entry about the hub is not this
-    run's own.
+    Raises StartupDisturbedError: the hub does not accept this rank in time, or the store's entry about the hub is not
+    this run's own. Raises RuntimeError: the store has no such entry within 60 s. Raises OSError: the first rank cannot
+    listen on its own address.
     """
 
     def __init__(
@@ -219,17 +231,26 @@ class LivenessConnection:
         threading.Thread(target=self._run, name="cpuft-comm-liveness", daemon=True).start()
 
     def wait_for_all(self, seconds: float = _JOIN_SECONDS) -> None:
-        """Wait on the first rank until all ranks are connected, at most `seconds`; return at once on all others."""
+        """Wait on the first rank until all ranks are connected, at most `seconds`; return at once on all others.
+
+        It does not tell whether all ranks came.
+        """
         if self._hub:
             self._hub.is_full.wait(seconds)
 
     def send(self, message: Message) -> None:
-        """Send a message to all ranks, including this one. Does nothing if the hub is lost."""
+        """Send a message to all ranks, including this one. Does nothing if the hub is lost.
+
+        The hub drops the connection of a rank whose message has more than 128 KiB as JSON, as if the rank had ended. A
+        rank that reads nothing misses messages.
+
+        Raises TypeError: JSON cannot hold the message.
+        """
         with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection: the other ranks receive {"gone": rank}. Calling it again changes nothing."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()

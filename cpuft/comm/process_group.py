@@ -28,7 +28,10 @@ _COLLECTIVES = "collectives"
 
 
 class ProgressThread:
-    """A thread that runs tasks in order. It is a daemon, so that a call that never returns does not block the exit."""
+    """A thread that runs tasks in order, without autograd. Making one starts it.
+
+    It is a daemon, so that a call that never returns does not block the exit.
+    """
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -36,11 +39,17 @@ class ProgressThread:
         self._thread.start()
 
     def put(self, task: Callable[[], None]) -> None:
-        """Run the task after all tasks that were put before. Tasks must handle their own errors."""
+        """Run the task after all tasks that were put before; return at once.
+
+        Tasks must handle their own errors: an exception ends the thread, and later tasks never run.
+        """
         self._queue.put(task)
 
     def close(self, seconds: float) -> None:
-        """End the thread after the tasks put so far, and wait at most this many seconds for its end."""
+        """End the thread after the tasks put so far, and wait at most this many seconds for its end.
+
+        Tasks that are put later never run.
+        """
         self._queue.put(None)
         self._thread.join(seconds)
 
@@ -72,6 +81,8 @@ def _run_callbacks(task: Callable[[], None]) -> None:
 class QueuedWork(dist.Work):
     """The Work of a queued operation. Its errors reach Python's wait() and C++ callbacks alike.
 
+    `result` is what the future and `result()` return: the output tensors, in the form in which the caller passed them.
+
     Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` passes C++
     a value that it cannot read. So the error is raised in a callback of a future, which both sides understand.
     Callbacks run on a thread of their own and not on the group's: those of torch's PowerSGD wait for a collective that
@@ -89,12 +100,15 @@ class QueuedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def complete(self, source: int = -1) -> None:
-        """Mark the operation as successful. `source` is the rank from which data was received."""
+        """Mark the operation as successful, which ends wait() and completes the future.
+
+        `source` is the rank of the group from which data was received; -1 if none was.
+        """
         self._source = source
         self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """Mark the operation as failed."""
+        """Mark the operation as failed: wait() and the future raise `error`."""
         self._error = error
         self._finish()
 
@@ -111,7 +125,10 @@ class QueuedWork(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the output tensors."""
+        """Return a future of the output tensors, the same one in each call.
+
+        Its value() raises the error of a failed operation.
+        """
         with self._lock:
             if self._future is None:
                 self._trigger = torch.futures.Future()
@@ -121,7 +138,7 @@ class QueuedWork(dist.Work):
             return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is done. Raises the operation's error.
+        """Block until the operation is done, and return True. Raises the operation's error.
 
         `timeout` is ignored, because the watchdog enforces the group's timeout.
         """
@@ -131,7 +148,7 @@ class QueuedWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Do the same as wait()."""
+        """Block until the operation is done. Raises the operation's error."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -139,20 +156,26 @@ class QueuedWork(dist.Work):
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Return whether the operation has succeeded."""
+        """Return whether the operation has succeeded; False while it is not done."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the operation's error, if it has failed."""
+        """Return the operation's error; None if it has succeeded or is not done. Does not wait."""
         return self._error
 
     def result(self) -> Any:
-        """Wait for the operation and return its output tensors."""
+        """Wait for the operation and return its output tensors, in the form in which they were passed.
+
+        Raises the operation's error.
+        """
         self.wait()
         return self._result
 
     def source_rank(self) -> int:
-        """Return the rank from which data was received; -1 for other operations."""
+        """Return the rank of the group from which data was received; for a send, the sender, which is this rank.
+
+        The result is -1 for collectives, and as long as the operation is not done. Does not wait.
+        """
         return self._source
 
     _source_rank = source_rank
@@ -166,11 +189,11 @@ class CoalescedWork(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all operations are done. Raises the first error."""
+        """Block until all operations are done, and return True. Raises the first error. `timeout` is ignored."""
         return all(work.wait() for work in self._works)
 
     def synchronize(self) -> None:
-        """Do the same as wait()."""
+        """Block until all operations are done. Raises the first error."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -182,7 +205,7 @@ class CoalescedWork(dist.Work):
         return all(work.is_success() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the list of all output tensors."""
+        """Return a future of one flat list of all output tensors. Its value() raises an operation's error."""
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
         return futures.then(lambda done: [tensor for one in done.value() for tensor in _flatten(one.value())])
 
@@ -196,9 +219,21 @@ def _flatten(result: Any) -> Tensors:
 class CollectiveGroup(dist.ProcessGroup):
     """The process group of the backends ccl and mpi.
 
+    Operations return at once a QueuedWork, whose wait() blocks until this rank's part is done, and raises the backend's
+    error, mostly a RuntimeError. Until then the tensors must not be changed. `opts` is torch's object of options, of
+    which `reduceOp` (default: sum) and `rootRank` (a rank of the group) are used; a reduceOp that only NCCL has
+    (PREMUL_SUM) raises NotImplementedError at once. If the timeout passes or a rank is lost, the watchdog ends the
+    process.
+
     Tensors may have any layout; those that are not contiguous are copied. Collectives run in order on one thread. Sends
     and receives have a thread for each peer, direction and tag, because a blocking send may wait for a receive that the
     peer posts later.
+
+    Parameters
+    ----------
+    timeout: seconds that an operation may take.
+    register: where operations are registered from their begin to their end.
+    watchdog: closed by `shutdown` if this is the group of all ranks.
     """
 
     def __init__(
@@ -223,13 +258,13 @@ class CollectiveGroup(dist.ProcessGroup):
 
     # torch's C++ class keeps these names in its own backends, of which this group has none.
     def name(self) -> str:
-        """Return the backend's name."""
+        """Return the backend's name, ccl or mpi."""
         return self._backend.name
 
     getBackendName = name
 
     def getGroupName(self) -> str:
-        """Return the unique name that torch gave the group."""
+        """Return the unique name that torch gave the group; until then its label, for example "the world"."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
@@ -237,7 +272,7 @@ class CollectiveGroup(dist.ProcessGroup):
         self._group_name = name
 
     def getGroupDesc(self) -> str:
-        """Return the group's description."""
+        """Return the group's description; "" until torch sets one."""
         return self._group_description
 
     def setGroupDesc(self, text: str) -> None:
@@ -245,11 +280,14 @@ class CollectiveGroup(dist.ProcessGroup):
         self._group_description = text
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later operations."""
+        """Set the timeout of operations that have not begun yet."""
         self._timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Close the group without waiting for any other rank."""
+        """Close the group without waiting for any other rank; its threads get a second each to finish what was queued.
+
+        If it is the group of all ranks, the process's watchdog is stopped, too.
+        """
         for thread in self._threads.values():
             thread.close(_CLOSE_SECONDS)
         self._backend.close()
@@ -311,7 +349,7 @@ class CollectiveGroup(dist.ProcessGroup):
         return work
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> QueuedWork:
-        """Reduce each tensor over the ranks, in place."""
+        """Start to reduce each tensor over the ranks, in place. The Work's result is `tensors`."""
         reduction = collectives.reduction_name(opts.reduceOp) if opts else "sum"
 
         def body() -> None:
@@ -324,7 +362,10 @@ class CollectiveGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Reduce to the root rank; the tensors of the other ranks do not change."""
+        """Start to reduce each tensor to the root rank, in place; the tensors of the other ranks do not change.
+
+        This costs as much as an all-reduce. The Work's result is `tensors`.
+        """
         reduction = collectives.reduction_name(opts.reduceOp)
 
         def body() -> None:
@@ -337,7 +378,7 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("reduce", tensors, tensors, body)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Copy the root's tensors to all ranks."""
+        """Start to copy the root's tensors into those of all ranks. The Work's result is `tensors`."""
 
         def body() -> None:
             for tensor in tensors:
@@ -347,7 +388,15 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("broadcast", tensors, tensors, body)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> QueuedWork:
-        """Give every rank the tensors of all ranks, which may differ in size."""
+        """Start to give every rank the tensors of all ranks, which may differ in size.
+
+        Parameters
+        ----------
+        outputs: for each input, a list of one tensor for each rank, with the shape of that rank's input.
+        inputs: this rank's tensors.
+
+        The Work's result is `outputs`. Its wait() raises ValueError if `outputs` and `inputs` differ in length.
+        """
 
         def body() -> None:
             for targets, source in zip(outputs, inputs, strict=True):
@@ -356,15 +405,24 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("all_gather", inputs, outputs, body)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> QueuedWork:
-        """Gather several inputs. `outputs` holds a list for each rank, with a tensor for each input."""
+        """Start to gather several inputs. `outputs` holds a list for each rank, with a tensor for each input.
+
+        The Work's result holds the same tensors with a list for each input.
+        """
         return self.allgather([list(targets) for targets in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> QueuedWork:
-        """Give every rank the equally large tensors of all ranks, one after another in `output`."""
+        """Start to give every rank the equally large tensors of all ranks, one after another in `output`.
+
+        `output` has the elements of `source` times the number of ranks, which is not checked. It is the Work's result.
+        """
         return self._gather_single([output], [source], output)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
-        """Do the same as `all_gather_single` for several tensors."""
+        """Start to give every rank several equally large tensors of all ranks.
+
+        The n-th output gets the n-th inputs of all ranks, one after another. The Work's result is `outputs`.
+        """
         return self._gather_single(outputs, inputs, outputs)
 
     def _gather_single(self, outputs: Tensors, inputs: Tensors, result: Any) -> QueuedWork:
@@ -375,7 +433,15 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("all_gather", inputs, result, body)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> QueuedWork:
-        """Reduce lists of tensors, of which rank r gets the r-th one; they may differ in size."""
+        """Start to reduce lists of tensors, of which rank r gets the r-th one; they may differ in size.
+
+        Parameters
+        ----------
+        outputs: one tensor for each list, with the shape of this rank's tensor in it.
+        inputs: lists of one tensor for each rank.
+
+        The Work's result is `outputs`.
+        """
         reduction = collectives.reduction_name(opts.reduceOp) if opts else "sum"
 
         def body() -> None:
@@ -385,11 +451,17 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("reduce_scatter", [piece for pieces in inputs for piece in pieces], outputs, body)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> QueuedWork:
-        """Reduce a tensor of `size` equal parts, of which rank r gets the r-th one."""
+        """Start to reduce a tensor of as many equal parts as ranks, of which rank r gets the r-th one.
+
+        The Work's result is `output`.
+        """
         return self._scatter_single([output], [source], opts, output)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
-        """Do the same as `reduce_scatter_single` for several tensors."""
+        """Start to reduce several tensors of as many equal parts as ranks.
+
+        Rank r gets the r-th part of the n-th input in the n-th output. The Work's result is `outputs`.
+        """
         return self._scatter_single(outputs, inputs, opts, outputs)
 
     def _scatter_single(self, outputs: Tensors, inputs: Tensors, opts: Any, result: Any) -> QueuedWork:
@@ -403,7 +475,10 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("reduce_scatter", inputs, result, body)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
-        """Send the r-th input to rank r, and receive the r-th output from it."""
+        """Start to send the r-th input to rank r, and to receive the r-th output from it.
+
+        The Work's result is `outputs`.
+        """
         body = lambda: collectives.all_to_all(self._backend, inputs, outputs)  # noqa: E731
         return self._launch("all_to_all", inputs, outputs, body)
 
@@ -415,7 +490,15 @@ class CollectiveGroup(dist.ProcessGroup):
         source_sizes: Sequence[int],
         opts: Any = None,
     ) -> QueuedWork:
-        """Send slices along the first dimension to all ranks; empty lists of sizes mean equal slices."""
+        """Start to send slices along the first dimension of `source` to all ranks, and to receive slices of `output`.
+
+        The Work's result is `output`. Its wait() raises RuntimeError if the sizes do not add up to the first dimension.
+
+        Parameters
+        ----------
+        output_sizes, source_sizes: length of each rank's slice, in elements of the first dimension. An empty list means
+            equal slices.
+        """
 
         def body() -> None:
             sizes = source_sizes, output_sizes
@@ -424,7 +507,15 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("all_to_all", [source], output, body)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> QueuedWork:
-        """Give the root rank the tensors of all ranks."""
+        """Start to send the tensors of all ranks to the root rank.
+
+        Parameters
+        ----------
+        outputs: on the root, a list that holds a list of one tensor for each rank; empty on the other ranks.
+        inputs: a list of this rank's tensor.
+
+        The Work's result is `outputs`.
+        """
 
         def body() -> None:
             targets = outputs[0] if outputs else []
@@ -433,7 +524,15 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("gather", inputs, outputs, body)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> QueuedWork:
-        """Give rank r the root's r-th tensor."""
+        """Start to send the root's r-th tensor to rank r.
+
+        Parameters
+        ----------
+        outputs: a list of the tensor that receives this rank's part.
+        inputs: on the root, a list that holds a list of one tensor for each rank; empty on the other ranks.
+
+        The Work's result is `outputs`.
+        """
 
         def body() -> None:
             sources = inputs[0] if inputs else []
@@ -442,7 +541,10 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("scatter", outputs, outputs, body)
 
     def barrier(self, opts: Any = None) -> QueuedWork:
-        """Wait for all ranks."""
+        """Start to wait for all ranks: the Work is done when all of them have called this.
+
+        Its result is a list of one tensor without meaning.
+        """
         token = torch.zeros(1, dtype=torch.int32)
         body = lambda: collectives.all_reduce(self._backend, self._membership.size, token, "sum")  # noqa: E731
         return self._launch("barrier", [], [token], body)
@@ -455,7 +557,10 @@ class CollectiveGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Send tensors to one rank of the group."""
+        """Start to send tensors to rank `peer` of the group, which must receive them with the same tag and sizes.
+
+        The Work may be done before the peer has received them. Its result is `tensors`.
+        """
 
         def body() -> int:
             for tensor in map(torch.Tensor.contiguous, tensors):
@@ -465,12 +570,20 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch_point_to_point("send", tensors, self._membership.rank, peer, tag, body)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Receive tensors from one rank of the group."""
+        """Start to receive tensors from rank `peer` of the group, sent with the same tag.
+
+        The Work's result is `tensors`. Its wait() raises an error if a message is longer than its tensor, and with ccl
+        also if it is shorter.
+        """
         body = self._make_receiver(tensors, peer, tag)
         return self._launch_point_to_point("recv", tensors, peer, self._membership.rank, tag, body)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Receive tensors from the rank that sends first."""
+        """Start to receive tensors with this tag from the rank that sends first.
+
+        `source_rank()` of the Work returns that rank, and its result is `tensors`. The backend ccl cannot do this:
+        wait() then raises CpuftError.
+        """
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
         return self._launch("recv", tensors, tensors, body, channel, self._membership.ranks)
 

@@ -26,17 +26,24 @@ from cpuft.rank.script import flush_and_exit, restrict_stores
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend of --backend: how torch finds it, and what makes its process groups."""
+    """A value of --backend: how torch finds the backend, and what makes its process groups."""
 
     torch_name: str
-    """Name in torch.distributed, which keeps "mpi" for a library compiled into it, and "gloo" for its own backend."""
+    """Name in torch.distributed: cpuft_gloo, mpi4py or ccl. torch keeps "mpi" for a library compiled into it, and
+    "gloo" for its own backend."""
     make_group: Callable[[GroupMembership, Store, float], dist.ProcessGroup]
-    """Takes the membership, a store that all members share, and the timeout in seconds."""
+    """Takes the membership, a store that all members share, and the timeout of operations in seconds; returns the
+    process group. All members call it together."""
     load: Callable[[], object] = lambda: None
     """Loads the libraries that the backend needs. Raises CpuftError if one is missing."""
 
     def find_problem(self) -> str:
-        """Return why the backend cannot be used in this process, or "" if it can. May load libraries."""
+        """Return why the backend cannot be used here, in a line that ends with what to do, or "" if it can.
+
+        This loads what the backend needs, and it stays loaded: oneCCL's libraries for ccl, and for mpi also MPI_Init
+        runs. gloo needs nothing, so its result is always "". Only a CpuftError of `load` becomes text; an OSError, if
+        ccl's own library is broken, is raised.
+        """
         try:
             self.load()
         except CpuftError as error:
@@ -77,13 +84,15 @@ BACKENDS = {
     "mpi": BackendEntry("mpi4py", functools.partial(_make_collective_group, mpi.MpiBackend), mpi.load),
     "ccl": BackendEntry("ccl", _make_ccl_group, ccl.load),
 }
-"""All backends by the names that --backend accepts."""
+"""All backends by the names that --backend accepts: gloo, mpi and ccl."""
 
 
 def register_backends() -> None:
-    """Register all backends with torch.distributed, and let its stores listen on one address only.
+    """Register all backends with torch.distributed for CPU tensors, under the names cpuft_gloo, mpi4py and ccl.
 
-    Calling this again changes nothing.
+    Importing `cpuft.comm` does this; calling it again changes nothing. It also lets torch's stores listen on their own
+    address only, instead of on all interfaces. If torch was built without MPI, the backend name "mpi" means cpuft's
+    from then on.
     """
     # Imported by its name, because torch.distributed also has a function of that name.
     restrict_stores(importlib.import_module("torch.distributed.rendezvous"))
@@ -122,16 +131,25 @@ def _redirect_mpi(original: Callable[..., str]) -> None:
 def start(
     backend: str, timeout_seconds: float | None = None, store: Store | None = None, rank: int = -1, world_size: int = -1
 ) -> None:
-    """Call `init_process_group` with a backend of cpuft, whose watchdog enforces the timeout of all operations.
+    """Make torch's default process group with a backend of cpuft. Blocks until all ranks have called this.
+
+    A watchdog then enforces the timeout: if an operation takes longer, or one of its ranks ends, the process writes a
+    line that names the missing ranks and exits with code 75.
 
     Parameters
     ----------
     backend: ccl, mpi or gloo.
-    timeout_seconds: how long a collective may take; torch's 30 minutes by default.
+    timeout_seconds: how long an operation may take; torch's 30 minutes if it is None or 0. The environment variable
+        CPUFT_COMM_TIMEOUT takes precedence.
     store, rank, world_size: given together, they replace the environment variables RANK, WORLD_SIZE, MASTER_ADDR and
         MASTER_PORT.
 
-    Raises CpuftError: there is no such backend, or a library that it needs is missing.
+    Raises CpuftError: there is no such backend, a library that it needs is missing, CPUFT_COMM_TIMEOUT is not a
+    positive number, MPI has fewer ranks than the group, or this rank cannot join the first one within 60 s.
+
+    Raises ValueError: there is a default process group already, or the environment variables are missing.
+
+    Raises RuntimeError, of which torch's DistError is one: a library fails, or other ranks do not come.
     """
     if backend not in BACKENDS:
         raise CpuftError(f"there is no backend {backend}: {suggest_names(backend, BACKENDS)}")
@@ -142,7 +160,10 @@ def start(
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process with an exit code, after Python's exit handlers but without those of C.
+    """End the process with an exit code, after Python's exit handlers but without those of C. Does not return.
+
+    It also removes the shared memory that libfabric leaves of this process in /dev/shm, and flushes Python's and C's
+    streams.
 
     A process that has used both oneCCL and Intel MPI must end like this. Both use libfabric, whose shm provider (that
     of impi-rt 2021.18) otherwise frees its endpoints twice at exit and aborts, whatever the exit code should be.

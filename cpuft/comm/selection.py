@@ -38,7 +38,8 @@ MESSAGE_BYTES = 2**20
 TIE = 1.02
 """Backends within 2 % of the best one count as equal, because repeated medians on two idle hosts differ by as much."""
 PREFERENCE = ("gloo", "mpi", "ccl")
-"""Which of several equally fast backends is chosen. gloo comes with torch; ccl has threads of its own."""
+"""Which of several equally fast backends is chosen, the first one. gloo comes with torch; ccl has threads of its own.
+"""
 
 _TURN_SECONDS = 3.0
 _ROUNDS = 3
@@ -51,7 +52,7 @@ Timings = Mapping[str, Sequence[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend, and the reason for it in one line."""
+    """A backend (a name of --backend, such as gloo), and the reason for it in one line."""
 
     backend: str
     reason: str
@@ -60,15 +61,19 @@ class Choice:
 def choose_backend(timings: Timings, nbytes: int) -> Choice:
     """Return the backend with the lowest cost: its time, plus the CPU time that it takes from computing meanwhile.
 
+    The cost is median seconds * (1 + median CPU share). Of the backends within 2 % of the lowest one, the first of
+    PREFERENCE is chosen. The reason gives the figures of all backends, for example "all-reduce of 1 MiB takes gloo 9.12
+    ms (40% busy), mpi 9.05 ms (98% busy)".
+
     When the network is the limit, all backends take equally long. A backend that spins meanwhile slows the backward
     pass that runs beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126 ms of computing, and gloo's
     200 ms cost 84 ms.
 
     Parameters
     ----------
-    nbytes: size of the message that was measured.
+    nbytes: size of the message that was measured, for the reason.
 
-    Raises CpuftError: nothing was measured.
+    Raises CpuftError: nothing was measured. Its exit code is 1, because another start may succeed.
     """
     if not timings:
         error = CpuftError("no backend could be measured: run `cpuft doctor`, or give a backend with --backend gloo")
@@ -84,19 +89,30 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
 
 
 def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> str:
-    """Return the key of the cached choice for these hosts, in any order, this many ranks and these versions."""
+    """Return the key of a cached choice: 16 hexadecimal digits, which depend on all arguments but not on the hosts'
+    order.
+
+    Parameters
+    ----------
+    hosts: name of each rank's host.
+    ranks: number of ranks.
+    versions: package -> version, and whatever else the choice depends on.
+    """
     return hash_text(json.dumps([sorted(hosts), ranks, sorted(versions.items())]), 16)
 
 
 def read_choice(folder: Path, key: str) -> Choice | None:
-    """Return the cached choice, or None if there is none that can be read."""
+    """Return the choice cached in `folder/backend-KEY.json`; None if that is missing, unreadable or not valid."""
     with contextlib.suppress(OSError, ValueError):
         return load(Choice, parse_json((folder / f"backend-{key}.json").read_text()))
     return None
 
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
-    """Write a choice to the cache."""
+    """Write a choice to `folder/backend-KEY.json`, atomically; the folder is made if necessary.
+
+    Raises OSError: the file cannot be written.
+    """
     text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
     write_text(folder / f"backend-{key}.json", text)
 
@@ -104,14 +120,21 @@ def write_choice(folder: Path, key: str, choice: Choice) -> None:
 def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str = "float32") -> Choice:
     """Return the backend that `--backend auto` means on these hosts, the same on all ranks.
 
-    The choice comes from rank 0's cache; if it is not there, it is measured and then cached. All ranks must call this
-    together, before they make the default process group.
+    The choice comes from rank 0's cache; its reason then ends with ", as measured earlier". If it is not there, it is
+    measured within some seconds and then written to rank 0's cache; if that cannot be written, nobody is told. All
+    ranks must call this together, before they make the default process group, and the process must end with
+    `cpuft.comm.exit_process`. A single rank gets gloo without a measurement.
 
     Parameters
     ----------
     store: a store that all ranks share.
+    size: number of ranks.
     cache: folder of the cache.
-    dtype: type in which gradients are sent. Not every library sums 16-bit floats quickly.
+    dtype: torch's name of the type in which gradients are sent, such as bfloat16. Not every library sums 16-bit floats
+        quickly.
+
+    Raises CpuftError: no backend could be measured. Raises RuntimeError: another rank does not come within the store's
+    timeout.
     """
     store = PrefixStore("automatic", store)
     store.set(f"host/{rank}", socket.gethostname())
@@ -146,8 +169,19 @@ def measure_backends(
 ) -> Choice:
     """Measure all-reduces of one message over each backend in turn, and return the choice, the same on all ranks.
 
-    All ranks must call this together, before they make the default process group, and once for each size and type. It
-    takes a few seconds, or more over a slow link. The process must end with `cpuft.comm.exit_process`.
+    A backend that is missing on any rank is left out, with a line on rank 0's standard error. One rank alone gets gloo
+    without a measurement. All ranks must call this together, before they make the default process group, and once for
+    each size and type. It takes a few seconds, or more over a slow link, and leaves no process group. The process must
+    end with `cpuft.comm.exit_process`.
+
+    Parameters
+    ----------
+    size: number of ranks.
+    nbytes: size of the message.
+    dtype: torch's name of its type, such as float32.
+    timeout: seconds that an operation may take before the watchdog ends the process.
+
+    Raises CpuftError: no backend could be measured.
     """
     if size == 1:
         return Choice("gloo", "a single rank does not communicate")
@@ -166,15 +200,21 @@ def measure_turns(
     timeout_seconds: float,
     choices: Mapping[tuple[str, int], Choice] | None = None,
 ) -> Iterator[Measurement]:
-    """Measure each turn, with a new process group whenever the backend changes.
+    """Measure each turn, with a new process group whenever the backend changes. Yields one measurement per turn.
 
-    A backend that is missing on any rank is left out on all ranks.
+    A backend that cannot be used on any one of the ranks is left out on all ranks: rank 0 prints why on standard error,
+    and nothing is yielded for its turns. All ranks must iterate to the end together, without a default process group
+    before; then none is left. They get the same measurements.
 
     Parameters
     ----------
-    plan: (backend, operation, type, bytes) of each turn.
+    size: number of ranks.
+    plan: (backend, operation, type, bytes) of each turn, for example ("mpi", "all_reduce", "float32", 2**20).
+    timeout_seconds: how long an operation may take before the watchdog ends the process.
     choices: (type, bytes) -> what the backend `auto` stands for. It is measured in turns of its own, whose results name
         the backend, for example, `auto:mpi`.
+
+    Raises KeyError: an unknown backend or operation, or `auto` without its choice.
     """
     current, is_usable = "", False
     for number, (backend, operation, dtype, nbytes) in enumerate(plan):
@@ -225,11 +265,19 @@ def _destroy_group() -> None:
 def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) -> Measurement:
     """Measure an operation of the default process group. All ranks call this together and get the same result.
 
+    The operation is run at least twice before it is measured. For each repetition, the result holds the seconds of the
+    slowest rank, and the CPU share (0 to 1 of the cores that it may use) of the busiest rank.
+
     Parameters
     ----------
-    backend: the backend's name in the result.
+    backend: the backend's name in the result; it selects nothing.
     operation: all_reduce, all_gather, reduce_scatter or broadcast.
-    repeat: number of measured repetitions; there are fewer if one takes long, see `limit_repetitions`.
+    dtype: torch's name of the type, such as float32.
+    nbytes: bytes of the whole message of all ranks. What is sent is rounded down to a multiple of the ranks' elements.
+    repeat: number of measured repetitions. There are fewer, but at least 5, if they would take more than three seconds.
+
+    Raises KeyError: an unknown operation. Raises AttributeError: an unknown type. Raises ValueError: there is no
+    default process group.
     """
     call = _make_operation(operation, getattr(torch, dtype), nbytes)
     call()
@@ -254,14 +302,14 @@ def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, re
 
 
 def count_repetitions(nbytes: int, budget_bytes: int = 512 * 2**20) -> int:
-    """Return how often to repeat an operation: 5 to 50 times, so that about half a gibibyte is sent."""
+    """Return how often to repeat an operation on `nbytes`: `budget_bytes / nbytes`, but at least 5 and at most 50."""
     return max(5, min(50, budget_bytes // max(1, nbytes)))
 
 
 def limit_repetitions(wanted: int, seconds: float) -> int:
-    """Return how often to repeat an operation that takes this long, so that a turn takes about three seconds.
+    """Return how often to repeat an operation that takes `seconds`, so that a turn takes about three seconds.
 
-    This is between 5 and `wanted` times.
+    This is at least 5, but never more than `wanted`.
     """
     return min(wanted, max(5, int(_TURN_SECONDS / max(seconds, 1e-9))))
 

@@ -26,7 +26,10 @@ _REDUCTION_NAMES = {
 
 
 def reduction_name(operation: object) -> str:
-    """Return cpuft's name of a torch ReduceOp. Raises NotImplementedError for PREMUL_SUM, which only NCCL has."""
+    """Return the name that backends have for a torch ReduceOp: sum, avg, product, min, max, band, bor or bxor.
+
+    Raises NotImplementedError: `operation` is none of these, for example PREMUL_SUM, which only NCCL has.
+    """
     for known, name in _REDUCTION_NAMES.items():
         if operation == known:
             return name
@@ -35,7 +38,10 @@ def reduction_name(operation: object) -> str:
 
 @contextlib.contextmanager
 def contiguous_in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor itself if it is contiguous, else a contiguous copy that is written back at the end."""
+    """Yield the tensor itself if it is contiguous, else a contiguous copy of it.
+
+    The copy is written back into the tensor at the end of the context, unless that ends with an exception.
+    """
     dense = tensor.contiguous()
     yield dense
     if dense is not tensor:
@@ -43,11 +49,19 @@ def contiguous_in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def all_reduce(backend: Backend, size: int, tensor: torch.Tensor, reduction: str) -> None:
-    """Reduce a contiguous tensor of any shape over `size` ranks, in place.
+    """Reduce a contiguous tensor of any shape over the `size` ranks of a group, in place. Blocks until it is done.
 
     16-bit floats that the backend cannot reduce are sent as float32. Other types and reductions that it lacks (bool,
     and bitwise ones in oneCCL) are gathered and reduced here. This takes `size` times the memory and bytes, and is
-    rare.
+    rare. An empty tensor is left alone. The sum of bools is their logical or, and their product the logical and.
+
+    Parameters
+    ----------
+    reduction: a name that `reduction_name` returns. `avg` is the sum divided by `size`, with integers rounded towards
+        zero.
+
+    Raises RuntimeError: the backend fails, or torch cannot apply the reduction to the type (a bitwise one to floats,
+    `avg` to bools).
     """
     base = "sum" if reduction == "avg" else reduction
     if tensor.numel() == 0:
@@ -69,7 +83,19 @@ def all_reduce(backend: Backend, size: int, tensor: torch.Tensor, reduction: str
 def reduce_scatter_single(
     backend: Backend, rank: int, source: torch.Tensor, target: torch.Tensor, reduction: str
 ) -> None:
-    """Reduce `source` (size * n elements, contiguous) and leave the rank-th n elements in `target` (contiguous)."""
+    """Reduce `source` over the ranks, and write the `rank`-th of its equal parts to `target`. Blocks until it is done.
+
+    `source` does not change. Nothing happens if `target` is empty.
+
+    Parameters
+    ----------
+    rank: this process's rank in the group.
+    source: size * n elements for a group of `size` ranks, contiguous.
+    target: n elements, contiguous; n also decides what `size` is.
+    reduction: a name that `reduction_name` returns; `avg` rounds integers towards zero.
+
+    Raises RuntimeError: the backend fails, or torch cannot apply the reduction to the type.
+    """
     base = "sum" if reduction == "avg" else reduction
     if target.numel() == 0:
         return
@@ -107,7 +133,20 @@ def _reduce_locally(gathered: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 def reduce_scatter(backend: Backend, rank: int, pieces: Tensors, target: torch.Tensor, reduction: str) -> None:
-    """Reduce the pieces over the ranks and leave the rank-th one in `target`. Pieces may differ in size."""
+    """Reduce each piece over the ranks, and write the `rank`-th one to `target`. Blocks until it is done.
+
+    The pieces do not change. If their sizes differ, all of them are reduced on every rank, which sends twice as many
+    bytes.
+
+    Parameters
+    ----------
+    rank: this process's rank in the group.
+    pieces: one tensor for each rank, of one type; the r-th one has the same shape on all ranks.
+    target: has the shape of the `rank`-th piece, and any layout.
+    reduction: a name that `reduction_name` returns; `avg` rounds integers towards zero.
+
+    Raises RuntimeError: the backend fails, or torch cannot apply the reduction to the type.
+    """
     whole = torch.cat([piece.reshape(-1) for piece in pieces])
     if len({piece.numel() for piece in pieces}) == 1:
         with contiguous_in_place(target) as dense:
@@ -119,13 +158,19 @@ def reduce_scatter(backend: Backend, rank: int, pieces: Tensors, target: torch.T
 
 
 def broadcast(backend: Backend, tensor: torch.Tensor, root: int) -> None:
-    """Copy the contiguous tensor of rank `root` to every rank."""
+    """Copy the contiguous tensor of rank `root` of the group into that of every rank. An empty tensor is left alone."""
     if tensor.numel():
         backend.broadcast(tensor.data_ptr(), tensor.nbytes, root)
 
 
 def all_gather_single(backend: Backend, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Write the tensors of all ranks, which have the same size, one after another to `target` (size * n elements)."""
+    """Write the tensors of all ranks one after another to `target`. Blocks until it is done.
+
+    Parameters
+    ----------
+    source: this rank's n elements; as many on every rank.
+    target: size * n elements of the same type, in any layout. Sizes are not checked. If it is empty, nothing happens.
+    """
     if target.numel() == 0:
         return
     dense = source.contiguous()
@@ -134,7 +179,16 @@ def all_gather_single(backend: Backend, source: torch.Tensor, target: torch.Tens
 
 
 def all_gather(backend: Backend, rank: int, source: torch.Tensor, targets: Tensors) -> None:
-    """Write the tensor of rank r to the r-th target. All ranks know all sizes from their targets."""
+    """Write the tensor of rank r to the r-th target. Blocks until it is done.
+
+    If all targets have as many bytes, this is one all-gather and a copy; otherwise it is one broadcast for each rank.
+
+    Parameters
+    ----------
+    rank: this process's rank in the group.
+    source: this rank's tensor.
+    targets: one tensor for each rank, with the shape and type of that rank's `source`.
+    """
     if len({target.nbytes for target in targets}) == 1:
         whole = targets[0].new_empty((len(targets), targets[0].numel()))
         all_gather_single(backend, source, whole)
@@ -152,9 +206,14 @@ def all_to_all_single(
 ) -> None:
     """Send slices of `source` along its first dimension to all ranks, and write the received slices to `target`.
 
+    Blocks until it is done. Slices are sent and received in the order of ranks.
+
     Parameters
     ----------
     sizes: two lists, for `source` and for `target`: the length of each rank's slice. An empty list means equal slices.
+    ranks: number of ranks in the group.
+
+    Raises RuntimeError: the lengths do not add up to the first dimension, or the backend fails.
     """
     dense = source.contiguous()
     with contiguous_in_place(target) as whole:
@@ -166,7 +225,11 @@ def all_to_all_single(
 
 
 def all_to_all(backend: Backend, sources: Tensors, targets: Tensors) -> None:
-    """Send the r-th source to rank r, and receive the r-th target from it. Tensors may be empty."""
+    """Send the r-th source to rank r, and receive the r-th target from it. Blocks until it is done.
+
+    Tensors may be empty, and may differ in type and layout. The r-th source must have as many bytes as rank r's target
+    for this rank.
+    """
     sent = torch.cat([source.contiguous().view(-1).view(torch.uint8) for source in sources])
     received = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)
     target_sizes = [target.nbytes for target in targets]
@@ -178,12 +241,26 @@ def all_to_all(backend: Backend, sources: Tensors, targets: Tensors) -> None:
 
 
 def gather(backend: Backend, size: int, root: int, source: torch.Tensor, targets: Tensors) -> None:
-    """Send the tensors of all ranks to rank `root`. `targets` is empty on all other ranks."""
+    """Send the tensors of all ranks to rank `root` of the group. Blocks until this rank's part is done.
+
+    Parameters
+    ----------
+    size: number of ranks in the group.
+    source: this rank's tensor.
+    targets: on rank `root`, one tensor for each rank, with as many bytes as its `source`; empty on all other ranks.
+    """
     empty = source.new_empty(0)
     all_to_all(backend, [source if rank == root else empty for rank in range(size)], targets or [empty] * size)
 
 
 def scatter(backend: Backend, size: int, root: int, sources: Tensors, target: torch.Tensor) -> None:
-    """Send the r-th tensor of rank `root` to rank r. `sources` is empty on all other ranks."""
+    """Send the r-th tensor of rank `root` of the group to rank r. Blocks until this rank's part is done.
+
+    Parameters
+    ----------
+    size: number of ranks in the group.
+    sources: on rank `root`, one tensor for each rank; empty on all other ranks.
+    target: receives this rank's tensor, and has as many bytes.
+    """
     empty = target.new_empty(0)
     all_to_all(backend, sources or [empty] * size, [target if rank == root else empty for rank in range(size)])

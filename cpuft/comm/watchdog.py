@@ -25,7 +25,7 @@ from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
 from cpuft.rank.world import parse_world
 
 TIMEOUT_VARIABLE = "CPUFT_COMM_TIMEOUT"
-"""Environment variable with the timeout of all operations in seconds, instead of init_process_group's."""
+"""Environment variable with the timeout of all operations in seconds, which overrides init_process_group's."""
 GONE_GRACE_SECONDS = 3.0
 """How long operations may still go on after one of their ranks has ended. A rank may finish its part of a collective
 and exit while the others still receive."""
@@ -51,10 +51,12 @@ class Operation:
     """A collective, send or receive, as this rank sees it."""
 
     channel: str
-    """What the operation is ordered in: a group, or one direction and tag between two ranks of a group."""
+    """What the operation is ordered in: a group ("the world", "group 3"), or one direction and tag between two ranks of
+    a group ("the world from 0 to 1 (tag 0)")."""
     sequence: int
     """Its number in the channel, from 1; the same on all ranks that take part."""
     name: str
+    """For example all_reduce, all_gather, barrier, send, recv; "connect" while a group is made."""
     nbytes: int
     """Bytes that this rank contributes or receives."""
     ranks: tuple[int, ...]
@@ -86,14 +88,29 @@ class OperationRegister:
     """
 
     pending: dict[int, Operation] = field(default_factory=dict)
+    """Operations that have begun and not ended, by their `id()`."""
     progress: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By channel: the sequence number and the name of the last operation that this rank has begun."""
     traffic: Traffic = field(default_factory=Traffic)
+    """What this rank has begun since `take_traffic` was last called."""
     names: set[str] = field(default_factory=set)
     """Names of all operations that this rank has ever begun."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
-        """Register that this rank has arrived at an operation, and return it with its sequence number."""
+        """Register that this rank has arrived at an operation, and return the operation.
+
+        Its sequence number counts the operations of the channel, from 1. The operation is pending until `end`, and
+        counts in `progress`, `names` and `traffic` from now on.
+
+        Parameters
+        ----------
+        channel: what the operation is ordered in, see `Operation.channel`.
+        nbytes: bytes that this rank contributes or receives. In the traffic, all_gather counts `nbytes * len(ranks) /
+            2`, all_to_all and reduce_scatter `nbytes / 2`, and everything else `nbytes`.
+        ranks: world ranks of all ranks that take part.
+        timeout: seconds that it may take.
+        """
         with self._lock:
             sequence = self.progress.get(channel, (0, ""))[0] + 1
             operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
@@ -106,28 +123,36 @@ class OperationRegister:
         return operation
 
     def end(self, operation: Operation) -> None:
-        """Remove an operation that has succeeded or failed from the pending ones."""
+        """Remove an operation that has succeeded or failed from the pending ones. Does nothing if it is not pending."""
         with self._lock:
             self.pending.pop(id(operation), None)
 
     def copy_progress(self) -> dict[str, tuple[int, str]]:
-        """Return a copy of the progress by channel."""
+        """Return, by channel, the sequence number and the name of the last operation begun, as a copy."""
         with self._lock:
             return dict(self.progress)
 
     def list_pending(self) -> list[Operation]:
-        """Return the pending operations."""
+        """Return the pending operations in the order in which they began."""
         with self._lock:
             return list(self.pending.values())
 
     def take_traffic(self) -> Traffic:
-        """Return the traffic since the last call."""
+        """Return the traffic since the last call, or since the start, and count from zero again."""
         with self._lock:
             taken, self.traffic = self.traffic, Traffic()
         return taken
 
     def report(self) -> dict[str, object]:
-        """Return `pending` operations, `progress` and `names` for stack dumps (`cpuft.rank.diagnostics`)."""
+        """Return what `cpuft.rank.diagnostics` writes into stack dumps; it can be written as JSON.
+
+        Returns
+        -------
+        pending: a list with channel, sequence, name, seconds (since the operation began) and ranks of each pending
+            operation.
+        progress: by channel, the sequence number and the name of the last operation begun.
+        names: the names of all operations that this rank has ever begun, sorted.
+        """
         now = time.monotonic()
         pending = [
             {"channel": one.channel, "sequence": one.sequence, "name": one.name, "seconds": now - one.started}
@@ -137,20 +162,25 @@ class OperationRegister:
         return {"pending": pending, "progress": self.copy_progress(), "names": sorted(self.names)}
 
     def forget_group(self, label: str) -> None:
-        """Forget the channels of a closed group, so that a later group of the same name counts from 1."""
+        """Forget the channels of a closed group, so that a later group of the same name counts from 1.
+
+        `label` is the group's name, for example "group 3". An unknown label changes nothing.
+        """
         with self._lock:
             for channel in [name for name in self.progress if name == label or name.startswith(f"{label} from ")]:
                 del self.progress[channel]
 
 
 def find_overdue(pending: Sequence[Operation], gone: Mapping[int, float], now: float) -> Operation | None:
-    """Return the oldest operation that must be given up, or None.
+    """Return the operation that must be given up, the one that began first if there are several; None if there is none.
 
-    An operation is given up when its timeout is over, or GONE_GRACE_SECONDS after one of its ranks has ended.
+    An operation is given up when its timeout is over, or GONE_GRACE_SECONDS after one of its ranks has ended or, if
+    that is later, after the operation began.
 
     Parameters
     ----------
-    gone: time at which each ended rank was noticed, on the clock of `now` and `Operation.started`.
+    gone: by world rank, when the end of the rank was noticed, on the clock of `now` and `Operation.started`.
+    now: time.monotonic().
     """
 
     def is_overdue(operation: Operation) -> bool:
@@ -164,15 +194,18 @@ def find_overdue(pending: Sequence[Operation], gone: Mapping[int, float], now: f
 def find_missing_ranks(
     operation: Operation, rank: int, answers: Mapping[int, Progress], gone: Mapping[int, float]
 ) -> dict[int, str]:
-    """Return the ranks that keep an operation from ending, each with a description of its state.
+    """Return the ranks that keep an operation from ending, by world rank, each with its state; {} if all have arrived.
 
-    Ranks that are behind only because they wait themselves, for a lost rank or for one further behind, are left out.
+    The states are "ended, or cut off", "no answer: stopped, or its host is lost", "last at NAME #SEQUENCE" and "has not
+    begun". If ranks are lost (one of the first two states), only they are returned, and otherwise only those that are
+    furthest behind, because others wait for them. If `answers` lacks this rank itself, and it is not rank 0, only rank
+    0 is returned: rank 0 relays all answers.
 
     Parameters
     ----------
     rank: this process.
-    answers: progress that each rank has reported.
-    gone: ranks that have ended.
+    answers: by rank, the progress that it has reported; all ranks that have answered.
+    gone: by rank, when its end was noticed. Only the ranks matter.
     """
     if rank and rank not in answers:  # rank 0 relays all messages: not even this rank's own answer came back
         return {0: _ENDED if 0 in gone else _SILENT}
@@ -190,7 +223,16 @@ def find_missing_ranks(
 
 
 def describe_failure(operation: Operation, rank: int, missing: Mapping[int, str], now: float) -> str:
-    """Return the line that explains why this rank ends."""
+    """Return the line, without a newline, that explains why this rank ends.
+
+    It begins with "cpuft comm: rank N:" and names the operation, its bytes, the time waited, the missing ranks or the
+    network, and what to do next.
+
+    Parameters
+    ----------
+    missing: what `find_missing_ranks` returns: the state of each missing rank; empty if all ranks have arrived.
+    now: time.monotonic().
+    """
     waited = now - operation.started
     names = ", ".join(f"rank {other} ({state})" for other, state in sorted(missing.items()))
     arrived = f"did not arrive: {names}" if missing else "all ranks arrived, so the network or a library hangs"
@@ -205,8 +247,13 @@ def describe_failure(operation: Operation, rank: int, missing: Mapping[int, str]
 class CollectiveWatchdog:
     """A thread that ends the process when an operation is overdue, after it has asked all ranks for their progress.
 
-    It ends the process with os._exit, because destroying a pending oneCCL event blocks, and so does finalizing MPI
-    when a rank is gone.
+    Before that, it writes two lines to standard error, which name the missing ranks for the user and for the launcher,
+    and it tells the other ranks, which end as well. The exit code is 75, with which `cpuft launch` can resume the run.
+    If no rank has ended and the launcher supervises this process, it first waits up to 25 s for the stack dumps of all
+    ranks.
+
+    It ends the process with os._exit, because destroying a pending oneCCL event blocks, and so does finalizing MPI when
+    a rank is gone.
     """
 
     def __init__(self, register: OperationRegister) -> None:
@@ -220,9 +267,20 @@ class CollectiveWatchdog:
         self._closed = threading.Event()
 
     def start(self, store: Store, rank: int, ranks: tuple[int, ...], is_first: bool) -> None:
-        """Connect to the other ranks, and start the thread.
+        """Connect to the other ranks, and start the thread. With one rank there is nothing to connect to.
 
-        `is_first` is true on exactly one rank, which runs the liveness hub.
+        This waits up to 60 s for the first rank's address, and the first rank also waits up to 60 s for all others; if
+        some do not come, it goes on without an error.
+
+        Parameters
+        ----------
+        store: a store that all `ranks` share.
+        rank: world rank of this process.
+        ranks: world ranks of all that connect.
+        is_first: true on exactly one rank, which runs the liveness hub.
+
+        Raises StartupDisturbedError: this rank cannot join the first one. Raises RuntimeError: its address is not in
+        the store in time. Raises OSError: the first rank cannot listen on its own address.
         """
         self._rank = rank
         if len(ranks) > 1:
@@ -232,7 +290,11 @@ class CollectiveWatchdog:
         threading.Thread(target=self._run, name="cpuft-comm-watch", daemon=True).start()
 
     def close(self) -> None:
-        """Stop watching, because this process needs no more communication."""
+        """Stop watching, because this process needs no more communication: no operation is overdue any more.
+
+        The connection to the other ranks is closed. The thread ends within a fraction of a second; this does not wait
+        for it.
+        """
         self._closed.set()
         if self._connection:
             self._connection.close()
@@ -240,7 +302,8 @@ class CollectiveWatchdog:
     def exit_if_rank_lost(self, operation: Operation, error: BaseException) -> None:
         """End the process if an operation has failed because one of its ranks has ended; else return.
 
-        A library may notice a lost rank before the hub does, so connection errors wait a moment for the hub.
+        A library may notice a lost rank before the hub does. So if the text of `error` is that of a connection error,
+        this waits up to 2 s for the hub. After `close` it returns at once.
         """
         is_connection_error = any(text in str(error).lower() for text in _CONNECTION_ERRORS)
         deadline = time.monotonic() + (_DETECTION_SECONDS if is_connection_error else 0.0)
@@ -345,12 +408,19 @@ _lock = threading.Lock()
 
 
 def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> CollectiveWatchdog:
-    """Return the watchdog of this process. The first call starts it, and connects `ranks` with each other.
+    """Return the watchdog of this process, which all of its process groups share.
+
+    The first call starts it: it connects `ranks` with each other, for which all of them must call this together, and
+    lets stack dumps read `register`. Later calls only return it, whatever their arguments.
 
     Parameters
     ----------
-    group_rank: index of this process in `ranks`.
+    store: a store that all `ranks` share.
+    group_rank: index of this process in `ranks`. The rank with index 0 runs the liveness hub.
     ranks: world ranks of the group that needs the watchdog.
+
+    Raises StartupDisturbedError: this rank cannot join the first one within 60 s. Raises RuntimeError: the first rank's
+    address is not in the store within 60 s. Raises OSError: the first rank cannot listen on its own address.
     """
     global _watchdog
     with _lock:
@@ -362,7 +432,10 @@ def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> Col
 
 
 def stop_watchdog() -> None:
-    """Stop the watchdog of this process, when the group of all ranks is destroyed."""
+    """Close the watchdog of this process, when the group of all ranks is destroyed.
+
+    The next group then starts a new one. Does nothing if there is no watchdog.
+    """
     global _watchdog
     with _lock:
         if _watchdog is not None:
@@ -371,14 +444,19 @@ def stop_watchdog() -> None:
 
 
 def take_traffic() -> Traffic:
-    """Return the operations and payload bytes that this rank has passed to cpuft's groups since the last call."""
+    """Return the operations and payload bytes that this rank has passed to cpuft's groups since the last call.
+
+    The count then begins at zero again. Groups of other backends are not counted.
+    """
     return register.take_traffic()
 
 
 def choose_timeout(given: timedelta) -> float:
-    """Return the timeout of a group's operations in seconds: CPUFT_COMM_TIMEOUT if it is set, else `given`.
+    """Return the timeout of a group's operations in seconds.
 
-    Raises CpuftError: the variable is not a positive number.
+    This is the environment variable CPUFT_COMM_TIMEOUT if it is set and not empty, else `given`.
+
+    Raises CpuftError: the variable is not a number above 0.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     if not text:

@@ -21,6 +21,7 @@ class GroupMembership:
     ranks: tuple[int, ...]
     """World ranks of the members, in the group's order."""
     is_world: bool
+    """Whether this is the group of all ranks."""
 
     @property
     def size(self) -> int:
@@ -32,7 +33,8 @@ class Backend(abc.ABC):
     """The blocking collectives of one group of ranks, which `process_group.CollectiveGroup` runs on its threads.
 
     Constructors take (store, rank, size, label): a torch store that all members share, this process's rank in the
-    group, the number of ranks, and a name of the group that is the same on all of them.
+    group, the number of ranks, and a name of the group that is the same on all of them. All members call the
+    constructor together.
 
     Addresses are memory addresses of contiguous buffers, sizes are in bytes, counts are in elements, and ranks are
     ranks of the group. Every call releases the GIL, blocks until this rank's part is done, and raises RuntimeError (or
@@ -58,7 +60,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `size * count` elements at `source`, and write the r-th `count` results to `target` on rank r."""
+        """Reduce `size * count` elements at `source`, and write the r-th `count` results to `target` on rank r.
+
+        `size` is the number of ranks. `source` does not change.
+        """
 
     @abc.abstractmethod
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
@@ -73,7 +78,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
-        """Send the r-th piece of `source` to rank r, and write the piece from rank r to the r-th place of `target`."""
+        """Send the r-th piece of `source` to rank r, and write the piece from rank r to the r-th place of `target`.
+
+        `source_sizes` and `target_sizes` are the bytes of each rank's piece, which lie one after another.
+        """
 
     @abc.abstractmethod
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
@@ -81,7 +89,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Receive bytes from rank `peer`, or from any rank if it is None, and return the sender's rank."""
+        """Receive bytes from rank `peer`, or from any rank if it is None, and return the sender's rank.
+
+        The message has the same tag and `nbytes`. A longer one is an error. Raises CpuftError if the library cannot
+        receive from any rank.
+        """
 
     def close(self) -> None:
         """Release the group. Must not wait for other ranks. By default nothing is released before the process ends."""

@@ -37,7 +37,15 @@ _SLACK_MICROSECONDS = 500
 
 
 def find_library(name: str, distribution: str) -> str:
-    """Return the path of a shared library of an installed wheel, or its name if the dynamic loader must search it."""
+    """Return the path of a shared library of an installed wheel, or `name` if the dynamic loader must search it.
+
+    It is searched among the wheel's files, then in lib below CCL_ROOT and below Python's prefix.
+
+    Parameters
+    ----------
+    name: file name, for example libccl.so.1.
+    distribution: name of the wheel, for example oneccl-cpu. It need not be installed.
+    """
     try:
         files = metadata.files(distribution) or []
     except metadata.PackageNotFoundError:
@@ -60,9 +68,12 @@ def _preload(name: str, distribution: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """Load oneCCL and return the shim.
+    """Load oneCCL and return the shim, the library of C functions `cpuft_ccl_*`. Later calls only return it.
 
-    Raises CpuftError: the shim was not built, or a library is missing.
+    Variables of `worker_settings` that are not set yet are set in os.environ.
+
+    Raises CpuftError: the shim was not built, or oneCCL or libfabric is missing. Raises OSError: the shim itself cannot
+    be loaded. Raises ValueError: CCL_WORKER_COUNT or a launcher's local size is not a number.
     """
     shims = sorted(Path(__file__).parent.glob("_ccl_shim*.so"))
     if not shims:
@@ -91,7 +102,15 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
     Parameters
     ----------
     environment: this process's environment variables.
-    cores: the hardware threads that this rank may use.
+    cores: the hardware threads that this rank may use, at least one.
+
+    Returns
+    -------
+    CCL_WORKER_OFFLOAD, CCL_WORKER_AFFINITY, CCL_ATL_TRANSPORT and CCL_ATL_SHM; also CCL_YIELD if a worker shares a core
+    with computing, and CCL_PROCESS_LAUNCHER, CCL_LOCAL_RANK and CCL_LOCAL_SIZE if neither Intel MPI's nor MPICH's
+    mpirun has started the process.
+
+    Raises ValueError: CCL_WORKER_COUNT, LOCAL_WORLD_SIZE or MPI_LOCALNRANKS is not a number.
     """
     local_size = environment.get("LOCAL_WORLD_SIZE") or environment.get("MPI_LOCALNRANKS") or "1"
     workers = int(environment.get("CCL_WORKER_COUNT", "1")) * int(local_size)
@@ -121,9 +140,10 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
 
 
 class CclBackend(Backend):
-    """Collectives over a oneCCL communicator.
+    """Collectives over a oneCCL communicator. Failed calls raise RuntimeError with oneCCL's message.
 
-    oneCCL's sends have no tags, so each message is preceded by a header with its tag and size.
+    oneCCL's sends have no tags, so each message is preceded by a header with its tag and size. The constructor raises
+    CpuftError if oneCCL cannot be loaded.
     """
 
     name = "ccl"
@@ -148,7 +168,8 @@ class CclBackend(Backend):
         """For each peer, messages that arrived under a tag that nobody has received yet."""
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Return true for sum, product, min and max of all types but bool."""
+        """Return true for sum, product, min and max of integers (not uint16 and larger unsigned ones) and floats, not
+        of bool."""
         return dtype in _TYPES and reduction in _REDUCTIONS
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
@@ -175,7 +196,7 @@ class CclBackend(Backend):
         self._call("all_to_all", _pointer(source), sent, _pointer(target), received, self._size)
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Call ccl::send for a header (tag, size) and for the bytes."""
+        """Call ccl::send for a header (tag, size) and for the bytes. Sends to one peer wait for each other."""
         header = (ctypes.c_int64 * 2)(tag, nbytes)
         with self._sending[peer]:
             self._call("send", header, _size(_HEADER_BYTES), peer)
@@ -183,7 +204,13 @@ class CclBackend(Backend):
                 self._call("send", _pointer(address), _size(nbytes), peer)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Call ccl::recv until a message with the tag arrives. Messages with other tags are kept for their own recv."""
+        """Call ccl::recv until a message with the tag arrives, and return `peer`.
+
+        Messages with other tags are kept for their own recv.
+
+        Raises CpuftError: `peer` is None, because oneCCL cannot receive from any rank. Raises ValueError: the message
+        has not `nbytes`.
+        """
         if peer is None:
             raise CpuftError("backend ccl cannot receive from any rank: give the source rank, or use --backend mpi")
         with self._receiving[peer]:

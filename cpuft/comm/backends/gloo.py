@@ -47,7 +47,11 @@ class GlooWork(dist.Work):
         self._works, self._begin, self._end, self._finish, self._fail = works, begin, end, finish, fail
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all works are done. Raises gloo's error. `timeout` is ignored."""
+        """Block until all works are done, and return True. Raises gloo's RuntimeError. `timeout` is ignored.
+
+        The operation is watched from the begin to the end of this call. After an error of gloo because a rank was lost,
+        `fail` may end the process instead.
+        """
         operation = self._begin()
         try:
             done = [work.wait() for work in self._works]
@@ -61,18 +65,21 @@ class GlooWork(dist.Work):
         return all(done)
 
     def is_completed(self) -> bool:
-        """Return whether all works have succeeded or failed."""
+        """Return whether gloo reports all works as done, successful or not. Does not wait."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Wait, and return a completed future: gloo finishes these works only in wait()."""
+        """Wait, and return a completed future of the outputs: gloo finishes these works only in wait().
+
+        Raises gloo's RuntimeError instead of returning a failed future.
+        """
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(list(self._outputs) or self._works[0].result())
         return future
 
     def source_rank(self) -> int:
-        """Return the rank from which data was received."""
+        """Return the rank of the group from which data was received. It has a meaning for receives only."""
         return int(self._works[0].source_rank())
 
     _source_rank = source_rank
@@ -81,7 +88,16 @@ class GlooWork(dist.Work):
 class WatchedGlooGroup(dist.ProcessGroup):
     """A process group that passes every operation on to gloo, and registers its begin and end.
 
-    gloo uses the interfaces of GLOO_SOCKET_IFNAME; several names mean several connections.
+    If an operation exceeds the timeout, or one of its ranks is lost, the watchdog ends the process. gloo uses the
+    interfaces of GLOO_SOCKET_IFNAME; several names, separated by commas, mean several connections. The collectives
+    (`allreduce`, `broadcast` and so on) have torch's signatures and are added at the end of this module. They return a
+    Work at once.
+
+    Parameters
+    ----------
+    timeout: seconds that an operation may take. gloo's own timeout is a minute longer.
+    register: where operations are registered from their begin to their end.
+    watchdog: closed by `shutdown` if this is the group of all ranks.
     """
 
     def __init__(
@@ -108,28 +124,35 @@ class WatchedGlooGroup(dist.ProcessGroup):
                 group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
     def name(self) -> str:
-        """Return the backend's name."""
+        """Return the backend's name, "gloo"."""
         return "gloo"
 
     getBackendName = name
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later operations."""
+        """Set the timeout after which the watchdog gives up later operations. gloo's own timeout stays as it was."""
         self._timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Close the group without waiting for any other rank."""
+        """Close the group without waiting for any other rank.
+
+        If it is the group of all ranks, the process's watchdog is stopped. gloo's connections stay open until this
+        object is deleted.
+        """
         self._register.forget_group(self._membership.label)
         if self._membership.is_world:
             stop_watchdog()
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Send tensors to one rank of the group."""
+        """Start to send tensors to rank `peer` of the group. Errors come from the Work's wait(), as RuntimeError."""
         work = self._gloo.send(tensors, peer, tag)
         return self._watch_point_to_point("send", tensors, self._membership.rank, peer, tag, work)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Receive tensors from one rank of the group."""
+        """Start to receive tensors from rank `peer` of the group, sent with the same tag; they are there after wait().
+
+        Errors come from the Work's wait(), as RuntimeError.
+        """
         work = self._gloo.recv(tensors, peer, tag)
         return self._watch_point_to_point("recv", tensors, peer, self._membership.rank, tag, work)
 

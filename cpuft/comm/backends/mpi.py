@@ -33,7 +33,7 @@ _SUM_OF_HALVES = {torch.bfloat16: (0x3FC0, 0x4010, 0x4070), torch.float16: (0x3E
 
 
 def half_precision_handles(library: str) -> dict[torch.dtype, int]:
-    """Return the MPI datatype handles of 16-bit floats.
+    """Return the MPI datatype handles of bfloat16 and float16; an empty dict for a library without them, as Open MPI.
 
     mpi4py has no names for these types. In Intel MPI 2021 they are MPIX_C_FLOAT16 and MPIX_C_BF16 of its mpi.h, in
     MPICH 4 MPIX_BFLOAT16; Open MPI has none. Because a wrong handle would silently sum other bits, each handle is
@@ -41,7 +41,7 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
 
     Parameters
     ----------
-    library: the text of MPI_Get_library_version.
+    library: the text of MPI_Get_library_version, which begins with "Intel(R) MPI" or "MPICH".
     """
     if library.startswith("Intel(R) MPI"):
         return {torch.bfloat16: 0x4C000247, torch.float16: 0x4C000246}
@@ -53,6 +53,9 @@ def half_precision_handles(library: str) -> dict[torch.dtype, int]:
 @functools.lru_cache(maxsize=1)
 def load() -> Any:
     """Initialize MPI with thread support, and return the module mpi4py.MPI.
+
+    Later calls only return it. At the exit of the process, MPI is finalized, or given up after 5 s; a process that ends
+    with an exception exits with code 1 instead.
 
     Raises CpuftError: mpi4py or its MPI library is missing, or the library has no MPI_THREAD_MULTIPLE.
     """
@@ -123,7 +126,10 @@ def _datatypes() -> dict[torch.dtype, Any]:
 
 
 def wait_sleeping(is_done: Callable[[], bool]) -> None:
-    """Poll `is_done` until it is true. Between polls, sleep an eighth of the time waited so far, at most 1 ms."""
+    """Poll `is_done` until it returns True, however long that takes.
+
+    After the first 50 microseconds, sleep between polls for an eighth of the time waited so far, at most 1 ms.
+    """
     started = time.perf_counter()
     while not is_done():
         waited = time.perf_counter() - started
@@ -134,7 +140,10 @@ def wait_sleeping(is_done: Callable[[], bool]) -> None:
 class MpiBackend(Backend):
     """Collectives over an MPI communicator of the group's ranks.
 
-    Raises CpuftError: MPI has fewer ranks than the group.
+    Failed calls raise mpi4py.MPI.Exception, which is a RuntimeError. Between hosts a rank sleeps while it waits for a
+    collective; on one host it spins.
+
+    Raises CpuftError: MPI has fewer ranks than the group, or cannot be loaded.
     """
 
     name = "mpi"
@@ -168,7 +177,11 @@ class MpiBackend(Backend):
         }
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Return true for all types but bool; for bitwise reductions, integers only."""
+        """Return true for integers, fp32 and fp64, and for 16-bit floats that this library sums correctly; not for
+        bool.
+
+        Bitwise reductions are for integers only.
+        """
         return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
@@ -198,11 +211,12 @@ class MpiBackend(Backend):
         self._run("alltoallv", self._pieces(source, source_sizes), self._pieces(target, target_sizes))
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Call MPI_Send on bytes."""
+        """Call MPI_Send on bytes, which may spin until the peer receives them."""
         self._comm.Send(self._bytes(address, nbytes), dest=peer, tag=tag)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Call MPI_Recv on bytes."""
+        """Call MPI_Recv on bytes, and return the sender's rank. A message longer than `nbytes` raises
+        mpi4py.MPI.Exception."""
         status = self._mpi.Status()
         source = self._mpi.ANY_SOURCE if peer is None else peer
         self._comm.Recv(self._bytes(address, nbytes), source=source, tag=tag, status=status)
