@@ -28,9 +28,10 @@ _TOP_PAD_BYTES = 64 << 20
 
 
 def has_bf16_products() -> bool:
-    """Return whether this CPU multiplies bf16 in hardware and ONEDNN_MAX_CPU_ISA allows it.
+    """Return whether this CPU multiplies bf16 in hardware (AMX, AVX512_BF16, or bf16 of Arm), and may use that.
 
-    Without it, bf16 is slower than fp32.
+    False also if the environment variable ONEDNN_MAX_CPU_ISA hides these instructions. Without them, bf16 is slower
+    than fp32.
     """
     flags = tuple(name for name, has_flag in torch.cpu.get_capabilities().items() if has_flag)
     return bool(bf16_hardware(effective_flags(flags, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))))
@@ -46,9 +47,11 @@ def accelerate(
 ) -> tuple[Model, AnyOptimizer]:
     """Make training of `model` with `optimizer` faster. The training loop does not change.
 
-    Both are changed in place and returned. Call this after the model is loaded and the optimizer is made, and before
-    DistributedDataParallel or a trainer gets them. BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and DistilBERT get
-    the fast layers; in any other model only dropout modules change.
+    Returns (model, optimizer), the same two objects, changed in place. Call this after the model is loaded and the
+    optimizer is made, and before DistributedDataParallel or a trainer gets them. Encoders of BERT, RoBERTa,
+    XLM-RoBERTa, CamemBERT, ELECTRA and DistilBERT get the fast layers; in any other model only dropout modules change.
+    A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
+    connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
 
     What stays the same: parameter names; `state_dict`, `save_pretrained` and checkpoints in fp32 (the master weights);
     gradient clipping, gradient accumulation and learning rate schedulers; the probability of dropout, though not its
@@ -62,17 +65,18 @@ def accelerate(
     Parameters
     ----------
     precision: bf16 (compute weights and activations in bf16, with fp32 masters), fp32, int8, or auto: bf16 where the
-        hardware multiplies it. int8 is fp32 with 8-bit operands in the products, during training, that give the outputs
-        of the encoder's linear layers and the gradients of their inputs; layers with adapters stay fp32.
-    first_token: in sequence classifiers, compute only the first token in the last layer, as the head reads no other.
+        hardware multiplies it, else fp32. int8 is fp32 with 8-bit operands in the products, during training, that give
+        the outputs of the encoder's linear layers and the gradients of their inputs; layers with adapters stay fp32.
+    first_token: in sequence classifiers of transformers with one encoder, compute only the first token in the last
+        layer, as the head reads no other.
     adapters: make layers with LoRA adapters of peft fast, too (without dropout, bias or variant). The encoder's frozen
         linear weights get no masters: bf16 rounds them for good, so save the adapters and merge them into a model
         that is loaded anew.
 
     Raises
     ------
-    CpuftError: the model is wrapped by DistributedDataParallel, its weights are not fp32, the precision is unknown, or
-        it is int8 and the model has no layers that can be fast.
+    CpuftError: the model is wrapped by DistributedDataParallel, a parameter is bf16 or fp16, the precision is unknown,
+        or it is int8 and the model has no layers that can be fast.
     """
     use_masters(optimizer, patch_model(model, precision, first_token, adapters))
     return model, optimizer
@@ -81,9 +85,17 @@ def accelerate(
 def patch_model(
     model: nn.Module, precision: str = "auto", first_token: bool = True, adapters: bool = False
 ) -> MasterWeights:
-    """Patch only the model, as `accelerate` does, which is enough for inference; return its master weights.
+    """Give a model the fast layers, dropout and embedding in place, as for inference; return its master weights.
 
-    A model that is patched already is left as it is. Raises CpuftError as `accelerate` does.
+    The parameters mean what they mean in `accelerate`, which also connects an optimizer. With fp32 and int8, and in a
+    model without layers that the fast path knows, the returned `MasterWeights` hold no master. A model that is patched
+    already keeps its layers and precision, and its existing `MasterWeights` are returned. For the whole process, malloc
+    keeps freed memory (see `keep_freed_memory`).
+
+    Raises
+    ------
+    CpuftError: the model is wrapped by DistributedDataParallel, a parameter is bf16 or fp16, the precision is unknown,
+        or it is int8 and the model has no layers that can be fast.
     """
     _check(model, precision)
     if precision == "auto":
@@ -95,11 +107,14 @@ def patch_model(
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep memory that is freed instead of returning it to the kernel; return whether it does.
+    """Make glibc's malloc keep memory that this process frees instead of returning it to the kernel.
+
+    Returns whether glibc has accepted all three settings: False without glibc.
 
     By default each block above 32 MB is mapped anew and the free top of the heap is returned, so that every training
     step takes page faults for all its activations and gradients. With this setting the process's peak is the same, and
-    its resident size does not fall after the peak. Another allocator that is preloaded has no such setting: False.
+    its resident size does not fall after the peak. If another allocator is preloaded (jemalloc, tcmalloc), this changes
+    nothing, but may return True.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -28,19 +28,25 @@ class MasterWeights:
     """The fp32 masters of a model's bf16 parameters.
 
     The model's `state_dict` (and so `save_pretrained`, and `state_dict` of DistributedDataParallel) returns masters
-    under the parameters' own names; `load_state_dict` copies fp32 values into them. If something else writes to a
-    parameter (a copy, an initialiser), the next step or save notices and takes the new value for the master.
+    under the parameters' own names; that of a submodule does not. `load_state_dict` copies fp32 values into them. If
+    something else writes to a parameter (a copy, an initialiser), the next step or save notices and takes the new value
+    for the master.
     """
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
-        """Make masters of the fp32 `parameters` of `model`, which become bf16, and install the hooks."""
+        """Make masters of the fp32 `parameters` of `model`, which become bf16, and install the hooks.
+
+        Gradients of these parameters are dropped. `parameters` may be empty, and those that are not of `model` are
+        ignored. The object is stored in the model's attribute `MASTERS_ATTRIBUTE`.
+        """
         wanted = {id(p) for p in parameters}
         self.parameters = {name: p for name, p in model.named_parameters() if id(p) in wanted}
+        """The bf16 parameters by their names in the model, also those whose masters are handed over."""
         self._masters: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
         """The version that torch counts for a parameter, when it was its master's rounded value."""
         self.embedding: EmbeddingGradient | None = None
-        """The gradient of the model's token embedding, if the embedding is patched."""
+        """The gradient of the model's token embedding; None if the embedding is not patched."""
         for parameter in self.parameters.values():
             self._masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
@@ -51,27 +57,36 @@ class MasterWeights:
         setattr(model, MASTERS_ATTRIBUTE, self)
 
     def get(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's master, updated if something wrote to the parameter; None for an fp32 parameter."""
+        """Return a parameter's fp32 master itself, not a copy.
+
+        If something has written to the parameter since it was rounded, elements that differ from the rounded master are
+        first copied into the master. Returns None for a parameter without a master here: one that was never rounded to
+        bf16, or whose master was handed over.
+        """
         master = self._masters.get(parameter)
         if master is not None and parameter._version != self._versions[parameter]:
             self._follow(parameter)
         return master
 
     def hand_over(self, parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-        """Remove and return the masters of these parameters: the caller updates both from now on.
+        """Remove and return the masters of these parameters by parameter: the caller updates both from now on.
 
-        Until `take_back` the model cannot be saved, and values that are loaded into it are rounded to bf16.
+        Parameters without a master are left out of the result. Until `take_back`, the model's `state_dict` and `save`
+        raise KeyError, and values that `load_state_dict` loads into these parameters are rounded to bf16.
         """
         return {parameter: self._masters.pop(parameter) for parameter in parameters if parameter in self._masters}
 
     def take_back(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Hold these masters again, by parameter. The parameters must be their rounded values."""
+        """Hold these masters again, given by parameter.
+
+        The parameters must be their rounded values: nothing checks it.
+        """
         self._masters.update(masters)
         for parameter in masters:
             self.mark_rounded(parameter)
 
     def mark_rounded(self, parameter: Tensor) -> None:
-        """Record that a parameter's present value is its master, rounded."""
+        """Record that a parameter's present value is its master, rounded to bf16; no value changes."""
         self._versions[parameter] = parameter._version
 
     @torch.no_grad()
@@ -84,7 +99,14 @@ class MasterWeights:
         self.mark_rounded(parameter)
 
     def save(self, state: dict[str, Any], prefix: str) -> None:
-        """Put the masters into a state dict of the model whose names begin with `prefix`."""
+        """Replace bf16 parameters in `state`, a state dict of the model, by their masters, which are not copied.
+
+        `prefix`: what stands before the model's own names in the state dict, with its dot, such as "module."; "" for
+        nothing. Names that the state dict lacks are not added. Masters first take values that something else has
+        written to the parameters.
+
+        Raises KeyError if the state dict has a parameter whose master was handed over.
+        """
         for name, parameter in self.parameters.items():
             if prefix + name in state:
                 self._follow(parameter)
@@ -99,9 +121,10 @@ class MasterWeights:
 
     @contextmanager
     def in_parameters(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Inside, the bf16 ones of `parameters` are their masters, with fp32 gradients, as any optimizer can step them.
+        """Inside, those of `parameters` with a master are their masters, with fp32 copies of their gradients.
 
-        On leaving, the masters are rounded into the compute weights, and the bf16 gradients are back.
+        Any optimizer can step them so. Other parameters are left as they are. On leaving, also by an exception, the
+        masters are rounded into the bf16 compute weights, and the bf16 gradients from before are back.
         """
         mine = [p for p in parameters if p in self._masters]
         compute = [(p, p.data, p.grad) for p in mine]
@@ -126,7 +149,11 @@ class MasterWeights:
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, `optimizer` holds the masters, with fp32 gradients, in place of bf16 parameters.
+        """Inside, the groups and the state of `optimizer` have masters, with fp32 gradients, in place of bf16
+        parameters.
+
+        Parameters without a master stay in the groups. On leaving, also by an exception, the parameters are back in the
+        groups, and the masters are rounded into them.
 
         The parameters keep their dtype: a parameter that gets data of another dtype loses the hook by which
         DistributedDataParallel learns of its gradient, because torch then makes it a new gradient accumulator.
@@ -168,10 +195,12 @@ def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Para
 
 @contextmanager
 def fp32_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of an accelerated model are its fp32 masters; on leaving they are rounded to bf16.
+    """Inside, the bf16 parameters of an accelerated model are its fp32 masters; on leaving they are rounded to bf16.
 
     For code that reads or writes weights between steps in full precision, such as averages over ranks or moving
-    averages. No forward pass may run inside. A model that is not accelerated is left alone.
+    averages. What is written to the parameters inside goes into the masters; gradients inside are fp32 copies. No
+    forward pass may run inside. A model that is not accelerated is left alone, and so are parameters whose masters were
+    handed over.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters is None:
@@ -184,7 +213,10 @@ def fp32_weights(model: nn.Module) -> Iterator[None]:
 def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:
     """State that an accelerated model's token embedding has a zero gradient outside of `rows`.
 
-    See `EmbeddingGradient.set_rows`. Does nothing if the model is not accelerated or its embedding is not patched.
+    Call this after writing to the gradient, else all its rows count as unknown, and clipping and AdamW process them
+    all. Does nothing if the model is not accelerated or its embedding is not patched.
+
+    `rows`: int64, ascending, each once; rows that the last backward pass has written must be among them.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters and masters.embedding:
@@ -227,11 +259,14 @@ class ParameterUpdate:
     """The tensors that one parameter's update reads and writes, all contiguous."""
 
     weights: Tensor
-    """fp32: the master, or the parameter itself."""
+    """fp32: the master, or the parameter itself. The update writes to it."""
     compute: Tensor | None
-    """bf16, rounded from the weights; None where the parameter is fp32."""
+    """bf16: the update writes the rounded weights to it; None where the parameter is fp32."""
     grad: Tensor
+    """fp32 or bf16, in the shape of the weights."""
     state: dict[str, Any]
+    """The parameter's state in torch's optimizer: "step", and the fp32 moments "exp_avg" and "exp_avg_sq", to which the
+    update writes."""
     touched: Tensor | None = None
     """(rows,) uint8, zero for rows of the weights whose gradient and moments are zero; None if that is unknown."""
 
@@ -240,11 +275,16 @@ class FusedStep(Optimizer):
     """Mixed in before Adam or AdamW: `step` runs the C++ kernel. The state has torch's names, as in checkpoints."""
 
     masters: MasterWeights
+    """The masters of the bf16 parameters; other parameters are updated as they are."""
     gradient_factor: float = 1.0
-    """The next step multiplies gradients by this, see `clip_gradients`."""
+    """The next step multiplies gradients by this, and sets it to 1 again; `clip_gradients` sets it."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Make one update and return what `closure` returned, as torch's own optimizers do."""
+        """Update all parameters that have a gradient; return what `closure` returned, None without one.
+
+        `closure`: called first, with gradients enabled; it computes the loss and the gradients. Without kernels, or if
+        a gradient is sparse, torch's own step runs on the masters; it raises RuntimeError for sparse gradients.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -286,12 +326,17 @@ class FusedStep(Optimizer):
 def run_adamw(
     kernels: Kernels, updates: list[ParameterUpdate], count: float, group: dict[str, Any], factor: float = 1.0
 ) -> None:
-    """Make step number `count` of AdamW, or of Adam, by the kernel; the formula is that of torch.optim.AdamW.
+    """Make one step of AdamW, or of Adam, by the kernel, in place; the formulas are those of torch.optim.
+
+    The kernel writes to the weights, the compute weights and the moments, but not to the gradients or to "step" in the
+    state.
 
     Parameters
     ----------
-    updates: parameters of one group, with gradients of one dtype.
-    group: the parameter group, with the options of torch.optim.AdamW.
+    updates: at least one parameter, all of one group and with gradients of one dtype.
+    count: number of this step, from 1, for the bias correction of the moments.
+    group: the parameter group with torch's options lr, betas, eps and weight_decay. Weight decay is that of AdamW if
+        `decoupled_weight_decay` is there and true, else it is added to the gradient, as in Adam.
     factor: gradients are multiplied by this.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
@@ -314,13 +359,19 @@ def clip_gradients(
     max_norm: float,
     sum_over_ranks: Callable[[Tensor], object] | None = None,
 ) -> float:
-    """Clip the gradients of `parameters` to the norm `max_norm` for the optimizer's next step; return their norm.
+    """Clip the gradients of `parameters` to the norm `max_norm` for the optimizer's next step.
 
-    Like torch.nn.utils.clip_grad_norm_. With a fused optimizer and the kernels, the gradients themselves stay as they
-    are and the next step scales them, which saves a pass over memory. A norm that is NaN or infinite is passed on.
+    Returns the L2 norm of all these gradients together before clipping, 0.0 if there are none. As in
+    torch.nn.utils.clip_grad_norm_, gradients with a norm of at most `max_norm` are not scaled up; a norm that is NaN or
+    infinite is returned, without an error, and can make weights NaN in the next step.
+
+    If the optimizer is a `FusedStep` that holds all these parameters, the kernels are there, and all gradients are
+    contiguous fp32 or bf16, the gradients themselves stay as they are and the next step scales them, which saves a pass
+    over memory. Otherwise they are scaled in place.
 
     Parameters
     ----------
+    parameters: those without a gradient are skipped.
     sum_over_ranks: where this rank holds only a shard of the gradients, sums the squared norm, an fp64 scalar, over the
         ranks in place.
     """
@@ -373,7 +424,9 @@ def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
     """Make `optimizer` update the masters of its bf16 parameters and round them into these parameters.
 
     It stays the same object with the same state, groups and hooks, so that a learning rate scheduler or a trainer that
-    holds it goes on as before. Moments are fp32.
+    holds it goes on as before. Moments are fp32. An Adam or AdamW without amsgrad, maximize, capturable or
+    differentiable gets a subclass with `FusedStep` for its class, unless a scheduler that was made earlier has wrapped
+    its `step`; any other optimizer gets hooks around its `step`. A second call with the same masters does nothing.
     """
     if getattr(optimizer, "masters", None) is masters:
         return

@@ -19,39 +19,52 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Heads:
-    """Number and size of attention heads, and the factor of their scores (1 / sqrt(size))."""
+    """The attention heads of one layer."""
 
     count: int
+    """Number of heads."""
     size: int
+    """Width of a head: the hidden size is count * size."""
     factor: float
+    """By which scores are multiplied before softmax: 1 / sqrt(size)."""
 
 
 @dataclass
 class LayerParts:
     """The modules of one encoder layer by their purpose. They stay in the model; this object only refers to them.
 
-    Linear layers are torch's or have LoRA adapters of peft, see `projection.is_adapted`.
+    Linear layers are torch.nn.Linear, or peft's LoRA layers around one, see `projection.is_adapted`.
     """
 
     heads: Heads
     attention_module: nn.Module
+    """The module that makes query, key, value and context. Hooks on it, of a caller who wants attentions, turn the fast
+    path off."""
     query: Any
     key: Any
     value: Any
     attention_dropout: nn.Dropout
+    """Dropout of the attention probabilities."""
     attention_output: Any
+    """Linear layer from the context to the hidden size."""
     attention_output_dropout: nn.Dropout | None
+    """Dropout after `attention_output`; None in DistilBERT, which has none there."""
     attention_norm: nn.LayerNorm
+    """Layer norm after attention and its residual."""
     inner: Any
     """Linear layer from the hidden size to the intermediate size."""
     activation: Callable[[Tensor], Tensor]
+    """The function between `inner` and `outer`, such as GELU."""
     outer: Any
     """Linear layer from the intermediate size back to the hidden size."""
     outer_dropout: nn.Dropout
+    """Dropout after `outer`."""
     outer_norm: nn.LayerNorm
+    """Layer norm after feed-forward and its residual: the end of the layer."""
     is_last: bool
+    """Whether this is the last layer of its encoder."""
     packed: PackedLinear | None = None
-    """Query, key and value as one product; set when the layer is patched."""
+    """Query, key and value as one product; None until `encoder.patch_layer` has patched the layer."""
     int8: bool = False
     """Whether products have 8-bit operands while the layer is in training."""
     recomputes: bool = False
@@ -59,7 +72,7 @@ class LayerParts:
 
     @property
     def linears(self) -> list[Any]:
-        """The six linear layers."""
+        """The six linear layers: query, key, value, attention output, inner, outer."""
         return [self.query, self.key, self.value, self.attention_output, self.inner, self.outer]
 
 
@@ -111,19 +124,23 @@ class Architecture:
     """An architecture with post-norm encoder layers like BERT's, which the fast path can replace."""
 
     model_type: str
-    """As in config.json. With underscores it is the name of the package in transformers.models."""
+    """As in config.json, such as xlm-roberta. With underscores it is the name of the package in transformers.models."""
     title: str
-    """As people write it."""
+    """As people write it, such as XLM-RoBERTa."""
     class_prefix: str
-    """How the names of its classes in transformers begin."""
+    """How the names of its classes in transformers begin, such as XLMRoberta."""
     layer_class: str
-    """Class of an encoder layer in transformers."""
+    """Name of the class of an encoder layer in transformers, such as XLMRobertaLayer."""
     read_layer: Callable[[Any, bool], LayerParts]
-    """Return the parts of a layer, given the layer and whether it is the last one."""
+    """Return the parts of a layer, given the layer and whether it is the last one. It raises AttributeError if the
+    layer has other modules than a layer of `layer_class`."""
 
     @property
     def first_token_head(self) -> str:
-        """Class of the model whose head reads nothing but the encoder's output for the first token."""
+        """Name of the sequence classifier's class in transformers, such as BertForSequenceClassification.
+
+        Its head reads nothing but the encoder's output for the first token.
+        """
         return f"{self.class_prefix}ForSequenceClassification"
 
 
@@ -144,7 +161,8 @@ SIZE_SETTINGS = {
     "vocab_size": ("vocab_size",),
     "positions": ("max_position_embeddings",),
 }
-"""Names in config.json of the sizes that decide how much memory a model of `ARCHITECTURES` takes."""
+"""The sizes that decide how much memory a model of `ARCHITECTURES` takes: cpuft's name of each size, and the names that
+it can have in config.json (BERT's, then DistilBERT's where that differs)."""
 
 ATTENTION_DROPOUT_SETTINGS = ("attention_probs_dropout_prob", "attention_dropout")
 """Names in config.json of the dropout rate on attention probabilities, for models of `ARCHITECTURES`."""
@@ -183,7 +201,11 @@ ATTENTION_MODULE_NAMES = ("attention", "attn")
 
 
 def find_architecture(layer: object) -> Architecture | None:
-    """Return the architecture that an encoder layer of transformers is of; None if the fast path does not know it."""
+    """Return the entry of `ARCHITECTURES` whose class of transformers an encoder layer has, told by the class's name.
+
+    Returns None for any other object: a layer of another architecture, of a class that is defined outside of
+    transformers, also a subclass, or one that is patched already.
+    """
     module = type(layer).__module__.split(".")
     if module[0] != "transformers":
         return None

@@ -26,7 +26,9 @@ class Grid:
     """Which row of the (tokens, width) matrix stands at which of the batch * length positions of a batch."""
 
     batch: int
+    """Number of examples."""
     length: int
+    """Positions of each example; position p of example b has number b * length + p."""
     places: Tensor | None = None
     """(tokens,) int64, ascending: the position of each row. None: every position has its row, in order."""
     rows: Tensor | None = None
@@ -34,7 +36,10 @@ class Grid:
 
     @staticmethod
     def of(batch: int, length: int, places: Tensor | None) -> Grid:
-        """Return the grid in which row i stands at `places[i]`."""
+        """Return the grid in which row i stands at position `places[i]`; without places, each position has its row.
+
+        `places`: (tokens,) int64, ascending, each once, from 0 to batch * length - 1.
+        """
         if places is None:
             return Grid(batch, length)
         rows = torch.full((batch * length,), -1).index_copy_(0, places, torch.arange(places.numel()))
@@ -42,7 +47,7 @@ class Grid:
 
     @property
     def tokens(self) -> int:
-        """Number of rows."""
+        """Number of rows: batch * length without `places`."""
         return self.batch * self.length if self.places is None else self.places.numel()
 
 
@@ -167,19 +172,24 @@ def attention(
     grid: Grid,
     forward_pass: ForwardPass = ForwardPass.ONLY,
 ) -> Tensor:
-    """Return dropout(softmax(factor * query key^T + bias)) value, the context: one row for each query.
+    """Return the context, dropout(softmax(factor * query key^T + bias)) value: one row for each query, in its order.
 
-    Softmax is computed in fp32 and rounded to the dtype once.
+    The context is (batch * queries, heads * size) with `query`, (tokens, heads * size) without, in the dtype of the
+    inputs. Softmax is computed in fp32 and rounded to the dtype once. Gradients go to `query` and `packed`;
+    second derivatives raise RuntimeError. Shapes are not checked.
 
     Parameters
     ----------
-    query: (batch * queries, heads * size), fp32 or bf16; None when `packed` holds the queries.
-    packed: (tokens, 3 * heads * size), query, key and value side by side; (tokens, 2 * heads * size) without the query.
+    query: (batch * queries, heads * size), fp32 or bf16: the same number of queries for each example, example after
+        example; None when `packed` holds the queries.
+    packed: (tokens, 3 * heads * size), query, key and value side by side; (tokens, 2 * heads * size), key and value,
+        with `query`. The same dtype as `query`.
     bias: fp32, (batch or 1, heads or 1, queries or 1, length), contiguous over the keys, without a gradient; None for
         no mask. Positions of the grid without a token have zero keys and values: the bias has to exclude them.
     mask: dropout of the probabilities.
-    grid: positions of the rows of `packed`, and of the query if it is there.
-    forward_pass: which pass of a checkpointed part this is, which ends with this function.
+    grid: positions of the rows of `packed`.
+    forward_pass: which pass of a part under gradient checkpointing this is. The part must end with this function,
+        because the values of the context are undefined in the pass RECOMPUTE.
     """
     queries = grid if query is None else Grid(grid.batch, query.shape[0] // grid.batch)
     query = None if query is None else query.contiguous()
@@ -187,10 +197,12 @@ def attention(
 
 
 def make_bias(mask: Tensor | None) -> Tensor | None:
-    """Return the `bias` of `attention` for the attention mask that transformers passes to its layers.
+    """Return what is added to the attention scores for the attention mask that transformers passes to its layers.
 
-    A bool mask is true where a query may look; a float mask is added to the scores as it is. A mask that is expanded
-    over the queries is cut to one row. As in transformers, fp32's lowest number excludes a key, not minus infinity, so
+    The result is the `bias` of `attention`: fp32, contiguous, (batch or 1, heads or 1, queries or 1, length). It is
+    None for None. The mask must have these four dimensions. A bool mask is true where a query may look; a float mask is
+    added to the scores, its minus infinities as fp32's lowest number. A mask that is expanded over the queries (stride
+    0) is cut to one row. As in transformers, fp32's lowest number excludes a key, not minus infinity, so
     that a query that may look at nothing does not give NaN.
     """
     if mask is None:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from cpuft.train.fast.kernels import Kernels, kernels_for
 
 LEVELS = 1 << 16
+"""Number of different probabilities that a mask can have: 65536, as many as 16 random bits have values."""
 _INT64 = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
 """The increment of SplitMix64."""
@@ -33,31 +34,33 @@ class Mask:
     seed: int
     """Number of the stream, 0 to 2**64 - 1."""
     threshold: int
-    """An element is dropped if its 16 random bits are below this: the dropout probability times 65536."""
+    """An element is dropped if its 16 random bits are below this: the dropout probability times 65536, 0 to 65535."""
 
     @property
     def scale(self) -> float:
-        """The factor of elements that are kept: one over the probability, in 1/65536, of being kept."""
+        """The factor of elements that are kept: 65536 / (65536 - threshold), one over the probability of being kept."""
         return LEVELS / (LEVELS - self.threshold)
 
     def after(self, elements: int) -> Mask:
-        """Return the mask that continues this one after `elements` elements, a multiple of four."""
+        """Return the mask whose element 0 is element number `elements` of this one; a multiple of four (unchecked)."""
         return Mask((self.seed + elements // 4 * _GOLDEN) % _INT64, self.threshold)
 
     @property
     def kernel_arguments(self) -> tuple[int, int, float]:
-        """Seed, threshold and scale, in the order in which every kernel takes them."""
+        """(seed, threshold, scale), in the order in which every kernel takes them."""
         return self.seed, self.threshold, self.scale
 
 
 NO_MASK = Mask(seed=0, threshold=0)
+"""The mask that drops nothing."""
 
 
 def draw_mask(p: float, training: bool) -> Mask:
-    """Return a new mask for dropout probability `p`, rounded to 1/65536; without `training`, one that drops nothing.
+    """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536.
 
-    The seed comes from torch's generator: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores
-    the generator, repeats a mask. p = 1 cannot be represented and becomes 65535/65536.
+    Without `training`, or if p rounds to 0, it returns `NO_MASK` and draws no random number. The seed comes from
+    torch's generator: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores the generator,
+    repeats a mask. p = 1 cannot be represented and becomes 65535/65536.
     """
     threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
     if threshold == 0:
@@ -77,9 +80,9 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Return a bool tensor of `shape`, true where `mask` keeps the element of a contiguous tensor.
+    """Return a bool tensor of `shape`, true where `mask` keeps the element of a contiguous tensor of that shape.
 
-    Plain torch. The constants are those of SplitMix64 (Steele, Lea, Flood 2014).
+    It is computed in plain torch. The constants are those of SplitMix64 (Steele, Lea, Flood 2014).
     """
     count = torch.Size(shape).numel()
     z = torch.arange(1, (count + 3) // 4 + 1, dtype=torch.int64)
@@ -93,7 +96,11 @@ def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def masked(x: Tensor, mask: Mask) -> Tensor:
-    """Return `x` with dropped elements zero and the others scaled. Without autograd: backward is the same function."""
+    """Return a new tensor like `x`, of any shape, with dropped elements zero and the others times `mask.scale`.
+
+    If the mask drops nothing, it returns `x` itself. Autograd does not see this; the gradient for `x` is the same
+    function of the result's gradient.
+    """
     if mask.threshold == 0:
         return x
     x = x.contiguous()
@@ -123,7 +130,10 @@ class FastDropout(nn.Dropout):
     """`torch.nn.Dropout` with a cheap mask: the same probability (to 1/65536) and scale, other random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return dropout of `x`, any shape; `x` itself when not training or p is 0."""
+        """Return dropout of `x`, any shape; `x` itself when not training or p is 0.
+
+        With `inplace`, p = 1 or a tensor that is not on the CPU, torch's own dropout runs.
+        """
         if not self.training or self.p == 0.0 or self.inplace or x.device.type != "cpu" or self.p == 1.0:
             return super().forward(x)
         return _dropout(x, draw_mask(self.p, True))
@@ -153,9 +163,10 @@ _gelu: Callable[..., Tensor] = _Gelu.apply
 
 
 def gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """Return torch's exact GELU of `x + bias`, to an absolute error of 2e-7.
+    """Return the exact GELU (with erf, not tanh) of `x + bias`, (rows, columns) in the dtype of `x`.
 
-    The kernels keep the slope for backward in the dtype of `x`: bf16 rounds it once.
+    The kernels' absolute error is 2e-7, and bf16 rounds the result once. They keep the slope for backward in the dtype
+    of `x`: bf16 rounds it once, too. Gradients go to both arguments.
 
     Parameters
     ----------
@@ -227,11 +238,14 @@ _dropout_add_norm: Callable[..., Tensor] = _DropoutAddNorm.apply
 def dropout_add_norm(x: Tensor, shift: Tensor, residual: Tensor, norm: nn.LayerNorm, mask: Mask) -> Tensor:
     """Return `norm(residual + dropout(x + shift))`, in the shape and dtype of `x`: the end of both halves of a layer.
 
+    Gradients go to `x`, `shift`, `residual` and the norm's weight and bias.
+
     Parameters
     ----------
     x, residual: (..., hidden), one dtype, fp32 or bf16.
     shift: (hidden,), the bias of the linear layer before. Adding it here is cheaper than in the product, and backward
         computes its gradient in the same pass.
     norm: layer norm over the last dimension, with fp32 weight and bias. Its statistics are fp32 for any dtype.
+    mask: of the dropout; `NO_MASK` for none.
     """
     return _dropout_add_norm(x, shift, residual, norm.weight, norm.bias, norm.eps, mask)

@@ -44,7 +44,11 @@ class EmbeddingGradient:
 
     @property
     def rows(self) -> Tensor | None:
-        """Rows of the weight's gradient outside of which it is zero, int64, ascending; None if they are unknown."""
+        """Rows of the weight's gradient outside of which it is zero: (rows,) int64, ascending, each once.
+
+        None if they are unknown: there is no gradient, it is another tensor than the one that backward has made here,
+        or something wrote to it since.
+        """
         grad = self.weight.grad
         is_ours = grad is not None and self._buffer is not None and grad.data_ptr() == self._buffer.data_ptr()
         return self._known_rows() if is_ours else None
@@ -52,19 +56,28 @@ class EmbeddingGradient:
     def set_rows(self, rows: Tensor) -> None:
         """State that the gradient is zero outside of `rows`, after the caller has written to it.
 
-        `rows`: int64, ascending, each once. Rows that were known before must be among them.
+        Does nothing before the first backward pass.
+
+        `rows`: int64, ascending, each once. Rows that were known before must be among them: nothing checks it.
         """
         if self._buffer is not None:
             self._rows, self._version = rows, self._buffer._version
 
     def nonzero_part(self, grad: Tensor) -> Tensor:
-        """Return the rows of the weight's gradient that may not be zero, or all of it if they are unknown."""
+        """Return a copy of the rows of `grad` that may not be zero, (rows, width); `grad` itself if they are unknown.
+
+        `grad`: the weight's gradient, (vocabulary, width).
+        """
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
     def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
-        """Return (vocabulary,) uint8, zero for rows whose gradient and moments are zero; None if that is unknown.
+        """Return (vocabulary,) uint8: 0 for rows whose gradient and moments are zero, 1 for all others.
 
-        `state`: the optimizer's state of the weight, with both moments of Adam.
+        None if the gradient's rows are unknown, see `rows`. The tensor is this object's own, to read only; later calls
+        change it.
+
+        `state`: the optimizer's state of the weight, with "exp_avg" and "exp_avg_sq", (vocabulary, width); KeyError
+        without them.
         """
         if (rows := self.rows) is None:
             self._touched = None
@@ -78,10 +91,15 @@ class EmbeddingGradient:
         return self._touched
 
     def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
-        """Return what backward has to return for the weight, given the gradient `values` of `rows`.
+        """Return what backward has to return for the weight, and record which rows its gradient has then.
 
-        That is the buffer, which becomes the gradient, or a sparse tensor that autograd adds to a gradient that is
-        there already.
+        Without a gradient, that is the buffer with these values and zeros elsewhere, which becomes the gradient; the
+        buffer is reused for the next one. With a gradient, it is a sparse tensor that autograd adds to that.
+
+        Parameters
+        ----------
+        rows: (rows,) int64, ascending, each once.
+        values: (rows, width), their gradient, in the dtype of the weight.
         """
         if self.weight.grad is None:
             buffer = self._buffer = self._cleared_buffer()
@@ -94,7 +112,10 @@ class EmbeddingGradient:
         return torch.sparse_coo_tensor(rows[None], values, self.weight.shape, is_coalesced=True, check_invariants=False)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """The embedding's forward: (...) int64 -> (..., width)."""
+        """Return the embedding of tokens: (...) int64 -> (..., width). It is the module's forward after patching.
+
+        The token `padding_idx` gets no gradient, as in torch. A token outside of the vocabulary raises IndexError.
+        """
         own = self._embedding
         if not (torch.is_grad_enabled() and own.weight.requires_grad):
             return nn.functional.embedding(tokens, own.weight)
@@ -141,11 +162,12 @@ _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
 def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
-    """Give a model's token embedding the fast look-up; return its gradient, or None if there is no such embedding.
+    """Give a model's token embedding the fast look-up, and return the object that keeps its gradient.
 
-    There is none where something else reads the weight (see `find_embedding`) or where the module has options that the
-    fast look-up lacks. The module keeps its class and gets another `forward`, a bound method, so that a deep copy of
-    the model copies it along.
+    Returns None, and changes nothing, if `model.get_input_embeddings` is missing or returns no torch.nn.Embedding, if
+    the embedding's weight is frozen or shared with another module, if the model looks up more than input ids in it (see
+    `check_lookups`), or if it has max_norm, scale_grad_by_freq or sparse set. The module keeps its class and gets
+    another `forward`, a bound method, so that a deep copy of the model copies it along.
     """
     embedding = find_embedding(model)
     if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:

@@ -22,9 +22,9 @@ from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_w
 from cpuft.train.fast.projection import PackedLinear, is_adapted, linear, product
 
 MIN_PADDING = 0.05
-"""With a smaller share of padding, packing the tokens at the encoder's entry and around every attention costs about as
-much as the padding does. With MiniLM and 32 examples of 64 positions on a CPU with AVX512_BF16, both cost the same at 2
-to 9 %."""
+"""Share of padding in a batch above which its tokens are packed. With less, packing the tokens at the encoder's entry
+and around every attention costs about as much as the padding does. With MiniLM and 32 examples of 64 positions on a CPU
+with AVX512_BF16, both cost the same at 2 to 9 %."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,35 @@ class Layout:
     """How the (tokens, hidden) rows inside the encoder map to the (batch, length) positions of the batch."""
 
     grid: Grid
+    """The batch and length of the batch, and which positions have a row."""
     bias: Tensor | None
-    """The bias of the attention scores, see `attention.attention`."""
+    """What is added to the attention scores: fp32, (batch or 1, heads or 1, queries or 1, length); None for nothing."""
     first_only: bool = False
     """Whether the last layer has to compute only the first token of each example, because nothing reads the others."""
 
     @property
     def first_rows(self) -> Tensor | slice:
-        """The rows of the examples' first tokens."""
+        """The rows of the examples' first tokens, to index (tokens, hidden) with.
+
+        A slice if every position has its row, else (batch,) int64, with -1 for an example whose first position has
+        none.
+        """
         length, rows = self.grid.length, self.grid.rows
         return slice(None, None, length) if rows is None else rows[::length]
 
     def pack(self, hidden: Tensor) -> Tensor:
-        """(batch, length, hidden) -> (tokens, hidden)."""
+        """Return the rows of the positions in the grid: (batch, length, hidden) -> (tokens, hidden).
+
+        A copy if the grid leaves positions out, else a view where the strides allow it.
+        """
         flat = hidden.reshape(-1, hidden.shape[-1])
         return flat if self.grid.places is None else flat.index_select(0, self.grid.places)
 
     def unpack(self, rows: Tensor) -> Tensor:
-        """(tokens, width) -> (batch, length, width), zero where there is no token."""
+        """Return the rows at their positions: (tokens, width) -> (batch, length, width), zero where there is no row.
+
+        A view if every position has its row, else a new tensor.
+        """
         grid = self.grid
         if grid.places is not None:
             blank = rows.new_zeros(grid.batch * grid.length, rows.shape[-1])
@@ -60,8 +71,16 @@ class Layout:
 def make_layout(hidden: Tensor, mask: Tensor | None, *, may_pack: bool, first_only: bool) -> Layout:
     """Return the layout for hidden states (batch, length, hidden) and the mask that transformers passes to its layers.
 
-    With `may_pack`, tokens that no query may look at are left out if they are more than `MIN_PADDING` of the batch and
-    each example keeps its first token. That changes no other token's result.
+    All positions have their row, in order, unless tokens are packed.
+
+    Parameters
+    ----------
+    mask: (batch or 1, heads or 1, queries or 1, length), bool (true: may be looked at) or float (added to the scores);
+        None for no mask.
+    may_pack: leave out tokens that no query may look at, if they are more than `MIN_PADDING` of the batch, the mask
+        has one row for each example (the same for all heads and queries), and each example keeps its first token. That
+        changes no other token's result.
+    first_only: of the layout; with a mask of one row for each example, it becomes False if it masks a first token.
     """
     batch, length, _ = hidden.shape
     bias = make_bias(mask)
@@ -78,11 +97,16 @@ def make_layout(hidden: Tensor, mask: Tensor | None, *, may_pack: bool, first_on
 
 
 def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> LayerParts | None:
-    """Return the parts of a layer that the fast path can replace; None for any other layer.
+    """Return the parts of a layer that the fast path can replace; None for any other layer. The layer stays as it is.
 
-    A layer of a known architecture is left as it is if it is a decoder's, has cross-attention, chunked feed-forward, a
-    linear layer without bias, or another module in the place of a linear layer. LoRA adapters of peft are allowed with
-    `adapters`.
+    None is returned for a layer that is no encoder layer of `ARCHITECTURES`, is patched already, or is a decoder's; and
+    for one that has cross-attention, chunked feed-forward, a linear layer without bias, another module in the place of
+    a linear layer, query, key and value of different classes, or a layer norm without weights.
+
+    Parameters
+    ----------
+    is_last: whether it is the last layer of its encoder.
+    adapters: allow linear layers with a LoRA adapter of peft for which `is_adapted` holds.
     """
     architecture = find_architecture(layer)
     if architecture is None or getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
@@ -129,7 +153,16 @@ def _feed_forward(
 
 
 def run_layer(parts: LayerParts, x: Tensor, layout: Layout) -> Tensor:
-    """Run one encoder layer: (tokens, hidden) -> (tokens, hidden), or (batch, hidden) where only first tokens count."""
+    """Return the output of one patched encoder layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
+
+    Of the last layer with a layout that is `first_only`, the output is (batch, hidden), the first tokens. Dropout masks
+    are drawn from torch's generator. With `parts.recomputes`, in training, activations are recomputed in backward.
+
+    Parameters
+    ----------
+    parts: with `packed` set, by `patch_layer`.
+    x: in the dtype of the layer's linear weights.
+    """
     dropouts = (parts.attention_dropout, parts.attention_output_dropout, parts.outer_dropout)
     masks = [draw_mask(_dropout_rate(dropout), True) for dropout in dropouts]
     run = run_with_recompute if parts.recomputes and parts.attention_module.training else run_once
@@ -144,11 +177,22 @@ class FastLayer:
     """Mixed in before a layer's own class: `forward` runs the fast pieces unless hooks look inside the layer."""
 
     fast_parts: LayerParts
+    """The modules of this layer."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer's own class does for hidden states (batch, length, hidden) and its attention mask.
+        """Return the layer's output, a tensor of the shape of `hidden_states`, in the dtype of the linear weights.
 
-        When the encoder's hook has run, `attention_mask` is a `Layout` and hidden states are (tokens, hidden).
+        When the encoder's hook has run, `attention_mask` is a `Layout`, hidden states are (tokens, hidden), and so is
+        the output, or (batch, hidden) from the last layer if the layout is `first_only`. If the attention module has
+        forward hooks and there is no layout, the forward of the model's own class runs instead, and its result is
+        returned, whatever that is.
+
+        Parameters
+        ----------
+        hidden_states: (batch, length, hidden), or (tokens, hidden) with a layout.
+        attention_mask: as transformers passes it to its layers, (batch or 1, heads or 1, queries or 1, length); a
+            `Layout`; or None.
+        args, kwargs: for the model's own class; ignored otherwise.
         """
         parts = self.fast_parts
         if isinstance(attention_mask, Layout):
@@ -161,10 +205,16 @@ class FastLayer:
 
 
 def patch_layer(layer: Any, parts: LayerParts) -> None:
-    """Give `layer` the fast forward. Its class becomes a subclass of what it was, so that isinstance still holds.
+    """Give `layer` the fast forward, in place. Its class becomes a subclass of its own class, so isinstance still
+    holds.
 
-    Its linear weights must have the dtype that they will compute in. Gradient checkpointing by transformers is replaced
-    by the layer's own.
+    Weights of query, key and value become views of one tensor. Gradient checkpointing by transformers, if it is on, is
+    replaced by the layer's own. Call this once for each layer.
+
+    Parameters
+    ----------
+    layer: its linear weights have the dtype in which they will compute.
+    parts: of this layer, from `read_parts`; its `packed` and `recomputes` are set.
     """
     own = type(layer)
     parts.packed = PackedLinear([parts.query, parts.key, parts.value])
@@ -175,30 +225,47 @@ def patch_layer(layer: Any, parts: LayerParts) -> None:
 
 
 def reads_first_token(model: Any) -> bool:
-    """Return whether a model's output depends only on the first token of the encoder's output; peft may hold it."""
+    """Return whether a model's output depends only on the first token of the encoder's output.
+
+    True for the sequence classifiers of `ARCHITECTURES` in transformers, such as BertForSequenceClassification, also
+    inside of a model of peft. False for any other class, also for subclasses that are defined elsewhere.
+    """
     kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model)
     heads = {architecture.first_token_head for architecture in ARCHITECTURES}
     return kind.__name__ in heads and kind.__module__.startswith("transformers.")
 
 
 class FastEncoder:
-    """Hooks on one encoder and its layers. They are methods, so that a deep copy of the model copies them along."""
+    """Hooks on one encoder and its layers. They are methods, so that a deep copy of the model copies them along.
+
+    Parameters
+    ----------
+    encoder: the module that holds the layers.
+    layers: in their order.
+    parts: those of each layer, from `read_parts`.
+    """
 
     def __init__(self, encoder: nn.Module, layers: list[nn.Module], parts: list[LayerParts]) -> None:
         self.encoder = encoder
         self.layers = layers
         self.parts = parts
         self.dtype = torch.float32
+        """In which hidden states are computed inside the encoder; its output is fp32."""
         self.head_is_running = False
+        """Whether a model that `watch_head` watches is in its forward."""
         self.layout: Layout | None = None
+        """The layout of the batch while the encoder is running; else None."""
 
     @property
     def linears(self) -> list[Any]:
-        """The linear layers of all encoder layers."""
+        """The linear layers of all encoder layers, six of each, in the order of the layers."""
         return [linear for parts in self.parts for linear in parts.linears]
 
     def install(self, precision: str) -> None:
-        """Patch the layers, whose linear weights must have the dtype that `precision` computes in by now."""
+        """Patch the layers, and register hooks on the encoder, which then packs tokens and returns fp32. Call it once.
+
+        `precision`: "bf16", "fp32" or "int8". For bf16, the linear weights must be bf16 already, else fp32.
+        """
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
             parts.int8 = precision == "int8"
@@ -207,7 +274,11 @@ class FastEncoder:
         self.encoder.register_forward_hook(self._leave)
 
     def watch_head(self, model: nn.Module) -> None:
-        """Compute only first tokens in the last layer while `model`, whose head reads nothing else, is running."""
+        """Register hooks on `model`, whose head reads only first tokens, so that the last layer computes no others.
+
+        While `model` is in its forward, the encoder's last hidden state is (batch, 1, hidden), unless hooks on layers
+        want it whole or an example's first token is masked.
+        """
         model.register_forward_pre_hook(self._head_starts)
         model.register_forward_hook(self._head_ends, always_call=True)
 
@@ -247,7 +318,12 @@ class FastEncoder:
 
 
 def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]:
-    """Return the encoders of `model` of which `read_parts` knows every layer. Nothing is installed yet."""
+    """Return the encoders of `model` of which the fast path knows every layer (see `read_parts`), in module order.
+
+    The list is empty if there are none, or if the model is patched already. Nothing is installed yet.
+
+    `adapters`: accept layers with LoRA adapters of peft, too.
+    """
     found = []
     for module in model.modules():
         layers = getattr(module, "layer", None)
@@ -261,7 +337,11 @@ def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]
 
 
 def describe_layers(model: nn.Module) -> str:
-    """Say how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`; if none, also why."""
+    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`.
+
+    If there are none, the text goes on with the reason, such as `0 of 12 layers replaced, because it does not know
+    GPT2Block (it knows the layers of BERT, ... and DistilBERT)`.
+    """
     layers = _find_layers(model)
     replaced = sum(isinstance(layer, FastLayer) for layer in layers)
     counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"

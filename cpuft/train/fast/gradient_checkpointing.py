@@ -23,14 +23,16 @@ class ForwardPass(Enum):
 
 
 def run_once(part: Callable[..., Any], *tensors: Any) -> Any:
-    """Return `part(ForwardPass.ONLY, *tensors)`."""
+    """Return `part(ForwardPass.ONLY, *tensors)`: autograd keeps what backward needs, as usual."""
     return part(ForwardPass.ONLY, *tensors)
 
 
 def run_with_recompute(part: Callable[..., Any], *tensors: Any) -> Any:
-    """Return what `run_once` does, but keep only `tensors` until backward, which runs the part a second time.
+    """Return `part(ForwardPass.FIRST, *tensors)`, and keep only `tensors` until backward.
 
-    The part must draw no random numbers. The checkpoint is not re-entrant, as DistributedDataParallel requires.
+    Backward runs `part(ForwardPass.RECOMPUTE, *tensors)` to have what it needs. The part must draw no random numbers,
+    because the generator's state is not restored. The checkpoint is not re-entrant, as DistributedDataParallel
+    requires.
     """
     passes = itertools.chain([ForwardPass.FIRST], itertools.repeat(ForwardPass.RECOMPUTE))
     return checkpoint(

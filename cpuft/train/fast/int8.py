@@ -13,8 +13,8 @@ from torch import Tensor
 from cpuft.train.fast.kernels import kernels_for
 
 MIN_ROWS = 128
-"""With fewer rows, quantising the weights takes as long as the product saves. The last layer has fewer where only first
-tokens are needed."""
+"""Number of rows of the left operand from which products are 8-bit. With fewer, quantising the weights takes as long as
+the product saves. The last layer has fewer where only first tokens are needed."""
 
 
 def quantise_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -22,14 +22,15 @@ def quantise_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Ten
 
     Parameters
     ----------
-    x: (rows, columns), fp32 or bf16.
-    factors: (columns,), fp32; None for ones.
+    x: (rows, columns), fp32 or bf16, at least one column.
+    factors: (columns,), fp32, contiguous; None for ones.
 
     Returns
     -------
-    The int8 values, (rows, columns), and the scales, (rows,), fp32: a value times its row's scale is the number that it
-    stands for, with an error of at most half a scale. A scale is 1/127 of the row's largest magnitude; it is NaN or
-    infinite if the row has such a number.
+    (values, scales): int8 values from -127 to 127, (rows, columns), and scales, (rows,), fp32. A value times its row's
+    scale is the number that it stands for, with an error of at most half a scale. A scale is 1/127 of the row's largest
+    magnitude. A row of zeros has scale 0 and values 0. If a row has a NaN or infinite number, its scale is NaN or
+    infinite and its values mean nothing; no error is raised.
     """
     if kernels := kernels_for(x):
         x = x.contiguous()
@@ -45,13 +46,14 @@ def quantise_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Ten
 def multiply(
     x: tuple[Tensor, Tensor], right: Tensor, column_scales: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Return the fp32 product of quantised rows and an int8 matrix, (rows, outputs).
+    """Return the product of quantised rows and an int8 matrix, plus the bias: (rows, outputs), fp32.
 
+    Element (i, j) is the sum over k of values[i, k] * right[k, j], times scales[i] * column_scales[j], plus bias[j].
     Sums are exact 32-bit integers before they are scaled.
 
     Parameters
     ----------
-    x: values (rows, inner) and scales (rows,) from `quantise_rows`.
+    x: (values, scales) from `quantise_rows`: int8, (rows, inner), and fp32, (rows,).
     right: (inner, outputs), int8.
     column_scales, bias: (outputs,), fp32; None for ones and zeros.
     """

@@ -58,12 +58,15 @@ CArray = Any
 
 
 def address_array(tensors: Sequence[torch.Tensor | None]) -> CArray:
-    """Return an array of the addresses of these tensors' data, null for None, for a kernel that takes many tensors."""
+    """Return a C array of the addresses of these tensors' data, null for None, for a kernel that takes many tensors.
+
+    The caller keeps the tensors alive as long as the array is used.
+    """
     return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
 
 
 def int64_array(values: Sequence[int]) -> CArray:
-    """Return a C array of int64."""
+    """Return a C array of int64 with these values; larger integers are cut to 64 bits."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
@@ -71,6 +74,10 @@ class Kernels:
     """A loaded library of kernels."""
 
     def __init__(self, path: Path) -> None:
+        """Load the shared library at `path`.
+
+        Raises OSError if it cannot be loaded, and ValueError if it lacks a kernel.
+        """
         library = ctypes.CDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for name, letters in _SIGNATURES.items():
@@ -81,10 +88,20 @@ class Kernels:
                 self._functions[name, dtype] = kind(address)
 
     def run(self, name: str, dtype: torch.dtype, *arguments: torch.Tensor | CArray | int | float | None) -> None:
-        """Call kernel `name` for elements of `dtype` with these arguments and torch's number of threads.
+        """Run kernel `name`, such as "dropout", for elements of `dtype`, on as many threads as torch uses.
 
-        A tensor is passed as its address: it must be on the CPU, alive until this returns, and contiguous unless the
-        kernel takes its strides.
+        Kernels return nothing: they write to the tensors that they are given.
+
+        Parameters
+        ----------
+        dtype: bf16 or fp32.
+        arguments: those of the C++ function in kernels.cpp, in its order, without the last one, the number of threads.
+            A tensor is passed as its address, None as null: the tensor must be on the CPU, alive until this returns,
+            and contiguous unless the kernel takes its strides. Sizes and dtypes are not checked: wrong ones crash.
+
+        Raises
+        ------
+        KeyError: there is no such kernel, or none for this dtype.
         """
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         self._functions[name, dtype](*plain, torch.get_num_threads())
@@ -119,16 +136,23 @@ def _load_own() -> tuple[Kernels | None, str]:
 
 
 def build(compiler: str, processor: str = "native") -> Path:
-    """Return the path of the library, which is built unless the cache folder has it already.
+    """Return the path of the library of kernels in the cache folder; compile it if it is not there yet.
 
-    Ranks that build at the same time replace each other's file by the same content.
+    It is $XDG_CACHE_HOME/cpuft (or ~/.cache/cpuft)/kernels-HASH.so, with a hash of the sources, the compiler's options
+    and version, and the CPU's flags. Compiling takes at most 300 s. Ranks that build at the same time replace each
+    other's file by the same content.
 
     Parameters
     ----------
     compiler: path of the C++ compiler.
-    processor: the value of the compiler's option -march.
+    processor: the value of the compiler's option -march, such as native or skylake-avx512.
 
-    Raises CpuftError: another user can write to the cache folder, and could so run code as this user.
+    Raises
+    ------
+    CpuftError: the compiler fails or takes longer; or the cache folder's path is relative, it cannot be made, or
+        another user can write to it, and could so run code as this user.
+    OSError, subprocess.SubprocessError: the compiler cannot tell its version within 30 s, or the library cannot be
+        written.
     """
     options = (f"-march={processor}",)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
@@ -161,7 +185,13 @@ def _processor() -> str:
 
 
 def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
-    """Return the kernels if there are any and these tensors are on the CPU and all bf16 or all fp32; else None."""
+    """Return the kernels if these tensors are on the CPU and all bf16 or all fp32; else None: use plain torch.
+
+    None, too, if there are no kernels: CPUFT_KERNELS is 0, or they could be neither built nor found installed (see
+    `kernel_status`). The first call in a process builds them if necessary, which takes up to five minutes.
+
+    `tensors`: at least one; `torch.empty(0)` to ask for the kernels alone.
+    """
     first = tensors[0]
     if first.dtype not in _SUFFIXES or any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
         return None
@@ -169,13 +199,19 @@ def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
 
 
 def kernel_status() -> str:
-    """Return `on`, or `off: ` and the reason, if plain torch is used."""
+    """Return "on" if the kernels are used; else "off: " and the reason, such as "off: CPUFT_KERNELS=0".
+
+    Like `kernels_for`, the first call in a process builds the kernels if necessary. It never raises for a failed build.
+    """
     return (_override or _load())[1]
 
 
 @contextlib.contextmanager
 def use_kernels(kernels: Kernels | None) -> Iterator[None]:
-    """Inside, use the kernels of another build, or plain torch if `kernels` is None."""
+    """Inside, let the whole process use the kernels of another build, or plain torch if `kernels` is None.
+
+    On leaving, what was used before is used again. Inside, `kernel_status` is "on", or "off: switched off" for None.
+    """
     global _override
     before, _override = _override, (kernels, "on" if kernels else "off: switched off")
     try:

@@ -20,7 +20,7 @@ from cpuft.train.fast.kernels import kernels_for
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Return the sum over the rows of `x`, (rows, columns) -> (columns,), in its dtype; added up in fp32."""
+    """Return the sum over the rows of `x`, (rows, columns) -> (columns,), in its dtype; bf16 is added up in fp32."""
     if kernels := kernels_for(x):
         x = x.contiguous()
         sums = torch.zeros(x.shape[1], dtype=torch.float32)
@@ -93,7 +93,11 @@ _block_diagonal: Callable[..., Tensor] = torch.block_diag
 
 
 def is_adapted(layer: Any) -> bool:
-    """Return whether this is a frozen linear layer with one LoRA adapter of peft: no dropout, bias or variant."""
+    """Return whether this is peft's LoRA layer around a frozen torch.nn.Linear, with exactly one active adapter.
+
+    The adapter must be without dropout, bias and variant (such as DoRA), and neither merged nor disabled. False for any
+    other object.
+    """
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
     names, base = layer.active_adapters, layer.base_layer
@@ -121,20 +125,28 @@ def _project(
 
 
 def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
-    """Return the output of one layer that has a bias: (tokens, inputs) -> (tokens, outputs).
+    """Return the output of one layer, with its adapter and bias: (tokens, inputs) -> (tokens, outputs).
 
     Parameters
     ----------
-    layer: a torch.nn.Linear, or a layer for which `is_adapted` holds.
-    int8: multiply 8-bit numbers, if the layer is a torch.nn.Linear in training and there are `MIN_ROWS` tokens.
+    layer: a torch.nn.Linear, or a layer for which `is_adapted` holds, with a bias; AttributeError for another one.
+    x: in the dtype of the layer's weight.
+    int8: multiply 8-bit numbers, if the layer is a torch.nn.Linear in training and there are at least `MIN_ROWS`
+        tokens. The weights are then fp32.
     """
     return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), ForwardPass.ONLY, int8)
 
 
 def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
-    """Return what `linear` does, without the bias, which the next pass over the activations adds.
+    """Return the output of one layer without its bias, x W^T: (tokens, inputs) -> (tokens, outputs).
 
-    `forward_pass`: which pass of a checkpointed part this is, which ends with this product.
+    With an adapter, its term is included. The next pass over the activations adds the bias.
+
+    Parameters
+    ----------
+    layer, x, int8: see `linear`; the layer needs no bias.
+    forward_pass: which pass of a part under gradient checkpointing this is. The part must end with this product,
+        because its values are undefined in the pass RECOMPUTE.
     """
     return _project(x, [layer], layer.weight.detach(), None, forward_pass, int8)
 
@@ -145,10 +157,13 @@ class PackedLinear:
     The layers stay in the model with their parameters and names. An optimizer that writes to their weights writes to
     the packed tensor. Weights may be moved together; if one of them gets other storage, the weights are concatenated at
     each call instead.
+
+    `layers`: with weight and bias; all of them torch.nn.Linear, or all layers for which `is_adapted` holds.
     """
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
+        """The layers in the order of their outputs."""
         self._pack([layer.weight for layer in layers])
         self._pack([layer.bias for layer in layers])
 
@@ -172,7 +187,14 @@ class PackedLinear:
         return torch.cat([p.detach() for p in parameters])
 
     def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
-        """Return the outputs, side by side, of the layers from number `first` on: (tokens, layers * outputs)."""
+        """Return the outputs, side by side, of the layers from number `first` on: (tokens, layers * outputs).
+
+        Parameters
+        ----------
+        x: (tokens, inputs), in the dtype of the weights.
+        first: 0 for all layers; less than their number.
+        int8: multiply 8-bit numbers, under the conditions of `linear`.
+        """
         layers = self.layers[first:]
         weight, bias = self._current([layer.weight for layer in layers]), self._current([one.bias for one in layers])
         return _project(x, layers, weight, bias, ForwardPass.ONLY, int8)
