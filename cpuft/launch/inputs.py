@@ -60,11 +60,18 @@ class Bundle:
     remote_folder: str
     """Folder on the hosts that holds `sources` under their names."""
     nbytes: int = 0
-    """Total size."""
+    """Total size of the files in bytes."""
 
 
 def list_input_paths(train: TrainConfig, options: Collection[str] = _TRAINING_INPUTS) -> set[str]:
-    """Return the absolute paths of existing local files and folders that these training options name."""
+    """Return the absolute paths of existing local files and folders that these training options name.
+
+    Parameters
+    ----------
+    options: names of the options to look at, such as "train_file"; by default all six that may name files: model,
+        from_config, tokenizer, data_dir, train_file and validation_file. Other names are ignored. An option may name
+        several paths, separated by commas. A name that is no local path, such as a model of the hub, is left out.
+    """
     names = [name for option in _TRAINING_INPUTS if option in options for name in split_paths(getattr(train, option))]
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
 
@@ -72,8 +79,8 @@ def list_input_paths(train: TrainConfig, options: Collection[str] = _TRAINING_IN
 def save_allowed_paths(run_dir: str, paths: Collection[str], environ: Mapping[str, str]) -> None:
     """Note on this machine which local files the user named for a run, so that `--resume` may send them again.
 
-    The note is not in the run folder, whose content comes from a host. If the state folder cannot be written, the user
-    has to name the files again.
+    The note is beside the registry of clusters ($CPUFT_STATE), not in the run folder, whose content comes from a host.
+    Empty `paths` remove it. If it cannot be written, nothing is raised, and the user has to name the files again.
     """
     with suppress(CpuftError, OSError):
         path = _allowed_paths_file(run_dir, environ)
@@ -85,7 +92,10 @@ def save_allowed_paths(run_dir: str, paths: Collection[str], environ: Mapping[st
 
 
 def load_allowed_paths(run_dir: str, environ: Mapping[str, str]) -> set[str]:
-    """Return what `save_allowed_paths` noted for a run; nothing for a run that was started elsewhere."""
+    """Return the absolute paths that `save_allowed_paths` noted for a run.
+
+    Empty for a run that was started elsewhere, and if the note cannot be read or others may have written to its folder.
+    """
     with suppress(CpuftError, OSError, ValueError):
         path = _allowed_paths_file(run_dir, environ)
         check_private_folder(path.parent)
@@ -100,7 +110,10 @@ def _allowed_paths_file(run_dir: str, environ: Mapping[str, str]) -> Path:
 def pack_training(
     cluster: Cluster, train: TrainConfig, allowed: Collection[str] | None = None
 ) -> tuple[TrainConfig, tuple[Bundle, ...]]:
-    """Find the local files that a training needs on hosts with disks of their own.
+    """Find the local files that a training needs on hosts with disks of their own. Reads them to compute checksums.
+
+    The options model, from_config, tokenizer, data_dir, train_file and validation_file may name files. A name that is
+    not an existing local path, such as a model of the hub, stays as it is.
 
     Parameters
     ----------
@@ -109,7 +122,8 @@ def pack_training(
 
     Returns
     -------
-    The training options with the paths on the hosts, and the bundles to send.
+    (training options with the paths on the hosts, bundles to send); (`train`, ()) if the hosts see this machine's
+    files. A file that an earlier launch of the run sent has a bundle without sources.
 
     Raises CpuftError: a file would be sent that is not among `allowed`.
     """
@@ -137,14 +151,20 @@ def pack_training(
 
 
 def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Bundle, ...]]:
-    """Find the local files that a user's script needs on hosts with disks of their own.
+    """Find the local files that a user's script needs on hosts with disks of their own, and read their checksums.
 
-    With a Python script, the modules and packages beside it are sent. A file or folder that an argument names, by
-    itself or after `--option=`, is sent too, but neither the working directory nor a folder that contains it.
+    With a Python script, the modules and packages in its folder are sent; with `-m`, none are. A file or folder that an
+    argument names, by itself or after `--option=`, is sent too, but neither the working directory nor a folder that
+    contains it.
+
+    Parameters
+    ----------
+    command: from `plan_script`.
 
     Returns
     -------
-    The command with the paths on the hosts, and the bundles to send.
+    (command with the hosts' Python and the paths on the hosts, bundles to send); (`command`, ()) if the hosts see this
+    machine's files.
     """
     if not cluster.has_own_disks:
         return command, ()
@@ -180,9 +200,16 @@ def _find_modules(script: Path) -> tuple[Path, ...]:
 
 
 def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
-    """Return the bundle of these files and folders. Its folder on the hosts depends on their names and contents.
+    """Return the bundle of these files and folders, which must lie in one folder. Compiled modules are left out.
 
-    `inputs` is the hosts' folder for all bundles.
+    Its folder on the hosts is INPUTS/CHECKSUM; the checksum (24 hexadecimal digits) depends on the names, contents and
+    executable bits of the files, which are all read.
+
+    Parameters
+    ----------
+    inputs: the hosts' folder for all bundles.
+
+    Raises OSError: a file cannot be read.
     """
     files = list(_list_files(sources))
     entries = [f"{name}\0{path.stat().st_mode & 0o111}\0{hash_file(path)}" for path, name in files]
@@ -204,9 +231,9 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
 
     Returns
     -------
-    For each host the remote folders of the missing bundles.
+    For the name of each host the remote folders of the missing bundles, perhaps none; {} if there are no bundles.
 
-    Raises CpuftError: another user could have written the files that a host has.
+    Raises CpuftError: a host does not answer, or another user could have written the files that it has.
     """
     hosts = [assignment.host for assignment in cluster.assignments]
     command = ("sh", "-c", _FIND_MISSING, "find_missing", cluster.folder, *(one.remote_folder for one in bundles))
@@ -222,9 +249,14 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Plan to send every bundle to every host that does not have it: one stage for each bundle.
+    """Plan to send every bundle to every host that does not have it.
 
-    `missing` comes from `gather_missing`.
+    The result has one stage for each bundle that some host does not have, with one step for each such host; it is empty
+    if nothing is missing.
+
+    Parameters
+    ----------
+    missing: for each host the remote folders of the bundles that it does not have, from `gather_missing`.
 
     Raises CpuftError: a host does not have a bundle that was sent by an earlier launch, and neither has this machine.
     """
@@ -251,7 +283,13 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
     """Plan to copy the prepared examples from the head host to the other hosts, if these have disks of their own.
 
-    A host has the whole file or none. `have` are hosts that have the file already.
+    The result has one stage, with a step on the head host for each other host; it is empty if nothing has to be copied.
+    A host has the whole file or none.
+
+    Parameters
+    ----------
+    work: the run folder on the hosts.
+    have: names of hosts that have the file already.
     """
     script = f'folder=$1; shift; tar -C "$folder" -cf - {PREPARED_DATA} | ssh {shlex.join(COMMAND_OPTIONS)} "$@"'
     folder = shlex.quote(work)
@@ -271,14 +309,22 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
 def plan_secrets(
     cluster: Cluster, run_dir: str, environ: Mapping[str, str]
 ) -> tuple[tuple[tuple[Setting, ...], ...], tuple[str, ...], tuple[str, ...]]:
-    """Plan how ranks get environment variables that may be secret.
+    """Plan how ranks get environment variables that may be secret. Sends nothing yet: `secrets_on_hosts` does.
 
     Ranks on this machine inherit them. If other hosts take part, mpirun must not have them in its environment, because
     it hands its environment to the first process that claims to be its proxy on a host.
 
+    Parameters
+    ----------
+    run_dir: the run folder as the ranks see it.
+
     Returns
     -------
-    For each host its settings; words to put before the mpirun command; and notes for the plan.
+    - For each host of the cluster, in order, its settings: one that says where its processes find their files with
+      secrets, or none if all ranks inherit the variables.
+    - Words to put before the mpirun command: ("env", "-u", NAME, ...) to hide the secrets from it, or () if it does not
+      see them or the ranks inherit them.
+    - Notes for the plan, which name the variables and not their values.
     """
     names = sorted(name for name, value in environ.items() if environment.may_be_secret(name, value))
     notes = [
@@ -310,9 +356,16 @@ def plan_secrets(
 def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[str, str]) -> Iterator[None]:
     """Provide the secret variables of a run on its hosts inside the `with` block: one private file for each process.
 
-    Each process removes its file when it reads it. The others are removed at the end of the block.
+    The variables are a new random key of the run and the user's tokens and proxies that training may need. Each process
+    removes its file when it reads it. The others are removed at the end of the block, and by the hosts themselves if
+    this machine has not been heard of for ten minutes. Nothing is sent if all ranks inherit the variables.
 
-    Raises CpuftError: naming every host that could not store the files, with its reason.
+    Parameters
+    ----------
+    work: the run folder as the ranks see it.
+
+    Raises CpuftError: naming every host that could not store the files, with its reason. Raised before the block
+    begins.
     """
     text = json.dumps({KEY: secrets.token_hex(32)} | environment.secrets_for_ranks(environ))
     prepares = any(

@@ -13,7 +13,7 @@ KEY = "CPUFT_RUN_KEY"
 mpirun passes its own environment on over its own connections. With several hosts, the launcher sends another key over
 ssh, which replaces this one; a printed plan that is run by hand uses this one."""
 MAKE_KEY = ("sh", "-c", f'export {KEY}="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \\n")"; exec "$@"', "key")
-"""Put before a command, these words run it with a new key."""
+"""Put before a command, these words run the command with a new random key in its environment."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class RankGroup:
 
     host: str
     ranks: int
+    """Number of ranks."""
     settings: tuple[Setting, ...]
 
 
@@ -33,17 +34,20 @@ def plan_mpirun(
     logs: str,
     iface: str,
 ) -> tuple[str, ...]:
-    """Return the command that starts the ranks. Each host has an argument set with its number of ranks.
+    """Return the command that starts the ranks, with each host's number of ranks and settings.
+
+    The output of rank N goes to LOGS/rank-N.out and .err, or with Open MPI to LOGS/JOB/rank.N/stdout and stderr.
 
     Parameters
     ----------
-    groups: the ranks of each host.
+    mpi: the MPI implementation; "srun" as its name stands for Slurm's own launcher.
+    groups: the ranks of each host, the head host first.
     shared: settings of all ranks.
     command: what each rank runs.
-    logs: folder for the output of the ranks, with files for each rank.
-    iface: network interface for mpirun's own connections.
+    logs: path of the folder for the output of the ranks.
+    iface: network interface for mpirun's own connections, such as "eth0"; srun ignores it.
 
-    Raises CpuftError: `logs` has characters that Open MPI does not accept in a path.
+    Raises CpuftError: with Open MPI, `logs` has ':' or ','.
     """
     if mpi.name == "srun":
         return _plan_srun(mpi, groups, shared, command, logs)
@@ -123,9 +127,12 @@ def mpirun_settings(
 ) -> tuple[Setting, ...]:
     """Return the environment of mpirun itself: how it reaches the other hosts, and the permission to run as root.
 
+    Empty if mpirun needs none, as for an ordinary user with the user's own ssh configuration.
+
     Parameters
     ----------
-    ssh_options: options for the ssh that mpirun starts.
+    ssh_options: options for the ssh that mpirun starts, such as ("-F", PATH); may be empty.
+    as_root: whether cpuft runs as root, which only Open MPI has to be told.
     bootstrap: "slurm" if srun starts mpirun's proxies on the hosts, "" for ssh.
     """
     names = {

@@ -46,11 +46,13 @@ class AttemptOrder:
     """What the supervisor on the head host gets to know."""
 
     plan: RunPlan
+    """The parts that the head host executes: prepare the examples and start the ranks."""
     run_dir: str
+    """The run folder on the head host."""
     hosts: tuple[str, ...]
     """The host of each rank, as the hostfile names it."""
     seconds: float
-    """Time limit; 0 for none."""
+    """Time limit of the ranks; 0 for none."""
     ssh_config: str
     """ssh's client configuration for connections from the head host; empty for its user's own."""
 
@@ -64,15 +66,31 @@ def run_attempt(
     grace: float | None = None,
     ctrl_c_seconds: float = 0.0,
 ) -> int:
-    """Carry out a plan, wherever its head host is, and return the exit code. A signal ends the run and this program.
+    """Carry out a plan, wherever its head host is, wait for its end, and return the exit code.
+
+    Meanwhile the run is registered as active, and its hosts have the run's secret variables. A signal ends the run,
+    prints where its record is, and ends this program with SystemExit (128 + number of the signal).
 
     Parameters
     ----------
-    time_limit: in seconds; 0 for none.
+    run_dir: absolute path of the run folder on this machine.
+    time_limit: of the ranks, in seconds; 0 for none.
+    say: called with a line for the user.
     grace: seconds from SIGTERM until the ranks are killed; None: no signal asks them for a checkpoint first.
-    ctrl_c_seconds: seconds from the first Ctrl-C until the ranks are killed.
+    ctrl_c_seconds: seconds from the first Ctrl-C until the ranks are killed; 0: at once.
 
-    Raises CpuftError: as `run_on_head_host` and `run_on_this_machine`.
+    Returns
+    -------
+    0 if the run succeeded, 75 if it was interrupted or a host was lost, otherwise the exit code of the worst rank. If
+    another head host rejects the options or data, or the time limit passes there, its error line is printed and the
+    code is 2.
+
+    Raises CpuftError: a host could not store its secret variables, the run folder cannot be made, or input files cannot
+    be sent; with this machine as the head host also if the options or data were rejected, the time limit passed, or the
+    disk is full.
+    Raises HeadHostLostError: another head host, or the connection to it, was lost.
+    Raises NotStoredError: this machine could not store the results, which stay on the hosts.
+    Raises RuntimeError: the preparation on this machine failed in another way; the message is its output.
     """
     work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
     request = (
@@ -105,9 +123,20 @@ def run_on_head_host(
 ) -> int:
     """Carry out a plan on another head host, fetch its run folder, clean up the hosts, and return the exit code.
 
-    The output of the ranks appears here at once. If this process ends, so does the connection, and with it the run.
+    The output of rank 0 appears here at once. If this process ends, so does the connection, and with it the run. A
+    finished run is removed from the hosts. Of another one, the checkpoints stay there, and everything stays if
+    `plan.keep_host_copies` is set.
 
-    Raises CpuftError: the head host cannot be reached, or was lost; the error says where results remain.
+    Parameters
+    ----------
+    run_dir: absolute path of the run folder on this machine.
+    time_limit: of the ranks, in seconds; 0 for none.
+    say: called with a line for the user.
+    stop_request: asks the ranks to save a checkpoint first; None: every signal ends them at once.
+
+    Raises CpuftError: the run folder cannot be made, or input files cannot be sent.
+    Raises HeadHostLostError: the head host or the connection to it was lost; the error says where results remain.
+    Raises NotStoredError: this machine could not store the results, and nothing is removed from the hosts.
     Raises Interrupted: a signal came. What the ranks recorded until then has been fetched.
     """
     config = cluster.access.config_there or cluster.access.transport.config
@@ -141,14 +170,19 @@ def run_on_head_host(
 
 
 def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
-    """Return the step that starts the supervisor on the head host."""
+    """Return the step that starts the supervisor on the head host; its standard input is the order as JSON."""
     settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
     command = module_command(cluster.python, "cpuft.launch.remote")
     return Step("supervise the ranks", command, settings, cluster.head, json.dumps(dataclasses.asdict(order)))
 
 
 def main() -> None:
-    """Supervise the ranks on the head host. Exits with the exit code of the run, or 2 with a one-line error."""
+    """Supervise the ranks on the head host. Standard input is an AttemptOrder as JSON.
+
+    Writes the exit code to logs/exit-code in the run folder, and exits with it: that of the run (at most 254), that of
+    a CpuftError, after a line on standard error, or 128 + N for signal N. Gets SIGTERM when the ssh connection ends.
+    Holds the lock file RUN_DIR.lock until the end.
+    """
     protect_streams()
     end_with_parent(signal.SIGTERM)
     order = load(AttemptOrder, parse_json(sys.stdin.read()))

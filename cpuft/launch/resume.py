@@ -218,8 +218,7 @@ def _is_locked(path: Path) -> bool:
 def gather_host_copies(
     hosts: Sequence[Host], access: Access, run_dir: str
 ) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
-    """Ask all hosts at once what they have of this machine's run in `run_dir`. Raises nothing for hosts that do not
-    answer.
+    """Ask all hosts at once what they have of this machine's run in `run_dir`. A silent host raises nothing.
 
     Parameters
     ----------
@@ -257,8 +256,7 @@ def parse_host_copy(output: str, host: Host) -> HostCopy:
 
 
 def read_checkpoint_hosts(run_dir: str) -> list[str]:
-    """Return the names of the hosts that had checkpoints when the run was interrupted, as a file in the run folder
-    says.
+    """Return the names of the hosts that had checkpoints when the run was interrupted, from a file in the run folder.
 
     Empty if there is no such file.
     """

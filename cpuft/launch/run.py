@@ -47,7 +47,7 @@ class LaunchRequest:
     resume: str
     """The folder of the run to resume; empty for a new run."""
     given: frozenset[str]
-    """Names of the options that are not defaults."""
+    """Names of the options that the user gave with another value than the default, such as "batch_size"."""
     progress: str
     """How rank 0 shows its progress: `bar` or `lines`."""
 
@@ -57,26 +57,33 @@ class PlannedLaunch:
     """A launch that is ready to start."""
 
     run_dir: str
+    """Absolute path of the run folder on this machine."""
     cluster: Cluster
     plan: RunPlan
     job: Job | None = None
     """None if the run has finished on the head host, and its results are only to be fetched."""
     finished_on: str = ""
-    """The host on which a resumed run has finished."""
+    """Name of the host on which a resumed run has finished; empty for any other launch."""
     input_paths: frozenset[str] = frozenset()
-    """Files and folders of this machine that may be sent to hosts when the run is resumed."""
+    """Absolute paths of files and folders of this machine that may be sent to hosts when the run is resumed."""
 
 
 def plan_request(
     request: LaunchRequest, environ: Mapping[str, str], say: Say, locks: ExitStack | None
 ) -> PlannedLaunch:
-    """Check a request and plan it. Nothing starts, and nothing changes but the locks.
+    """Check a request and plan it. Asks the hosts for their facts; nothing starts, and nothing changes but the locks.
+
+    If the run to resume has finished on its head host, the plan only fetches its results, and `job` is None.
 
     Parameters
     ----------
+    say: called with a line for each host that does not answer and without which a run is resumed.
     locks: gets the lock of the run's folder, which keeps other launches out; None for a dry run.
 
-    Raises CpuftError: the request cannot be carried out.
+    Raises CpuftError: the script does not exist or another launcher starts it; options exclude each other or may not
+    change on resume; the run to resume does not exist, has finished, is active or has its newest checkpoint on a host
+    that is left out; the new run folder exists or cannot be made; another launch works in it; a host does not answer,
+    or the ranks do not fit.
     """
     command = _check_script(request)
     if request.resume and locks:  # before the state of the run is read: another launch would change it
@@ -132,18 +139,29 @@ def _find_input_paths(
 
 
 def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
-    """Return the plan to print for a dry run; its notes also say how often the run would be restarted."""
+    """Return the plan to print for a dry run.
+
+    Its first note says how often the run would be restarted, if it would be. A plan that only fetches results is
+    returned unchanged.
+
+    Raises CpuftError: --min-np is more than --np.
+    """
     if not planned.job:
         return planned.plan
     return replace(planned.plan, notes=(*describe_limit(planned.job, planned.cluster), *planned.plan.notes))
 
 
 def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say) -> tuple[int, str]:
-    """Carry out a planned launch, with restarts.
+    """Carry out a planned launch, with restarts, and wait until it ends. A signal ends this program with SystemExit.
 
     Returns
     -------
-    (exit code, closing line for the user; perhaps empty)
+    (exit code, closing line for the user). After success, (0, "run: RUN_DIR"). If the ranks ended by themselves with
+    code 75, the line has the command that resumes the run. In all other cases it is empty. A code of 75 becomes 1 if
+    the run cannot be resumed.
+
+    Raises CpuftError: the last attempt raised one, for example because options or data were rejected or the time limit
+    passed; --min-np is more than --np; or the results of a finished run could not be fetched or stored.
     """
     job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
     if not job:

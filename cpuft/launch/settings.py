@@ -42,12 +42,17 @@ _EXPORTED = "CPUFT_EXPORTED"
 def shared_settings(
     head: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
 ) -> tuple[Setting, ...]:
-    """Return the settings that are equal on every host.
+    """Return the settings that are equal on every host: addresses, transports of MPI and oneCCL, and OpenMP.
+
+    I_MPI_FABRICS is "shm" on one host, "ofi" if some of several hosts are one machine, otherwise "shm:ofi". FI_PROVIDER
+    is "efa" if there are several hosts and all have an EFA adapter, otherwise "tcp".
 
     Parameters
     ----------
-    head: the interface of the head host towards the others.
-    port: a free port there.
+    head: the interface of the head host towards the others; its address becomes MASTER_ADDR.
+    port: a free port there, for MASTER_PORT.
+    hosts: the facts of all hosts of the run.
+    world_size: number of ranks.
     by_srun: whether srun starts the ranks, not mpirun.
     """
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
@@ -72,7 +77,9 @@ def shared_settings(
 def script_settings(np: int, independent: bool) -> tuple[Setting, ...]:
     """Return settings that make a user's script connect its `np` ranks, although libraries look for GPUs first.
 
-    There are none for a single rank, or if the ranks are meant to be independent.
+    They make the rank check that its script connected to the others, make Accelerate and the Hugging Face Trainer use
+    the CPU, and make Lightning read RANK and WORLD_SIZE. Empty for a single rank, or if the ranks are meant to be
+    independent.
     """
     if np < 2 or independent:
         return ()
@@ -113,11 +120,16 @@ def _fabrics_settings(hosts: tuple[HostFacts, ...]) -> tuple[Setting, ...]:
 def host_settings(
     facts: HostFacts, interface: Interface, ranks: tuple[RankCores, ...], pinned_by_mpi: bool, comm_reason: str
 ) -> tuple[Setting, ...]:
-    """Return the settings for all ranks of one host, from its topology.
+    """Return the settings for all ranks of one host, from its topology: cores, pinning, network, memory allocator.
+
+    CPUFT_CORES lists the hardware threads of each rank, such as "0,1;2,3". OMP_NUM_THREADS is the number of compute
+    cores of the rank that has the fewest. LD_PRELOAD is set if the host has tcmalloc, jemalloc or Intel's OpenMP
+    runtime.
 
     Parameters
     ----------
     interface: towards the other hosts.
+    ranks: the cores of each rank of this host, at least one.
     pinned_by_mpi: whether Intel MPI pins the ranks; otherwise `cpuft.rank` does.
     comm_reason: why communication got as many cores as it did.
     """
@@ -182,7 +194,10 @@ def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
 
 
 def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return what `cpuft env` exports: `settings` except CPUFT_*, and a list of them for `user_variables`."""
+    """Return what `cpuft env` exports: `settings` except CPUFT_*, and at the end a list of them in CPUFT_EXPORTED.
+
+    The list is a JSON object of names and values, by which `user_variables` recognizes them.
+    """
     exported = tuple(setting for setting in settings if not setting.name.startswith(_OWN_PREFIX))
     listed = json.dumps({setting.name: setting.value for setting in exported})
     return (
@@ -192,9 +207,10 @@ def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
 
 
 def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without values that `cpuft env` exported, unless the user has changed them since.
+    """Return a copy of `environ` without values that `cpuft env` exported, unless the user has changed them since.
 
-    In an MPIJob, variables that its operator sets for mpirun are left out as well.
+    CPUFT_EXPORTED says which these are; nothing is left out if it is missing or no JSON object of texts. In an MPIJob
+    (K_MPI_JOB_ROLE is set), I_MPI_HYDRA_* and I_MPI_PERHOST*, which its operator sets for mpirun, are left out as well.
     """
     try:
         exported = load(dict[str, str], parse_json(environ.get(_EXPORTED, "{}")))
@@ -205,7 +221,11 @@ def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings with the user's value, and a reason that says so, for each variable that the user has set."""
+    """Return the settings with the user's value, and a reason that says so, for each variable that the user has set.
+
+    These have `from_user` True. A setting stays as it is if the user has not set it, has set the same value, or its
+    name begins with CPUFT_.
+    """
     return tuple(_keep_user_value(setting, environ) for setting in settings)
 
 
@@ -217,7 +237,11 @@ def _keep_user_value(setting: Setting, environ: Mapping[str, str]) -> Setting:
 
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return the user's variables with the prefixes `_BY_VALUE` that are not secret and not among our settings."""
+    """Return the user's variables for MPI, oneCCL, OpenMP and similar libraries that ranks get besides our settings.
+
+    They are those whose names begin with a prefix in `_BY_VALUE` (such as CCL_, FI_, OMP_, HF_HUB_), sorted by name.
+    Left out are variables in `ours`, those that may be secret, and names that no shell can set. `from_user` is False.
+    """
     known = {setting.name for setting in ours}
     return tuple(
         Setting(name, value, "passed on as you set it")
@@ -228,12 +252,16 @@ def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) ->
 
 
 def unexportable_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the names with the prefixes `_BY_VALUE` that no shell can set, quoted for a message."""
+    """Return the names with the prefixes `_BY_VALUE` that no shell can set, sorted, each in quotes for a message."""
     return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))
 
 
 def may_be_secret(name: str, value: str) -> bool:
-    """Whether a variable may be secret, by its name, or because its value is a URL with a password."""
+    """Return whether a variable may be secret, by its name, or because its value is a URL with a password or token.
+
+    Such names contain KEY, TOKEN, SECRET, PASSW, CREDENTIAL, AUTH, COOKIE, PRIVATE or similar. PWD, OLDPWD,
+    SSH_AUTH_SOCK, XAUTHORITY and CPUFT_* never count as secret. HF_ENDPOINT does if it is more than a host and a port.
+    """
     if name in _PLACES or name.startswith(_OWN_PREFIX):
         return False
     if name == "HF_ENDPOINT" and not _PLAIN_ENDPOINT.fullmatch(value):
@@ -242,10 +270,13 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the secret variables that ranks on other hosts get."""
+    """Return the secret variables that ranks on other hosts get: tokens of Hugging Face and W&B, and secret proxies.
+
+    A proxy or HF_ENDPOINT counts only if its URL may hold a password or token.
+    """
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 
 def user_set_names(settings: tuple[Setting, ...]) -> list[str]:
-    """Return the names of the settings whose value is the user's."""
+    """Return the names of the settings whose value is the user's, in their order."""
     return [setting.name for setting in settings if setting.from_user]
