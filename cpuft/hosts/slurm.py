@@ -35,13 +35,15 @@ class SlurmTransport(Transport):
     bootstrap: ClassVar[str] = "slurm"
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is the one where the job's script runs."""
+        """Return whether a host is the one where the job's script runs, or is called "localhost"."""
         return host.name in (self.own, "localhost")
 
     def address(self, host: Host) -> str:
-        """Return the address to which a host's name resolves here, else the address that Slurm itself uses.
+        """Return the IPv4 address to which a host's name resolves here, else that of Slurm's NodeAddr.
 
-        Raises CpuftError: there is neither.
+        The second asks `scontrol show node` (at most 20 s).
+
+        Raises CpuftError: there is neither, or Slurm does not answer.
         """
         try:
             return socket.gethostbyname(host.name)
@@ -56,7 +58,10 @@ class SlurmTransport(Transport):
             ) from None
 
     def command_prefix(self, host: Host) -> tuple[str, ...]:
-        """Return the srun command that a shell line is appended to; empty where the host is this one."""
+        """Return the argv that a shell line is appended to; () where the host is this one.
+
+        It is ("srun", ..., "--nodelist=NAME", "sh", "-c"). Nothing is run.
+        """
         return () if self.is_here(host) else (*self._srun(host), "sh", "-c")
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
@@ -74,7 +79,9 @@ class SlurmTransport(Transport):
 
 
 def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
-    """Return the transport to the hosts of the Slurm job that this process runs in; None outside of a job.
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job.
+
+    It is a job if SLURM_JOB_ID and SLURM_JOB_NODELIST are set and not empty.
 
     Raises CpuftError: srun has started this process several times.
     """
@@ -90,9 +97,15 @@ def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
 
 
 def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts of the Slurm job that this process runs in, this one first.
+    """Return the hosts of the Slurm job in which this process runs, this one first and then in Slurm's order.
 
-    Where the job asked for tasks, their number on a host is its number of slots.
+    scontrol is asked for their names (at most 20 s). Where the job asked for tasks, their number on a host is its
+    number of slots; otherwise `slots` is 0. On a login node with an allocation the first host of Slurm's order is
+    first.
+
+    Parameters
+    ----------
+    environ: variables of Slurm; SLURM_JOB_NODELIST must be set.
 
     Raises CpuftError: Slurm does not answer.
     """

@@ -50,7 +50,8 @@ _SERVER = {
 _MOST_BASTIONS = 8
 
 KEYGEN = "set -eu\n" + Path(__file__).with_name("keygen.sh").read_text(encoding="utf-8")
-"""Shell script that makes a key pair. Arguments: path, comment."""
+"""Shell script that makes an ed25519 key pair and its folder, over an earlier pair. Arguments: path of the private key,
+comment[, other key type]."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ class Login:
     """How a host is reached by ssh, according to the hostfile and then to ssh's client configuration."""
 
     address: str
+    """Name or address to connect to (HostName)."""
     port: int
     user: str = ""
+    """Empty for ssh's own default."""
     identities: tuple[str, ...] = ()
     """Files of private keys; empty for ssh's own."""
     known_hosts: tuple[str, ...] = ()
@@ -72,7 +75,11 @@ class Login:
     """ProxyCommand, whose standard streams are the connection; empty for none."""
 
     def paramiko_options(self) -> dict[str, Any]:
-        """Return the arguments of paramiko's `SSHClient.connect` beside the address."""
+        """Return the arguments of paramiko's `SSHClient.connect` beside the address and port.
+
+        `username` is None without a user; `key_filename` lists the identities that exist, and is None without any. The
+        three time limits are CONNECT_SECONDS.
+        """
         return {
             "username": self.user or None,
             "key_filename": [path for path in self.identities if os.path.exists(path)] or None,
@@ -85,7 +92,12 @@ class Login:
 def ssh_command(host: Host, config: str) -> tuple[str, ...]:
     """Return the argv of OpenSSH's client that a shell line is appended to, to run it on a host.
 
-    `config` is the path of a client configuration; empty for the user's own.
+    For example ("ssh", "-F", config, *COMMAND_OPTIONS, "-l", user, "-p", port, name); options without a value are left
+    out. Nothing is checked.
+
+    Parameters
+    ----------
+    config: path of a client configuration; empty for the user's own.
     """
     argv: tuple[str, ...] = ("ssh", "-F", config) if config else ("ssh",)
     argv += COMMAND_OPTIONS
@@ -95,9 +107,16 @@ def ssh_command(host: Host, config: str) -> tuple[str, ...]:
 
 
 def read_login(host: Host, config_path: str = "") -> Login:
-    """Return how a host is reached by the client configuration at `config_path` (empty: the user's own).
+    """Return how a host is reached, by the hostfile's user and port and otherwise by ssh's client configuration.
 
-    Raises CpuftError: the configuration cannot be read, or a port or bastion in it is not valid.
+    Without a configuration, or an entry in it, the address is the host's name and the port 22. A leading ~ of paths is
+    expanded.
+
+    Parameters
+    ----------
+    config_path: path of a client configuration, which need not exist; empty for ~/.ssh/config.
+
+    Raises CpuftError: the configuration cannot be read, or its port or ProxyJump for the host is not valid.
     """
     import paramiko
 
@@ -127,6 +146,8 @@ def read_login(host: Host, config_path: str = "") -> Login:
 def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
     """Return the bastions in a value of ProxyJump or -J: `[user@]name[:port]`, separated by commas.
 
+    A prefix ssh:// is accepted. The tuple is empty for "" and "none". A bastion without user or port has "" or 0.
+
     Raises CpuftError: a name or port is not valid; the message begins with `where`.
     """
     jumps = []
@@ -140,11 +161,17 @@ def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
 
 
 def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
-    """Return all bastions on the way to a host, the first one first.
+    """Return (bastion, how it is reached) for each bastion on the way to a host, the first one first; [] for none.
 
     As for ssh, only the first of several bastions may need bastions itself.
 
-    Raises CpuftError: the configuration leads through more than eight bastions, probably in a circle.
+    Parameters
+    ----------
+    login: how the host is reached, as `read_login` returns it.
+    config_path: path of the client configuration with the bastions; empty for ~/.ssh/config.
+
+    Raises CpuftError: the configuration leads through more than eight bastions, probably in a circle, or it cannot be
+    read or is not valid for a bastion.
     """
     found: list[tuple[Host, Login]] = []
     while login.jumps:
@@ -163,8 +190,11 @@ class Member:
     """A host of a cluster in the cluster's ssh files."""
 
     name: str
+    """Its host name, a second name for it in the client configuration."""
     address: str
+    """Its address among the hosts of the cluster."""
     user: str = "root"
+    """User to log in as; empty for ssh's own default."""
     port: int = 22
     key: str = ""
     """Its public host key as in a .pub file, one line for each key; empty while it is not known."""
@@ -175,7 +205,7 @@ class Member:
 
     @property
     def known_name(self) -> str:
-        """The name under which ssh knows its key: the address, with the port where that is not 22."""
+        """The name under which known_hosts has its key: the address, or "[ADDRESS]:PORT" if the port is not 22."""
         return self.address if self.port == 22 else f"[{self.address}]:{self.port}"
 
 
@@ -184,9 +214,13 @@ Bastions = tuple[tuple[str, Login], ...]
 
 
 def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bastions: Bastions = ()) -> str:
-    """Return a client configuration for all hosts of a cluster, by address and by name.
+    """Return the text of a client configuration for all hosts of a cluster, by address and by name.
 
-    ssh, mpirun and paramiko read it.
+    Parameters
+    ----------
+    key: path of the private key to log in with; empty for ssh's own keys.
+    known_hosts: path of the file with the hosts' keys; no other host keys are accepted.
+    bastions: those on the way to all hosts.
 
     Raises CpuftError: a value contains a control character or a quotation mark, which would begin another option.
     """
@@ -221,9 +255,14 @@ def _format_bastion(name: str, login: Login) -> str:
 
 
 def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) -> str:
-    """Return a client configuration for any host that shows one shared host key, known as `alias` in `known_hosts`.
+    """Return a client configuration for any host that shows one shared host key. Values are not checked.
 
-    `key` is the path of the private key to log in with.
+    Parameters
+    ----------
+    alias: name of the shared key in the file `known_hosts`.
+    key: path of the private key to log in with.
+    known_hosts: path of the file with the shared key.
+    port: ssh port of all hosts.
     """
     return (
         f"Host *\n  Port {port}\n  HostKeyAlias {alias}\n  IdentityFile {key}\n  IdentitiesOnly yes\n"
@@ -249,7 +288,10 @@ def _quote(option: str, value: str) -> str:
 
 
 def format_known_hosts(members: Sequence[Member]) -> str:
-    """Return the known_hosts lines of the members whose host keys are known."""
+    """Return the known_hosts lines `NAME TYPE KEY [MARK]` of the members whose host keys are known; "" if none is.
+
+    NAME is `Member.known_name`; each key of a member has a line.
+    """
     lines = [(one.known_name, *key.split()[:2], one.mark) for one in members for key in one.key.splitlines()]
     return "".join(f"{' '.join(words).rstrip()}\n" for words in lines)
 
@@ -262,10 +304,21 @@ def format_inside(
     renewal: str = "",
     shares_files: bool = False,
 ) -> dict[str, str]:
-    """Return the files, by name, with which a host of a cluster reaches all of its hosts.
+    """Return file name -> text of the files with which a host of a cluster reaches all of its hosts.
 
-    They belong into `folder` on the host's own disk, beside the cluster's key `id_ed25519`. `notice`, `renewal` and
-    `shares_files` are as in `cpuft.hosts.registry.Entry`.
+    The names are "known_hosts", "ssh_config", "hostfile" and "cluster.json" (the registry entry). They belong into
+    `folder` on the host's own disk, beside the cluster's key `id_ed25519`.
+
+    Parameters
+    ----------
+    members: all hosts, the head host first. Their addresses from this machine (`reached`) are left out.
+    folder: absolute path; its last part is the cluster's name.
+    python: path of the training environment's Python on the hosts.
+    notice: file or URL that announces a host's interruption; empty for none.
+    renewal: command that extends a host's lease; empty for none.
+    shares_files: whether the hosts see each other's files under the same paths.
+
+    Raises CpuftError: a value cannot stand in ssh's configuration (`format_ssh_config`).
     """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"
@@ -280,16 +333,25 @@ def format_inside(
 
 
 def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> tuple[str, ...]:
-    """Return the command that starts an ssh server in a container, in the foreground, with its messages on stderr.
+    """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr.
 
-    `options` are sshd's; they win over those that cpuft always gives. `arguments` come before all options.
+    Nothing is checked; `prepare_sshd` makes what sshd needs.
+
+    Parameters
+    ----------
+    host_key: path of the private host key.
+    arguments: more arguments of sshd, before all options.
+    options: values of sshd_config by name; they win over those that cpuft always gives.
     """
     given = [f"-o{name}={value}" for name, value in (_SERVER | options).items()]
     return (_SSHD, "-D", "-e", *arguments, "-p", str(port), "-h", host_key, *given)
 
 
 def prepare_sshd() -> None:
-    """Make what sshd needs to start in a container. Raises CpuftError: the container has no sshd."""
+    """Make what sshd needs to start in a container: as root the folder /run/sshd, otherwise nothing.
+
+    Raises CpuftError: the container has no /usr/sbin/sshd. Raises OSError: the folder cannot be made.
+    """
     if not os.path.exists(_SSHD):
         raise CpuftError(f"there is no {_SSHD}: use a container image that has openssh-server")
     if not os.geteuid():
@@ -297,14 +359,22 @@ def prepare_sshd() -> None:
 
 
 def format_sshd_config(address: str, directory: str, own_home: bool) -> str:
-    """Return the server configuration of a simulated host, whose keys are in `directory`.
+    """Return the text of sshd_config for a simulated host, whose keys are in `directory`.
 
-    `own_home`: the host has a home of its own, so that keys put there are meant for it and not for this machine.
+    Parameters
+    ----------
+    address: IPv4 address on whose port 22 it listens.
+    directory: path of the folder with host_key and authorized_keys.
+    own_home: the host has a home of its own, so that keys in its ~/.ssh/authorized_keys are accepted, too: they are
+        meant for it and not for this machine.
     """
     text = Path(__file__).with_name("sshd_config.in").read_text(encoding="utf-8")
     return text.format(address=address, directory=directory, also=" .ssh/authorized_keys" if own_home else "")
 
 
 def format_hosts(members: tuple[Member, ...]) -> str:
-    """Return an /etc/hosts in which no host's name is a loopback address, because gloo would bind to that."""
+    """Return the text of an /etc/hosts with a line `ADDRESS NAME` for each member, after those of localhost.
+
+    No host's name is a loopback address there, because gloo would bind to that.
+    """
     return "127.0.0.1 localhost\n::1 localhost\n" + "".join(f"{m.address} {m.name}\n" for m in members)

@@ -16,7 +16,9 @@ class Core:
     """A physical core."""
 
     socket: int
+    """The kernel's number of its CPU socket."""
     numa_node: int
+    """The kernel's number of its NUMA node."""
     threads: tuple[int, ...]
     """The kernel's numbers of its hardware threads; a rank uses only the first."""
 
@@ -26,19 +28,31 @@ class HostFacts:
     """Facts of a host, as `cpuft.hosts.facts` reports them."""
 
     hostname: str
+    """As `socket.gethostname` returns it there."""
     python: str
+    """Version of the Python that reported, such as "3.11.4"."""
     kernel: str
+    """Release of the kernel, as in uname -r."""
     boot_id: str
     """Equal on two hosts that are one machine under two addresses (network namespaces, containers)."""
     cpu_model: str
     cpu_flags: tuple[str, ...]
+    """Flags of the first CPU in /proc/cpuinfo, such as "avx512f"."""
     lscpu: str
+    """Output of `lscpu -p=CPU,CORE,SOCKET,NODE`; empty if lscpu failed."""
     allowed_cpus: tuple[int, ...]
+    """Hardware threads on which the process that reported may run, in ascending order."""
     cpu_quota: float
+    """Number of cores that the control group's CPU quota allows; 0 for no limit."""
     interfaces: dict[str, str]
+    """IPv4 address by name of network interface, with loopback."""
     routes: dict[str, str]
+    """Target address -> local address from which it is reached, "" without a route. There is one target for each host:
+    the head host, or for that the next host."""
     free_port: int
+    """A TCP port on which nothing listened."""
     libraries: dict[str, str]
+    """Path by name of the libraries among tcmalloc, tcmalloc_minimal, jemalloc and iomp5 that are installed."""
     uid: int
     """Id of the user that runs commands there."""
     efa: bool = False
@@ -50,12 +64,12 @@ class HostFacts:
 
     @property
     def seen_cores(self) -> tuple[Core, ...]:
-        """Cores on which the process that reported may run, in the order of NUMA nodes."""
+        """Cores on which the process that reported may run, ordered by NUMA node, socket and core; never empty."""
         return parse_lscpu(self.lscpu, self.allowed_cpus)
 
     @property
     def cores(self) -> tuple[Core, ...]:
-        """Cores to use: no more than the CPU quota of the control group allows.
+        """Cores to use: the first of `seen_cores`, no more than the control group's CPU quota allows, and at least one.
 
         With more threads than that the kernel would pause each in turn while the others wait for it.
         """
@@ -71,7 +85,15 @@ class RankCores:
 
 
 def parse_facts(text: str, host: str) -> HostFacts:
-    """Return the facts that `cpuft.hosts.facts` printed on a host. Raises CpuftError: `text` is not its output."""
+    """Return the facts that `cpuft.hosts.facts` printed on a host.
+
+    Parameters
+    ----------
+    text: the output, a JSON object.
+    host: name of the host for the message.
+
+    Raises CpuftError: `text` is not that output; the message shows its last line.
+    """
     try:
         values = load(dict[str, Any], parse_json(text))
         cpuinfo, machine = (load(str, values.pop(name, None), name) for name in ("cpuinfo", "machine"))
@@ -88,7 +110,9 @@ def parse_facts(text: str, host: str) -> HostFacts:
 def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
     """Return the cores in the output of `lscpu -p=CPU,CORE,SOCKET,NODE` that have hardware threads in `allowed`.
 
-    If there are none in `text`, each allowed hardware thread counts as a core.
+    They are ordered by NUMA node, socket and core; lines of another form are left out, and without a NUMA node a core
+    has the number of its socket as that. A core has only its allowed threads. If there are no such cores in `text`,
+    each allowed hardware thread counts as a core of socket 0 and NUMA node 0.
     """
     threads: dict[tuple[int, int, int], list[int]] = {}
     for line in text.splitlines():
@@ -105,9 +129,15 @@ def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
 
 
 def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[int, str]:
-    """Return (number of cores that a rank leaves to communication workers, reason).
+    """Return (number of cores that each rank leaves to communication workers, reason as a phrase for the user).
 
-    It is one core in eight, at most 4: the recipe that cpuft follows gives oneCCL 4 of 32 cores.
+    It is one core in eight, at most 4: the recipe that cpuft follows gives oneCCL 4 of 32 cores. It is 0 for a single
+    rank, with the backend "gloo", whose threads share the cores of their rank, and with fewer than 8 cores per rank.
+
+    Parameters
+    ----------
+    ranks: number of ranks of the run.
+    backend: "gloo", "mpi" or "ccl".
     """
     if ranks == 1:
         return 0, "a single rank sends nothing"
@@ -120,9 +150,18 @@ def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[in
 
 
 def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tuple[RankCores, ...]:
-    """Return the cores of each rank on one host: equal numbers, and if possible all of a rank's on one NUMA node.
+    """Return the cores of each rank on one host, in the order of the local ranks.
 
-    With more ranks than cores, which slots in a hostfile allow, ranks share cores.
+    All ranks get equal numbers of cores, and if the ranks divide evenly over the NUMA nodes, all of a rank's are on one
+    node. Cores that are left over are not used. The first `comm_cores` of a rank are for communication, the others for
+    computing. Of each core only the first hardware thread is used. With more ranks than cores, which slots in a
+    hostfile allow, rank R gets core R modulo the number of cores, and none for communication.
+
+    Parameters
+    ----------
+    cores: cores of the host; at least one.
+    ranks: number of ranks on this host, at least 1.
+    comm_cores: number of cores of each rank for communication.
 
     Raises CpuftError: `comm_cores` leave a rank no core to compute on.
     """
@@ -153,7 +192,7 @@ def _even_groups(cores: tuple[Core, ...], ranks: int) -> list[list[int]]:
 
 
 def format_mask(cpus: tuple[int, ...]) -> str:
-    """Return the mask of hardware threads that I_MPI_PIN_DOMAIN takes: 0x3 for (0, 1)."""
+    """Return the hexadecimal mask of hardware threads that I_MPI_PIN_DOMAIN takes: "0x3" for (0, 1), "0x0" for ()."""
     return hex(sum(1 << cpu for cpu in set(cpus)))
 
 
@@ -167,12 +206,19 @@ class Interface:
     name: str
     address: str
     reason: str
+    """Why it was chosen, as a phrase for the user."""
 
 
 def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
-    """Return the interface by which a host reaches `target`, another host's address, or the interface `wanted`.
+    """Return the interface by which a host reaches `target`, or the interface `wanted`.
 
-    Raises CpuftError: no such interface, no route, or one that leads nowhere else (loopback, docker, VPN).
+    Parameters
+    ----------
+    target: address of another host, one of the keys of `facts.routes`; not used with `wanted`.
+    wanted: name of an interface, as of --iface; it is taken whatever its kind. Empty for the one of the route.
+
+    Raises CpuftError: the host has no interface `wanted` with an address, no route to `target` is known, or its
+    interface leads to no other host, by its name (loopback, bridges, containers, VPN).
     """
     if wanted:
         if wanted not in facts.interfaces:

@@ -48,7 +48,10 @@ _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _PUT = 'set -e; umask 077; base64 -d >"$1.part"; mv "$1.part" "$1"'
 
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
+"""Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; it differs from the
+one there."""
 LOGIN_REFUSED, TIMED_OUT = "login refused", "time-out"
+"""Kinds of `HostError`: the host accepts no key of this user; the host or the command took too long."""
 _ADVICE = {
     UNREACHABLE: "check its name and its port, and that sshd runs there and accepts connections from this machine",
     KEY_UNKNOWN: "compare it with what ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host; to accept "
@@ -60,10 +63,17 @@ _ADVICE = {
 
 
 class HostError(CpuftError):
-    """A host could not be used over ssh. Callers act on `kind`, one of the names above; `host` is the host's name."""
+    """A host could not be used over ssh.
+
+    Callers act on `kind`: UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED, LOGIN_REFUSED or TIMED_OUT. `host` is the host's name.
+    `is_transient` is True for UNREACHABLE and TIMED_OUT.
+    """
 
     def __init__(self, host: str, kind: str, what: str, advice: str = "") -> None:
-        """`what` happened, and what to do next; without `advice` what usually helps against this kind."""
+        """Make the message of `what` happened and what to do next.
+
+        `advice` is what to do next; without it, what usually helps against this kind.
+        """
         super().__init__(f"host {host} cannot be used over ssh ({what}: {advice or _ADVICE[kind]})")
         self.host, self.kind = host, kind
         self.is_transient = kind in (UNREACHABLE, TIMED_OUT)
@@ -77,12 +87,12 @@ class _UnknownKeyError(Exception):
 class Transport(ABC):
     """How the hosts of a cluster are reached. Nothing else in cpuft runs a command on a host or copies a file to it.
 
-    Commands for a host that is this machine are run here, without any server. Of several hosts at once: `map_hosts`
-    and `try_hosts` call a method for each host in threads.
+    Commands for a host that is this machine are run here, without any server. To call a method for several hosts at
+    once, in threads, use `map_hosts` and `try_hosts`.
     """
 
     bootstrap: ClassVar[str] = ""
-    """mpirun's name for how its proxies start on the hosts, where that is not ssh."""
+    """mpirun's name for how its proxies start on the hosts, such as "slurm"; empty for ssh."""
     config: str = ""
     """Path of ssh's client configuration; empty for the user's own, or where ssh is not used."""
     unresponsive: set[str] = field(default_factory=set, compare=False)
@@ -91,7 +101,10 @@ class Transport(ABC):
 
     @abstractmethod
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine."""
+        """Return whether a host is this machine.
+
+        Raises CpuftError: ssh's configuration, where it is used, cannot be read.
+        """
 
     @abstractmethod
     def address(self, host: Host) -> str:
@@ -102,9 +115,9 @@ class Transport(ABC):
 
     @abstractmethod
     def command_prefix(self, host: Host) -> tuple[str, ...]:
-        """Return the argv that a shell line is appended to, to run it on a host; empty where it is this machine.
+        """Return the argv that a shell line is appended to, to run it on a host; () where the host is this machine.
 
-        For the steps of plans, which people read and run by hand.
+        It is for the steps of plans, which people read and run by hand. Nothing is run.
         """
 
     @abstractmethod
@@ -112,13 +125,19 @@ class Transport(ABC):
         """As `run`, for a host that is not this machine."""
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
-        """Run a command on a host and return its exit code and output, whatever they are.
+        """Run a command on a host, wait for its end, and return its exit code and output, whatever they are.
 
-        Every argument reaches the command as it is. The command reads `stdin` and may take `seconds`.
+        Every argument reaches the command as it is. On this machine a command that does not exist returns exit code
+        127, and one that takes longer than `seconds` or cannot be started 126.
 
-        Raises CpuftError (over ssh: HostError, with its kind): the host cannot be reached, its host key is unknown or
-        has changed, it refuses the login, or the command takes longer. On this machine a command that takes longer
-        returns exit code 126, and one that does not exist 127.
+        Parameters
+        ----------
+        argv: the command.
+        stdin: text of its standard input.
+        seconds: time limit of the command; logging in has limits of its own.
+
+        Raises CpuftError (over ssh HostError, with its kind): another host cannot be reached, its host key is unknown
+        or has changed, it refuses the login, or the command takes longer than `seconds`.
         """
         if self.is_here(host):
             return execute.run_command(argv, seconds, stdin)
@@ -127,7 +146,10 @@ class Transport(ABC):
     def put(self, local: Path, host: Host, path: str, seconds: float = 60.0) -> None:
         """Copy a file of this machine to `path` on a host, readable by this user only. Readers never see a part of it.
 
-        For files of some MB at most. Raises CpuftError: as `run`, or the file cannot be written there.
+        It is for files of some MB at most. The folder of `path` must exist; a file at `path` is replaced.
+
+        Raises CpuftError: the file cannot be written there within `seconds`, or the host cannot be used (`run`). Raises
+        OSError: `local` cannot be read.
         """
         text = base64.b64encode(local.read_bytes()).decode()
         answer = self.run(host, ("sh", "-c", _PUT, "put", path), text, seconds)
@@ -135,9 +157,12 @@ class Transport(ABC):
             raise CpuftError(f"host {host.name} cannot write {path} ({answer.errors.strip()[-200:]})")
 
     def get(self, host: Host, path: str, local: Path, seconds: float = 60.0) -> None:
-        """Copy a file of a host to `local` on this machine.
+        """Copy the file at `path` on a host to `local` on this machine, and replace what is there.
 
-        For files of some MB at most. Raises CpuftError: as `run`, or the file cannot be read there.
+        It is for files of some MB at most.
+
+        Raises CpuftError: the file cannot be read there within `seconds`, or the host cannot be used (`run`). Raises
+        OSError: `local` cannot be written.
         """
         answer = self.run(host, ("base64", path), seconds=seconds)
         if answer.exit_code:
@@ -150,7 +175,14 @@ class Transport(ABC):
     def find_unresponsive(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
         """Return the names of the hosts that do not answer in time, because they are off, cut off or frozen.
 
-        This machine is never among them. Nobody logs in, so a host that would refuse the login answers, too.
+        A host that cannot be asked for another reason is among them, too; no CpuftError is raised. All hosts are asked
+        at the same time. This machine is never among those found. Over ssh only the key exchange is tried, so that a
+        host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`.
+
+        Parameters
+        ----------
+        names: names of hosts, as in the hostfile; may be empty.
+        seconds: time limit for the answer of a host.
         """
         answers = try_hosts(lambda host: self.is_here(host) or self._probe(host, seconds), [*map(Host, names)])
         found = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
@@ -164,7 +196,10 @@ class Transport(ABC):
 
     @contextmanager
     def keep_sessions(self) -> Iterator[None]:
-        """Inside, log in to each host only once for all commands that are run one after another."""
+        """Inside, log in to each host only once for all commands that are run one after another.
+
+        The sessions are closed at the end. Where no session is needed, as in a Slurm job, this does nothing.
+        """
         yield
 
 
@@ -188,7 +223,13 @@ class SshTransport(Transport):
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine. A host with an ssh port of its own is a container or a tunnel."""
+        """Return whether a host is this machine, by its address.
+
+        False for a host with an ssh port of its own (it is a container or a tunnel), behind a bastion or a
+        ProxyCommand, without an address, and with `never_here`.
+
+        Raises CpuftError: ssh's configuration cannot be read or is not valid for the host.
+        """
         if host.port or self.never_here:
             return False
         login = self._read_login(host)
@@ -205,7 +246,7 @@ class SshTransport(Transport):
 
         A host that the hostfile names by its address has that one, even if ssh's configuration gives another.
 
-        Raises CpuftError: the name has no address.
+        Raises CpuftError: the name has no address, or ssh's configuration cannot be read or is not valid for the host.
         """
         if _IPV4.fullmatch(host.name):
             return host.name
@@ -220,7 +261,10 @@ class SshTransport(Transport):
             ) from None
 
     def command_prefix(self, host: Host) -> tuple[str, ...]:
-        """Return the ssh command of a host; empty where it is this machine."""
+        """Return the argv ("ssh", ..., NAME) that a shell line is appended to; () where the host is this machine.
+
+        Raises CpuftError: ssh's configuration cannot be read or is not valid for the host.
+        """
         return () if self.is_here(host) else ssh_command(host, self.config)
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
@@ -232,7 +276,11 @@ class SshTransport(Transport):
 
     @contextmanager
     def keep_sessions(self) -> Iterator[None]:
-        """Inside, log in to each host only once for all commands that are run one after another."""
+        """Inside, log in to each host only once for all commands that are run one after another.
+
+        A session in which a command failed to run is closed, and the next command logs in again. All are closed at the
+        end.
+        """
         self.sessions.keep = True
         try:
             yield
@@ -264,7 +312,10 @@ class SshTransport(Transport):
 def map_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
     """Call a function for all hosts at the same time and return its results in the order of the hosts.
 
-    Raises CpuftError that names every host that failed.
+    At most 32 calls run at once; all have ended when this returns or raises. The list is empty for no hosts.
+
+    Raises CpuftError: the function raised it for some hosts; the message joins theirs by "; ", and `is_transient` is
+    True if it is for all of them. Any other exception of the function is raised as it is.
     """
     results = try_hosts(function, hosts)
     failures = [result for result in results if isinstance(result, CpuftError)]
@@ -276,7 +327,11 @@ def map_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
 
 
 def try_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T | CpuftError]:
-    """As `map_hosts`, with the error in the place of the result for a host that failed; raises nothing itself."""
+    """Call a function for all hosts at the same time; return its result for each, or the CpuftError that it raised.
+
+    The list has the order of the hosts and is empty for no hosts. At most 32 calls run at once. An exception of another
+    class is raised as it is.
+    """
 
     def call(host: H) -> T | CpuftError:
         try:
@@ -292,9 +347,16 @@ def try_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T | CpuftE
 
 @contextmanager
 def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClient]:
-    """Log in to a host, through its bastions. An unknown or changed host key is refused, and never learnt here.
+    """Log in to a host, through its bastions, for the time of the block; the value is paramiko's client.
 
-    Raises HostError: the host cannot be reached, its key is unknown or changed, or it refuses the login.
+    An unknown or changed host key is refused, and never learnt here.
+
+    Parameters
+    ----------
+    config_path: path of ssh's client configuration; empty for the user's own.
+
+    Raises HostError: the host or a bastion cannot be reached or does not answer in time, its key is unknown or has
+    changed, or it refuses the login. Raises CpuftError: the configuration cannot be read or is not valid.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:
@@ -445,10 +507,16 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
 def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:
     """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...". It proves nothing by itself.
 
-    `seconds` limits the answer of a server that may be busy; its kernel has 3.5 s to accept the connection. 0: the
-    limits of a session.
+    Nobody logs in to the host, but to the bastions on the way.
 
-    Raises HostError: no ssh server answers.
+    Parameters
+    ----------
+    config_path: path of ssh's client configuration; empty for the user's own.
+    seconds: time limit for the key exchange with a server that may be busy; its kernel has 3.5 s to accept the
+        connection. 0 for the limits of a session (10 s, 5 s to accept).
+
+    Raises HostError: no ssh server answers, or a bastion cannot be used. Raises CpuftError: the configuration cannot be
+    read or is not valid.
     """
     import paramiko
 
@@ -463,6 +531,9 @@ def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> st
 
 
 def fingerprint(public_key: str) -> str:
-    """Return the fingerprint of a public key as `ssh-keygen -l` shows it: SHA256:..."""
+    """Return the fingerprint of a public key as `ssh-keygen -l` shows it: "SHA256:..." without padding.
+
+    `public_key` is "TYPE BASE64 [COMMENT]". Raises IndexError or ValueError: it has another form.
+    """
     digest = hashlib.sha256(base64.b64decode(public_key.split()[1])).digest()
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
