@@ -37,14 +37,23 @@ _PORT = "3128"
 
 
 def name_image(recipe: str, environment: str) -> str:
-    """Return the name of an AMI, from the recipe's digest and the environment's stamp. Equal names mean equal AMIs."""
+    """Return the name of an AMI: `cpuft-RECIPE-STAMP`. Equal names mean equal AMIs.
+
+    Parameters
+    ----------
+    recipe
+        Digest of the recipe.
+    environment
+        Stamp of the environment (`make_stamp`); its first 12 digits are used.
+    """
     return f"cpuft-{recipe}-{environment[:12]}"
 
 
 def is_ready(image: Ami | None, name: str) -> bool:
-    """Whether the AMI that was found under `name` can be used: False without one, and while it is being made.
+    """Whether the AMI that was found under `name` can be used: False for None, and while AWS makes it.
 
-    Raises CpuftError when cpuft did not make it, or when it could not be made.
+    Raises CpuftError when the AMI has no tag of cpuft, so somebody else made it, or when it could not be made (its
+    state is neither "available" nor "pending"). `name` is for the messages only.
     """
     if image and not image.recipe:
         raise CpuftError(
@@ -59,9 +68,25 @@ def is_ready(image: Ami | None, name: str) -> bool:
 
 
 def plan_image(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
-    """Return the call that makes an AMI of an instance, with the recipe's digest and environment's stamp as tags.
+    """Return the call that makes an AMI of an instance. Nothing is called yet.
 
-    AWS shuts the instance down meanwhile, so that its disk is consistent.
+    AWS shuts the instance down meanwhile, so that its disk is consistent. The AMI and its snapshots get the tags
+    `cpuft:image` (`recipe`), `cpuft:environment` (`environment`), `cpuft:owner` (`owner`) and `Name` (`name`).
+
+    Parameters
+    ----------
+    instance
+        Id of the instance, such as i-0123456789abcdef0.
+    name
+        Name of the AMI, as `name_image` returns it.
+    recipe
+        Digest of the recipe: 16 hexadecimal digits.
+    environment
+        Stamp of the environment: 32 hexadecimal digits.
+    owner
+        ARN of the user or role that makes the AMI.
+    region
+        AWS region, such as us-east-1.
     """
     tags = {IMAGE: recipe, ENVIRONMENT: environment, OWNER: owner, "Name": name}
     parameters = {
@@ -74,9 +99,19 @@ def plan_image(instance: str, name: str, recipe: str, environment: str, owner: s
 
 
 def plan_deletion(found: OwnImages, wanted: str, region: str) -> Plan:
-    """Return the steps that delete an AMI, given by its name or id, and its snapshots, even if the AMI is gone already.
+    """Return the steps that delete an AMI and its snapshots, even if the AMI is gone already.
 
-    Raises CpuftError when cpuft has made no such AMI.
+    The first stage deregisters the AMIs of this name or id, the second deletes their snapshots, and snapshots that are
+    left of a deleted AMI of this name; a stage without steps is left out.
+
+    Parameters
+    ----------
+    found
+        All AMIs and snapshots that cpuft has made in `region`.
+    wanted
+        Name or id of the AMI.
+
+    Raises CpuftError when `found` has neither such an AMI nor such a snapshot.
     """
     images = [one for one in found.images if wanted in (one.id, one.name)]
     names = {wanted, *(one.name for one in images)}
@@ -96,7 +131,10 @@ def plan_deletion(found: OwnImages, wanted: str, region: str) -> Plan:
 
 
 def describe_images(found: OwnImages, region: str) -> str:
-    """Return a line for each AMI, and for each snapshot whose AMI was deleted."""
+    """Return a line for each AMI, and for each snapshot whose AMI was deleted; one line that says so if there are none.
+
+    A line is `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, or `NAME  ID  a snapshot whose AMI was deleted`.
+    """
     lines = [
         f"{one.name}  {one.id}  {one.state}, {one.gigabytes} GB, made {one.created[:16].replace('T', ' ')} UTC"
         for one in found.images
@@ -110,6 +148,9 @@ class AmiBuilder:
 
     It rents a cluster of one instance, installs the recipe on it, tests that it can train, removes everything that
     makes the host unique, and makes an AMI of its disk. The instance is terminated, whatever happens.
+
+    Raises CpuftError: the recipe cannot be read or is not for Debian 12 (bookworm), boto3 is not installed, or the
+    region is unknown or not given.
     """
 
     def __init__(self, config: ImageConfig, environ: Mapping[str, str], services: Services | None = None) -> None:
@@ -138,9 +179,17 @@ class AmiBuilder:
         self.cluster = Aws(cluster, environ, services=self.services)
 
     def make(self, say: Say, ask: Ask) -> str:
-        """Make the AMI if it does not exist. Returns a sentence for the user.
+        """Make the AMI if it does not exist, and wait until AWS has finished it, for an hour at most.
 
-        Raises CpuftError as `Provider.make`, and when another machine is making the same AMI.
+        Wheels are downloaded to this machine first. The instance is terminated afterwards, also after an error.
+
+        Returns
+        -------
+        "AMI NAME was made" or "AMI NAME exists already", with the command to use it.
+
+        Raises CpuftError when the user does not agree to the price; AWS refuses a call or does not answer; a step
+        fails; an AMI of this name was made by somebody else, could not be made or is not ready in time; or another
+        machine or process is making the same AMI.
         """
         stamp = _make_stamp(reconcile(self._gather_supply, _plan_supply, say))
         name = name_image(self.recipe.digest, stamp)
@@ -160,7 +209,14 @@ class AmiBuilder:
         return f"AMI {name} was made; {hint}"
 
     def show(self) -> Plan:
-        """Return the first plan that `make` would execute; its notes say what follows. Changes nothing anywhere."""
+        """Return the first plan that `make` would execute; its notes say what follows. Changes nothing anywhere.
+
+        The plan is empty if the AMI exists. While wheels are not downloaded yet, it has only the step that downloads
+        them.
+
+        Raises CpuftError when the wheels cannot be used, AWS refuses a call or does not answer, or the AMI of this name
+        was made by somebody else or could not be made.
+        """
         supply = self._gather_supply()
         if not supply.complete:
             note = "The AMI's name depends on its wheels, so the other steps are planned when the wheels are downloaded"
@@ -222,15 +278,18 @@ def _make_stamp(supply: Supply) -> str:
 
 
 def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan:
-    """Return the steps that turn a host with an installed environment into the source of an image.
+    """Return the steps that turn a host with an installed environment into the source of an image, one step per stage.
 
     The recipe's packages and files are installed, training is tested, and keys and names of the host are removed. The
     security group lets the host reach nobody, so apt downloads packages through the ssh connection and this machine.
 
     Parameters
     ----------
+    host
+        Private address of the host.
     ssh_command
-        The ssh command to the host, which a shell line completes.
+        The ssh command to the host, which a shell line completes. An empty one is an AssertionError, because the steps
+        would remove the keys of this machine.
     """
     assert ssh_command, "these steps must not run on this machine: they remove its keys"
     line = shlex.join(("sh", "-c", _APT_PROXY, "apt_proxy", _PORT, format_install(recipe)))
@@ -248,7 +307,16 @@ def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan
 
 
 def list_images(region: str, services: Services | None = None) -> str:
-    """Return lines about all AMIs that cpuft has made in a region of this account."""
+    """Return a line for each AMI that cpuft has made in a region of this account; one line that says so without any.
+
+    Parameters
+    ----------
+    region
+        AWS region; empty for the one of the AWS configuration.
+
+    Raises CpuftError: boto3 is not installed, the region is unknown or not given, or AWS refuses a call or does not
+    answer.
+    """
     client = (services or Services()).open_client(region)
     return describe_images(find_own_images(client), client.region)
 
@@ -256,7 +324,17 @@ def list_images(region: str, services: Services | None = None) -> str:
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
     """Delete an AMI and its snapshots, or only plan that with `dry_run`. Returns the plan.
 
-    Raises CpuftError when cpuft has made no such AMI, or AWS refuses a call.
+    Parameters
+    ----------
+    wanted
+        Name or id of the AMI.
+    region
+        AWS region; empty for the one of the AWS configuration.
+    say
+        Called with the reason of each call before it is made.
+
+    Raises CpuftError when cpuft has made no such AMI in the region, boto3 or the region is missing, or AWS refuses a
+    call or does not answer.
     """
     client = (services or Services()).open_client(region)
     plan = plan_deletion(find_own_images(client), wanted, client.region)

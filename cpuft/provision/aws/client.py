@@ -19,10 +19,8 @@ from cpuft.plan import Step
 TAG = "cpuft:cluster"
 """Tag of every resource that belongs to a cluster; its value is the cluster's name. Resources are found by this tag."""
 OWNER, UNTIL, GENERATION = "cpuft:owner", "cpuft:until", "cpuft:generation"
-"""Tags of a cluster: who made it, when its lease ends, and when its missing instances were last requested.
-
-Times are in seconds since the epoch.
-"""
+"""Tags of a cluster: who made it (an ARN), when its lease ends, and when its missing instances were last requested.
+Times are in seconds since the epoch."""
 LIMIT, GROUP = "cpuft:limit", "cpuft:group"
 """Tags: the time to which a running job may extend the lease; the security group in which an instance was started."""
 IMAGE, ENVIRONMENT = "cpuft:image", "cpuft:environment"
@@ -32,6 +30,7 @@ READ, CREATE, CHANGE, ROLE = "read", "create", "change", "role"
 """What a call does: change nothing; create a resource with our tag; change or delete a resource that has our tag;
 create the role without which AWS starts no spot instances."""
 SPOT_SERVICE, SPOT_ROLE = "spot.amazonaws.com", "AWSServiceRoleForEC2Spot"
+"""Service and name of the role without which AWS starts no spot instances."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Action:
 
 
 def tag_of(resource_type: str) -> str:
-    """Return the tag that all resources of a type carry if they are ours."""
+    """Return the key of the tag that our resources of a type carry: `IMAGE` for "image" and "snapshot", else `TAG`."""
     return IMAGE if resource_type in ("image", "snapshot") else TAG
 
 
@@ -124,12 +123,21 @@ class CallStep(Step):
 def plan_call(
     method: str, why: str, region: str, parameters: Mapping[str, Any], files: Mapping[str, str] | None = None
 ) -> CallStep:
-    """Return the step that makes a call.
+    """Return the step that makes a call; its command is the `aws` command that does the same. Nothing is called yet.
 
     Parameters
     ----------
+    method
+        Key in `ACTIONS`, such as "run_instances"; KeyError for another text.
+    why
+        Reason of the step, for the user.
+    region
+        AWS region, such as us-east-1. It is in the printed command only: the client that executes the step has its own.
+    parameters
+        Parameters of the call, as boto3 takes them. The plan prints them as JSON.
     files
-        As `CallStep.files`. Secrets are passed in this way, because plans are printed.
+        Further parameters whose values are read from files when the call is made: name ("UserData") -> path. Secrets
+        are passed in this way, because plans are printed.
     """
     command = ["aws", ACTIONS[method].service, method.replace("_", "-"), "--region", region]
     command += ["--cli-input-json", json.dumps(parameters)]
@@ -144,17 +152,17 @@ def _convert_to_dashes(name: str) -> str:
 
 
 def make_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return tags in the form that calls take."""
+    """Return tags in the form that calls take: [{"Key": key, "Value": value}, ...]."""
     return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def specify_tags(tags: Mapping[str, str], *resource_types: str) -> list[dict[str, Any]]:
-    """Return the TagSpecifications of a call that give every resource it creates these tags."""
+    """Return the TagSpecifications of a call: one for each resource type, such as "instance", with the same tags."""
     return [{"ResourceType": kind, "Tags": make_tags(tags)} for kind in resource_types]
 
 
 def read_tags(resource: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tags of a resource that a call described."""
+    """Return the tags of a resource that a call described, by key; {} without tags."""
     return {tag["Key"]: tag["Value"] for tag in resource.get("Tags", ())}
 
 
@@ -227,10 +235,14 @@ _GIVE_CREDENTIALS = (
 class CallRefusedError(CpuftError):
     """AWS refused a call.
 
+    The message says whether permissions are missing, the credentials are not accepted or what else AWS says. Attributes
+    are `code`, `message` and `is_transient`: True for HTTP status 500 and above, too many requests, and resources that
+    are not visible yet, so that the call may be repeated.
+
     Parameters
     ----------
     method
-        Key in `ACTIONS`.
+        Key in `ACTIONS`; KeyError for another text.
     code, message
         Error code and message of AWS.
     status
@@ -257,17 +269,19 @@ class CallRefusedError(CpuftError):
 class AwsClient:
     """One AWS account in one region.
 
-    All methods raise CpuftError when credentials are missing, AWS refuses the call (`CallRefusedError`), or AWS does
-    not answer.
+    All methods raise CpuftError when credentials are missing, AWS does not accept parameters, refuses the call
+    (`CallRefusedError`) or does not answer. They raise KeyError for a method that is not in `ACTIONS`.
 
     Parameters
     ----------
     region
         Name of the region; empty for the region of the user's AWS configuration.
     hook
-        Called before and after every request.
+        Called before every request, and after every request that AWS accepted.
+    sleep
+        Pauses for a number of seconds between two attempts.
 
-    Raises CpuftError when boto3 is not installed, or the region is unknown or not given.
+    Raises CpuftError when boto3 is not installed, the region is unknown or not given, or AWS_PROFILE names no profile.
     """
 
     def __init__(self, region: str, hook: Hook | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -341,11 +355,15 @@ class AwsClient:
 
     @functools.cached_property
     def caller(self) -> str:
-        """ARN of the user or role that makes the calls."""
+        """ARN of the user or role that makes the calls. AWS is asked once, with `get_caller_identity`."""
         return str(self.query("get_caller_identity")["Arn"])
 
     def query(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Make a call that changes nothing, and return its response with all pages."""
+        """Make a call that changes nothing, and return its response with all pages, as boto3 returns it.
+
+        With the parameter MaxResults, only one page is returned. A call of another kind than `READ` is an
+        AssertionError.
+        """
         assert ACTIONS[method].kind == READ, method
         return self._request_once(method, parameters)
 
@@ -356,7 +374,15 @@ class AwsClient:
             raise CpuftError(f"AWS does not answer ({error}): check --region and the network of this machine") from None
 
     def dry_run(self, method: str, parameters: Mapping[str, Any]) -> None:
-        """Check that AWS would allow a call, without making it. Raises CallRefusedError when AWS would not."""
+        """Check that AWS would allow a call, without making it. A call that has taken effect before passes, too.
+
+        Parameters
+        ----------
+        method
+            Key in `ACTIONS`, of a service that knows DryRun (EC2).
+
+        Raises CallRefusedError when AWS would refuse the call, and CpuftError without credentials or an answer of AWS.
+        """
         try:
             self._request_once(method, {**parameters, "DryRun": True})
         except CallRefusedError as error:
@@ -366,9 +392,16 @@ class AwsClient:
     def execute(self, call: CallStep) -> str:
         """Make a call that changes something, and repeat it as long as its outcome is unknown.
 
+        A call is repeated after a fault in AWS, too many requests or no answer (6 attempts, with pauses of up to 15 s),
+        and for 3 minutes while a resource to delete is still in use. A call that has taken effect before counts as
+        done.
+
         Returns
         -------
-        Why the zone has no capacity for instances; empty when the call took effect.
+        "CODE: MESSAGE" when a zone has no capacity for the instances of `run_instances`; "" when the call took effect.
+
+        Raises CallRefusedError when AWS refuses the call for another reason, CpuftError when all attempts failed or
+        credentials are missing, and OSError when one of `call.files` cannot be read.
         """
         parameters = {**call.parameters, **{name: Path(path).read_bytes() for name, path in call.files.items()}}
         if "UserData" in parameters:

@@ -20,7 +20,8 @@ _LIMIT_FILE = "/var/lib/cpuft/limit"
 """File on every instance: the time to which a running job may extend the lease."""
 _ARM = "/usr/local/sbin/cpuft-lease"
 RENEW_COMMAND = f"{_ARM} renew"
-"""Command on every instance that extends the lease while a job runs. It prints the end of the lease and its limit."""
+"""Command on every instance that extends the lease while a job runs: to 15 minutes from now, as far as the limit
+allows. It prints the end of the lease and its limit."""
 _RENEWED_SECONDS = 900
 """How far a renewal moves the end of the lease from now. Jobs renew every five minutes."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
@@ -92,12 +93,16 @@ class Timer:
     until: int = 0
     """The end of its lease, in seconds since the epoch; 0 if it does not know one."""
     scheduled: int = 0
-    """When it will shut down; 0 if no shutdown is scheduled."""
+    """When it will shut down, in seconds since the epoch; 0 if no shutdown is scheduled."""
     enabled: bool = False
     """Whether the shutdown is scheduled again after a reboot."""
 
     def find_fault(self, limit: int) -> str:
-        """Return why the instance would not terminate itself by `limit`; empty if it will."""
+        """Return why the instance would not terminate itself by `limit` (seconds since the epoch); "" if it will.
+
+        The first of these counts: no shutdown is scheduled, it is scheduled for a later time, or a reboot would cancel
+        it.
+        """
         if not self.scheduled:
             return "no shutdown is scheduled"
         if self.scheduled > limit:
@@ -106,7 +111,11 @@ class Timer:
 
 
 def parse_timer(text: str) -> Timer:
-    """Return what `CHECK_TIMER` printed. A line that is missing or has no number counts as not scheduled."""
+    """Parse what `CHECK_TIMER` printed. Raises nothing.
+
+    Without a valid line `until`, the end is 0. Without a scheduled power-off, `scheduled` is 0: a reboot does not
+    count. `enabled` is True if there is a line `enabled`.
+    """
     values = dict(line.partition(" ")[::2] for line in text.split("\n"))
     until, usec = values.get("until", "").strip(), values.get("usec", "").strip()
     is_scheduled = values.get("mode", "").strip() == "poweroff" and is_count(usec, most=10**18)
@@ -114,13 +123,22 @@ def parse_timer(text: str) -> Timer:
 
 
 def make_schedule_command(until: int, limit: int) -> tuple[str, ...]:
-    """Return a command that installs on an instance what user data should have, and schedules the shutdown."""
+    """Return a command that installs on an instance what user data should have, and schedules the shutdown at `until`.
+
+    Parameters
+    ----------
+    until, limit
+        End of the lease, and the time to which a running job may extend it, in seconds since the epoch.
+    """
     files = (UNTIL_FILE, str(until), _LIMIT_FILE, str(limit), _ARM, ARM_SCRIPT, _UNIT_FILE, _UNIT)
     return ("sh", "-c", _INSTALL, "arm", *files)
 
 
 def parse_lease(text: str, flag: str = "--lease") -> int:
-    """Return the seconds of "90m", "4h" or "2d". Raises CpuftError below 10m, above 30d and for other texts."""
+    """Return the seconds of "90m", "4h" or "2d".
+
+    Raises CpuftError below 10m, above 30d and for other texts, "" included. `flag` is the option for the message.
+    """
     match = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not _SHORTEST <= seconds <= _LONGEST:
@@ -129,7 +147,10 @@ def parse_lease(text: str, flag: str = "--lease") -> int:
 
 
 def parse_limit(text: str, lease: int) -> int:
-    """Return the seconds of --lease-limit; by default twice the seconds of the lease. Raises CpuftError."""
+    """Return the seconds of --lease-limit; for an empty text twice the `lease` in seconds, 30 days at most.
+
+    Raises CpuftError: the text is not a time from 10m to 30d such as 8h, or less than the lease.
+    """
     limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _LONGEST)
     if limit < lease:
         raise CpuftError(f"--lease-limit {text} is less than --lease: give at least the time of the lease")
@@ -137,20 +158,25 @@ def parse_limit(text: str, lease: int) -> int:
 
 
 def format_time(seconds: float) -> str:
-    """Return a time in UTC: `2027-01-15 10:00 UTC`."""
+    """Return a time, in seconds since the epoch, in UTC: `2027-01-15 10:00 UTC`."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def format_span(seconds: float) -> str:
-    """Return a duration in hours and minutes: `3 h 59 min`."""
+    """Return a duration in hours and minutes: `3 h 59 min`; below an hour `59 min`, and `0 min` for a negative one."""
     minutes = max(0, int(seconds)) // 60
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 
 
 def format_user_data(until: int, limit: int) -> str:
-    """Return the user data of an instance, to which `user_data.sh` appends the host key.
+    """Return the user data of an instance for cloud-init, to which `user_data.sh` appends the host key.
 
     Values are written as JSON, which is valid YAML, so that no value can end its line.
+
+    Parameters
+    ----------
+    until, limit
+        End of the lease, and the time to which a running job may extend it, in seconds since the epoch.
     """
     files = [
         {"path": UNTIL_FILE, "content": f"{until}\n"},
@@ -169,7 +195,10 @@ def format_user_data(until: int, limit: int) -> str:
 
 
 def make_extend_command(until: int, limit: int) -> tuple[str, ...]:
-    """Return a command for an instance that sets the end of its lease and its limit, and schedules the shutdown."""
+    """Return a command for an instance that sets the end of its lease and its limit, and schedules the shutdown.
+
+    Both times are in seconds since the epoch. The instance must have the script of `make_schedule_command` already.
+    """
     script = (
         'set -e; put() { echo "$2" >"$1.new"; mv "$1.new" "$1"; }; put "${3%/*}/limit" "$2"; put "$3" "$1"; exec "$4"'
     )

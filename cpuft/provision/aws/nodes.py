@@ -37,9 +37,15 @@ class LeaseError(CpuftError):
 
 
 def find_known_keys(known_hosts: str, member: Member) -> str:
-    """Return the keys that a known_hosts file has for an instance, one per line as "type base64".
+    """Return the keys that a known_hosts file has for an instance, one per line as "type base64"; "" if it has none.
 
-    Keys of another instance that had the same address before are left out: the comment of a line is the instance's id.
+    A line counts if its name is `member.known_name` and its comment is `member.mark`, the id of the instance. So keys
+    of another instance that had the same address before are left out. Other lines are ignored, and nothing is raised.
+
+    Parameters
+    ----------
+    known_hosts
+        The text of the file, not its path.
     """
     lines = [line.split() for line in known_hosts.splitlines()]
     return "\n".join(
@@ -50,12 +56,15 @@ def find_known_keys(known_hosts: str, member: Member) -> str:
 def choose_keys(shared: str, host_keys: Iterable[str]) -> str:
     """Return the keys by which an instance may be recognized, one per line as "type base64".
 
+    The shared key comes first, if the instance still has it or has no key of its own; then the keys of its own, which
+    are those with the comment "cpuft-own".
+
     Parameters
     ----------
     shared
         The key that all instances got at first, as "type base64".
     host_keys
-        The public keys in /etc/ssh of the instance, with their comments.
+        The public keys in /etc/ssh of the instance, as "type base64 comment".
     """
     keys = [key.split() for key in host_keys]
     own = [" ".join(words[:2]) for words in keys if words[2:] == [_OWN_COMMENT]]
@@ -64,10 +73,17 @@ def choose_keys(shared: str, host_keys: Iterable[str]) -> str:
 
 
 def plan_rotation(servers: Sequence[tuple[Member, ServerFacts]], shared: str) -> tuple[Step, ...]:
-    """Return the next step of each instance that still has the shared host key.
+    """Return the next step of each instance that still has the shared host key; () if none has.
 
-    First the instance makes a key of its own. When this machine and all other instances know that key, the instance
-    deletes the shared key. The caller must write the known_hosts files between these two steps.
+    First the instance makes a key of its own. Once it has one, the next step deletes the shared key, so the caller must
+    write both keys into the known_hosts files of this machine and of all other instances between these two steps.
+
+    Parameters
+    ----------
+    servers
+        (ssh data, survey) of each instance.
+    shared
+        The shared key, as "type base64".
     """
     steps = []
     for member, own in servers:
@@ -81,7 +97,17 @@ def plan_rotation(servers: Sequence[tuple[Member, ServerFacts]], shared: str) ->
 
 
 class Nodes(Servers):
-    """The instances as servers. They know each other by private addresses; this machine uses their public ones."""
+    """The instances as servers. They know each other by private addresses; this machine uses their public ones.
+
+    Parameters
+    ----------
+    instances
+        The instances that are used, the head host first.
+    group
+        The security group, which says when the lease ends. Without it, no shutdown is scheduled or checked.
+
+    Raises CpuftError without instances, or if the prefix or the name of the cluster cannot be used.
+    """
 
     kind = "aws"
     never_here = True
@@ -122,7 +148,10 @@ class Nodes(Servers):
         return replace(facts, notice=find_notice_url(self._aws_config))
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan scheduling shutdowns that are not scheduled, then what is missing, then the rotation of host keys."""
+        """Plan shutdowns that are not scheduled, and what is missing; if that is nothing, the rotation of host keys.
+
+        Raises CpuftError if an instance cannot be provisioned, such as without Python 3.10 or without disk space.
+        """
         plan = super().plan(facts)
         rotation = () if plan.stages else plan_rotation(facts.servers, self._shared_key)
         stages = (self._plan_shutdowns(), rotation, *plan.stages)
@@ -151,9 +180,13 @@ class Nodes(Servers):
         return tuple(steps)
 
     def secure_lease(self, say: Callable[[str], None]) -> None:
-        """Verify that all instances terminate themselves when their lease ends; schedule shutdowns that are missing.
+        """Verify over ssh that all instances terminate themselves when their lease ends.
 
-        Raises LeaseError that names each instance that still would not terminate itself.
+        Shutdowns that are missing or too late are scheduled. `say` is called with a line for each shutdown that is
+        scheduled. Nothing is done without a security group.
+
+        Raises LeaseError if a shutdown cannot be scheduled, or if instances still would not terminate themselves
+        afterwards (the message names each of them). Raises CpuftError that names each instance that cannot be asked.
         """
         with self._temporary_transport(()) as transport:
             try:
@@ -176,9 +209,16 @@ class Nodes(Servers):
                 raise LeaseError(f"instances would not terminate themselves when their lease ends ({reasons})")
 
     def wait(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        """Wait until all instances accept ssh connections.
+        """Wait until all instances accept ssh connections. They are asked every 2 s; at least once.
 
-        Raises CpuftError when some do not within `seconds`, or when one shows an unexpected host key.
+        Parameters
+        ----------
+        seconds
+            Time limit.
+        now, sleep
+            Return the present time in seconds, and pause for a number of seconds.
+
+        Raises CpuftError when some do not within `seconds`, or at once when one shows an unexpected host key.
         """
         end = now() + seconds
         with self._temporary_transport(()) as transport:

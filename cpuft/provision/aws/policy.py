@@ -22,7 +22,10 @@ def _require_tag(resource_type: str) -> dict[str, Any]:
 
 
 def make_policy() -> dict[str, Any]:
-    """Return an IAM policy that allows every call that this version can make, and no other call."""
+    """Return an IAM policy, as JSON values, that allows every call that this version can make, and no other call.
+
+    Calls that change or delete resources are allowed only for resources with cpuft's tags.
+    """
     creating = {name: action for name, action in ACTIONS.items() if action.kind == CREATE}
     statements = [_allow("Look", [one.permission for one in ACTIONS.values() if one.kind == READ], "*")]
     for name, action in creating.items():
@@ -60,5 +63,5 @@ def _list_arns(resource_types: Iterable[str]) -> list[str]:
 
 
 def format_policy() -> str:
-    """Return the policy as JSON text, as IAM takes it."""
+    """Return the policy as JSON text with a newline at its end, as IAM takes it."""
     return json.dumps(make_policy(), indent=2) + "\n"

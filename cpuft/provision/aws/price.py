@@ -28,19 +28,24 @@ class Price:
     """Price of one instance, in dollars per hour; None if unknown."""
 
     on_demand: float | None
+    """List price."""
     dated: str
-    """When the list price was looked up: a year."""
+    """When the list price was looked up: a year. Empty if there is none."""
     spot: tuple[float, float] | None = None
-    """Lowest and highest present spot price of all zones."""
+    """(lowest, highest) present spot price of all zones."""
     spot_by_zone: Mapping[str, float] = field(default_factory=dict)
+    """Present spot price by name of the zone; zones without a price are left out."""
 
     @property
     def source(self) -> str:
-        """Where the list price comes from."""
+        """Where the list price comes from: "list price of us-east-1 in 2025"."""
         return f"list price of {LISTED} in {self.dated}"
 
     def format_source(self, instances: Sequence[Instance]) -> str:
-        """Return, in parentheses, where the prices of these instances come from."""
+        """Return a space and, in parentheses, where the prices of these instances come from; "" without instances.
+
+        That is the list price, the present spot price, or both.
+        """
         sources = sorted({"present spot price" if one.spot else self.source for one in instances})
         return f" ({' and '.join(sources)})" if sources else ""
 
@@ -51,7 +56,15 @@ class Price:
         return self.spot_by_zone.get(instance.zone, self.spot[1] if self.spot else None)
 
     def total(self, instances: Sequence[Instance], now: float) -> float | None:
-        """Return what instances have cost so far in dollars; None if a price is unknown."""
+        """Return what instances have cost so far in dollars; 0 without instances, None if the price of one is unknown.
+
+        Earlier spot prices are unknown, so the present one of the zone is used for the whole time.
+
+        Parameters
+        ----------
+        now
+            Present time in seconds since the epoch.
+        """
         hours = [count_seconds([one], now) / 3600 for one in instances]
         prices = [self._find(one) for one in instances]
         return sum(price * one for price, one in zip(prices, hours) if price) if all(prices) else None
@@ -60,7 +73,15 @@ class Price:
 def find_price(
     instance_type: str, region: str, table: Mapping[str, ListedType], spot_by_zone: Mapping[str, float]
 ) -> Price:
-    """Return the price of an instance type, from our table and from the present spot prices (0: unknown)."""
+    """Return the price of an instance type, from our table and from the present spot prices.
+
+    Parameters
+    ----------
+    table
+        List prices by type. They are those of `LISTED`, so `on_demand` is None in other regions and for unknown types.
+    spot_by_zone
+        Dollars per hour by name of the zone; 0 for unknown.
+    """
     listed = table.get(instance_type) if region == LISTED else None
     known = {zone: price for zone, price in spot_by_zone.items() if price}
     return Price(
@@ -72,7 +93,12 @@ def find_price(
 
 
 def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
-    """Return the price of one of a cluster's instances, which are all of one type."""
+    """Return the price of one of a cluster's instances, which are all of one type.
+
+    Spot prices are asked of AWS if there are spot instances. Without instances, all prices are unknown (None).
+
+    Raises CpuftError: AWS refuses the call or does not answer.
+    """
     instance_type = instances[0].type if instances else ""
     spot = find_spot_prices(client, instance_type) if any(one.spot for one in instances) else {}
     return find_price(instance_type, client.region, read_table(), spot)
@@ -81,12 +107,15 @@ def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
 def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:
     """Return sentences that say what instances will cost, without the last full stop.
 
+    They name the price per hour of each instance and of all, the cost until the end of the lease and until its limit,
+    and with --spot-or-demand the cost on demand. Prices that are not known are called unknown.
+
     Parameters
     ----------
     missing
         Number of instances to rent.
     now, until, limit
-        The time now, when the lease ends, and to when running jobs may extend it.
+        The time now, when the lease ends, and to when running jobs may extend it, in seconds since the epoch.
     """
     unknown = f"cpuft has only the list prices of {LISTED}"
     if config.spot:
@@ -123,7 +152,8 @@ def _format_range(prices: tuple[float, float]) -> str:
 def count_seconds(instances: Sequence[Instance], now: float) -> float:
     """Return for how many seconds instances have been paid for so far, added up.
 
-    An instance that ended at an unknown time counts to the end of its lease.
+    An instance that ended at an unknown time counts to the end of its lease, or to `now` (seconds since the epoch) if
+    that is earlier.
     """
     seconds = 0.0
     for one in instances:
@@ -133,7 +163,10 @@ def count_seconds(instances: Sequence[Instance], now: float) -> float:
 
 
 def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """Return what instances have cost so far, in words."""
+    """Return what instances have cost so far, such as "about $1.25 so far (list price of us-east-1 in 2025)".
+
+    With an unknown price: "0.50 instance hours so far, at an unknown price". `now` is in seconds since the epoch.
+    """
     cost = price.total(instances, now)
     if cost is None:
         return f"{count_seconds(instances, now) / 3600:.2f} instance hours so far, at an unknown price"
@@ -146,7 +179,10 @@ def _format_amount(amount: float) -> str:
 
 
 def describe_bill(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """Return what a cluster that was removed has cost, in words; empty if AWS lists no instance of it any more."""
+    """Return what a cluster that was removed has cost: "it has cost about $1.25 for 2.00 instance hours ...".
+
+    "" if AWS lists no instance of it any more. `now` is in seconds since the epoch.
+    """
     if not instances:
         return ""
     cost, hours = price.total(instances, now), count_seconds(instances, now) / 3600
@@ -160,7 +196,18 @@ def describe_bill(price: Price, instances: Sequence[Instance], now: float) -> st
 def describe_instances(
     group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
 ) -> list[str]:
-    """Return a line about the lease and cost of a cluster, and a line for each instance that AWS lists."""
+    """Return a line about the lease and cost of a cluster, and a line for each instance that AWS lists.
+
+    An instance's line has its private address (its id without one), state, id, type, market, zone and age. If neither
+    `group` nor `instances` say when a lease ends, the first line says that AWS has nothing of this cluster.
+
+    Parameters
+    ----------
+    group
+        The security group; None if it was deleted.
+    now
+        Present time in seconds since the epoch.
+    """
     lines = [_describe_lease(group, instances, now, price)]
     for one in instances:
         market = "spot" if one.spot else "on demand"
@@ -185,7 +232,11 @@ def _describe_lease(group: SecurityGroup | None, instances: Sequence[Instance], 
 def describe_cluster(
     name: str, group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
 ) -> list[str]:
-    """Return lines about a cluster that was found by its tags."""
+    """Return lines about a cluster that was found by its tags.
+
+    The first is `cluster NAME (aws), 2 nodes`, which counts pending and running instances. The indented others describe
+    its lease and cost, and each instance. Parameters are those of `describe_instances`.
+    """
     nodes = counted(sum(one.state in LIVE for one in instances), "node")
     return [
         f"cluster {name} (aws), {nodes}",
